@@ -1,0 +1,34 @@
+# `make demo` and `make test` do all the set-up on a machine that has Python ≥ 3.11 and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export CHAMBERS_CACHE ?= $(CURDIR)/.chambers/cache
+export ARGS
+
+.PHONY: demo test test-slow lint clean
+
+demo: $(VENV)/installed
+	@$(BIN)/python -m demo "$$ARGS"
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST)
+
+test-slow: $(VENV)/installed
+	$(BIN)/python -m pytest -m slow $(PYTEST)
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .chambers

@@ -1,0 +1,1 @@
+"""Measurements, each one command that prints a table."""

@@ -1,0 +1,131 @@
+"""Runs of the real strategies and the real ClientApp in one process, without a SuperLink.
+
+For measurements of many runs: Flower's start-up alone takes longer than a run of a tiny model.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from client_app.main import app as client_app
+from finetuning.adapters import State, initial_adapter
+from finetuning.base_model import locate
+from finetuning.fingerprint import fingerprint
+from finetuning.randomness import derive_seed
+from strategies.fedjudge import FedJudgeBase, FedJudgeCL, Progress
+from strategies.messages import to_arrays
+from strategies.run_config import Scalar, parse_run_config
+
+
+class InProcessGrid(Grid):
+    """Hands each message to the ClientApp at once, one SuperNode after another.
+
+    Args:
+        run_config: what each ClientApp gets.
+        nodes: node config of each SuperNode by node id.
+    """
+
+    def __init__(
+        self, run_config: Mapping[str, Scalar], nodes: Mapping[int, Mapping[str, Scalar]]
+    ) -> None:
+        # Flower stamps every message with the run of the process that makes it.
+        TaskIdentity.run_id = TaskIdentity.task_id = 1
+        TaskIdentity.node_id = 0
+        self._run_config = dict(run_config)
+        self._nodes = nodes
+
+    def set_run(self, run: Any) -> None:
+        """Do nothing: there is one run."""
+
+    @property
+    def run(self) -> Any:
+        """There is no run outside this process."""
+        raise NotImplementedError
+
+    def create_message(self, *_: Any, **__: Any) -> Message:
+        """Messages are made by their constructor."""
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Give all SuperNodes: they are always connected."""
+        return list(self._nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Messages are only sent and received."""
+        raise NotImplementedError
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Messages are only sent and received."""
+        raise NotImplementedError
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Answer every message."""
+        return [
+            client_app(
+                message,
+                Context(
+                    run_id=1,
+                    node_id=message.metadata.dst_node_id,
+                    node_config=dict(self._nodes[message.metadata.dst_node_id]),
+                    state=RecordDict(),
+                    run_config=self._run_config,
+                ),
+            )
+            for message in messages
+        ]
+
+
+class MemoryJournal:
+    """A journal that keeps everything in memory.
+
+    Attributes:
+        events: as they would stand in ``metrics.jsonl``.
+        adapters: the global adapter after each round.
+        personalised: each client's latest.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.adapters: dict[int, State] = {}
+        self.personalised: dict[str, State] = {}
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Keep an event."""
+        self.events.append(dict(event))
+
+    def keep_personalised(self, client: str, state: State, round_number: int, size: int) -> None:
+        """Keep a client's adapter."""
+        self.personalised[client] = state
+
+    def checkpoint(
+        self, round_number: int, state: State, importance: State | None, evaluated: bool
+    ) -> None:
+        """Keep the global adapter."""
+        self.adapters[round_number] = state
+
+
+def run_in_process(values: Mapping[str, Scalar], state_path: Path, clients: int) -> MemoryJournal:
+    """Run simulated clients through all rounds.
+
+    Args:
+        values: the run config.
+        state_path: where clients keep their state.
+        clients: how many.
+    """
+    values = {"min-nodes": clients, **values, "state-path": str(state_path)}
+    config = parse_run_config(values)
+    nodes = {i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)}
+    state, _ = initial_adapter(
+        config.model.name, config.adapter, derive_seed("adapter", config.seed)
+    )
+    journal = MemoryJournal()
+    kind = FedJudgeCL if config.strategy == "fedjudge-cl" else FedJudgeBase
+    strategy = kind(config, fingerprint(locate(config.model.name)), Progress("bench"), journal)
+    strategy.start(InProcessGrid(values, nodes), to_arrays(state), config.rounds)
+    return journal

@@ -1,0 +1,1 @@
+"""What runs at an institution: answering query, train and evaluate messages on private data."""

@@ -1,0 +1,153 @@
+"""Which private rows are this client's: its own files, a share of a data set, or generated ones."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from finetuning.data.partition import partition
+from finetuning.data.rows import DataError, Row, find_part, parse_messages, read_rows
+from finetuning.generated import STYLES, examples
+from finetuning.randomness import derive_seed
+from finetuning.settings import DataSettings
+
+# Unequal on purpose, as the paper's clients are (table 1), and small enough for a demonstration.
+_GENERATED_TRAINING = {"court": 720, "consultation": 480, "reasoning": 360}
+_GENERATED_TEST = 96
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """A client's name and its rows.
+
+    Attributes:
+        name: the institution's.
+        train: rows to learn from.
+        test: held-out rows.
+
+    """
+
+    name: str
+    train: list[Row]
+    test: list[Row]
+
+
+def read_client_data(
+    settings: DataSettings, node: Mapping[str, str | int | float | bool], seed: int
+) -> ClientData:
+    """Find and read a client's data.
+
+    Args:
+        settings: the run's data settings.
+        node: the SuperNode's ``--node-config`` (``name`` and ``data-path``), or, in simulation,
+            Flower's ``partition-id`` and ``num-partitions``.
+        seed: the run's.
+
+    Raises:
+        DataError: nothing is there, or rows are malformed.
+
+    """
+    if "data-path" in node or "partition-id" not in node:
+        return _own(settings, node, seed)
+    index, count = int(node["partition-id"]), int(node["num-partitions"])
+    if not settings.path:
+        return _generated(index, seed)
+    path = Path(settings.path).expanduser()
+    folders = sorted(
+        folder for folder in path.glob("*") if folder.is_dir() and find_part(folder, "train")
+    )
+    if folders:
+        return _one_of(folders, index, count, settings, seed)
+    return _share(settings, path, index, count, seed)
+
+
+def _own(
+    settings: DataSettings, node: Mapping[str, str | int | float | bool], seed: int
+) -> ClientData:
+    missing = [key for key in ("name", "data-path") if not node.get(key)]
+    if missing:
+        raise DataError(
+            f"this SuperNode's --node-config lacks {' and '.join(missing)}; start it with "
+            '--node-config \'name="court" data-path="/data/court"\''
+        )
+    path = Path(str(node["data-path"])).expanduser()
+    if not path.is_absolute():
+        raise DataError(f'data-path = "{path}" must be an absolute path')
+    return _from_folder(str(node["name"]), path, settings, seed)
+
+
+def _generated(index: int, seed: int) -> ClientData:
+    """Give one of the three generated clients; further ones repeat the styles with other facts."""
+    style, copy = STYLES[index % len(STYLES)], index // len(STYLES)
+    name = style if copy == 0 else f"{style}-{copy + 1}"
+    own_seed = derive_seed("generated", seed, copy)
+    rows = {
+        part: [
+            Row(parse_messages(value), f"generated {name} {part} {number}", dict(value))
+            for number, value in enumerate(examples(style, size, own_seed, part), start=1)  # type: ignore[arg-type]
+        ]
+        for part, size in (("train", _GENERATED_TRAINING[style]), ("test", _GENERATED_TEST))
+    }
+    return ClientData(name, rows["train"], rows["test"])
+
+
+def _one_of(
+    folders: list[Path], index: int, count: int, settings: DataSettings, seed: int
+) -> ClientData:
+    names = ", ".join(folder.name for folder in folders)
+    if count > len(folders):
+        raise DataError(
+            f"{count} SuperNodes, but {folders[0].parent} has {len(folders)} clients ({names}); "
+            f"run with --federation-config num-supernodes={len(folders)}"
+        )
+    if count < len(folders) and index == 0:
+        unused = ", ".join(folder.name for folder in folders[count:])
+        warnings.warn(
+            f"{count} SuperNodes for {len(folders)} clients: {unused} won't take part; run with "
+            f"--federation-config num-supernodes={len(folders)}",
+            stacklevel=2,
+        )
+    return _from_folder(folders[index].name, folders[index], settings, seed)
+
+
+def _from_folder(name: str, path: Path, settings: DataSettings, seed: int) -> ClientData:
+    """Read ``path/train.*`` and ``path/test.*``, or the one file that ``path`` is."""
+    if path.is_file():
+        train, test = path, None
+    else:
+        if not path.is_dir():
+            raise DataError(f"{path} doesn't exist")
+        found, test = find_part(path, "train"), find_part(path, "test")
+        if found is None:
+            raise DataError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
+        train = found
+    rows = read_rows(train, skip_bad=settings.skip_bad_rows)
+    if test is not None:
+        return ClientData(name, rows, read_rows(test, skip_bad=settings.skip_bad_rows))
+    return _hold_out(name, rows, settings.test_fraction, seed)
+
+
+def _share(settings: DataSettings, path: Path, index: int, count: int, seed: int) -> ClientData:
+    """Read one data set and give this client's part of it."""
+    name = f"client-{index}"
+    if not path.is_absolute():
+        rows = read_rows(settings.path, skip_bad=settings.skip_bad_rows)
+        own = partition(rows, count, settings, seed)[index]
+        return _hold_out(name, own, settings.test_fraction, seed)
+    whole = _from_folder(name, path, settings, seed)
+    train = partition(whole.train, count, settings, seed)[index]
+    test = partition(whole.test, count, settings, seed)[index]
+    return ClientData(name, train, test)
+
+
+def _hold_out(name: str, rows: list[Row], fraction: float, seed: int) -> ClientData:
+    """Hold out a share of the rows, at least one."""
+    if len(rows) < 2:
+        raise DataError(f"{name} has {len(rows)} row and no test part; nothing could be held out")
+    order = np.random.default_rng(derive_seed("hold out", seed, name)).permutation(len(rows))
+    cut = min(max(1, round(fraction * len(rows))), len(rows) - 1)
+    return ClientData(
+        name, [rows[i] for i in sorted(order[cut:])], [rows[i] for i in sorted(order[:cut])]
+    )

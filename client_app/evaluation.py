@@ -1,0 +1,99 @@
+"""Evaluating the base, global and personalised models on a client's held-out data."""
+
+from typing import Any
+
+from client_app.institution import Institution, load_model
+from client_app.state import ClientState
+from client_app.training import own_importance
+from finetuning.adapters import State, load_adapter, save_adapter
+from finetuning.evaluation import generate_answers, held_out_loss
+from finetuning.model_card import model_card
+from finetuning.whole_model import WholeModel
+from strategies.messages import Instruction
+from strategies.run_config import RunConfig
+
+
+def evaluate_models(
+    institution: Institution,
+    config: RunConfig,
+    instruction: Instruction,
+    arrays: State,
+    state: ClientState,
+) -> tuple[dict[str, int | float], State | None]:
+    """Do what an evaluate message asks for.
+
+    Args:
+        institution: whose held-out data.
+        config: the run's.
+        instruction: the round, and what is due.
+        arrays: the global adapter.
+        state: where this client's personalised adapter is; the final ones are saved beside it.
+
+    Returns:
+        Metrics named ``<model>.<metric>``, and J at the global adapter if it was asked for.
+
+    """
+    model, tokenizer = load_model(config.model, config.adapter)
+    personalised = state.adapter(instruction.round)
+    metrics: dict[str, int | float] = {}
+    if instruction.losses:
+        if instruction.round == 0:
+            with model.peft_model.disable_adapter():
+                metrics |= _measure("base", model, tokenizer, institution, config)
+        elif personalised is not None:
+            load_adapter(model.peft_model, personalised)
+            metrics |= _measure("personalised", model, tokenizer, institution, config)
+    load_adapter(model.peft_model, arrays)
+    if instruction.losses and instruction.round > 0:
+        metrics |= _measure("global", model, tokenizer, institution, config)
+    if instruction.final:
+        _keep(arrays, personalised, model, institution, config, state)
+    if not instruction.importance:
+        return metrics, None
+    return metrics, own_importance(institution, config, model, tokenizer.pad_token_id)
+
+
+def _measure(
+    kind: str, model: WholeModel, tokenizer: Any, institution: Institution, config: RunConfig
+) -> dict[str, int | float]:
+    """Measure the model as it is now; scores of generated answers where the run asks for them."""
+    settings = config.evaluate
+    held_out = held_out_loss(model, institution.test, tokenizer.pad_token_id, settings.batch_size)
+    metrics: dict[str, int | float] = {
+        "loss": held_out.loss,
+        "perplexity": held_out.perplexity,
+        "examples": len(institution.test),
+        "target-tokens": held_out.target_tokens,
+    }
+    if settings.generate:
+        from finetuning.scoring import score
+
+        examples = institution.test[: settings.generate_examples]
+        answers = generate_answers(
+            model.peft_model, tokenizer, examples, settings.batch_size, settings.max_new_tokens
+        )
+        metrics |= score(answers, [example.reference for example in examples])
+    return {f"{kind}.{name}": value for name, value in metrics.items()}
+
+
+def _keep(
+    arrays: State,
+    personalised: State | None,
+    model: WholeModel,
+    institution: Institution,
+    config: RunConfig,
+    state: ClientState,
+) -> None:
+    """Save what the institution takes home, in PEFT's format, on its own disk."""
+    peft_config = model.peft_model.peft_config["default"]
+    for kind, adapter in (("global", arrays), ("personalised", personalised)):
+        if adapter is not None:
+            card = model_card(
+                f"{kind} adapter of {institution.name}",
+                config.model.name,
+                str(institution.directory),
+                {institution.name: institution.size},
+                config.rounds,
+                config.flat(),
+            )
+            save_adapter(state.directory / "adapters" / kind, adapter, peft_config, card)

@@ -1,0 +1,122 @@
+"""The ClientApp: answers query, train and evaluate messages."""
+
+import time
+from collections.abc import Callable
+from functools import wraps
+from logging import ERROR, INFO
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.common.logger import log
+
+from client_app.evaluation import evaluate_models
+from client_app.institution import Institution, open_institution
+from client_app.state import ClientState
+from client_app.training import train_adapter
+from finetuning.base_model import BaseModelError
+from finetuning.data.rows import DataError
+from finetuning.fingerprint import digest
+from finetuning.training import DeadlineError
+from strategies.messages import (
+    ARRAYS,
+    IMPORTANCE,
+    SIZE,
+    Instruction,
+    answer,
+    from_arrays,
+    to_arrays,
+)
+from strategies.run_config import ConfigError, RunConfig, parse_run_config
+
+app = ClientApp()
+
+Handler = Callable[[Message, Context], Message]
+# What a person can mend; anything else is a fault of the program, and Flower reports its traceback.
+_PROBLEMS = (BaseModelError, ConfigError, DataError, DeadlineError, FloatingPointError, OSError)
+
+
+def _says_problems(handler: Handler) -> Handler:
+    """Answer with the problem in words where the handler raises one that a person can mend."""
+
+    @wraps(handler)
+    def handle(message: Message, context: Context) -> Message:
+        try:
+            return handler(message, context)
+        except _PROBLEMS as error:
+            log(ERROR, "%s", error)
+            name = str(context.node_config.get("name", ""))
+            return answer(message, {"name": name, "problem": str(error)})
+
+    return handle
+
+
+@app.query()
+@_says_problems
+def query(message: Message, context: Context) -> Message:
+    """Say who this is, how much data there is, and which base model; all data is checked."""
+    institution = open_institution(parse_run_config(context.run_config), context.node_config)
+    return answer(
+        message,
+        {
+            "name": institution.name,
+            "tensors": list(institution.fingerprint),
+            "digests": list(institution.fingerprint.values()),
+        },
+        {SIZE: institution.size, "test-examples": len(institution.test)},
+    )
+
+
+@app.train()
+@_says_problems
+def train(message: Message, context: Context) -> Message:
+    """Train from the global adapter on private data, and send the local adapter back."""
+    instruction, config, institution, state = _open(message, context)
+    arrays = message.content.array_records
+    importance = from_arrays(arrays[IMPORTANCE]) if IMPORTANCE in arrays else None
+    adapter, metrics = train_adapter(
+        institution, config, instruction, from_arrays(arrays[ARRAYS]), importance, state
+    )
+    return answer(
+        message,
+        {"name": institution.name, "base": instruction.base},
+        {SIZE: institution.size, **metrics},
+        to_arrays(adapter),
+    )
+
+
+@app.evaluate()
+@_says_problems
+def evaluate(message: Message, context: Context) -> Message:
+    """Evaluate the global and the personalised adapter on held-out data; compute J if asked."""
+    instruction, config, institution, state = _open(message, context)
+    metrics, importance = evaluate_models(
+        institution,
+        config,
+        instruction,
+        from_arrays(message.content.array_records[ARRAYS]),
+        state,
+    )
+    return answer(
+        message,
+        {"name": institution.name, "base": instruction.base},
+        {SIZE: institution.size, **metrics},
+        None if importance is None else to_arrays(importance),
+    )
+
+
+def _open(
+    message: Message, context: Context
+) -> tuple[Instruction, RunConfig, Institution, ClientState]:
+    """Prepare for a train or evaluate message; another base model than the run's is refused."""
+    started = time.perf_counter()
+    instruction = Instruction.of(message)
+    config = parse_run_config(context.run_config)
+    institution = open_institution(config, context.node_config)
+    if digest(institution.fingerprint) != instruction.base:
+        raise BaseModelError(
+            f"the base model in {institution.directory} is not the run's: it has changed, or "
+            "another one was put in its place"
+        )
+    state = ClientState(config.state_path, instruction.lineage, institution.name)
+    log(INFO, "%s is ready in %.1f s", institution.name, time.perf_counter() - started)
+    return instruction, config, institution, state

@@ -1,0 +1,145 @@
+"""A client's round: from the global adapter to its own (FedJudge Algorithm 1, ClientUpdate)."""
+
+import time
+
+import torch
+
+from client_app.institution import Institution, load_model
+from client_app.state import ClientState
+from finetuning.adapters import (
+    State,
+    export_adapter,
+    exported_names,
+    load_adapter,
+    trainable_parameters,
+)
+from finetuning.continual import Penalty, importance
+from finetuning.data.batching import MicroBatch, collate, micro_batches, plan_round, steps_per_round
+from finetuning.data.tokenization import Example
+from finetuning.randomness import derive_seed
+from finetuning.training import Round, TrainingReport, train_round
+from finetuning.whole_model import WholeModel
+from strategies.messages import Instruction
+from strategies.run_config import RunConfig
+
+
+def train_adapter(
+    institution: Institution,
+    config: RunConfig,
+    instruction: Instruction,
+    arrays: State,
+    server_importance: State | None,
+    state: ClientState,
+) -> tuple[State, dict[str, int | float]]:
+    """Train for one round.
+
+    Args:
+        institution: whose data.
+        config: the run's.
+        instruction: round, time limit, and whether to use one's own J.
+        arrays: the global adapter Ŵ.
+        server_importance: J from the server, if it sent one.
+        state: where the local adapter and the optimizer are kept.
+
+    Returns:
+        The local adapter, and the round's metrics.
+
+    """
+    deadline = time.monotonic() + instruction.time_limit
+    model, tokenizer = load_model(config.model, config.adapter)
+    load_adapter(model.peft_model, arrays)
+    parameters = trainable_parameters(model.peft_model)
+    names = exported_names(model.peft_model)
+    lengths = [len(example.tokens) for example in institution.train]
+    per_round = steps_per_round(len(lengths), config.train)
+    place = Round(
+        steps=plan_round(
+            lengths,
+            config.train,
+            instruction.round,
+            derive_seed("order", config.seed, institution.name),
+        ),
+        first_step=(instruction.round - 1) * per_round,
+        total_steps=config.rounds * per_round,
+        seed=derive_seed("train", config.seed, institution.name, instruction.round),
+        deadline=deadline,
+    )
+    weights = server_importance
+    if instruction.importance:
+        weights = own_importance(institution, config, model, tokenizer.pad_token_id)
+    penalty = None
+    if weights is not None:
+        penalty = Penalty(
+            parameters,
+            anchor={name: arrays[names[name]] for name in parameters},
+            importance={name: weights[names[name]] for name in parameters},
+            weight=config.continual.weight,
+        )
+    keeps = config.train.optimizer_state == "keep"
+    report, optimizer = train_round(
+        model,
+        parameters,
+        institution.train,
+        tokenizer.pad_token_id,
+        place,
+        config.train,
+        penalty,
+        state.optimizer(instruction.round - 1) if keeps else None,
+        description=f"{institution.name}, round {instruction.round}",
+    )
+    adapter = export_adapter(model.peft_model)
+    state.save(instruction.round, adapter, optimizer if keeps else {})
+    return adapter, _metrics(report, parameters, config.continual.weight)
+
+
+def own_importance(
+    institution: Institution, config: RunConfig, model: WholeModel, padding: int
+) -> State:
+    """Compute J at the adapter's present weights, on training examples drawn by the run's seed.
+
+    Returns:
+        J under the adapter's exported names.
+
+    """
+    generator = torch.Generator().manual_seed(
+        derive_seed("importance", config.seed, institution.name)
+    )
+    order = torch.randperm(len(institution.train), generator=generator)
+    examples = [institution.train[i] for i in order[: config.continual.importance_examples]]
+    values = importance(model, _batches(examples, config, padding), config.continual.jacobian)
+    names = exported_names(model.peft_model)
+    return {names[name]: value.float().cpu() for name, value in values.items()}
+
+
+def _batches(examples: list[Example], config: RunConfig, padding: int) -> list[MicroBatch]:
+    lengths = [len(example.tokens) for example in examples]
+    budget = config.train.batch_size * max(lengths)
+    return [
+        collate([examples[i] for i in group], padding)
+        for group in micro_batches(range(len(examples)), lengths, budget)
+    ]
+
+
+def _metrics(
+    report: TrainingReport, parameters: dict[str, torch.nn.Parameter], weight: float
+) -> dict[str, int | float]:
+    metrics: dict[str, int | float] = {
+        "loss": sum(report.losses) / len(report.losses),
+        "loss-first": report.losses[0],
+        "loss-last": report.losses[-1],
+        "steps": len(report.losses),
+        "tokens": report.tokens,
+        "target-tokens": report.target_tokens,
+        "seconds": report.seconds,
+        "gradient-norm": report.gradient_norm,
+        "learning-rate": report.learning_rate,
+    }
+    if report.final_distance is not None:
+        s = report.final_distance
+        metrics |= {
+            "importance-distance": s,
+            "mean-importance-distance": s / sum(p.numel() for p in parameters.values()),
+            "penalty": weight * (s + s * s),
+            "penalty-gradient-share": report.penalty_gradient_share or 0.0,
+        }
+    return metrics

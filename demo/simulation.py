@@ -1,0 +1,178 @@
+"""A SuperLink in simulation mode that belongs to one run, and leaves nothing behind."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_START_SECONDS = 120.0
+_END_SECONDS = 15.0
+_MARK = "CHAMBERS_SIMULATION"
+
+
+@dataclass(frozen=True)
+class SuperLink:
+    """A running SuperLink.
+
+    Attributes:
+        environment: for the ``flwr`` command to find it by.
+        log: the file with its output.
+
+    """
+
+    environment: dict[str, str]
+    log: Path
+
+
+@contextmanager
+def simulation_superlink(home: Path) -> Iterator[SuperLink]:
+    """Start a SuperLink in simulation mode on a free port, and end it with all its processes.
+
+    Args:
+        home: its FLWR_HOME; made if need be.
+
+    Raises:
+        RuntimeError: it doesn't come up; the message has the end of its log.
+
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    mark = uuid.uuid4().hex
+    environment = os.environ | {
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Models that a run names are looked up on the hub; the library's own messages are not
+        # what a person wants to read between rounds.
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        _MARK: mark,
+    }
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "private"\n\n'
+        f'[superlink.private]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
+    log = home / "superlink.log"
+    command = [
+        "flower-superlink",
+        "--insecure",
+        "--simulation",
+        "--disable-runtime-dependency-installation",
+        "--host=127.0.0.1",
+        f"--port={port}",
+    ]
+    with log.open("wb") as output:
+        # A session of its own, so that a Ctrl-C reaches this process alone, which ends the rest.
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        _await(port, process, log)
+        yield SuperLink(environment, log)
+    finally:
+        _end(process, mark)
+
+
+def run_app(
+    app: Path,
+    superlink: SuperLink,
+    run_config: Mapping[str, str | int | float | bool],
+    supernodes: int,
+) -> str:
+    """Run the app in simulation, streaming its log, with as many actors as SuperNodes.
+
+    Returns:
+        ``"finished:completed"``, or the status and reason of a run that did not complete.
+
+    """
+    config = Path(superlink.environment["FLWR_HOME"]) / "run-config.toml"
+    config.write_text(
+        "".join(f"{key} = {json.dumps(value)}\n" for key, value in run_config.items())
+    )
+    cpus = max(supernodes, os.cpu_count() or 1)
+    started = subprocess.run(
+        [
+            *("flwr", "run", str(app), "--stream"),
+            *("--run-config", str(config)),
+            *(
+                "--federation-config",
+                f"num-supernodes={supernodes} client-resources-num-cpus=1 "
+                f"init-args-num-cpus={cpus}",
+            ),
+        ],
+        env=superlink.environment,
+        check=False,
+    )
+    if started.returncode != 0:
+        return "not started"
+    return _status(superlink)
+
+
+def _status(superlink: SuperLink) -> str:
+    """Ask for the run's real status: the stream's exit status says nothing about it."""
+    listing = subprocess.run(
+        ["flwr", "ls", "--format", "json"],
+        env=superlink.environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    run = json.loads(listing.stdout)["runs"][0]
+    return str(run["status"])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _await(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    end = time.monotonic() + _START_SECONDS
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            break
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise RuntimeError(f"the SuperLink did not start:\n{log.read_text()[-2000:]}")
+
+
+def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
+    """End the SuperLink and whatever it started, Ray's daemons included."""
+    process.terminate()
+    left = [other for other in psutil.process_iter() if _has_mark(other, mark)]
+    for other in left:
+        with suppress(psutil.NoSuchProcess):
+            other.terminate()
+    _, alive = psutil.wait_procs(left, timeout=_END_SECONDS)
+    for other in alive:
+        with suppress(psutil.NoSuchProcess):
+            other.kill()
+    psutil.wait_procs(alive, timeout=_END_SECONDS)
+    process.wait(_END_SECONDS)
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return bool(process.environ().get(_MARK) == mark and process.pid != os.getpid())
+    except psutil.Error:
+        return False

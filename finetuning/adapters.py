@@ -1,0 +1,145 @@
+"""LoRA adapters: attached to a base model, exchanged as plain tensors, saved in PEFT's format."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from finetuning.base_model import BaseModelError, locate
+from finetuning.files import replacing
+from finetuning.settings import AdapterSettings
+
+State = dict[str, torch.Tensor]
+
+
+def attach_adapter(model: Any, settings: AdapterSettings, directory: Path) -> Any:
+    """Wrap a base model with a LoRA adapter whose weights are float32 and require gradients.
+
+    Args:
+        model: a ``transformers`` causal language model; it is changed in place.
+        settings: rank, scale, dropout and targets.
+        directory: of the base model's checkpoint; noted in the saved adapter.
+
+    Raises:
+        BaseModelError: the targets don't fit the architecture.
+
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=[name.strip() for name in settings.targets.split(",") if name.strip()]
+        or None,
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=str(directory),
+    )
+    try:
+        peft_model = get_peft_model(model, config)
+    except ValueError as error:
+        raise BaseModelError(
+            f'adapter.targets = "{settings.targets}" does not fit this model: {error}'
+        ) from error
+    for parameter in trainable_parameters(peft_model).values():
+        parameter.data = parameter.data.float()
+    return peft_model
+
+
+def initial_adapter(name: str, settings: AdapterSettings, seed: int) -> tuple[State, Any]:
+    """Make round 1's global adapter without reading the base model's weights.
+
+    Args:
+        name: the base model, as in ``model.name``.
+        settings: rank, scale, dropout and targets.
+        seed: of the random half; the other half is zero, so that nothing changes at first.
+
+    Returns:
+        The adapter's float32 tensors, and its PEFT configuration with the targets spelt out.
+
+    Raises:
+        BaseModelError: no such model, or the targets don't fit it.
+
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = locate(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+        peft_model = attach_adapter(model, settings, directory)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in peft_model.modules():
+            if isinstance(module, BaseTunerLayer):
+                for part in module.adapter_layer_names:
+                    getattr(module, part).to_empty(device="cpu")
+                module.reset_lora_parameters("default", init_lora_weights=True)
+    return export_adapter(peft_model), peft_model.peft_config["default"]
+
+
+def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Give the parameters that are trained, by their names in the model, in a fixed order."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def exported_names(peft_model: Any) -> dict[str, str]:
+    """Map names of trainable parameters in the model to their names in PEFT's saved format."""
+    return {name: name.replace(".default", "") for name in trainable_parameters(peft_model)}
+
+
+def export_adapter(peft_model: Any) -> State:
+    """Copy the adapter out as float32 tensors in CPU memory, under PEFT's saved names.
+
+    The copies share no storage with the model or with one another.
+    """
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
+    return {
+        name: value.detach().to("cpu", torch.float32, copy=True).contiguous()
+        for name, value in sorted(state.items())
+    }
+
+
+def load_adapter(peft_model: Any, state: Mapping[str, torch.Tensor]) -> None:
+    """Set the adapter's weights.
+
+    Raises:
+        ValueError: names or shapes are not exactly those of the adapter.
+
+    """
+    names = exported_names(peft_model)
+    parameters = trainable_parameters(peft_model)
+    if set(names.values()) != set(state):
+        odd = sorted(set(names.values()) ^ set(state))
+        raise ValueError(f"the adapter's tensors are not those of this model: {odd[:3]} …")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            value = state[names[name]]
+            if value.shape != parameter.shape:
+                raise ValueError(
+                    f"{names[name]} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}"
+                )
+            parameter.copy_(value)
+
+
+def save_adapter(
+    directory: Path, state: Mapping[str, torch.Tensor], config: Any, card: str
+) -> None:
+    """Write an adapter that ``PeftModel.from_pretrained(base, directory)`` loads.
+
+    Args:
+        directory: replaced as a whole; an interrupted write leaves the old one.
+        state: the tensors under PEFT's saved names.
+        config: the adapter's PEFT configuration.
+        card: the model card's Markdown, with its metadata block.
+
+    """
+    with replacing(directory) as aside:
+        aside.mkdir(parents=True)
+        save_file(dict(state), aside / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(aside)
+        (aside / "README.md").write_text(card, encoding="utf-8")

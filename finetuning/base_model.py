@@ -1,0 +1,143 @@
+"""The frozen base model and its tokenizer: found, checked and loaded once per process."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetuning.settings import ModelSettings
+from finetuning.tiny import build_tiny
+
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+
+
+class BaseModelError(ValueError):
+    """The base model can't be found or used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A loaded checkpoint.
+
+    Attributes:
+        model: the ``transformers`` causal language model; its weights don't require gradients.
+        tokenizer: its ``transformers`` tokenizer; it has a padding token.
+        directory: where the checkpoint lies.
+
+    """
+
+    model: Any
+    tokenizer: Any
+    directory: Path
+
+
+def locate(name: str) -> Path:
+    """Give the directory of a checkpoint: ``tiny``, an absolute path, or a Hugging Face id.
+
+    ``tiny`` is built on first use, and an id's safetensors files are fetched on first use.
+
+    Raises:
+        BaseModelError: there is no such checkpoint, or it isn't in safetensors format.
+
+    """
+    if name == "tiny":
+        return build_tiny()
+    path = Path(name).expanduser()
+    if not path.is_absolute():
+        path = _fetch(name)
+    if not (path / "config.json").is_file():
+        raise BaseModelError(
+            f'model.name = "{name}": no config.json in {path}; it must be a checkpoint directory '
+            "in Hugging Face format"
+        )
+    if not any(path.glob("*.safetensors")):
+        raise BaseModelError(
+            f'model.name = "{name}": no *.safetensors in {path}; other formats can run code when '
+            "they are loaded, so convert the checkpoint with save_pretrained first"
+        )
+    return path
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Load a checkpoint's fast tokenizer; its padding token falls back to the end-of-text one.
+
+    Raises:
+        BaseModelError: there is none, or it can't map tokens to characters (not a fast one).
+
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise BaseModelError(f"no usable tokenizer in {directory}: {error}") from error
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise BaseModelError(
+            f"the tokenizer in {directory} must be a fast one (tokenizer.json) with an "
+            "end-of-text token"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@lru_cache(maxsize=1)
+def load_base_model(settings: ModelSettings) -> BaseModel:
+    """Load the checkpoint that the settings name, on a GPU if there is one, weights frozen.
+
+    Raises:
+        BaseModelError: it can't be found or loaded.
+
+    """
+    from transformers import AutoModelForCausalLM
+
+    directory = locate(settings.name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "auto": torch.bfloat16 if device == "cuda" else torch.float32,
+    }[settings.dtype]
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            device_map={"": device},
+            quantization_config=_quantization(settings.quantization, dtype),
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
+    model.requires_grad_(False)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return BaseModel(model, load_tokenizer(directory), directory)
+
+
+def _fetch(name: str) -> Path:
+    """Bring a Hugging Face id's files into the hub's cache; from the cache alone when offline."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise BaseModelError(
+            f'model.name = "{name}" is not an absolute path, and as a Hugging Face id it was found '
+            f"neither in the local cache nor on the hub: {error}"
+        ) from error
+
+
+def _quantization(kind: str, compute_dtype: torch.dtype) -> Any:
+    """Give the bitsandbytes configuration: QLoRA's double-quantised nf4, or LLM.int8()."""
+    from transformers import BitsAndBytesConfig
+
+    if kind == "nf4":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute_dtype,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True) if kind == "int8" else None

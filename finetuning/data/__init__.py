@@ -1,0 +1,1 @@
+"""From rows on disk to micro-batches: reading, partitioning, tokenization and batching."""

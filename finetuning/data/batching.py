@@ -1,0 +1,139 @@
+"""From examples to optimizer steps and padded micro-batches."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from finetuning.data.tokenization import Example
+from finetuning.randomness import derive_seed
+from finetuning.settings import TrainSettings
+
+# Within this many micro-batches examples are sorted by length; across them the order is random.
+_GROUPED_MICRO_BATCHES = 50
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Examples that go through the model together, padded on the right.
+
+    Attributes:
+        tokens: (rows, columns) int64.
+        lengths: (rows,) int64; how many tokens of each row are not padding.
+        positions: (targets,) int64; indices into the flattened (rows · columns) hidden states of
+            the tokens *before* each target, from which it is predicted.
+        labels: (targets,) int64; the target tokens.
+
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+
+    @cached_property
+    def attention_mask(self) -> torch.Tensor | None:
+        """(rows, columns) int64, 1 where a token is; None when there is no padding."""
+        columns = self.tokens.shape[1]
+        if bool((self.lengths == columns).all()):
+            return None
+        return (torch.arange(columns) < self.lengths[:, None]).long()
+
+
+def collate(examples: Sequence[Example], padding: int) -> MicroBatch:
+    """Pad examples on the right to the longest of them.
+
+    Args:
+        examples: at least one.
+        padding: the padding token.
+
+    """
+    tokens = torch.nn.utils.rnn.pad_sequence(
+        [example.tokens for example in examples], batch_first=True, padding_value=padding
+    )
+    is_target = torch.nn.utils.rnn.pad_sequence(
+        [example.is_target for example in examples], batch_first=True, padding_value=False
+    )
+    # The first token of a row has nothing before it to be predicted from.
+    is_target[:, 0] = False
+    flat = is_target.flatten().nonzero().squeeze(1)
+    lengths = torch.tensor([len(example.tokens) for example in examples])
+    return MicroBatch(tokens, lengths, flat - 1, tokens.flatten()[flat])
+
+
+def steps_per_round(examples: int, settings: TrainSettings) -> int:
+    """Count the optimizer steps of a client's round."""
+    return settings.local_steps or settings.epochs * _steps_per_epoch(examples, settings)
+
+
+def plan_round(
+    lengths: Sequence[int], settings: TrainSettings, round_number: int, seed: int
+) -> list[list[int]]:
+    """Give the examples of each optimizer step of a round.
+
+    Rounds go on where the round before ended: with ``local_steps`` a round can end inside an
+    epoch. Each epoch has an order of its own, in which examples of like length are near.
+
+    Args:
+        lengths: tokens of each example.
+        settings: batch sizes, epochs or local steps.
+        round_number: counted from 1.
+        seed: of this client in this run.
+
+    Returns:
+        Steps, each a list of indices into ``lengths``.
+
+    """
+    per_epoch = _steps_per_epoch(len(lengths), settings)
+    per_round = steps_per_round(len(lengths), settings)
+    orders: dict[int, list[list[int]]] = {}
+    steps = []
+    for step in range((round_number - 1) * per_round, round_number * per_round):
+        epoch, index = divmod(step, per_epoch)
+        if epoch not in orders:
+            orders[epoch] = _epoch(lengths, settings, derive_seed("epoch", seed, epoch))
+        steps.append(orders[epoch][index])
+    return steps
+
+
+def micro_batches(
+    indices: Sequence[int], lengths: Sequence[int], token_budget: int
+) -> list[list[int]]:
+    """Divide a step's examples into micro-batches of at most ``token_budget`` padded tokens.
+
+    Sorted by length, so that little is padding, and the largest comes first, so that memory that
+    doesn't suffice is noticed at once. An example longer than the budget goes alone.
+    """
+    groups: list[list[int]] = []
+    for index in sorted(indices, key=lambda index: (-lengths[index], index)):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= token_budget:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def _steps_per_epoch(examples: int, settings: TrainSettings) -> int:
+    return math.ceil(examples / (settings.batch_size * settings.accumulation))
+
+
+def _epoch(lengths: Sequence[int], settings: TrainSettings, seed: int) -> list[list[int]]:
+    """Order an epoch: shuffle, sort by length within large groups, shuffle what results."""
+    random = np.random.default_rng(seed)
+    order = random.permutation(len(lengths)).tolist()
+    size = settings.batch_size
+    group = _GROUPED_MICRO_BATCHES * size
+    batches: list[list[int]] = []
+    for start in range(0, len(order), group):
+        by_length = sorted(order[start : start + group], key=lambda index: -lengths[index])
+        batches += [by_length[first : first + size] for first in range(0, len(by_length), size)]
+    # Only the last batch can be short; it stays last, so that every step but that one is full.
+    short = [batches.pop()] if len(batches[-1]) < size else []
+    batches = [batches[index] for index in random.permutation(len(batches))] + short
+    return [
+        [index for batch in batches[first : first + settings.accumulation] for index in batch]
+        for first in range(0, len(batches), settings.accumulation)
+    ]

@@ -1,0 +1,94 @@
+"""Dividing one data set among simulated clients: IID, or skewed in a chosen way."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finetuning.data.rows import DataError, Row
+from finetuning.randomness import derive_seed
+from finetuning.settings import DataSettings
+
+_DIRICHLET_DRAWS = 1000
+
+
+def partition(
+    rows: Sequence[Row], parts: int, settings: DataSettings, seed: int
+) -> list[list[Row]]:
+    """Divide rows into disjoint parts that cover all of them; none is empty.
+
+    Args:
+        rows: the whole data set.
+        parts: the number of clients.
+        settings: which kind of partition; ``partition_field`` names the label's column.
+        seed: the run's seed; the same arguments always give the same parts.
+
+    Raises:
+        DataError: fewer rows than parts, a row without the label, or fewer labels than clients.
+
+    """
+    if len(rows) < parts:
+        raise DataError(f"{len(rows)} rows can't be divided among {parts} clients")
+    random = np.random.default_rng(derive_seed("partition", seed))
+    order = random.permutation(len(rows))
+    if settings.partition == "iid":
+        groups = [order[part::parts] for part in range(parts)]
+    elif settings.partition == "length":
+        lengths = np.array([sum(len(turn["content"]) for turn in row.messages) for row in rows])
+        groups = np.array_split(order[np.argsort(lengths[order], kind="stable")], parts)
+    else:
+        labels = _labels(rows, settings.partition_field)
+        if settings.partition == "label":
+            groups = _by_label(order, labels, parts)
+        else:
+            groups = _by_dirichlet(order, labels, parts, settings.dirichlet_alpha, random)
+    return [[rows[index] for index in group] for group in groups]
+
+
+def _labels(rows: Sequence[Row], field: str) -> NDArray[np.str_]:
+    for row in rows:
+        if row.fields.get(field) is None:
+            raise DataError(f"{row.origin}: no column {field!r} (data.partition-field)")
+    return np.array([str(row.fields[field]) for row in rows])
+
+
+def _by_label(
+    order: NDArray[np.int64], labels: NDArray[np.str_], parts: int
+) -> list[NDArray[np.int64]]:
+    """Give every label to one client, the largest ones first, always to the client with least."""
+    names, counts = np.unique(labels, return_counts=True)
+    if len(names) < parts:
+        raise DataError(f"{len(names)} labels can't be divided among {parts} clients")
+    owner: dict[str, int] = {}
+    sizes = np.zeros(parts, dtype=int)
+    for index in np.argsort(-counts, kind="stable"):
+        client = int(np.argmin(sizes))
+        owner[str(names[index])] = client
+        sizes[client] += counts[index]
+    owners = np.array([owner[str(label)] for label in labels[order]])
+    return [order[owners == part] for part in range(parts)]
+
+
+def _by_dirichlet(
+    order: NDArray[np.int64],
+    labels: NDArray[np.str_],
+    parts: int,
+    alpha: float,
+    random: np.random.Generator,
+) -> list[NDArray[np.int64]]:
+    """Divide each label's rows by shares drawn from Dirichlet(alpha), until no client is empty."""
+    for _ in range(_DIRICHLET_DRAWS):
+        groups: list[list[NDArray[np.int64]]] = [[] for _ in range(parts)]
+        for name in np.unique(labels):
+            own = order[labels[order] == name]
+            shares = random.dirichlet(np.full(parts, alpha))
+            cuts = np.rint(np.cumsum(shares)[:-1] * len(own)).astype(int)
+            for group, piece in zip(groups, np.split(own, cuts), strict=True):
+                group.append(piece)
+        merged = [np.concatenate(group) for group in groups]
+        if all(len(group) for group in merged):
+            return merged
+    raise DataError(
+        f"data.dirichlet-alpha = {alpha} leaves one of {parts} clients without data in "
+        f"{_DIRICHLET_DRAWS} draws; raise it"
+    )

@@ -1,0 +1,238 @@
+"""From conversations to tokens, with the loss on the answers and nowhere else (FedJudge Eq. 1).
+
+Which tokens are answers follows from where each answer stands in the rendered text and from which
+characters each token covers; token streams are never searched for a template's marks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+
+from finetuning.data.rows import DataError, Row
+
+Messages = Sequence[dict[str, str]]
+Spans = list[tuple[int, int]]
+_ROWS_AT_ONCE = 1000
+
+
+class _TurnsChangeError(ValueError):
+    """The template renders a turn differently depending on later ones."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A tokenized conversation.
+
+    Attributes:
+        tokens: (length,) int64.
+        is_target: (length,) bool; true for the tokens of answers, their end mark included.
+        prompt_length: how many tokens stand before the last answer.
+        reference: the last answer as text.
+
+    """
+
+    tokens: torch.Tensor
+    is_target: torch.Tensor
+    prompt_length: int
+    reference: str
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """A rendered conversation: ``spans`` are the (start, end) characters of its answers."""
+
+    messages: Messages
+    only_last: bool
+    text: str
+    spans: Spans
+
+    @classmethod
+    def of(cls, messages: Messages, tokenizer: Any, only_last: bool) -> "_Conversation":
+        return cls(messages, only_last, *render(messages, tokenizer, only_last))
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """A tokenized conversation: ``spans`` are the (first, after) tokens of its answers."""
+
+    input_ids: list[int]
+    spans: Spans
+
+
+@dataclass(frozen=True)
+class TokenizationReport:
+    """What ``data.max-length`` did.
+
+    Attributes:
+        inputs_shortened: examples that lost the end of an input so that their outputs fit.
+        outputs_cut: examples whose outputs didn't fit even so, and lost their end.
+        left_out: examples of which no output token was left.
+
+    """
+
+    inputs_shortened: int
+    outputs_cut: int
+    left_out: int
+
+
+def tokenize(
+    rows: Sequence[Row], tokenizer: Any, max_length: int
+) -> tuple[list[Example], TokenizationReport]:
+    """Tokenize conversations by the tokenizer's chat template, else in the paper's plain form.
+
+    Every example that is returned has at least one target. A template that renders earlier turns
+    differently once later ones follow makes one example per answer instead of one per row.
+
+    Raises:
+        DataError: the template refuses a row, or no example has an output that fits.
+
+    """
+    examples: list[Example] = []
+    shortened = cut = left_out = 0
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        conversations = [
+            conversation
+            for row in rows[first : first + _ROWS_AT_ONCE]
+            for conversation in _conversations(row, tokenizer)
+        ]
+        encoded = _encode(conversations, tokenizer)
+        for fitted, tokens in zip(conversations, encoded, strict=True):
+            was_shortened = False
+            while len(tokens.input_ids) > max_length:
+                shorter = _shorten(fitted, tokenizer, len(tokens.input_ids) - max_length)
+                if shorter is None:
+                    break
+                fitted, was_shortened = shorter, True  # noqa: PLW2901
+                (tokens,) = _encode([fitted], tokenizer)  # noqa: PLW2901
+            example = _example(fitted, tokens, max_length)
+            shortened += was_shortened
+            if example is None:
+                left_out += 1
+            else:
+                cut += len(tokens.input_ids) > max_length
+                examples.append(example)
+    if not examples:
+        raise DataError(
+            f"in none of {len(rows)} rows does any of the output fit into data.max-length = "
+            f"{max_length} tokens"
+        )
+    return examples, TokenizationReport(shortened, cut, left_out)
+
+
+def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple[str, Spans]:
+    """Give a conversation as text, and where its answers stand.
+
+    Returns:
+        The text and the (start, end) characters of each answer with its end mark.
+
+    Raises:
+        ValueError: the template renders a turn differently depending on later ones.
+
+    """
+    if not tokenizer.chat_template:
+        text, spans = _render_plain(messages, tokenizer)
+        return text, spans[-1:] if only_last else spans
+    answers = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+    text = _apply(tokenizer, messages)
+    spans = []
+    for index in answers[-1:] if only_last else answers:
+        until = _apply(tokenizer, messages[: index + 1])
+        before = _apply(tokenizer, messages[:index], add_generation_prompt=True)
+        if not until.startswith(before):
+            before = _apply(tokenizer, messages[:index])
+        if not (text.startswith(until) and until.startswith(before)):
+            raise _TurnsChangeError("the chat template doesn't keep earlier turns as they were")
+        spans.append((len(before), len(until)))
+    return text, spans
+
+
+def _render_plain(messages: Messages, tokenizer: Any) -> tuple[str, Spans]:
+    """Render in the paper's ``{Instruction Input: Instruction Output}`` form (section 4.1)."""
+    begins = tokenizer.bos_token_id in tokenizer("").input_ids if tokenizer.bos_token else False
+    text = tokenizer.bos_token if begins else ""
+    spans: Spans = []
+    for turn in messages:
+        if turn["role"] == "system":
+            text += f"{turn['content']}\n"
+        elif turn["role"] == "user":
+            text += f"Instruction Input:\n{turn['content']}\n"
+        else:
+            text += "Instruction Output:\n"
+            start = len(text)
+            text += turn["content"] + tokenizer.eos_token
+            spans.append((start, len(text)))
+            text += "\n"
+    return text[: spans[-1][1]], spans
+
+
+def _apply(tokenizer: Any, messages: Messages, **options: bool) -> str:
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+
+
+def _conversations(row: Row, tokenizer: Any) -> list[_Conversation]:
+    """Render a row whole, or once for each answer where the template needs that."""
+    ends = [i + 1 for i, turn in enumerate(row.messages) if turn["role"] == "assistant"]
+    try:
+        try:
+            return [_Conversation.of(row.messages[: ends[-1]], tokenizer, False)]
+        except _TurnsChangeError:
+            return [_Conversation.of(row.messages[:end], tokenizer, True) for end in ends]
+    except (TemplateError, _TurnsChangeError) as error:
+        raise DataError(f"{row.origin}: not for this chat template: {error}") from error
+
+
+def _encode(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tokens]:
+    """Tokenize rendered conversations and find their answers' tokens."""
+    encoding = tokenizer([c.text for c in conversations], add_special_tokens=False)
+    return [
+        _Tokens(
+            encoding["input_ids"][row],
+            [_token_span(encoding, row, *span) for span in conversation.spans],
+        )
+        for row, conversation in enumerate(conversations)
+    ]
+
+
+def _token_span(encoding: Any, row: int, start: int, end: int) -> tuple[int, int]:
+    """Give the first token that has a character of the span, and the one after the last."""
+    # A tokenizer may drop white space, so that the characters at the ends have no token.
+    covering = (encoding.char_to_token(row, character) for character in range(start, end))
+    first = next((token for token in covering if token is not None), None)
+    covering = (encoding.char_to_token(row, character) for character in range(end - 1, start, -1))
+    last = next((token for token in covering if token is not None), first)
+    return (0, 0) if first is None or last is None else (first, last + 1)
+
+
+def _example(conversation: _Conversation, tokens: _Tokens, max_length: int) -> Example | None:
+    """Cut at the maximum length; None when no target is left."""
+    is_target = torch.zeros(min(len(tokens.input_ids), max_length), dtype=torch.bool)
+    for first, after in tokens.spans:
+        is_target[first:after] = True
+    # The first token of all has nothing before it to be predicted from.
+    if not is_target[1:].any():
+        return None
+    return Example(
+        torch.tensor(tokens.input_ids[:max_length], dtype=torch.int64),
+        is_target,
+        min(tokens.spans[-1][0], max_length),
+        conversation.messages[-1]["content"],
+    )
+
+
+def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conversation | None:
+    """Take ``excess`` tokens off the end of the longest input; None when all inputs are empty."""
+    messages = [dict(turn) for turn in conversation.messages]
+    inputs = [turn for turn in messages if turn["role"] != "assistant"]
+    longest = max(inputs, key=lambda turn: len(turn["content"]))
+    content = longest["content"]
+    if not content:
+        return None
+    encoding = tokenizer([content], add_special_tokens=False)
+    kept = len(encoding["input_ids"][0]) - excess
+    end = encoding.token_to_chars(0, kept - 1).end if kept > 0 else 0
+    # Rendered, the text can have more tokens than by itself: each pass must take something off.
+    longest["content"] = content[: min(end, len(content) - 1)].rstrip()
+    return _Conversation.of(messages, tokenizer, conversation.only_last)

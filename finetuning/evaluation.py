@@ -1,0 +1,89 @@
+"""How good a model is on held-out examples: loss, perplexity and generated answers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from finetuning.data.batching import collate, micro_batches
+from finetuning.data.tokenization import Example
+from finetuning.whole_model import WholeModel
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Loss on held-out examples.
+
+    Attributes:
+        loss: mean over all target tokens, in nats.
+        perplexity: exp(loss).
+        target_tokens: how many were predicted.
+
+    """
+
+    loss: float
+    perplexity: float
+    target_tokens: int
+
+
+def held_out_loss(
+    model: WholeModel, examples: Sequence[Example], padding: int, batch_size: int
+) -> HeldOutLoss:
+    """Measure the loss without dropout, ``batch_size`` of the longest examples at once."""
+    lengths = [len(example.tokens) for example in examples]
+    total, targets = 0.0, 0
+    for group in micro_batches(range(len(examples)), lengths, batch_size * max(lengths)):
+        batch = collate([examples[i] for i in group], padding)
+        total += model.summed_loss(batch)
+        targets += len(batch.labels)
+    loss = total / targets
+    return HeldOutLoss(loss, math.exp(min(loss, 700.0)), targets)
+
+
+@torch.no_grad()
+def generate_answers(
+    peft_model: Any, tokenizer: Any, examples: Sequence[Example], batch_size: int, max_new: int
+) -> list[str]:
+    """Answer each example's prompt greedily.
+
+    Args:
+        peft_model: the model with its adapter.
+        tokenizer: of the base model.
+        examples: their tokens before the last answer are the prompts.
+        batch_size: prompts answered at once.
+        max_new: longest answer, in tokens.
+
+    Returns:
+        The answers as text, in the order of the examples.
+
+    """
+    was_training = peft_model.training
+    peft_model.eval()
+    answers: dict[int, str] = {}
+    # Prompts of like length share a batch, and padding stands before them, where text goes on.
+    order = sorted(range(len(examples)), key=lambda index: examples[index].prompt_length)
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        prompts = [examples[i].tokens[: examples[i].prompt_length] for i in chosen]
+        width = max(len(prompt) for prompt in prompts)
+        tokens = torch.full((len(prompts), width), tokenizer.pad_token_id)
+        mask = torch.zeros_like(tokens)
+        for row, prompt in enumerate(prompts):
+            tokens[row, width - len(prompt) :] = prompt
+            mask[row, width - len(prompt) :] = 1
+        output = peft_model.generate(
+            input_ids=tokens.to(peft_model.device),
+            attention_mask=mask.to(peft_model.device),
+            max_new_tokens=max_new,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        texts = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+        answers.update(zip(chosen, texts, strict=True))
+    peft_model.train(was_training)
+    return [answers[index].strip() for index in range(len(examples))]

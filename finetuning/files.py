@@ -1,0 +1,46 @@
+"""Files that are either whole or absent, and the folders that belong to the user."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import platformdirs
+
+
+def cache_directory() -> Path:
+    """Give the folder for what can be made again: ``$CHAMBERS_CACHE`` or the user's cache."""
+    return Path(os.environ.get("CHAMBERS_CACHE") or platformdirs.user_cache_path("chambers"))
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a path beside ``target`` to write a file or folder to; rename it when all went well.
+
+    A reader sees the old content or the new one and never half of it. When the block raises, what
+    it wrote is removed and ``target`` stays as it was.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{os.getpid()}.new")
+    _remove(aside)
+    try:
+        yield aside
+        if target.is_dir():
+            # A folder can't be renamed over a folder that has content.
+            old = target.with_name(f".{target.name}.{os.getpid()}.old")
+            _remove(old)
+            target.rename(old)
+            aside.rename(target)
+            _remove(old)
+        else:
+            aside.replace(target)
+    finally:
+        _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,70 @@
+"""The README.md of a saved adapter."""
+
+from collections.abc import Mapping
+
+from huggingface_hub import ModelCardData
+
+
+def model_card(
+    title: str,
+    base: str,
+    directory: str,
+    sizes: Mapping[str, int],
+    rounds: int,
+    config: Mapping[str, str | int | float | bool],
+) -> str:
+    """Describe an adapter.
+
+    Args:
+        title: what it is.
+        base: the base model, as in ``model.name``.
+        directory: where its checkpoint was.
+        sizes: training examples by client.
+        rounds: after how many rounds this is the adapter.
+        config: the resolved run config; the places of private data are left out.
+
+    Returns:
+        Markdown with the hub's metadata block.
+
+    """
+    metadata = ModelCardData(
+        base_model=base if "/" in base and not base.startswith("/") else None,
+        library_name="peft",
+        tags=["lora", "federated-learning"],
+    )
+    data = "\n".join(f"| {client} | {size} |" for client, size in sizes.items())
+    settings = "\n".join(
+        f"{key} = {value!r}" for key, value in config.items() if key not in _PLACES
+    )
+    return f"""---
+{metadata.to_yaml()}
+---
+
+# {title}
+
+Trained on text that did not leave its owners, with Chambers.
+
+- Base model: `{base}`
+- Rounds: {rounds}
+
+| client | training examples |
+|---|---|
+{data}
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained({directory!r})
+model = PeftModel.from_pretrained(base, ".")  # this folder
+```
+
+## Run config
+
+```
+{settings}
+```
+"""
+
+
+_PLACES = {"data.path", "output-dir", "state-path", "resume"}

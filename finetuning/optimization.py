@@ -1,0 +1,70 @@
+"""Optimizer, learning-rate schedule, and the optimizer's state as plain tensors."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from finetuning.settings import TrainSettings
+
+OptimizerState = dict[str, torch.Tensor]
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def make_optimizer(
+    parameters: Mapping[str, torch.nn.Parameter], settings: TrainSettings
+) -> torch.optim.Optimizer:
+    """Make Adam or AdamW over the adapter's weights."""
+    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return kind(
+        list(parameters.values()), lr=settings.learning_rate, weight_decay=settings.weight_decay
+    )
+
+
+def learning_rate(settings: TrainSettings, total_steps: int) -> Callable[[int], float]:
+    """Give the learning rate as a function of the step, counted from 0 over the whole run."""
+    from transformers import get_scheduler
+
+    # The library's scheduler only moves forward; its factor by step is what is needed here.
+    throwaway = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    names = {"constant": "constant_with_warmup"}
+    scheduler = get_scheduler(
+        names.get(settings.schedule, settings.schedule),
+        throwaway,
+        num_warmup_steps=round(settings.warmup_ratio * total_steps),
+        num_training_steps=total_steps,
+    )
+    factor = scheduler.lr_lambdas[0]
+    return lambda step: settings.learning_rate * float(factor(step))
+
+
+def export_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> OptimizerState:
+    """Copy Adam's moments and step counts out, named ``<parameter>:<moment>``."""
+    return {
+        f"{name}:{moment}": optimizer.state[parameter][moment].detach().cpu().clone()
+        for name, parameter in parameters.items()
+        if parameter in optimizer.state
+        for moment in _MOMENTS
+    }
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    state: Mapping[str, torch.Tensor],
+) -> None:
+    """Put moments and step counts back.
+
+    Raises:
+        ValueError: the state is of another adapter.
+
+    """
+    names = {key.rpartition(":")[0] for key in state}
+    if state and names != set(parameters):
+        raise ValueError("the optimizer's state is of another adapter")
+    for name in names:
+        moments = {moment: state[f"{name}:{moment}"].clone() for moment in _MOMENTS}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            moments[moment] = moments[moment].to(parameters[name].device)
+        optimizer.state[parameters[name]] = moments

@@ -1,0 +1,36 @@
+"""Progress bars that also read well in a log."""
+
+import sys
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+
+class _Lines:
+    """A text stream on which a bar's redrawings become lines, for logs that keep whole lines."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        line = text.strip("\r\n ")
+        if line:
+            self.stream.write(line + "\n")
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def progress_bar(total: int, description: str) -> Any:
+    """Give a ``tqdm`` bar: drawn in place on a terminal, a line every ten seconds in a log."""
+    if sys.stderr.isatty():
+        return tqdm(total=total, desc=description, leave=False)
+    return tqdm(
+        total=total,
+        desc=description,
+        file=_Lines(sys.stderr),
+        ascii=" #",
+        ncols=100,
+        mininterval=10,
+        maxinterval=60,
+    )

@@ -1,0 +1,173 @@
+"""The knobs of fine-tuning, one validated section each; federation's own are elsewhere.
+
+Every field carries its description and bounds here, and nowhere else: the run configuration, its
+error messages and ``docs/configuration.md`` are all made from these models.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+
+def kebab_case(name: str) -> str:
+    """Give the run-config spelling of a field name: ``batch_size`` becomes ``batch-size``."""
+    return name.replace("_", "-")
+
+
+class Section(BaseModel):
+    """A group of settings: immutable (so it can key caches), and no key may be misspelt."""
+
+    model_config = ConfigDict(
+        alias_generator=kebab_case,
+        populate_by_name=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+    )
+
+
+class ModelSettings(Section):
+    """Which base model, and how it is held in memory."""
+
+    name: str = Field(
+        "tiny",
+        min_length=1,
+        description="Base model: a Hugging Face id, the absolute path of a directory, or `tiny`, "
+        "the embedded default that is built and pre-trained on first use.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Precision of the frozen weights; `auto` is bfloat16 on a GPU and float32 "
+        "elsewhere. Adapters are always float32.",
+    )
+    quantization: Literal["none", "nf4", "int8"] = Field(
+        "none", description="Quantisation of the frozen weights by bitsandbytes."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: slower, less memory."
+    )
+
+
+class AdapterSettings(Section):
+    """The LoRA adapter (FedJudge section 4.2.3)."""
+
+    rank: PositiveInt = Field(4, description="Rank r of the LoRA matrices.")
+    alpha: PositiveInt = Field(16, description="LoRA scale: updates are multiplied by alpha / r.")
+    dropout: float = Field(0.05, ge=0, lt=1, description="Dropout before the LoRA matrices.")
+    targets: str = Field(
+        "",
+        description="Names of the adapted modules, separated by commas; empty lets PEFT choose "
+        "for the architecture. The paper adapts query, key and value.",
+    )
+
+
+class DataSettings(Section):
+    """Where private text comes from and how it becomes examples."""
+
+    path: str = Field(
+        "",
+        description="Absolute path, for simulations: a folder with one folder per client "
+        "(`court/train.jsonl`, `court/test.jsonl`, …), or one data set (a file, a folder with "
+        "`train.*`, or a Hugging Face id) that is partitioned. Empty: three generated clients. "
+        "In a deployment every SuperNode names its own with `--node-config 'data-path=\"…\"'`.",
+    )
+    partition: Literal["iid", "label", "length", "dirichlet"] = Field(
+        "iid",
+        description="How one data set is divided among simulated clients: evenly at random, by "
+        "distinct labels, by text length, or with label shares drawn from a Dirichlet "
+        "distribution.",
+    )
+    partition_field: str = Field(
+        "", description="Column with the label for `label` and `dirichlet` partitions."
+    )
+    dirichlet_alpha: PositiveFloat = Field(
+        0.5, description="Concentration of the Dirichlet partition; smaller is more skewed."
+    )
+    test_fraction: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="Share of a client's rows held out when its data has no test part.",
+    )
+    max_length: int = Field(
+        800,
+        ge=16,
+        description="Tokens per example. Longer ones lose the end of their inputs first.",
+    )
+    skip_bad_rows: bool = Field(
+        False, description="Leave malformed rows out, with a warning, instead of refusing to start."
+    )
+
+
+class TrainSettings(Section):
+    """Local training (FedJudge section 4.2.3)."""
+
+    epochs: PositiveInt = Field(1, description="Passes over a client's data per round.")
+    local_steps: int = Field(
+        0, ge=0, description="Optimizer steps per round instead of epochs; 0 means epochs."
+    )
+    batch_size: PositiveInt = Field(
+        2,
+        description="Longest examples held in memory at once. Shorter ones are combined up to as "
+        "many padded tokens, which changes the speed and not the result.",
+    )
+    accumulation: PositiveInt = Field(
+        8, description="An optimizer step covers `batch-size` × `accumulation` examples."
+    )
+    optimizer: Literal["adam", "adamw"] = Field("adam", description="Optimizer of the adapters.")
+    optimizer_state: Literal["reset", "keep"] = Field(
+        "reset",
+        description="Whether a client starts every round with a new optimizer or goes on with "
+        "its own of the round before.",
+    )
+    learning_rate: PositiveFloat = Field(2e-4, description="Peak learning rate.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="Weight decay of the optimizer.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate over the whole run, not over one round."
+    )
+    warmup_ratio: float = Field(
+        0.0, ge=0, lt=1, description="Share of the whole run's steps with a rising learning rate."
+    )
+    max_gradient_norm: NonNegativeFloat = Field(
+        0.3, description="Gradients are scaled down to this norm; 0 switches clipping off."
+    )
+
+
+class ContinualSettings(Section):
+    """The continual-learning penalty of FedJudge-CL (Eq. 3 and 4)."""
+
+    weight: NonNegativeFloat = Field(
+        1.0,
+        alias="lambda",
+        description="λ of Eq. 4. With 0 the run equals FedJudge-Base, and distances are still "
+        "reported.",
+    )
+    importance: Literal["server", "client"] = Field(
+        "server",
+        description="Whose importance J a client uses: the average over all clients, computed "
+        "after each aggregation, or its own.",
+    )
+    importance_examples: PositiveInt = Field(
+        64, description="At most this many training examples are used to compute J."
+    )
+    jacobian: Literal["mean-absolute", "mean-gradient"] = Field(
+        "mean-absolute",
+        description="J is the mean over micro-batches of |∂L/∂W|, or |mean of ∂L/∂W|, which is "
+        "smaller.",
+    )
+
+
+class EvaluateSettings(Section):
+    """Evaluation on held-out data."""
+
+    every: PositiveInt = Field(
+        1, description="Evaluate after every so many rounds; the last round always counts."
+    )
+    batch_size: PositiveInt = Field(8, description="Examples evaluated at once.")
+    generate: bool = Field(
+        False, description="Also generate answers and score them by ROUGE and BLEU."
+    )
+    generate_examples: PositiveInt = Field(
+        32, description="At most this many held-out examples are answered."
+    )
+    max_new_tokens: PositiveInt = Field(256, description="Longest generated answer, in tokens.")

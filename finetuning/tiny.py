@@ -1,0 +1,165 @@
+"""``model.name = "tiny"``: a small Llama that is built where it is needed, in about a minute.
+
+It is pre-trained on neutral generated text, so that fine-tuning on the clients' styles has
+something to start from and something to learn. Everything about it is fixed by the recipe, and the
+result is cached under the recipe's digest.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch.nn.functional import cross_entropy
+
+from finetuning.files import cache_directory, replacing
+from finetuning.generated import STYLES, background, examples
+from finetuning.progress import progress_bar
+
+
+@dataclass(frozen=True)
+class TinyRecipe:
+    """Everything that decides what the tiny model is.
+
+    Attributes:
+        passages: generated texts of some hundred words each.
+        sequence_length: tokens per training sequence.
+        version: raised when the code that makes the model changes.
+
+    """
+
+    vocabulary: int = 2048
+    hidden: int = 128
+    blocks: int = 4
+    heads: int = 4
+    passages: int = 4000
+    inputs: int = 2000
+    sequence_length: int = 128
+    batch_size: int = 8
+    steps: int = 500
+    learning_rate: float = 2e-3
+    label_smoothing: float = 0.1
+    seed: int = 0
+    version: int = 1
+
+
+def build_tiny(recipe: TinyRecipe | None = None) -> Path:
+    """Give the directory of the tiny checkpoint, built first if it isn't in the cache.
+
+    Processes that ask at once wait for the one that builds.
+    """
+    recipe = recipe or TinyRecipe()
+    key = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()[:16]
+    target = cache_directory() / f"tiny-{key}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_suffix(".lock")):
+        if not (target / "config.json").is_file():
+            with replacing(target) as aside:
+                _build(recipe, aside)
+    return target
+
+
+def _build(recipe: TinyRecipe, directory: Path) -> None:
+    """Train the tokenizer and the model, and save both in Hugging Face format."""
+    texts = _texts(recipe)
+    tokenizer = _train_tokenizer(recipe, texts)
+    end = tokenizer.eos_token_id
+    stream = torch.tensor(
+        [token for ids in tokenizer(texts)["input_ids"] for token in (*ids, end)], dtype=torch.long
+    )
+    # How many threads share a sum decides its last bits, so their number is part of the recipe.
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            model = _pretrain(recipe, stream, end)
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+    shutil.rmtree(directory, ignore_errors=True)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _texts(recipe: TinyRecipe) -> list[str]:
+    """Give neutral passages, and what the clients' inputs look like, but none of their outputs."""
+    texts = background(recipe.passages, recipe.seed)
+    for style in STYLES:
+        texts += [row["input"] for row in examples(style, recipe.inputs, recipe.seed + 1, "train")]
+    return [
+        texts[i]
+        for i in torch.randperm(len(texts), generator=torch.Generator().manual_seed(recipe.seed))
+    ]
+
+
+def _train_tokenizer(recipe: TinyRecipe, texts: list[str]) -> Any:
+    """Train a byte-level BPE, which has a token for every byte and so reads any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocabulary,
+        special_tokens=["<pad>", "<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", model_max_length=2048
+    )
+
+
+def _pretrain(recipe: TinyRecipe, stream: torch.Tensor, end: int) -> Any:
+    """Train a Llama on windows of the token stream, with a warm-up and a cosine decay."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(recipe.seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=recipe.vocabulary,
+            hidden_size=recipe.hidden,
+            intermediate_size=recipe.hidden * 3,
+            num_hidden_layers=recipe.blocks,
+            num_attention_heads=recipe.heads,
+            num_key_value_heads=recipe.heads,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=end,
+            pad_token_id=0,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95))
+    warmup = max(1, recipe.steps // 20)
+    with progress_bar(total=recipe.steps, description="tiny: pre-training") as bar:
+        for step in range(recipe.steps):
+            decay = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+            optimizer.param_groups[0]["lr"] = (
+                recipe.learning_rate * min(1.0, (step + 1) / warmup) * decay
+            )
+            starts = torch.randint(len(stream) - recipe.sequence_length, (recipe.batch_size,))
+            offsets = torch.arange(recipe.sequence_length + 1)
+            window = stream[starts[:, None] + offsets]
+            logits = model(input_ids=window[:, :-1], use_cache=False).logits
+            loss = cross_entropy(
+                logits.flatten(0, 1),
+                window[:, 1:].flatten(),
+                label_smoothing=recipe.label_smoothing,
+            )
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            bar.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
+            bar.update()
+    return model

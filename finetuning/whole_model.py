@@ -1,0 +1,131 @@
+"""The stages of a training step when one process holds every block of the model."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from finetuning.data.batching import MicroBatch
+from finetuning.randomness import derive_seed
+
+
+class _GivenHiddenStates(torch.nn.Module):
+    """Stands where a model has its blocks, and returns hidden states that are computed already."""
+
+    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def output_head(causal_lm: Any) -> Any:
+    """Give the checkpoint's own model class with everything before the output head taken out.
+
+    Fed (1, targets, hidden) as ``inputs_embeds`` it returns their logits, with whatever scaling or
+    capping the architecture has. Its modules are the model's own, not copies.
+    """
+    head = copy.copy(causal_lm)
+    head._modules = dict(causal_lm._modules)
+    setattr(head, causal_lm.base_model_prefix, _GivenHiddenStates())
+    return head
+
+
+def target_loss(head: Any, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Sum the cross-entropy over a micro-batch's targets (Eq. 1); other positions cost nothing.
+
+    Args:
+        head: see ``output_head``.
+        hidden: (rows, columns, hidden) after the last block and norm.
+        batch: says which positions predict which labels.
+
+    Returns:
+        A float32 scalar, in nats.
+
+    """
+    chosen = hidden.flatten(0, 1).index_select(0, batch.positions.to(hidden.device))
+    logits = head(inputs_embeds=chosen[None], use_cache=False).logits[0]
+    return cross_entropy(logits.float(), batch.labels.to(hidden.device), reduction="sum")
+
+
+class WholeModel:
+    """A model whose stages all run here.
+
+    Args:
+        peft_model: the base model with its adapter.
+
+    """
+
+    def __init__(self, peft_model: Any) -> None:
+        self.peft_model = peft_model
+        causal_lm = peft_model.get_base_model()
+        self._backbone = causal_lm.base_model
+        self._head = output_head(causal_lm)
+        self._device = peft_model.device
+        self._mixed_precision = self._device.type == "cuda" and causal_lm.dtype == torch.bfloat16
+
+    def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
+        """Add the gradient of a step's loss to the adapter's ``.grad``.
+
+        The loss of a step is the mean over its targets, so each micro-batch counts by its share.
+
+        Args:
+            batches: the step's micro-batches.
+            seed: of the step; each micro-batch's dropout derives its own from it.
+
+        Returns:
+            Each micro-batch's summed loss in nats.
+
+        """
+        targets = sum(len(batch.labels) for batch in batches)
+        losses = []
+        with self._mode(training=True):
+            for index, batch in enumerate(batches):
+                torch.manual_seed(derive_seed("dropout", seed, index))
+                loss = self._forward(batch)
+                (loss / targets).backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+        return [float(loss) for loss in losses]
+
+    @torch.no_grad()
+    def summed_loss(self, batch: MicroBatch) -> float:
+        """Give a micro-batch's summed loss in nats, without dropout."""
+        with self._mode(training=False):
+            return float(self._forward(batch))
+
+    def gradients_of(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Give ∂L/∂W of a micro-batch's mean loss, without dropout, for every adapter weight."""
+        parameters = {n: p for n, p in self.peft_model.named_parameters() if p.requires_grad}
+        with self._mode(training=False):
+            loss = self._forward(batch) / len(batch.labels)
+            gradients = torch.autograd.grad(loss, list(parameters.values()))
+        return dict(zip(parameters, gradients, strict=True))
+
+    def _forward(self, batch: MicroBatch) -> torch.Tensor:
+        mask = batch.attention_mask
+        with self._autocast():
+            hidden = self._backbone(
+                input_ids=batch.tokens.to(self._device),
+                attention_mask=None if mask is None else mask.to(self._device),
+                use_cache=False,
+            ).last_hidden_state
+            return target_loss(self._head, hidden, batch)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cuda", torch.bfloat16) if self._mixed_precision else nullcontext()
+
+    @contextmanager
+    def _mode(self, training: bool) -> Iterator[None]:
+        before = self.peft_model.training
+        self.peft_model.train(training)
+        for module in self.peft_model.modules():
+            # Blocks recompute their activations only in training mode. This puts the block itself
+            # into it, and not what it consists of, so that dropout stays off.
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = True
+        try:
+            yield
+        finally:
+            self.peft_model.train(before)

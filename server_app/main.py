@@ -1,0 +1,70 @@
+"""The ServerApp: reads the config, picks the strategy, keeps results."""
+
+import uuid
+from logging import INFO
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.common.logger import log
+from flwr.serverapp import Grid, ServerApp
+
+from finetuning.adapters import initial_adapter
+from finetuning.base_model import locate
+from finetuning.fingerprint import fingerprint
+from finetuning.randomness import derive_seed
+from server_app.checkpoint import load_checkpoint
+from server_app.results import Results, new_directory
+from server_app.summary import summary
+from strategies.fedjudge import FedJudgeBase, FedJudgeCL, Progress
+from strategies.messages import to_arrays
+from strategies.run_config import ConfigError, RunConfig, parse_run_config
+
+app = ServerApp()
+
+_STRATEGIES = {"fedjudge-base": FedJudgeBase, "fedjudge-cl": FedJudgeCL}
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run all rounds that are left; only an exception gives a Flower run a failed status."""
+    config = parse_run_config(context.run_config)
+    base = locate(config.model.name)
+    digests = fingerprint(base)
+    state, peft_config = initial_adapter(
+        config.model.name, config.adapter, derive_seed("adapter", config.seed)
+    )
+    directory, progress = _place(config)
+    results = Results(directory, config, progress.lineage, base, peft_config)
+    if config.resume:
+        checkpoint = load_checkpoint(directory, config)
+        results.go_on_from(checkpoint)
+        state = checkpoint.state
+        log(INFO, "Going on after round %d of %s", progress.finished_rounds, directory)
+    results.describe(digests)
+    strategy = _STRATEGIES[config.strategy](config, digests, progress, results)
+    try:
+        strategy.start(grid, to_arrays(state), config.rounds, timeout=config.reply_timeout)
+    finally:
+        results.close()
+        log(INFO, "Results so far: %s", directory)
+    log(INFO, "%s", summary(directory))
+
+
+def _place(config: RunConfig) -> tuple[Path, Progress]:
+    """Give the results folder and how far the run is."""
+    if not config.resume:
+        return new_directory(config), Progress(lineage=uuid.uuid4().hex)
+    directory = Path(config.resume).expanduser()
+    checkpoint = load_checkpoint(directory, config)
+    if checkpoint.finished_rounds >= config.rounds and checkpoint.evaluated:
+        raise ConfigError(
+            f'resume = "{directory}" has finished its {checkpoint.finished_rounds} rounds; raise '
+            "rounds to go on"
+        )
+    importance = checkpoint.importance
+    return directory, Progress(
+        lineage=checkpoint.lineage,
+        finished_rounds=checkpoint.finished_rounds,
+        evaluated=checkpoint.evaluated,
+        importance=None if importance is None else to_arrays(importance),
+    )

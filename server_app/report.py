@@ -1,0 +1,299 @@
+"""The report of a run: one HTML page that needs nothing beside itself.
+
+It is made from the two files that every run writes, ``metrics.jsonl`` and ``config.json``, and can
+be made of a run that goes on or was killed, too. Client names come from outside: the template
+escapes all that it is given, and no name is drawn into a plot.
+"""
+
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+Event = dict[str, Any]  # a line of metrics.jsonl
+Curve = dict[int, float]  # a value per round
+Looks = Mapping[str, tuple[str, str, str]]  # client: colour, marker, marker as a character
+
+# What the report needs of an event; of one that isn't listed it needs nothing.
+_NEEDS = {
+    "train": {"client", "round"},
+    "evaluate": {"client", "round", "model"},
+    "round": {"round"},
+}
+_MODELS = ("base", "global", "personalised")
+
+
+@dataclass(frozen=True)
+class ClientSummary:
+    """A client's last known held-out loss (nats per token) and ROUGE-L (0..1); None: unknown."""
+
+    client: str
+    base_loss: float | None
+    global_loss: float | None
+    personalised_loss: float | None
+    base_rouge: float | None
+    global_rouge: float | None
+    personalised_rouge: float | None
+
+
+def write_report(directory: Path) -> Path:
+    """Write ``report.html`` into a run's folder, from its metrics and configuration.
+
+    Raises ValueError if the metrics are malformed, OSError if a file can't be read or written.
+    """
+    config = json.loads((directory / "config.json").read_bytes())
+    html = _render(read_events(directory / "metrics.jsonl"), config)
+    aside = directory / "report.html.tmp"  # nobody gets to see half a page
+    aside.write_text(html, encoding="utf-8")
+    return aside.replace(directory / "report.html")
+
+
+def read_events(path: Path) -> list[Event]:
+    """Read ``metrics.jsonl``; a run that hasn't written one yet has no events.
+
+    A killed run can leave a last line that was cut: unreadable and without newline, it's ignored.
+    For any other malformed line a ValueError is raised that names file and line.
+    """
+    if not path.exists():
+        return []
+    *lines, unfinished = path.read_bytes().split(b"\n")
+    events = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    with suppress(ValueError):
+        events.append(_parse(unfinished, "the last line"))
+    return events
+
+
+def _parse(line: bytes, place: str) -> Event:
+    try:
+        event: Event = json.loads(line)
+        missing = sorted(_NEEDS.get(event["event"], set()) - event.keys())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{place}: not a JSON object with an 'event'") from error
+    if missing:
+        raise ValueError(f"{place}: no {', '.join(missing)} in a {event['event']} event")
+    return event
+
+
+def summary_rows(events: Iterable[Event]) -> list[ClientSummary]:
+    """Return the last known losses and ROUGE-L of every client, in order of name."""
+    return [
+        ClientSummary(client, *(models[m].get(key) for key in ("loss", "rougeL") for m in _MODELS))
+        for client, models in _latest(events).items()
+    ]
+
+
+def _latest(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
+    """Return client → model → the last known value of everything, clients in order of name."""
+    latest: dict[str, dict[str, Event]] = {}
+    for event in events:
+        if event["event"] in ("train", "evaluate"):
+            models = latest.setdefault(event["client"], {model: {} for model in _MODELS})
+            # Text isn't generated in every round: an older score is better than none.
+            known = {key: value for key, value in event.items() if value is not None}
+            models.get(event.get("model", ""), {}).update(known)
+    return dict(sorted(latest.items()))
+
+
+def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
+    """Make the page out of what has happened so far."""
+    latest = _latest(events)
+    looks = {client: _LOOKS[i % len(_LOOKS)] for i, client in enumerate(latest)}
+    rounds = {event["round"]: event for event in events if event["event"] == "round"}
+    plots = []
+    for key, title, note in _PLOTS:
+        curves = {name: _curve(events, key, event="train", client=name) for name in looks}
+        plots.append((title, note, _plot(title, curves, looks)))
+    return _PAGE.render(
+        config=config,
+        latest=latest,
+        looks=looks,
+        models=_MODELS,
+        tables=[columns for columns in (_LOSSES, _SCORES) if _known(events, list(columns)[1])],
+        cells=_cells,
+        panels={title: _panels(events, key, title, looks) for key, title in _PANELS},
+        plots=plots,
+        rounds=[rounds[number] for number in sorted(rounds)],
+    )
+
+
+# Columns of the two result tables: small losses are good, large scores are.
+_LOSSES = {"loss": "Loss", "perplexity": "Perplexity"}
+_SCORES = {"rougeL": "ROUGE-L", "bleu4": "BLEU-4", "bleu_n": "BLEU-N"}
+
+
+def _known(rows: Iterable[Event], key: str) -> list[float]:
+    values = (row.get(key) for row in rows)
+    return [value for value in values if value is not None and isfinite(value)]
+
+
+def _cells(models: Mapping[str, Event], key: str) -> list[tuple[str, bool]]:
+    """Return for each model the text of its table cell and whether it is the best one."""
+    known = _known(models.values(), key)
+    best = (min if key in _LOSSES else max)(known) if len(known) > 1 else None
+    values = (models[model].get(key) for model in _MODELS)
+    return [("-", False) if v is None else (f"{v:,.3f}", v == best) for v in values]
+
+
+_INK = "#010203"  # becomes the page's text colour, so that plots follow its light or dark scheme
+# Petroff's ten colours are made to be told apart with any colour vision; markers help in print.
+_COLOURS = "#3f90da #bd1f01 #ffa90e #832db6 #94a4a2 #a96b59 #e76300 #717581 #b9ac70 #92dadd"
+_LOOKS = list(zip(_COLOURS.split(), "os^DvPX<>*", "●■▲◆▼✚✖◀▶★", strict=True))
+_LINES: dict[str, dict[str, Any]] = {  # by model; the base has no rounds and is drawn right across
+    "base": {"linestyle": ":", "linewidth": 1.2},
+    "global": {"linestyle": "-"},
+    "personalised": {"linestyle": "--", "fillstyle": "none"},
+}
+_PANELS = (("loss", "Held-out loss"), ("rougeL", "Held-out ROUGE-L"))
+_DISTANCE = "s = Σ J·|W - Ŵ|: how far training left the global adapter (FedJudge, Eq. 3)."
+_PLOTS = (
+    ("loss", "Training loss", "Mean over the round, in nats per target token."),
+    ("importance_distance", "Distance weighted by importance", _DISTANCE),
+    ("penalty_gradient_share", "Penalty's share of the gradient norm", "At 1, no data is learnt."),
+)
+_RC = {
+    "svg.fonttype": "none",  # text stays text, in the page's font
+    "svg.hashsalt": "report",  # the same run makes the same page
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.15,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+}
+
+
+def _curve(events: Iterable[Event], key: str, **which: str) -> Curve:
+    """Return the values of ``key`` by round, of the events that have all of ``which``."""
+    chosen = (e for e in events if e.items() >= which.items() and e.get(key) is not None)
+    return dict(sorted({event["round"]: event[key] for event in chosen}.items()))
+
+
+def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict[str, Markup]:
+    """Plot each client's three models by themselves, all clients on one scale."""
+    evaluated = [event for event in events if event["event"] == "evaluate"]
+    values = _known(evaluated, key)
+    if not values or all(event["model"] == "base" for event in evaluated):
+        return {}
+    margin = 0.05 * (max(values) - min(values) or 1)
+    limits = (min(values) - margin, max(values) + margin)
+    panels = {}
+    for client, look in looks.items():
+        curves = {model: _curve(evaluated, key, client=client, model=model) for model in _MODELS}
+        panels[client] = _plot(f"{title} of {client}", curves, dict.fromkeys(_MODELS, look), limits)
+    return panels
+
+
+@rc_context(_RC)
+def _plot(
+    title: str, curves: Mapping[str, Curve], looks: Looks, limits: tuple[float, float] | None = None
+) -> Markup:
+    """Plot curves over rounds; the names and ends of the curves become the text alternative."""
+    figure = Figure(figsize=(3.6, 2.3) if limits else (5.4, 2.9), layout="constrained")
+    axes = figure.add_subplot(xlabel="round", **({"ylim": limits} if limits else {}))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    ends = []
+    for name, curve in curves.items():
+        color, marker, _ = looks[name]
+        lines = {"color": color, **(_LINES[name] if limits else {})}
+        if not curve:
+            continue
+        first, last = curve[min(curve)], curve[max(curve)]
+        if name == "base" and limits:
+            axes.axhline(last, **lines)
+        else:
+            lines |= {"marker": marker, "markersize": 4.5, "markevery": max(1, len(curve) // 10)}
+            axes.plot(list(curve), list(curve.values()), **lines)
+        ends.append(f"{name} from {first:.3g} to {last:.3g}")
+    return _svg(figure, f"{title}: {', '.join(ends)}") if ends else Markup()
+
+
+def _svg(figure: Figure, label: str) -> Markup:
+    """Turn a figure into SVG for the inside of a page, with a text alternative."""
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    own = f"{zlib.crc32(label.encode()):08x}-"  # plots of one page must not share ids
+    svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{own}", file.getvalue().partition("<svg ")[2])
+    start = Markup('<svg role="img" aria-label="{}" ').format(label)
+    return start + Markup(svg.replace(_INK, "currentColor"))
+
+
+_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
+<!DOCTYPE html>
+<html lang="en">
+{% set title = config["strategy"] ~ " on " ~ config["model.name"] %}
+<meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{{ title }}</title>
+<style>
+:root { color-scheme: light dark; --faint: #5d6878; --line: #d5dae1; --best: #dcefdf }
+@media screen and (prefers-color-scheme: dark) { :root { --faint: #9aa5b4; --line: #39424f;
+  --best: #1f4a2f; background: #14181e } svg, span { filter: brightness(1.3) }}
+body { max-width: 66rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif }
+h1, p, figure { margin: 0; break-inside: avoid } h2 { margin: 2rem 0 .4rem; break-after: avoid }
+p, caption, thead, figcaption { color: var(--faint); text-align: left } b { display: block }
+table { border-collapse: collapse; margin: .8rem 0; font-variant-numeric: tabular-nums }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: left }
+td, figcaption, li { overflow-wrap: anywhere } .wide { overflow-x: auto }
+.number { text-align: right; white-space: nowrap } .best { background: var(--best) }
+.grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(18rem, 1fr)) }
+.plots { grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)) }
+ul { display: flex; flex-wrap: wrap; gap: 0 1.2rem; padding: 0; margin: .4rem 0; list-style: none }
+svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif !important }
+</style>
+{% macro name(client) %}{% set color, _, mark = looks[client] %}
+<span style="color: {{ color }}" aria-hidden="true">{{ mark }}</span> {{ client }}{% endmacro %}
+<h1>{{ title }}</h1>
+<p>{{ rounds|length }} of {{ config["rounds"] }} rounds finished.</p>
+<h2>Results on held-out examples</h2>
+{% for columns in tables %}
+<div class="wide"><table><caption>Last known values; ★ marks the best of the three models.
+{{ "Loss in nats per token." if loop.first else "Scores of generated text, 0 to 1." }}</caption>
+<thead><tr><th rowspan="2" scope="col">Client</th>{% for heading in columns.values() %}
+<th colspan="3" scope="colgroup">{{ heading }}</th>{% endfor %}</tr>
+<tr>{% for column in columns %}{% for model in models %}
+<th scope="col" class="number">{{ model }}</th>{% endfor %}{% endfor %}</tr></thead>
+{% for client, values in latest.items() %}
+<tr><th scope="row">{{ name(client) }}</th>
+{% for key in columns %}{% for text, top in cells(values, key) %}
+<td class="number{{ " best" if top }}">{{ "★ " if top }}{{ text }}</td>
+{% endfor %}{% endfor %}</tr>{% endfor %}
+</table></div>
+{% else %}<p>No client has been evaluated yet.</p>{% endfor %}
+{% for title, charts in panels.items() if charts %}
+<h2>{{ title }}</h2>
+<p>Solid: global model. Dashed, hollow markers: personalised. Dotted: base.</p>
+<div class="grid">{% for client, chart in charts.items() if chart %}
+<figure><figcaption>{{ name(client) }}</figcaption>{{ chart }}</figure>{% endfor %}</div>
+{% endfor %}
+<h2>Local training</h2>
+<ul>{% for client in looks %}<li>{{ name(client) }}</li>{% endfor %}</ul>
+<div class="grid plots">{% for title, note, chart in plots if chart %}
+<figure><figcaption><b>{{ title }}</b>{{ note }}</figcaption>{{ chart }}</figure>
+{% else %}<p>No client has been trained yet.</p>{% endfor %}</div>
+<h2>Who took part</h2>
+<div class="wide"><table><thead><tr><th scope="col">Round</th><th scope="col">Took part</th>
+<th scope="col">Left out</th><th scope="col" class="number">Seconds</th></tr></thead>
+{% for round in rounds %}
+<tr><th scope="row">{{ round.round }}</th><td>{{ round.participants|join(", ") }}</td>
+<td>{% for left in round.left_out %}{{ left.client }}: {{ left.reason }}<br>{% endfor %}</td>
+<td class="number">{{ "%.1f"|format(round.seconds) if round.seconds is number }}</td></tr>
+{% else %}<tr><td colspan="4">No round is finished yet.</td></tr>{% endfor %}
+</table></div>
+<h2>Configuration</h2>
+<table><thead><tr><th scope="col">Key</th><th scope="col">Value</th></tr></thead>
+{% for key, value in config.items() %}
+<tr><th scope="row">{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}
+</table>
+""")

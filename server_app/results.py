@@ -1,0 +1,156 @@
+"""A run's folder of results: adapters, metrics, checkpoints, report."""
+
+import json
+import platform
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from finetuning.adapters import State, save_adapter
+from finetuning.files import replacing
+from finetuning.model_card import model_card
+from server_app.checkpoint import Checkpoint, save_checkpoint
+from server_app.report import write_report
+from strategies.run_config import ConfigError, RunConfig
+
+_PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizers", "safetensors")
+
+
+class Results:
+    """Writes everything that a run leaves; a ``Journal`` for the strategy.
+
+    Args:
+        directory: the run's folder, as ``new_directory`` made it or an earlier run left it.
+        config: the run's.
+        lineage: the run's.
+        base: where the base model is.
+        peft_config: of the adapters.
+
+    """
+
+    def __init__(
+        self, directory: Path, config: RunConfig, lineage: str, base: Path, peft_config: Any
+    ) -> None:
+        self.directory = directory
+        self._config = config
+        self._lineage = lineage
+        self._base = base
+        self._peft_config = peft_config
+        self._sizes: dict[str, int] = {}
+        self._metrics = directory / "metrics.jsonl"
+        self._tensorboard = EventFileWriter(str(directory / "tensorboard"))
+
+    def describe(self, fingerprint: Mapping[str, str]) -> None:
+        """Write the resolved config, the versions and the base model's fingerprint."""
+        versions = {"python": platform.python_version()} | {p: version(p) for p in _PACKAGES}
+        for name, content in (
+            ("config.json", self._config.flat()),
+            ("versions.json", versions),
+            ("base-model.json", {"directory": str(self._base), "digests": dict(fingerprint)}),
+        ):
+            with replacing(self.directory / name) as aside:
+                aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Append an event to ``metrics.jsonl`` and its numbers to TensorBoard."""
+        with self._metrics.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(dict(event), ensure_ascii=False) + "\n")
+        if event["event"] not in {"train", "evaluate"}:
+            return
+        prefix = "/".join(str(event[k]) for k in ("client", "event", "model") if k in event)
+        values = [
+            Summary.Value(tag=f"{prefix}/{key}", simple_value=float(value))
+            for key, value in event.items()
+            if isinstance(value, int | float) and key != "round"
+        ]
+        self._tensorboard.add_event(
+            Event(step=event["round"], wall_time=time.time(), summary=Summary(value=values))
+        )
+
+    def keep_personalised(self, client: str, state: State, round_number: int, size: int) -> None:
+        """Save a client's personalised adapter under ``adapters/clients``."""
+        self._sizes[client] = size
+        card = model_card(
+            f"Personalised adapter of {client}",
+            self._config.model.name,
+            str(self._base),
+            {client: size},
+            round_number,
+            self._config.flat(),
+        )
+        save_adapter(
+            self.directory / "adapters" / "clients" / client, state, self._peft_config, card
+        )
+
+    def checkpoint(
+        self, round_number: int, state: State, importance: State | None, evaluated: bool
+    ) -> None:
+        """Save the global adapter, a checkpoint to resume from, and the report so far."""
+        if round_number > 0:
+            card = model_card(
+                "Global adapter",
+                self._config.model.name,
+                str(self._base),
+                self._sizes,
+                round_number,
+                self._config.flat(),
+            )
+            save_adapter(self.directory / "adapters" / "global", state, self._peft_config, card)
+        save_checkpoint(
+            self.directory,
+            Checkpoint(
+                lineage=self._lineage,
+                finished_rounds=round_number,
+                evaluated=evaluated,
+                sizes=dict(self._sizes),
+                metrics_bytes=self._metrics.stat().st_size if self._metrics.exists() else 0,
+                state=state,
+                importance=importance,
+            ),
+        )
+        self._tensorboard.flush()
+        write_report(self.directory)
+
+    def go_on_from(self, checkpoint: Checkpoint) -> None:
+        """Forget what was recorded after a checkpoint: it is about to happen again."""
+        self._sizes = dict(checkpoint.sizes)
+        if self._metrics.exists():
+            with self._metrics.open("r+b") as metrics:
+                metrics.truncate(checkpoint.metrics_bytes)
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        self._tensorboard.close()
+
+
+def new_directory(config: RunConfig) -> Path:
+    """Make a folder of its own for a run, named by time and strategy.
+
+    Raises:
+        ConfigError: ``output-dir`` can't be written to.
+
+    """
+    if config.output_dir:
+        parent = Path(config.output_dir).expanduser()
+    else:
+        parent = platformdirs.user_data_path("chambers") / "runs"
+    name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{config.strategy}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 1000):
+            directory = parent / (name if number == 1 else f"{name}_{number}")
+            try:
+                directory.mkdir()
+                return directory
+            except FileExistsError:
+                continue
+    except OSError as error:
+        raise ConfigError(f'output-dir = "{parent}" can\'t be written to: {error}') from error
+    raise ConfigError(f'output-dir = "{parent}" has a thousand runs of this second')

@@ -1,0 +1,38 @@
+"""The last lines of a run: a table that a person can read, and where the results are."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from server_app.report import read_events, summary_rows
+
+
+def summary(directory: Path) -> str:
+    """Give the table of a run: held-out loss and ROUGE-L per client and model."""
+    table = Table(title="Held-out loss and ROUGE-L (the lowest loss of a client is in brackets)")
+    table.add_column("client")
+    for model in ("base", "global", "personalised"):
+        table.add_column(f"loss\n{model}", justify="right")
+    for model in ("base", "global", "personalised"):
+        table.add_column(f"ROUGE-L\n{model}", justify="right")
+    for row in summary_rows(read_events(directory / "metrics.jsonl")):
+        losses = [row.base_loss, row.global_loss, row.personalised_loss]
+        best = min((loss for loss in losses if loss is not None), default=None)
+        scores = [row.base_rouge, row.global_rouge, row.personalised_rouge]
+        table.add_row(
+            row.client,
+            *(_bracketed(loss, loss == best) for loss in losses),
+            *("-" if score is None else f"{100 * score:.1f}" for score in scores),
+        )
+    text = io.StringIO()
+    Console(file=text, width=100, color_system=None).print(table)
+    report, adapters = directory / "report.html", directory / "adapters"
+    return f"\n{text.getvalue()}\nReport:   {report}\nAdapters: {adapters}\nResults:  {directory}"
+
+
+def _bracketed(loss: float | None, best: bool) -> str:
+    if loss is None:
+        return "-"
+    return f"[{loss:.3f}]" if best else f"{loss:.3f} "

@@ -1,0 +1,1 @@
+"""Split learning (FL-GLM), knowing nothing of Flower."""

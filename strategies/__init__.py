@@ -1,0 +1,1 @@
+"""Flower strategies, named after the papers they come from."""

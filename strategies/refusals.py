@@ -1,0 +1,66 @@
+"""Which replies may enter an average: anything odd is refused, with a reason in words."""
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message
+
+from strategies.messages import ARRAYS, SIZE, config_of, metrics_of, problem_of
+
+
+def reason_to_refuse(
+    reply: Message, expected_name: str, base: str, reference: ArrayRecord | None
+) -> str | None:
+    """Say why a reply can't be used, or None if it can.
+
+    Args:
+        reply: of a train or evaluate message.
+        expected_name: the client that was asked.
+        base: digest of the run's base model.
+        reference: names and shapes that the reply's arrays must have; None if it has none.
+
+    """
+    problem = problem_of(reply)
+    if problem is not None:
+        return problem
+    config = config_of(reply)
+    if config.get("name") != expected_name:
+        return f"it now calls itself {config.get('name')!r}"
+    if config.get("base") != base:
+        return "it trained another base model (the fingerprints differ)"
+    metrics = metrics_of(reply)
+    odd = [name for name, value in metrics.items() if not np.isfinite(value).all()]
+    if odd:
+        return f"its {', '.join(odd)} are not finite numbers"
+    size = metrics.get(SIZE)
+    if not isinstance(size, int) or size <= 0:
+        return f"its {SIZE} is {size!r}, and must be a positive whole number"
+    if reference is None:
+        return None
+    arrays = reply.content.array_records.get(ARRAYS)
+    return _odd_arrays(arrays, reference)
+
+
+def _odd_arrays(arrays: ArrayRecord | None, reference: ArrayRecord) -> str | None:
+    """Compare names, shapes and dtypes with the reference before any value is read."""
+    if arrays is None:
+        return "it sent no arrays"
+    if set(arrays) != set(reference):
+        odd = sorted(set(arrays) ^ set(reference))
+        return f"its tensors are not the adapter's: {', '.join(odd[:3])}"
+    for name, expected in reference.items():
+        reason = _odd_array(arrays[name], expected)
+        if reason is not None:
+            return f"{name} {reason}"
+    return None
+
+
+def _odd_array(array: Array, expected: Array) -> str | None:
+    shape, dtype = tuple(expected.shape), expected.dtype
+    if tuple(array.shape) != shape or array.dtype != dtype:
+        return f"is {array.dtype}{list(array.shape)}, and must be {dtype}{list(shape)}"
+    try:
+        value = array.numpy()
+    except Exception as error:  # whatever bytes from outside make numpy raise
+        return f"can't be read: {error}"
+    if value.shape != shape or str(value.dtype) != dtype:
+        return "is not what its header says"
+    return None if np.isfinite(value).all() else "has values that are not finite numbers"

@@ -1,0 +1,191 @@
+"""The run configuration: everything in ``[tool.flwr.app.config]``, validated as one."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+
+from finetuning.settings import (
+    AdapterSettings,
+    ContinualSettings,
+    DataSettings,
+    EvaluateSettings,
+    ModelSettings,
+    Section,
+    TrainSettings,
+)
+
+Scalar = str | int | float | bool
+
+# Beyond the time a client has: starting a process, loading the model, carrying the messages.
+_GRACE_SECONDS = 60.0
+
+
+class ConfigError(ValueError):
+    """The run configuration is wrong; the message lists every mistake."""
+
+
+class RunConfig(Section):
+    """Settings of a run; sections hold those that are not about federation."""
+
+    strategy: Literal["fedjudge-base", "fedjudge-cl"] = Field(
+        "fedjudge-cl",
+        description="FedJudge with plain averaging, or with the continual-learning penalty.",
+    )
+    rounds: PositiveInt = Field(5, description="Communication rounds (FedJudge section 4.2.3).")
+    seed: int = Field(0, ge=0, description="Every random number of the run derives from it.")
+    min_nodes: PositiveInt = Field(
+        2,
+        description="A round counts with at least this many valid replies; with fewer the run "
+        "fails. It starts when this many SuperNodes are connected, with all that are.",
+    )
+    node_timeout: PositiveFloat = Field(
+        120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."
+    )
+    round_timeout: PositiveFloat = Field(
+        3600.0, description="Seconds a client has for one train or evaluate message."
+    )
+    output_dir: str = Field(
+        "",
+        description="Folder in which every run makes its own folder of results; an absolute path. "
+        "Empty: the user's data folder (`~/.local/share/chambers/runs` on Linux).",
+    )
+    state_path: str = Field(
+        "",
+        description="Folder of the clients' own state on their own disks; an absolute path. "
+        "Empty: the user's state folder (`~/.local/state/chambers` on Linux).",
+    )
+    resume: str = Field(
+        "", description="Results folder of an earlier run to go on with; an absolute path."
+    )
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    adapter: AdapterSettings = Field(default_factory=AdapterSettings)
+    data: DataSettings = Field(default_factory=DataSettings)
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    continual: ContinualSettings = Field(default_factory=ContinualSettings)
+    evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings)
+
+    @field_validator("output_dir", "state_path", "resume")
+    @classmethod
+    def _is_absolute(cls, value: str) -> str:
+        # A Flower app runs from Flower's own folder, so that a relative path would point there.
+        if value and not Path(value).expanduser().is_absolute():
+            raise ValueError("must be an absolute path (or start with ~)")
+        return value
+
+    @field_validator("data")
+    @classmethod
+    def _names_its_label(cls, value: DataSettings) -> DataSettings:
+        if value.path and value.partition in {"label", "dirichlet"} and not value.partition_field:
+            raise ValueError(
+                f'data.partition = "{value.partition}" needs data.partition-field, the column '
+                "with the label"
+            )
+        return value
+
+    @property
+    def reply_timeout(self) -> float:
+        """Seconds the server waits for a reply: a client's time, and a process's start."""
+        return self.round_timeout + _GRACE_SECONDS
+
+    def flat(self) -> dict[str, Scalar]:
+        """Give the configuration as Flower writes it: dotted kebab-case keys to scalars."""
+        return {key: value for key, _, value in _leaves(self)}
+
+
+def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
+    """Validate Flower's flat run configuration.
+
+    Args:
+        values: dotted kebab-case keys to scalars; missing keys take their defaults.
+
+    Raises:
+        ConfigError: naming every unknown key and every bad value, and what is allowed.
+
+    """
+    nested: dict[str, Any] = {}
+    for dotted, value in values.items():
+        *sections, key = dotted.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    try:
+        return RunConfig.model_validate(nested)
+    except ValidationError as error:
+        fields = {key: field for key, field, _ in _leaves(RunConfig())}
+        lines = [_explain(dict(problem), values, fields) for problem in error.errors()]
+        raise ConfigError("the run config is wrong:\n" + "\n".join(lines)) from None
+
+
+def configuration_table() -> str:
+    """Give ``docs/configuration.md``: every key, default, allowed values and meaning."""
+    lines = [
+        "# Run configuration",
+        "",
+        "Set with `flwr run . --run-config 'rounds=3 train.learning-rate=1e-3'`, with a TOML file "
+        "(`--run-config presets/demo.toml`), or in `[tool.flwr.app.config]` of `pyproject.toml`. "
+        "The defaults are the paper's where it gives one. Every mistake is reported before "
+        "anything starts. This page is generated from the code: "
+        "`python -m strategies.run_config > docs/configuration.md`.",
+        "",
+        "| key | default | allowed | meaning |",
+        "|---|---|---|---|",
+    ]
+    for key, field, value in _leaves(RunConfig()):
+        shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
+        meaning = str(field.description).replace("|", "\\|")
+        lines.append(f"| `{key}` | `{shown}` | {_allowed(field)} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Scalar]]:
+    """Yield dotted key, field and value of every setting, sections last."""
+    for name, field in type(section).model_fields.items():
+        key, value = prefix + str(field.alias), getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _leaves(value, key + ".")
+        else:
+            yield key, field, value
+
+
+def _explain(
+    problem: dict[str, Any], values: Mapping[str, Scalar], fields: Mapping[str, FieldInfo]
+) -> str:
+    """Turn one pydantic error into a line with key, value and what is allowed."""
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(key, list(fields), n=1)
+        hint = f"; did you mean {close[0]}?" if close else "; docs/configuration.md lists all keys"
+        return f"  {key} = {values.get(key, '…')!r}: unknown key{hint}"
+    reason = problem["msg"].removeprefix("Value error, ")
+    if key not in fields:
+        return f"  {reason}"
+    given = f"{key} = {values.get(key)!r}"
+    return f"  {given}: {reason} (allowed: {_allowed(fields[key])})"
+
+
+def _allowed(field: FieldInfo) -> str:
+    """Describe a field's type and bounds in words."""
+    annotation = field.annotation
+    metadata = list(field.metadata)
+    while get_origin(annotation) is Annotated:
+        annotation, *more = get_args(annotation)
+        metadata += more
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    kind = {bool: "true or false", int: "whole number", float: "number", str: "text"}[annotation]  # type: ignore[index]
+    bounds = [
+        f"{sign} {getattr(item, name):g}"
+        for item in metadata
+        for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+        if getattr(item, name, None) is not None
+    ]
+    return ", ".join([kind, *bounds])
+
+
+if __name__ == "__main__":
+    print(configuration_table(), end="")

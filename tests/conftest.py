@@ -1,0 +1,84 @@
+"""What many tests share: a small random checkpoint in Hugging Face format, and clients' files."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+WORDS = ["the", "court", "holds", "that", "this", "claim", "is", "upheld", "and", "costs", "are", "shared", "between", "parties", "who", "signed", "a", "contract", "about", "goods", "which", "were", "never", "delivered", "before", "winter", "came", "to", "town"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_cache(tmp_path_factory: pytest.TempPathFactory):
+    """Keep fingerprints and the like out of the user's cache, unless a shared one is named."""
+    if "CHAMBERS_CACHE" in os.environ:
+        yield
+        return
+    os.environ["CHAMBERS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    del os.environ["CHAMBERS_CACHE"]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a Llama of two small random blocks, with a byte-level BPE tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        [" ".join(WORDS)],
+        trainers.BpeTrainer(
+            vocab_size=320,
+            special_tokens=["<pad>", "<end>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
+    ).save_pretrained(directory)
+    torch.manual_seed(7)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer.get_vocab()),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    ).save_pretrained(directory)
+    return directory
+
+
+def write_rows(file: Path, count: int, seed: int) -> None:
+    """Write rows of random words; the answer repeats words of the question."""
+    source = random.Random(seed)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", encoding="utf-8") as lines:
+        for _ in range(count):
+            chosen = source.choices(WORDS, k=source.randint(4, 14))
+            answer = chosen[: source.randint(2, 4)]
+            row = {"instruction": "Repeat", "input": " ".join(chosen), "output": " ".join(answer)}
+            lines.write(json.dumps(row) + "\n")
+
+
+@pytest.fixture(scope="session")
+def client_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write three clients of unequal size."""
+    folder = tmp_path_factory.mktemp("clients")
+    for seed, (name, count) in enumerate({"alpha": 24, "beta": 12, "gamma": 8}.items()):
+        write_rows(folder / name / "train.jsonl", count, seed)
+        write_rows(folder / name / "test.jsonl", 5, 100 + seed)
+    return folder

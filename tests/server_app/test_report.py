@@ -1,0 +1,232 @@
+"""The report: what it shows, that it stands alone, and what it makes of damaged input."""
+
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from server_app.report import ClientSummary, read_events, summary_rows, write_report
+
+CONFIG = {"strategy": "fedjudge-cl", "rounds": 3, "model.name": "tiny", "continual.lambda": 0.125}
+HOSTILE = '<script>alert("1")</script> & $x_1$'
+VOID = {"meta", "br"}
+
+
+def train(round_number, client, loss, **more):
+    return {"event": "train", "round": round_number, "client": client, "loss": loss, **more}
+
+
+def evaluate(round_number, client, model, loss, **more):
+    return {
+        "event": "evaluate",
+        "round": round_number,
+        "client": client,
+        "model": model,
+        "loss": loss,
+        "perplexity": 10 * loss,
+        **more,
+    }
+
+
+def finished(round_number, participants, left_out=()):
+    return {
+        "event": "round",
+        "round": round_number,
+        "participants": participants,
+        "left_out": [{"client": client, "reason": reason} for client, reason in left_out],
+        "seconds": 14.25,
+    }
+
+
+EVENTS = [
+    evaluate(0, "court", "base", 3.111, rougeL=0.101, bleu4=0.011, bleu_n=0.021),
+    evaluate(0, HOSTILE, "base", 3.222),
+    train(1, "court", 2.9),
+    train(1, HOSTILE, 2.8),
+    evaluate(1, "court", "personalised", 2.733, rougeL=0.303, bleu4=0.033, bleu_n=0.043),
+    evaluate(1, "court", "global", 2.744, rougeL=0.202, bleu4=0.022, bleu_n=0.032),
+    finished(1, ["court", HOSTILE]),
+    train(2, "court", 2.6, importance_distance=0.02, penalty_gradient_share=0.11),
+    evaluate(2, "court", "personalised", 2.655),
+    evaluate(2, "court", "global", 2.566),
+    finished(2, ["court"], [(HOSTILE, "no reply within 3600 s")]),
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that writes a run's files and returns its folder."""
+
+    def write(events=EVENTS, tail=""):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        lines = "".join(json.dumps(event) + "\n" for event in events)
+        (tmp_path / "metrics.jsonl").write_text(lines + tail)
+        return tmp_path
+
+    return write
+
+
+class Checker(HTMLParser):
+    """Collects tags and text of a page, and fails where tags do not match."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+    def handle_decl(self, decl):
+        assert decl == "DOCTYPE html"
+
+
+def check(page):
+    checker = Checker()
+    checker.feed(page.read_text(encoding="utf-8"))
+    checker.close()
+    assert checker.open == ["html"]  # whose end tag may be left out
+    return checker
+
+
+def test_page_shows_results_rounds_and_configuration(run):
+    directory = run()
+    page = write_report(directory)
+    assert page == directory / "report.html"
+    text = " ".join(check(page).text.split())
+    assert "fedjudge-cl on tiny" in text
+    assert "2 of 3 rounds finished" in text
+    # Lowest losses and highest scores are marked; scores are the last that are known.
+    assert "court 3.111 ★ 2.566 2.655 31.110 ★ 25.660 26.550" in text
+    assert "court 0.101 0.202 ★ 0.303 0.011 0.022 ★ 0.033 0.021 0.032 ★ 0.043" in text
+    assert f"{HOSTILE} 3.222 - - 32.220 - -" in text
+    assert f"2court {HOSTILE}: no reply within 3600 s 14.2" in text.replace("2 court", "2court")
+    assert "continual.lambda0.125" in text.replace(" 0.125", "0.125")
+    for heading in ("Held-out loss", "Held-out ROUGE-L", "Training loss", "s = Σ J", "Penalty's"):
+        assert heading in text
+
+
+def test_page_is_escaped_accessible_and_stands_alone(run):
+    page = write_report(run())
+    checker = check(page)
+    source = page.read_text(encoding="utf-8")
+    assert "<script" not in source
+    assert not {"script", "link", "img", "iframe", "image"} & {tag for tag, _ in checker.tags}
+    for tag, attributes in checker.tags:
+        for name in ("src", "href", "xlink:href"):
+            assert attributes.get(name, "#").startswith("#")
+        if tag == "th":
+            assert attributes["scope"] in ("col", "row", "colgroup")
+    assert "@import" not in source
+    assert not re.search(r"url\((?!#)", source)
+    ids = [attributes["id"] for _, attributes in checker.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    used = re.findall(r'(?:href="|url\()#([^")]+)', source)
+    assert used
+    assert set(used) <= set(ids)
+
+
+def test_plots_are_well_formed_and_described(run):
+    source = write_report(run()).read_text(encoding="utf-8")
+    plots = [
+        ElementTree.fromstring(svg) for svg in re.findall(r"<svg .*?</svg>", source, re.DOTALL)
+    ]
+    labels = [plot.attrib["aria-label"] for plot in plots]
+    assert len(plots) == 2 + 1 + 3  # losses, scores of the one that has any, local training
+    assert labels[0] == f"Held-out loss of {HOSTILE}: base from 3.22 to 3.22"
+    assert labels[1] == (
+        "Held-out loss of court: base from 3.11 to 3.11, global from 2.74 to 2.57, "
+        "personalised from 2.73 to 2.65"
+    )
+    assert all(plot.attrib["role"] == "img" for plot in plots)
+    assert "#010203" not in source
+
+
+def test_same_run_makes_same_page(run):
+    directory = run()
+    first = write_report(directory).read_bytes()
+    assert write_report(directory).read_bytes() == first
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "report.html",
+    ]
+
+
+@pytest.mark.parametrize("events", [[], EVENTS[:2], EVENTS[:3]])
+def test_unfinished_run_makes_a_sensible_page(run, events):
+    text = check(write_report(run(events))).text
+    assert "0 of 3 rounds finished" in text
+    assert "No round is finished yet." in text
+    assert ("No client has been trained yet." in text) == (len(events) < 3)
+    assert ("No client has been evaluated yet." in text) == (not events)
+
+
+def test_run_without_metrics_makes_a_page(run):
+    directory = run()
+    (directory / "metrics.jsonl").unlink()
+    assert "No round is finished yet." in check(write_report(directory)).text
+
+
+def test_values_that_are_no_numbers_do_no_harm(run):
+    events = [
+        *EVENTS,
+        evaluate(3, "court", "global", float("nan"), rougeL=None),
+        train(3, "court", float("inf")),
+    ]
+    assert "court 3.111 nan ★ 2.655" in " ".join(check(write_report(run(events))).text.split())
+
+
+def test_more_clients_than_colours(run):
+    events = [evaluate(1, f"client {i:02d}", "global", 2 + i / 10) for i in range(13)]
+    assert "client 12" in check(write_report(run(events))).text
+
+
+@pytest.mark.parametrize("tail", ['{"event":"tra', '{"event":"train","round":3}', '"é"'])
+def test_cut_last_line_is_ignored(run, tail):
+    directory = run(tail="")
+    path = directory / "metrics.jsonl"
+    with path.open("ab") as file:
+        file.write(tail.encode()[:-1] if tail == '"é"' else tail.encode())
+    assert read_events(path) == EVENTS
+    write_report(directory)
+
+
+def test_last_line_without_newline_counts_if_whole(run):
+    directory = run(tail=json.dumps(finished(3, ["court"])))
+    assert read_events(directory / "metrics.jsonl")[-1]["round"] == 3
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "", "7", "[]", "{}", '{"event":"train","round":1}', '{"event":[]}', "\udce9"]
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_malformed_line_is_refused_with_its_place(run, line, last):
+    path = run(EVENTS[:2]) / "metrics.jsonl"
+    rest = b"" if last else json.dumps(EVENTS[2]).encode() + b"\n"
+    path.write_bytes(path.read_bytes() + line.encode("utf-8", "surrogateescape") + b"\n" + rest)
+    with pytest.raises(ValueError, match=re.escape(f"{path}, line 3: ")):
+        write_report(path.parent)
+
+
+def test_summary_rows_are_the_last_known_values():
+    assert summary_rows(EVENTS) == [
+        ClientSummary(HOSTILE, 3.222, None, None, None, None, None),
+        ClientSummary("court", 3.111, 2.566, 2.655, 0.101, 0.202, 0.303),
+    ]
+    assert summary_rows([]) == []
+    assert summary_rows([train(1, "court", 2.0), {"event": "another"}]) == [
+        ClientSummary("court", *[None] * 6)
+    ]
