@@ -1,5 +1,6 @@
 """Which private rows are this client's: its own files, a share of a data set, or generated ones."""
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from finetuning.data.partition import partition
-from finetuning.data.rows import DataError, Row, find_part, parse_messages, read_rows
+from finetuning.data.rows import FORMATS, DataError, Row, find_part, parse_messages, read_rows
 from finetuning.generated import STYLES, examples
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
@@ -16,6 +17,8 @@ from finetuning.settings import DataSettings
 # Unequal on purpose, as the paper's clients are (table 1), and small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 720, "consultation": 480, "reasoning": 360}
 _GENERATED_TEST = 96
+# "name" or "owner/name".
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ def read_client_data(
     if not settings.path:
         return _generated(index, seed)
     path = Path(settings.path).expanduser()
+    if not path.is_absolute():
+        return _share_of_hub(settings, index, count, seed)
     folders = sorted(
         folder for folder in path.glob("*") if folder.is_dir() and find_part(folder, "train")
     )
@@ -113,33 +118,66 @@ def _one_of(
 
 
 def _from_folder(name: str, path: Path, settings: DataSettings, seed: int) -> ClientData:
+    train, test = _read_parts(path, settings)
+    if test is not None:
+        return ClientData(name, train, test)
+    return _hold_out(name, train, settings.test_fraction, seed)
+
+
+def _read_parts(path: Path, settings: DataSettings) -> tuple[list[Row], list[Row] | None]:
     """Read ``path/train.*`` and ``path/test.*``, or the one file that ``path`` is."""
     if path.is_file():
-        train, test = path, None
-    else:
-        if not path.is_dir():
-            raise DataError(f"{path} doesn't exist")
-        found, test = find_part(path, "train"), find_part(path, "test")
-        if found is None:
-            raise DataError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
-        train = found
+        return read_rows(path, skip_bad=settings.skip_bad_rows), None
+    if not path.is_dir():
+        raise DataError(f"{path} doesn't exist")
+    train, test = find_part(path, "train"), find_part(path, "test")
+    if train is None:
+        raise DataError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
     rows = read_rows(train, skip_bad=settings.skip_bad_rows)
-    if test is not None:
-        return ClientData(name, rows, read_rows(test, skip_bad=settings.skip_bad_rows))
-    return _hold_out(name, rows, settings.test_fraction, seed)
+    return rows, None if test is None else read_rows(test, skip_bad=settings.skip_bad_rows)
+
+
+def _share_of_hub(settings: DataSettings, index: int, count: int, seed: int) -> ClientData:
+    """Read a data set by its Hugging Face id and give this client's part of it."""
+    if not _HUB_ID.fullmatch(settings.path) or Path(settings.path).suffix in FORMATS:
+        raise DataError(
+            f'data.path = "{settings.path}" must be an absolute path (or start with ~); a run has '
+            "a folder of its own, in which relative paths would begin"
+        )
+    rows = read_rows(settings.path, skip_bad=settings.skip_bad_rows)
+    own = partition(rows, count, settings, seed)[index]
+    return _hold_out(f"client-{index}", own, settings.test_fraction, seed)
 
 
 def _share(settings: DataSettings, path: Path, index: int, count: int, seed: int) -> ClientData:
     """Read one data set and give this client's part of it."""
     name = f"client-{index}"
-    if not path.is_absolute():
-        rows = read_rows(settings.path, skip_bad=settings.skip_bad_rows)
-        own = partition(rows, count, settings, seed)[index]
+    train, test = _read_parts(path, settings)
+    if test is None:
+        # Held out after it is divided, so that no client trains on what another one is tested on.
+        own = partition(train, count, settings, seed)[index]
         return _hold_out(name, own, settings.test_fraction, seed)
-    whole = _from_folder(name, path, settings, seed)
-    train = partition(whole.train, count, settings, seed)[index]
-    test = partition(whole.test, count, settings, seed)[index]
-    return ClientData(name, train, test)
+    if settings.partition in {"iid", "length"}:
+        return ClientData(
+            name,
+            partition(train, count, settings, seed)[index],
+            partition(test, count, settings, seed)[index],
+        )
+    # Both parts are divided as one, so that a client is tested on the labels that it has.
+    own = partition([*train, *test], count, settings, seed)[index]
+    held_out = {id(row) for row in test}
+    parts = ClientData(
+        name,
+        [row for row in own if id(row) not in held_out],
+        [row for row in own if id(row) in held_out],
+    )
+    if not parts.train or not parts.test:
+        raise DataError(
+            f'data.partition = "{settings.partition}" leaves {name} with {len(parts.train)} '
+            f"training and {len(parts.test)} test rows of {path}; without a test file each client "
+            "holds out some of its own rows"
+        )
+    return parts
 
 
 def _hold_out(name: str, rows: list[Row], fraction: float, seed: int) -> ClientData:

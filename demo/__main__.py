@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flwr.common.config import flatten_dict, parse_config_args
 
-from demo.simulation import run_app, simulation_superlink
+from demo.superlink import run_app, private_superlink
 from strategies.run_config import ConfigError, Scalar, parse_run_config
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
@@ -39,7 +39,7 @@ def main(overrides: list[str]) -> int:
     os.environ.setdefault("CHAMBERS_CACHE", str(_PRIVATE / "cache"))
     started = time.monotonic()
     try:
-        with simulation_superlink(_PRIVATE / "flower") as superlink:
+        with private_superlink(_PRIVATE / "flower") as superlink:
             status = run_app(_CHECKOUT, superlink, config, _CLIENTS)
     except KeyboardInterrupt:
         print("interrupted; every process of the run has been ended", file=sys.stderr)

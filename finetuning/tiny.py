@@ -8,7 +8,7 @@ result is cached under the recipe's digest.
 import hashlib
 import json
 import math
-import os
+import random
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +28,8 @@ class TinyRecipe:
     """Everything that decides what the tiny model is.
 
     Attributes:
-        passages: generated texts of some hundred words each.
+        passages: neutral generated texts of some hundred words each.
+        inputs: generated inputs of each of the three styles.
         sequence_length: tokens per training sequence.
         version: raised when the code that makes the model changes.
 
@@ -73,9 +74,10 @@ def _build(recipe: TinyRecipe, directory: Path) -> None:
     stream = torch.tensor(
         [token for ids in tokenizer(texts)["input_ids"] for token in (*ids, end)], dtype=torch.long
     )
-    # How many threads share a sum decides its last bits, so their number is part of the recipe.
+    # How many threads share a sum decides its last bits. With one, the model doesn't depend on how
+    # many cores there are, nor do threads wait for each other on a busy machine.
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -93,10 +95,8 @@ def _texts(recipe: TinyRecipe) -> list[str]:
     texts = background(recipe.passages, recipe.seed)
     for style in STYLES:
         texts += [row["input"] for row in examples(style, recipe.inputs, recipe.seed + 1, "train")]
-    return [
-        texts[i]
-        for i in torch.randperm(len(texts), generator=torch.Generator().manual_seed(recipe.seed))
-    ]
+    random.Random(recipe.seed).shuffle(texts)
+    return texts
 
 
 def _train_tokenizer(recipe: TinyRecipe, texts: list[str]) -> Any:

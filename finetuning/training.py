@@ -128,8 +128,8 @@ def train_round(
         for index, step in enumerate(place.steps):
             if time.monotonic() > place.deadline:
                 raise DeadlineError(
-                    f"{index} of {len(place.steps)} steps were done when the round's time was over; "
-                    "raise round-timeout, or train less per round (train.local-steps)"
+                    f"{index} of {len(place.steps)} steps were done when the round's time was "
+                    "over; raise round-timeout, or train less per round (train.local-steps)"
                 )
             batches = [
                 collate([examples[i] for i in group], padding)

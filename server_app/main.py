@@ -12,7 +12,7 @@ from finetuning.adapters import initial_adapter
 from finetuning.base_model import locate
 from finetuning.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
-from server_app.checkpoint import load_checkpoint
+from server_app.checkpoint import Checkpoint, load_checkpoint
 from server_app.results import Results, new_directory
 from server_app.summary import summary
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL, Progress
@@ -33,10 +33,9 @@ def main(grid: Grid, context: Context) -> None:
     state, peft_config = initial_adapter(
         config.model.name, config.adapter, derive_seed("adapter", config.seed)
     )
-    directory, progress = _place(config)
+    directory, progress, checkpoint = place(config)
     results = Results(directory, config, progress.lineage, base, peft_config)
-    if config.resume:
-        checkpoint = load_checkpoint(directory, config)
+    if checkpoint is not None:
         results.go_on_from(checkpoint)
         state = checkpoint.state
         log(INFO, "Going on after round %d of %s", progress.finished_rounds, directory)
@@ -50,10 +49,14 @@ def main(grid: Grid, context: Context) -> None:
     log(INFO, "%s", summary(directory))
 
 
-def _place(config: RunConfig) -> tuple[Path, Progress]:
-    """Give the results folder and how far the run is."""
+def place(config: RunConfig) -> tuple[Path, Progress, Checkpoint | None]:
+    """Give the results folder, how far the run is, and what to go on from.
+
+    Raises:
+        ConfigError: nothing can be written there, or the run can't be resumed so.
+    """
     if not config.resume:
-        return new_directory(config), Progress(lineage=uuid.uuid4().hex)
+        return new_directory(config), Progress(lineage=uuid.uuid4().hex), None
     directory = Path(config.resume).expanduser()
     checkpoint = load_checkpoint(directory, config)
     if checkpoint.finished_rounds >= config.rounds and checkpoint.evaluated:
@@ -62,9 +65,10 @@ def _place(config: RunConfig) -> tuple[Path, Progress]:
             "rounds to go on"
         )
     importance = checkpoint.importance
-    return directory, Progress(
+    progress = Progress(
         lineage=checkpoint.lineage,
         finished_rounds=checkpoint.finished_rounds,
         evaluated=checkpoint.evaluated,
         importance=None if importance is None else to_arrays(importance),
     )
+    return directory, progress, checkpoint

@@ -106,19 +106,19 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
         ConfigError: naming every unknown key and every bad value, and what is allowed.
 
     """
+    fields = {key: field for key, field, _ in _leaves(RunConfig())}
+    mistakes = [_unknown(key, value, fields) for key, value in values.items() if key not in fields]
     nested: dict[str, Any] = {}
-    for dotted, value in values.items():
-        *sections, key = dotted.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[key] = value
+    for dotted in values.keys() & fields.keys():
+        section, dot, key = dotted.rpartition(".")
+        (nested.setdefault(section, {}) if dot else nested)[key] = values[dotted]
     try:
-        return RunConfig.model_validate(nested)
+        config = RunConfig.model_validate(nested)
     except ValidationError as error:
-        fields = {key: field for key, field, _ in _leaves(RunConfig())}
-        lines = [_explain(dict(problem), values, fields) for problem in error.errors()]
-        raise ConfigError("the run config is wrong:\n" + "\n".join(lines)) from None
+        mistakes += [_explain(dict(problem), values, fields) for problem in error.errors()]
+    if mistakes:
+        raise ConfigError("the run config is wrong:\n" + "\n".join(mistakes))
+    return config
 
 
 def configuration_table() -> str:
@@ -157,15 +157,17 @@ def _explain(
 ) -> str:
     """Turn one pydantic error into a line with key, value and what is allowed."""
     key = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key, list(fields), n=1)
-        hint = f"; did you mean {close[0]}?" if close else "; docs/configuration.md lists all keys"
-        return f"  {key} = {values.get(key, '…')!r}: unknown key{hint}"
     reason = problem["msg"].removeprefix("Value error, ")
     if key not in fields:
         return f"  {reason}"
     given = f"{key} = {values.get(key)!r}"
     return f"  {given}: {reason} (allowed: {_allowed(fields[key])})"
+
+
+def _unknown(key: str, value: Scalar, fields: Mapping[str, FieldInfo]) -> str:
+    close = difflib.get_close_matches(key, list(fields), n=1)
+    hint = f"did you mean {close[0]}?" if close else "docs/configuration.md lists all keys"
+    return f"  {key} = {value!r}: unknown key; {hint}"
 
 
 def _allowed(field: FieldInfo) -> str:

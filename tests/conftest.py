@@ -10,7 +10,37 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-WORDS = ["the", "court", "holds", "that", "this", "claim", "is", "upheld", "and", "costs", "are", "shared", "between", "parties", "who", "signed", "a", "contract", "about", "goods", "which", "were", "never", "delivered", "before", "winter", "came", "to", "town"]
+WORDS = [
+    "the",
+    "court",
+    "holds",
+    "that",
+    "this",
+    "claim",
+    "is",
+    "upheld",
+    "and",
+    "costs",
+    "are",
+    "shared",
+    "between",
+    "parties",
+    "who",
+    "signed",
+    "a",
+    "contract",
+    "about",
+    "goods",
+    "which",
+    "were",
+    "never",
+    "delivered",
+    "before",
+    "winter",
+    "came",
+    "to",
+    "town",
+]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -82,3 +112,20 @@ def client_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_rows(folder / name / "train.jsonl", count, seed)
         write_rows(folder / name / "test.jsonl", 5, 100 + seed)
     return folder
+
+
+@pytest.fixture
+def values(checkpoint: Path, client_folders: Path) -> dict:
+    """A run config with which the small checkpoint trains in seconds."""
+    return {
+        "strategy": "fedjudge-cl",
+        "rounds": 3,
+        "min-nodes": 3,
+        "model.name": str(checkpoint),
+        "data.path": str(client_folders),
+        "adapter.targets": "q_proj,k_proj,v_proj",
+        "train.batch-size": 2,
+        "train.accumulation": 2,
+        "train.learning-rate": 5e-3,
+        "evaluate.generate": False,
+    }

@@ -45,33 +45,34 @@ def partition(
     return [[rows[index] for index in group] for group in groups]
 
 
-def _labels(rows: Sequence[Row], field: str) -> NDArray[np.str_]:
+def _labels(rows: Sequence[Row], field: str) -> NDArray[np.int64]:
+    """Number the labels in alphabetical order."""
     for row in rows:
-        if row.fields.get(field) is None:
-            raise DataError(f"{row.origin}: no column {field!r} (data.partition-field)")
-    return np.array([str(row.fields[field]) for row in rows])
+        if row.fields.get(field) in (None, ""):
+            raise DataError(f"{row.origin}: no label in {field!r} (data.partition-field)")
+    names = sorted({str(row.fields[field]) for row in rows})
+    numbers = {name: number for number, name in enumerate(names)}
+    return np.array([numbers[str(row.fields[field])] for row in rows])
 
 
 def _by_label(
-    order: NDArray[np.int64], labels: NDArray[np.str_], parts: int
+    order: NDArray[np.int64], labels: NDArray[np.int64], parts: int
 ) -> list[NDArray[np.int64]]:
     """Give every label to one client, the largest ones first, always to the client with least."""
-    names, counts = np.unique(labels, return_counts=True)
-    if len(names) < parts:
-        raise DataError(f"{len(names)} labels can't be divided among {parts} clients")
-    owner: dict[str, int] = {}
+    counts = np.bincount(labels)
+    if len(counts) < parts:
+        raise DataError(f"{len(counts)} labels can't be divided among {parts} clients")
+    owners = np.zeros(len(counts), dtype=int)
     sizes = np.zeros(parts, dtype=int)
-    for index in np.argsort(-counts, kind="stable"):
-        client = int(np.argmin(sizes))
-        owner[str(names[index])] = client
-        sizes[client] += counts[index]
-    owners = np.array([owner[str(label)] for label in labels[order]])
-    return [order[owners == part] for part in range(parts)]
+    for label in np.argsort(-counts, kind="stable"):
+        owners[label] = np.argmin(sizes)
+        sizes[owners[label]] += counts[label]
+    return [order[owners[labels[order]] == part] for part in range(parts)]
 
 
 def _by_dirichlet(
     order: NDArray[np.int64],
-    labels: NDArray[np.str_],
+    labels: NDArray[np.int64],
     parts: int,
     alpha: float,
     random: np.random.Generator,
@@ -79,8 +80,8 @@ def _by_dirichlet(
     """Divide each label's rows by shares drawn from Dirichlet(alpha), until no client is empty."""
     for _ in range(_DIRICHLET_DRAWS):
         groups: list[list[NDArray[np.int64]]] = [[] for _ in range(parts)]
-        for name in np.unique(labels):
-            own = order[labels[order] == name]
+        for label in range(labels.max() + 1):
+            own = order[labels[order] == label]
             shares = random.dirichlet(np.full(parts, alpha))
             cuts = np.rint(np.cumsum(shares)[:-1] * len(own)).astype(int)
             for group, piece in zip(groups, np.split(own, cuts), strict=True):

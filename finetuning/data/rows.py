@@ -1,14 +1,17 @@
 """Reading private rows: what is wrong with which row is said before anything is trained."""
 
+import csv
+import glob
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 _ROLES = ("system", "user", "assistant")
 _SHOWN_PROBLEMS = 20
+_LONGEST_CELL = 2**31 - 1
 
 
 class DataError(ValueError):
@@ -94,7 +97,8 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
     """
     if not isinstance(value, dict):
         raise DataError(f"expected an object, found {type(value).__name__}")
-    if value.get("messages") is not None:
+    # In a table, a row of the other form has an empty cell here.
+    if value.get("messages") not in (None, ""):
         return _check_turns(value["messages"])
     missing = [key for key in ("instruction", "output") if value.get(key) is None]
     if missing:
@@ -103,6 +107,7 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
     for key, text in texts.items():
         if not isinstance(text, str):
             raise DataError(f"{key!r} must be text, found {type(text).__name__}")
+        _check_characters(repr(key), text)
     if not texts["output"].strip():
         raise DataError("'output' is empty")
     question = "\n".join(text for text in (texts["instruction"], texts["input"]) if text.strip())
@@ -122,6 +127,7 @@ def _check_turns(turns: Any) -> tuple[dict[str, str], ...]:
             raise DataError(f"turn {number} of 'messages' needs a role of {', '.join(_ROLES)}")
         if not isinstance(turn.get("content"), str):
             raise DataError(f"turn {number} of 'messages' needs 'content' that is text")
+        _check_characters(f"turn {number} of 'messages'", turn["content"])
         if turn["role"] == "assistant" and not turn["content"].strip():
             raise DataError(f"turn {number} of 'messages' is an empty answer")
     if all(turn["role"] != "assistant" for turn in turns):
@@ -131,17 +137,37 @@ def _check_turns(turns: Any) -> tuple[dict[str, str], ...]:
     return tuple({"role": turn["role"], "content": turn["content"]} for turn in turns)
 
 
+def _check_characters(name: str, text: str) -> None:
+    # JSON can spell half of a character (\ud83d), and no tokenizer takes it.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name} has half a character at {error.start + 1}") from None
+
+
 def _values(path: Path | str, part: str) -> Iterator[tuple[str, Any]]:
     """Yield origin and raw value of every row; a value that can't be read is a DataError."""
-    if isinstance(path, Path):
-        if not path.is_file():
-            raise DataError(f"{path} is not a file")
-        if path.suffix not in FORMATS:
-            raise DataError(f"{path}: the format must be one of {', '.join(FORMATS)}")
-        if path.suffix == ".jsonl":
-            yield from _json_lines(path)
-            return
-    for number, value in enumerate(_stream(path, part), start=1):
+    if isinstance(path, str):
+        source = f"{path} is not an absolute path, and as a data set's id"
+        yield from _number(path, _stream(path, source, split=part))
+        return
+    if not path.is_file():
+        raise DataError(f"{path} is not a file")
+    if path.suffix not in FORMATS:
+        raise DataError(f"{path}: the format must be one of {', '.join(FORMATS)}")
+    if path.suffix == ".jsonl":
+        yield from _json_lines(path)
+    elif path.suffix == ".json":
+        yield from _json_array(path)
+    elif path.suffix == ".csv":
+        yield from _csv_rows(path)
+    else:
+        pattern = glob.escape(str(path))
+        yield from _number(path, _stream("parquet", path, data_files=pattern, split="train"))
+
+
+def _number(path: Path | str, values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    for number, value in enumerate(values, start=1):
         yield f"{path}, row {number}", value
 
 
@@ -152,26 +178,75 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             value: Any
             try:
-                value = json.loads(line)
-            except UnicodeDecodeError as error:
-                value = DataError(f"not UTF-8: {error.reason} at byte {error.start}")
-            except json.JSONDecodeError as error:
-                value = DataError(f"not JSON: {error.msg} at column {error.colno}")
-            except RecursionError:
-                value = DataError("not JSON that can be read: nested too deeply")
+                value = _parse_json(line)
+            except DataError as error:
+                value = error
             yield f"{path}:{number}", value
 
 
-def _stream(path: Path | str, part: str) -> Iterable[Any]:
+def _json_array(path: Path) -> Iterator[tuple[str, Any]]:
+    """Read an array of rows; JSON Lines often have this suffix too."""
+    try:
+        value = _parse_json(path.read_bytes())
+    except DataError as error:
+        if getattr(error.__cause__, "msg", None) != "Extra data":
+            raise DataError(f"{path}: {error}") from error
+        yield from _json_lines(path)
+        return
+    yield from _number(path, value if isinstance(value, list) else [value])
+
+
+def _parse_json(data: bytes) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig")) if data.strip() else []
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise DataError(f"not JSON: {error.msg} at {line}column {error.colno}") from error
+    except RecursionError as error:
+        raise DataError("not JSON that can be read: nested too deeply") from error
+    except ValueError as error:
+        raise DataError("not JSON that can be read: a number has too many digits") from error
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Read every cell as the text that it is: a number or "NA" can be an answer."""
+    csv.field_size_limit(_LONGEST_CELL)
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        # Strict, because a quote that isn't closed would otherwise swallow the rest of the file.
+        reader = csv.reader(file, strict=True)
+        columns: list[str] = []
+        while True:
+            origin = f"{path}:{reader.line_num + 1}"
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                yield origin, DataError(f"not CSV: {error}")
+                continue
+            if cells is None:
+                return
+            if not columns:
+                columns = [cell.strip() for cell in cells]
+            elif cells:
+                yield origin, _table_row(columns, cells)
+
+
+def _table_row(columns: list[str], cells: list[str]) -> dict[str, str] | DataError:
+    if len(cells) != len(columns):
+        return DataError(f"has {len(cells)} cells where the header has {len(columns)}")
+    try:
+        "".join(cells).encode()
+    except UnicodeEncodeError:
+        return DataError("not UTF-8")
+    return dict(zip(columns, cells, strict=True))
+
+
+def _stream(reader: str, source: Path | str, **options: str) -> Iterable[Any]:
     """Read by ``datasets``, streaming: that way no copy of private text is left in its cache."""
     from datasets import load_dataset
 
     try:
-        if isinstance(path, Path):
-            yield from load_dataset(
-                FORMATS[path.suffix], data_files=str(path), split="train", streaming=True
-            )
-        else:
-            yield from load_dataset(path, split=part, streaming=True)
+        yield from load_dataset(reader, streaming=True, **options)
     except Exception as error:  # whatever a reader of a foreign format raises
-        raise DataError(f"{path} can't be read: {error}") from error
+        raise DataError(f"{source} can't be read: {error}") from error

@@ -1,11 +1,15 @@
 """From conversations to tokens, with the loss on the answers and nowhere else (FedJudge Eq. 1).
 
 Which tokens are answers follows from where each answer stands in the rendered text and from which
-characters each token covers; token streams are never searched for a template's marks.
+characters each token covers; token streams are never searched for a template's marks. A prompt is
+tokenized as it is when an answer to it is generated: no token reaches from it into the answer.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -29,8 +33,8 @@ class Example:
     Attributes:
         tokens: (length,) int64.
         is_target: (length,) bool; true for the tokens of answers, their end mark included.
-        prompt_length: how many tokens stand before the last answer.
-        reference: the last answer as text.
+        prompt_length: how many tokens stand before the last answer of which one is left.
+        reference: that answer as text.
 
     """
 
@@ -108,10 +112,10 @@ def tokenize(
                 fitted, was_shortened = shorter, True  # noqa: PLW2901
                 (tokens,) = _encode([fitted], tokenizer)  # noqa: PLW2901
             example = _example(fitted, tokens, max_length)
-            shortened += was_shortened
             if example is None:
                 left_out += 1
             else:
+                shortened += was_shortened
                 cut += len(tokens.input_ids) > max_length
                 examples.append(example)
     if not examples:
@@ -140,13 +144,25 @@ def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple
     spans = []
     for index in answers[-1:] if only_last else answers:
         until = _apply(tokenizer, messages[: index + 1])
-        before = _apply(tokenizer, messages[:index], add_generation_prompt=True)
-        if not until.startswith(before):
-            before = _apply(tokenizer, messages[:index])
-        if not (text.startswith(until) and until.startswith(before)):
+        if not text.startswith(until):
             raise _TurnsChangeError("the chat template doesn't keep earlier turns as they were")
-        spans.append((len(before), len(until)))
+        spans.append((_answer_start(messages[: index + 1], tokenizer, until), len(until)))
     return text, spans
+
+
+def _answer_start(messages: Messages, tokenizer: Any, text: str) -> int:
+    """Give the character of ``text`` at which the last turn's answer begins."""
+    prompt = _apply(tokenizer, messages[:-1], add_generation_prompt=True)
+    if text.startswith(prompt):
+        return len(prompt)
+    before = _apply(tokenizer, messages[:-1])
+    if not text.startswith(before):
+        raise _TurnsChangeError("the chat template doesn't keep earlier turns as they were")
+    # Some generation prompts go on with what answers are rendered without (DeepSeek's "<think>").
+    # The answer begins where another one makes a difference.
+    probe = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in messages[-1]["content"])
+    other = _apply(tokenizer, [*messages[:-1], {"role": "assistant", "content": probe}])
+    return max(len(before), len(commonprefix([text, prompt, other])))  # noqa: RUF071
 
 
 def _render_plain(messages: Messages, tokenizer: Any) -> tuple[str, Spans]:
@@ -186,24 +202,61 @@ def _conversations(row: Row, tokenizer: Any) -> list[_Conversation]:
 
 def _encode(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tokens]:
     """Tokenize rendered conversations and find their answers' tokens."""
-    encoding = tokenizer([c.text for c in conversations], add_special_tokens=False)
-    return [
-        _Tokens(
-            encoding["input_ids"][row],
-            [_token_span(encoding, row, *span) for span in conversation.spans],
-        )
-        for row, conversation in enumerate(conversations)
+    marks = frozenset(tokenizer.added_tokens_decoder)
+    # Where every text begins with a mark of its own (SentencePiece's "▁"), pieces can't be joined.
+    if "".join(tokenizer.tokenize("x")).startswith(("▁", "Ġ")):
+        encoded = _encode_whole(conversations, tokenizer, marks)
+    else:
+        encoded = _encode_pieces(conversations, tokenizer)
+    for tokens in encoded:
+        for index, (first, after) in enumerate(tokens.spans):
+            # White space after an answer's end mark is the template's.
+            ends = [i + 1 for i in range(first, after) if tokens.input_ids[i] in marks]
+            if ends and not tokenizer.decode(tokens.input_ids[ends[-1] : after]).strip():
+                tokens.spans[index] = (first, ends[-1])
+    return encoded
+
+
+def _encode_pieces(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tokens]:
+    """Tokenize each answer, and what stands before, between and after answers, by itself."""
+    bounds = [[0, *chain(*c.spans), len(c.text)] for c in conversations]
+    pieces = [
+        c.text[start:end]
+        for c, places in zip(conversations, bounds, strict=True)
+        for start, end in pairwise(places)
     ]
+    encoded_pieces = iter(tokenizer(pieces, add_special_tokens=False)["input_ids"])
+    encoded = []
+    for places in bounds:
+        own = [next(encoded_pieces) for _ in pairwise(places)]
+        ends = list(accumulate(len(piece) for piece in own))
+        encoded.append(_Tokens(list(chain(*own)), list(zip(ends[:-1:2], ends[1::2], strict=True))))
+    return encoded
 
 
-def _token_span(encoding: Any, row: int, start: int, end: int) -> tuple[int, int]:
-    """Give the first token that has a character of the span, and the one after the last."""
-    # A tokenizer may drop white space, so that the characters at the ends have no token.
-    covering = (encoding.char_to_token(row, character) for character in range(start, end))
-    first = next((token for token in covering if token is not None), None)
-    covering = (encoding.char_to_token(row, character) for character in range(end - 1, start, -1))
-    last = next((token for token in covering if token is not None), first)
-    return (0, 0) if first is None or last is None else (first, last + 1)
+def _encode_whole(
+    conversations: Sequence[_Conversation], tokenizer: Any, marks: frozenset[int]
+) -> list[_Tokens]:
+    """Tokenize whole texts, and divide the tokens that reach from a prompt into an answer."""
+    texts = [c.text for c in conversations]
+    encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+    divide = tokenizer.backend_tokenizer.model.tokenize
+    encoded = []
+    for row, c in enumerate(conversations):
+        input_ids, offsets = encoding["input_ids"][row], encoding["offset_mapping"][row]
+        begins = [begin for begin, _ in offsets]
+        for start, _ in reversed(c.spans):
+            last = bisect_left(begins, start) - 1
+            begin, end = offsets[last] if last >= 0 else (0, 0)
+            # A mark can take in the white space beside it.
+            if end > start and input_ids[last] not in marks:
+                before = [token.id for token in divide(c.text[begin:start].replace(" ", "▁"))]
+                after = [token.id for token in divide(c.text[start:end].replace(" ", "▁"))]
+                input_ids[last : last + 1] = before + after
+                begins[last : last + 1] = [begin] * len(before) + [start] * len(after)
+        spans = [(bisect_left(begins, start), bisect_left(begins, end)) for start, end in c.spans]
+        encoded.append(_Tokens(input_ids, spans))
+    return encoded
 
 
 def _example(conversation: _Conversation, tokens: _Tokens, max_length: int) -> Example | None:
@@ -212,20 +265,24 @@ def _example(conversation: _Conversation, tokens: _Tokens, max_length: int) -> E
     for first, after in tokens.spans:
         is_target[first:after] = True
     # The first token of all has nothing before it to be predicted from.
-    if not is_target[1:].any():
+    is_target[:1] = False
+    if not is_target.any():
         return None
-    return Example(
-        torch.tensor(tokens.input_ids[:max_length], dtype=torch.int64),
-        is_target,
-        min(tokens.spans[-1][0], max_length),
-        conversation.messages[-1]["content"],
+    answers = [turn["content"] for turn in conversation.messages if turn["role"] == "assistant"]
+    prompt_length, reference = next(
+        (max(first, 1), answer)
+        for (first, after), answer in zip(tokens.spans[::-1], answers[::-1], strict=False)
+        if first < min(after, max_length)
     )
+    input_ids = torch.tensor(tokens.input_ids[:max_length], dtype=torch.int64)
+    return Example(input_ids, is_target, prompt_length, reference)
 
 
 def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conversation | None:
     """Take ``excess`` tokens off the end of the longest input; None when all inputs are empty."""
     messages = [dict(turn) for turn in conversation.messages]
-    inputs = [turn for turn in messages if turn["role"] != "assistant"]
+    # Where only the last answer is learned, earlier ones are nothing but inputs.
+    inputs = [t for t in messages[:-1] if conversation.only_last or t["role"] != "assistant"]
     longest = max(inputs, key=lambda turn: len(turn["content"]))
     content = longest["content"]
     if not content:
@@ -235,4 +292,7 @@ def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conve
     end = encoding.token_to_chars(0, kept - 1).end if kept > 0 else 0
     # Rendered, the text can have more tokens than by itself: each pass must take something off.
     longest["content"] = content[: min(end, len(content) - 1)].rstrip()
-    return _Conversation.of(messages, tokenizer, conversation.only_last)
+    try:
+        return _Conversation.of(messages, tokenizer, conversation.only_last)
+    except (TemplateError, _TurnsChangeError):  # it may refuse an input that is empty
+        return None

@@ -1,7 +1,5 @@
 """Scores of generated text: against the libraries, by hand, and at the edges."""
 
-
-
 import math
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A SuperLink in simulation mode that belongs to one run, and leaves nothing behind."""
+"""A SuperLink that belongs to one run, and leaves nothing behind."""
 
 import json
 import os
@@ -24,21 +24,24 @@ class SuperLink:
     """A running SuperLink.
 
     Attributes:
-        environment: for the ``flwr`` command to find it by.
+        address: host and port.
+        environment: for commands that are to find it, and to end with it.
         log: the file with its output.
 
     """
 
+    address: str
     environment: dict[str, str]
     log: Path
 
 
 @contextmanager
-def simulation_superlink(home: Path) -> Iterator[SuperLink]:
-    """Start a SuperLink in simulation mode on a free port, and end it with all its processes.
+def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]:
+    """Start a SuperLink on a free port of this machine, and end it with all its processes.
 
     Args:
         home: its FLWR_HOME; made if need be.
+        simulated: it simulates its SuperNodes; else real ones connect to it.
 
     Raises:
         RuntimeError: it doesn't come up; the message has the end of its log.
@@ -67,7 +70,7 @@ def simulation_superlink(home: Path) -> Iterator[SuperLink]:
     command = [
         "flower-superlink",
         "--insecure",
-        "--simulation",
+        *(["--simulation"] if simulated else []),
         "--disable-runtime-dependency-installation",
         "--host=127.0.0.1",
         f"--port={port}",
@@ -84,7 +87,7 @@ def simulation_superlink(home: Path) -> Iterator[SuperLink]:
         )
     try:
         _await(port, process, log)
-        yield SuperLink(environment, log)
+        yield SuperLink(f"127.0.0.1:{port}", environment, log)
     finally:
         _end(process, mark)
 
@@ -93,9 +96,15 @@ def run_app(
     app: Path,
     superlink: SuperLink,
     run_config: Mapping[str, str | int | float | bool],
-    supernodes: int,
+    supernodes: int | None = None,
 ) -> str:
-    """Run the app in simulation, streaming its log, with as many actors as SuperNodes.
+    """Run the app, streaming its log.
+
+    Args:
+        app: folder with the app's ``pyproject.toml``.
+        superlink: where it runs.
+        run_config: what differs from the app's own run config.
+        supernodes: how many are simulated, with an actor each; None if they are real.
 
     Returns:
         ``"finished:completed"``, or the status and reason of a run that did not complete.
@@ -105,20 +114,15 @@ def run_app(
     config.write_text(
         "".join(f"{key} = {json.dumps(value)}\n" for key, value in run_config.items())
     )
-    cpus = max(supernodes, os.cpu_count() or 1)
-    started = subprocess.run(
-        [
-            *("flwr", "run", str(app), "--stream"),
-            *("--run-config", str(config)),
-            *(
-                "--federation-config",
-                f"num-supernodes={supernodes} client-resources-num-cpus=1 "
-                f"init-args-num-cpus={cpus}",
-            ),
-        ],
-        env=superlink.environment,
-        check=False,
-    )
+    command = ["flwr", "run", str(app), "--stream", "--run-config", str(config)]
+    if supernodes is not None:
+        # Flower's default of 2 CPUs per client would make clients take turns on small machines.
+        cpus = max(supernodes, os.cpu_count() or 1)
+        command += [
+            "--federation-config",
+            f"num-supernodes={supernodes} client-resources-num-cpus=1 init-args-num-cpus={cpus}",
+        ]
+    started = subprocess.run(command, env=superlink.environment, check=False)
     if started.returncode != 0:
         return "not started"
     return _status(superlink)

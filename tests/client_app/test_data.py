@@ -1,0 +1,279 @@
+"""Which rows a client has, in simulation and in a deployment."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections import Counter
+
+import pytest
+
+from client_app.data import read_client_data
+from finetuning.data.rows import DataError
+from finetuning.settings import DataSettings
+
+
+def write(path, outputs, **fields):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"instruction": "Ask", "output": output} | fields for output in outputs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def numbered(name, count):
+    return [f"{name} {number}" for number in range(count)]
+
+
+def outputs(rows):
+    return [row.messages[-1]["content"] for row in rows]
+
+
+def simulated(path, index, count, seed=0, **settings):
+    node = {"partition-id": index, "num-partitions": count}
+    return read_client_data(DataSettings(path=str(path), **settings), node, seed)
+
+
+@pytest.fixture
+def three_folders(tmp_path):
+    for name in ("court", "firm", "hospital"):
+        write(tmp_path / name / "train.jsonl", numbered(f"{name} train", 20))
+        write(tmp_path / name / "test.jsonl", numbered(f"{name} test", 3))
+    write(tmp_path / "notes" / "todo.jsonl", ["no client's"])
+    (tmp_path / "README.md").write_text("about this data")
+    return tmp_path
+
+
+def test_every_folder_is_a_client_named_after_it(three_folders):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clients = [simulated(three_folders, index, 3) for index in range(3)]
+    assert [client.name for client in clients] == ["court", "firm", "hospital"]
+    for client in clients:
+        assert outputs(client.train) == numbered(f"{client.name} train", 20)
+        assert outputs(client.test) == numbered(f"{client.name} test", 3)
+
+
+def test_fewer_nodes_than_folders_say_once_who_is_left_out(three_folders):
+    with pytest.warns(UserWarning, match="firm, hospital won't take part.*num-supernodes=3"):
+        assert simulated(three_folders, 0, 1).name == "court"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert simulated(three_folders, 1, 2).name == "firm"
+
+
+def test_more_nodes_than_folders_are_refused_with_the_number_to_use(three_folders):
+    with pytest.raises(DataError, match=r"3 clients \(court, firm, hospital\).*num-supernodes=3"):
+        simulated(three_folders, 0, 4)
+
+
+def test_a_client_folder_without_a_test_part_holds_out_its_own(three_folders):
+    (three_folders / "firm" / "test.jsonl").unlink()
+    firm = simulated(three_folders, 1, 3, test_fraction=0.25)
+    assert len(firm.test) == 5
+    assert Counter(outputs(firm.train + firm.test)) == Counter(numbered("firm train", 20))
+    assert outputs(simulated(three_folders, 0, 3).test) == numbered("court test", 3)
+
+
+def test_two_formats_of_one_part_are_refused(three_folders):
+    write(three_folders / "firm" / "train.json", numbered("firm", 2))
+    with pytest.raises(DataError, match=r"firm has train\.jsonl and train\.json; keep one"):
+        simulated(three_folders, 1, 3)
+
+
+@pytest.mark.parametrize("partition", ["iid", "length", "label", "dirichlet"])
+def test_one_file_is_divided_so_that_no_row_is_seen_twice(tmp_path, partition):
+    rows = [
+        {"instruction": "Ask", "output": "word " * number + str(number), "court": f"c{number % 7}"}
+        for number in range(1, 101)
+    ]
+    file = tmp_path / "all.json"
+    file.write_text(json.dumps(rows))
+    chosen = {"partition": partition, "partition_field": "court", "dirichlet_alpha": 5.0}
+    clients = [simulated(file, index, 3, **chosen) for index in range(3)]
+    assert [client.name for client in clients] == ["client-0", "client-1", "client-2"]
+    everything = [text for client in clients for text in outputs(client.train + client.test)]
+    assert Counter(everything) == Counter(row["output"] for row in rows)
+    for client in clients:
+        assert len(client.test) == round(0.1 * len(client.train + client.test))
+
+
+def test_a_folder_with_one_data_set_is_divided_part_by_part(tmp_path):
+    write(tmp_path / "train.jsonl", numbered("train", 50))
+    write(tmp_path / "test.jsonl", numbered("test", 8))
+    clients = [simulated(tmp_path, index, 4) for index in range(4)]
+    trained = [text for client in clients for text in outputs(client.train)]
+    tested = [text for client in clients for text in outputs(client.test)]
+    assert sorted(trained) == sorted(numbered("train", 50))
+    assert sorted(tested) == sorted(numbered("test", 8))
+    assert all(len(client.test) == 2 for client in clients)
+
+
+@pytest.mark.parametrize("partition", ["label", "dirichlet"])
+def test_clients_are_tested_on_the_labels_that_they_have(tmp_path, partition):
+    # In the test part the labels' sizes are in the opposite order.
+    for part, sizes in (("train", {"a": 60, "b": 30, "c": 9}), ("test", {"a": 6, "b": 9, "c": 12})):
+        rows = [
+            {"instruction": "Ask", "output": f"{part} {label} {number}", "court": label}
+            for label, size in sizes.items()
+            for number in range(size)
+        ]
+        (tmp_path / f"{part}.json").write_text(json.dumps(rows))
+    chosen = {"partition": partition, "partition_field": "court", "dirichlet_alpha": 0.3}
+    clients = [simulated(tmp_path, index, 2, seed=3, **chosen) for index in range(2)]
+    assert sum(len(client.train) for client in clients) == 99
+    assert sum(len(client.test) for client in clients) == 27
+    for client in clients:
+        labels = [{row.fields["court"] for row in part} for part in (client.train, client.test)]
+        assert labels[1] <= labels[0]
+
+
+def test_labels_without_test_rows_leave_no_client_untested_in_silence(tmp_path):
+    write(tmp_path / "train.jsonl", numbered("train", 9), court="a")
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"instruction": "Ask", "output": "b", "court": "b"}) + "\n")
+    write(tmp_path / "test.jsonl", numbered("test", 3), court="a")
+    with pytest.raises(DataError, match='"label" leaves client-1 with 1 training and 0 test rows'):
+        simulated(tmp_path, 1, 2, partition="label", partition_field="court")
+
+
+def test_the_same_seed_gives_the_same_rows_and_another_one_others(tmp_path):
+    file = write(tmp_path / "all.jsonl", numbered("row", 60))
+    first, again = [simulated(file, 1, 3, seed=0) for _ in range(2)]
+    other = simulated(file, 1, 3, seed=1)
+    assert (outputs(first.train), outputs(first.test)) == (
+        outputs(again.train),
+        outputs(again.test),
+    )
+    assert set(outputs(first.train)) != set(outputs(other.train))
+
+
+@pytest.mark.parametrize(
+    ("rows", "fraction", "held_out"), [(2, 0.1, 1), (2, 0.9, 1), (10, 0.01, 1), (10, 0.3, 3)]
+)
+def test_something_is_held_out_and_something_is_left(tmp_path, rows, fraction, held_out):
+    file = write(tmp_path / "all.jsonl", numbered("row", rows))
+    client = simulated(file, 0, 1, test_fraction=fraction)
+    assert (len(client.train), len(client.test)) == (rows - held_out, held_out)
+
+
+def test_one_row_can_t_be_held_out_from(tmp_path):
+    file = write(tmp_path / "all.jsonl", ["lonely"])
+    with pytest.raises(DataError, match="client-0 has 1 row and no test part"):
+        simulated(file, 0, 1)
+
+
+def test_malformed_rows_are_refused_or_left_out(tmp_path):
+    file = write(tmp_path / "all.jsonl", [*numbered("row", 10), " "])
+    with pytest.raises(DataError, match=r"all\.jsonl:11: 'output' is empty"):
+        simulated(file, 0, 1)
+    client = simulated(file, 0, 1, skip_bad_rows=True)
+    assert len(client.train) + len(client.test) == 10
+
+
+def test_generated_clients_need_no_data_and_have_their_own_rows():
+    clients = [simulated("", index, 5) for index in range(5)]
+    assert [client.name for client in clients] == [
+        "court",
+        "consultation",
+        "reasoning",
+        "court-2",
+        "consultation-2",
+    ]
+    inputs = [
+        {row.messages[0]["content"] for row in part}
+        for client in clients
+        for part in (client.train, client.test)
+    ]
+    assert sum(map(len, inputs)) == pytest.approx(len(set.union(*inputs)), rel=0.05)
+    for client in clients:
+        assert len({len(client.train), len(client.test)}) == 2
+        shared = set(outputs(client.train)) & set(outputs(client.test))
+        assert len(shared) < len(client.test) / 2
+    again = simulated("", 3, 5)
+    assert outputs(again.train) == outputs(clients[3].train)
+    assert outputs(simulated("", 3, 5, seed=1).train) != outputs(again.train)
+
+
+def deployed(node, **settings):
+    return read_client_data(DataSettings(**settings), node, 0)
+
+
+def test_a_deployed_node_reads_its_own_data_whatever_the_run_says(three_folders, monkeypatch):
+    court = deployed(
+        {"name": "The Court", "data-path": str(three_folders / "court")},
+        path="/somewhere/on/the/server",
+    )
+    assert court.name == "The Court"
+    assert outputs(court.test) == numbered("court test", 3)
+    node = {"name": "alone", "data-path": str(three_folders / "court" / "train.jsonl")}
+    file = deployed(node)
+    assert (len(file.train), len(file.test)) == (18, 2)
+    kept = [text for text in numbered("court train", 20) if text not in outputs(file.test)]
+    assert outputs(file.train) == kept
+    monkeypatch.setenv("HOME", str(three_folders))
+    home = deployed({"name": "court", "data-path": "~/court"})
+    assert outputs(home.train) == outputs(court.train)
+    # In a simulation that gives nodes data of their own, that is theirs too.
+    both = {"name": "firm", "data-path": str(three_folders / "firm")}
+    firm = deployed(both | {"partition-id": 0, "num-partitions": 3})
+    assert outputs(firm.test) == numbered("firm test", 3)
+
+
+@pytest.mark.parametrize(
+    ("node", "missing"),
+    [
+        ({}, "name and data-path"),
+        ({"name": "court"}, "lacks data-path"),
+        ({"data-path": "/data"}, "lacks name"),
+        ({"name": "", "data-path": "/data"}, "lacks name"),
+        ({"name": "court", "data-path": "", "partition-id": 0}, "lacks data-path"),
+    ],
+)
+def test_a_deployed_node_without_its_own_settings_says_which(node, missing):
+    with pytest.raises(DataError, match=missing) as error:
+        deployed(node)
+    assert "--node-config 'name=" in str(error.value)
+
+
+def test_places_that_don_t_do_are_named(tmp_path):
+    with pytest.raises(DataError, match='data-path = "court" must be an absolute path'):
+        deployed({"name": "court", "data-path": "court"})
+    missing = tmp_path / "missing"
+    for read in (
+        lambda: deployed({"name": "court", "data-path": str(missing)}),
+        lambda: simulated(missing, 0, 2),
+    ):
+        with pytest.raises(DataError, match="missing doesn't exist"):
+            read()
+    write(tmp_path / "rows.txt", ["text"])
+    with pytest.raises(DataError, match=r"has no train\.jsonl \(nor"):
+        simulated(tmp_path, 0, 1)
+    with pytest.raises(DataError, match=r"rows\.txt: the format must be one of"):
+        simulated(tmp_path / "rows.txt", 0, 1)
+
+
+@pytest.mark.parametrize("path", ["./data", "../data", "data/court/north", "data/rows.jsonl", "."])
+def test_a_relative_path_is_refused_even_where_it_leads_somewhere(three_folders, monkeypatch, path):
+    write(three_folders / "data" / "rows.jsonl", ["text"])
+    monkeypatch.chdir(three_folders)
+    with pytest.raises(DataError, match="must be an absolute path"):
+        simulated(path, 0, 3)
+
+
+def test_what_may_be_a_data_set_s_id_says_that_it_was_taken_for_one():
+    code = (
+        "from client_app.data import read_client_data\n"
+        "from finetuning.settings import DataSettings\n"
+        "node = {'partition-id': 0, 'num-partitions': 3}\n"
+        "read_client_data(DataSettings(path='data/private'), node, 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    message = done.stderr.splitlines()[-1]
+    assert "DataError: data/private is not an absolute path, and as a data set's id" in message

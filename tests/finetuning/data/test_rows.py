@@ -1,0 +1,376 @@
+"""Reading rows: one result for every format, and an answer to everything that can be wrong."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetuning.data.rows import DataError, find_part, parse_messages, read_rows
+
+RECORDS = [
+    {"instruction": "Answer.", "input": "Is it void?", "output": "Yes.", "court": "north"},
+    {"instruction": "Say when", "input": "", "output": "2020-01-01", "court": "north"},
+    {"instruction": 'Say "no",\nplease', "input": "", "output": " NA ", "court": "south"},
+    {"instruction": "合同 是否 有效?", "input": "原告:张三", "output": "无效。\n", "court": "001"},
+    {"instruction": "Count", "input": "to 42", "output": "42", "court": "null"},
+]
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Yes?"},
+    {"role": "user", "content": "Is it void?"},
+    {"role": "assistant", "content": "It is."},
+]
+
+
+def write(path: Path, records: list[dict]) -> Path:
+    """Write records in the format that the path's suffix names."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(records, ensure_ascii=False, indent=1), encoding="utf-8")
+    elif path.suffix == ".csv":
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(records[0]))
+            writer.writeheader()
+            writer.writerows(records)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return path
+
+
+def lines_of(path: Path, *lines: str | bytes) -> Path:
+    path.write_bytes(
+        b"".join(line if isinstance(line, bytes) else line.encode() + b"\n" for line in lines)
+    )
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(DataError) as error:
+        read_rows(path)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
+def test_every_format_reads_the_same(tmp_path, name):
+    rows = read_rows(write(tmp_path / name, RECORDS))
+    assert [row.fields for row in rows] == RECORDS
+    assert [row.messages[-1]["content"] for row in rows] == [r["output"] for r in RECORDS]
+    assert rows[0].messages[0] == {"role": "user", "content": "Answer.\nIs it void?"}
+    assert rows[1].messages[0] == {"role": "user", "content": "Say when"}
+    assert len({row.origin for row in rows}) == len(rows)
+    assert all(str(tmp_path / name) in row.origin for row in rows)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+def test_conversations_read_the_same(tmp_path, name):
+    (row,) = read_rows(write(tmp_path / name, [{"messages": CONVERSATION}]))
+    assert list(row.messages) == CONVERSATION
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_both_forms_may_stand_in_one_file(tmp_path, name):
+    both = [
+        {"messages": CONVERSATION, "instruction": None, "output": None},
+        {"messages": None, "instruction": "Ask", "output": "Answer"},
+    ]
+    rows = read_rows(write(tmp_path / name, both))
+    assert [len(row.messages) for row in rows] == [5, 2]
+
+
+def test_json_lines_under_the_other_suffix(tmp_path):
+    path = lines_of(tmp_path / "rows.json", *[json.dumps(record) for record in RECORDS])
+    assert [row.fields for row in read_rows(path)] == RECORDS
+    path = lines_of(tmp_path / "one.json", json.dumps(RECORDS[0]))
+    assert [row.fields for row in read_rows(path)] == RECORDS[:1]
+
+
+def test_what_windows_programs_write_is_read(tmp_path):
+    lines = [json.dumps(record, ensure_ascii=False) + "\r\n" for record in RECORDS]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "".join(lines).encode() + b"\r\n")
+    assert [row.fields for row in read_rows(path)] == RECORDS
+    path = tmp_path / "rows.csv"
+    path.write_bytes("\ufeffinstruction, input,output\r\nAsk,,Answer\r\n\r\n".encode())
+    assert read_rows(path)[0].messages[1]["content"] == "Answer"
+
+
+def test_separators_of_unicode_are_not_line_ends(tmp_path):
+    record = {"instruction": "a\u2028b\x85c", "output": "d\u2029e\x0bf"}
+    path = lines_of(tmp_path / "rows.jsonl", json.dumps(record, ensure_ascii=False))
+    assert read_rows(path)[0].fields == record
+
+
+def test_long_cells_and_odd_folder_names(tmp_path):
+    folder = tmp_path / "court [2024] {a,b} *"
+    folder.mkdir()
+    long = [{"instruction": "Sum up", "output": "word " * 60_000}]
+    for name in ("rows.csv", "rows.parquet", "rows.jsonl", "rows.json"):
+        assert read_rows(write(folder / name, long))[0].fields == long[0]
+
+
+MALFORMED = [
+    ('{"instruction": "secret", "output": "x"', "not JSON"),
+    (b'{"instruction": "secret\xff", "output": "x"}\n', "not UTF-8"),
+    ('{"instruction": "secret", "output": "\\ud83d"}', "'output' has half a character"),
+    ('["secret"]', "expected an object, found list"),
+    ("null", "found NoneType"),
+    ('{"instruction": "secret"}', "neither 'messages' nor 'output'"),
+    ('{"question": "secret", "answer": "x"}', "neither 'messages' nor 'instruction' and 'output'"),
+    ('{"instruction": "secret", "output": null}', "neither 'messages' nor 'output'"),
+    ('{"instruction": "secret", "output": " \\n"}', "'output' is empty"),
+    ('{"instruction": " ", "output": "secret"}', "'instruction' and 'input' are both empty"),
+    ('{"instruction": "secret", "output": 5}', "'output' must be text, found int"),
+    ('{"instruction": "secret", "output": "x", "input": ["y"]}', "'input' must be text"),
+    ('{"messages": "secret"}', "must be a list of turns"),
+    ('{"messages": []}', "must be a list of turns"),
+    ('{"messages": [5]}', "turn 1 of 'messages' needs a role"),
+    ('{"messages": [{"role": "human", "content": "secret"}]}', "system, user, assistant"),
+    ('{"messages": [{"role": ["user"], "content": "secret"}]}', "system, user, assistant"),
+    ('{"messages": [{"role": "user", "content": null}]}', "needs 'content' that is text"),
+    ('{"messages": [{"role": "user", "content": "secret"}]}', "no assistant turn"),
+    ('{"messages": [{"role": "assistant", "content": "secret"}]}', "an answer to nothing"),
+    (
+        '{"messages": [{"role": "user", "content": "secret"},'
+        ' {"role": "assistant", "content": " "}]}',
+        "turn 2 of 'messages' is an empty answer",
+    ),
+    (
+        '{"messages": [{"role": "user", "content": "secret \\udc00"},'
+        ' {"role": "assistant", "content": "x"}]}',
+        "turn 1 of 'messages' has half a character",
+    ),
+    ("[" * 100_000, "nested too deeply"),
+    ("9" * 5_000, "too many digits"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), MALFORMED, ids=[reason for _, reason in MALFORMED])
+def test_a_malformed_row_is_named_with_its_reason(tmp_path, line, reason):
+    good = json.dumps(RECORDS[0])
+    path = lines_of(tmp_path / "rows.jsonl", good, "", line, good)
+    message = refusal(path)
+    assert f"{path}:3: " in message
+    assert reason in message
+    assert "1 of 3 rows" in message
+    assert "secret" not in message  # logs leave the institution
+    assert len(read_rows(path, skip_bad=True)) == 2
+
+
+def test_all_malformed_rows_are_reported_at_once(tmp_path, capsys):
+    good = json.dumps(RECORDS[0])
+    path = lines_of(tmp_path / "rows.jsonl", *[line for line, _ in MALFORMED[:15]], good)
+    message = refusal(path)
+    for number, (_, reason) in enumerate(MALFORMED[:15], start=1):
+        (line,) = [line for line in message.splitlines() if f"{path}:{number}: " in line]
+        assert reason in line
+    assert "data.skip-bad-rows" in message
+    read_rows(path, skip_bad=True)
+    assert capsys.readouterr().out.count("left out: ") == 15
+
+
+def test_a_thousand_malformed_rows_don_t_make_a_thousand_lines(tmp_path):
+    message = refusal(lines_of(tmp_path / "rows.jsonl", *["{}"] * 1000))
+    assert len(message.splitlines()) < 30
+    assert "1000 of 1000 rows" in message
+    assert "and 980 more" in message
+
+
+def test_nothing_good_left_is_refused_even_when_bad_rows_are_skipped(tmp_path):
+    path = lines_of(tmp_path / "rows.jsonl", "{}", "[]")
+    with pytest.raises(DataError, match="no rows in"):
+        read_rows(path, skip_bad=True)
+
+
+def test_malformed_rows_of_a_table_are_named_by_line(tmp_path):
+    path = lines_of(
+        tmp_path / "rows.csv",
+        "instruction,input,output",
+        'a,"two',
+        'lines",b',
+        "a,b",
+        "a,b,c,d",
+        b"a,b,\xff\n",
+        "a,b,",
+        'a,"b" b,c',
+        "a,b,c",
+        'a,"never closed,c',
+        "a,b,c",
+    )
+    message = refusal(path)
+    for line, reason in [
+        (4, "has 2 cells where the header has 3"),
+        (5, "has 4 cells where the header has 3"),
+        (6, "not UTF-8"),
+        (7, "'output' is empty"),
+        (8, "not CSV"),
+        (10, "not CSV"),
+    ]:
+        assert f"{path}:{line}: {reason}" in message
+    assert "6 of 8 rows" in message
+    assert len(read_rows(path, skip_bad=True)) == 2
+
+
+def test_malformed_rows_of_an_array_and_of_parquet_are_named_by_number(tmp_path):
+    bad = [RECORDS[0], {"instruction": "a", "output": 5}, {"messages": [{}]}, "text"]
+    message = refusal(write(tmp_path / "rows.json", bad))
+    assert "3 of 4 rows" in message
+    for number, reason in [(2, "'output' must be text"), (3, "turn 1"), (4, "found str")]:
+        assert f"rows.json, row {number}: " in message
+        assert reason in message
+    bad = [{"instruction": "a", "output": b"bytes"}, {"instruction": None, "output": b"x"}]
+    message = refusal(write(tmp_path / "rows.parquet", bad))
+    assert "rows.parquet, row 1: 'output' must be text, found bytes" in message
+    assert "rows.parquet, row 2: has neither 'messages' nor 'instruction'" in message
+
+
+def test_files_that_are_not_what_they_seem(tmp_path):
+    for name in ("rows.jsonl", "rows.json", "rows.csv"):
+        assert "no rows" in refusal(lines_of(tmp_path / name))
+        assert "no rows" in refusal(lines_of(tmp_path / name, "", ""))
+    assert "no rows" in refusal(lines_of(tmp_path / "head.csv", "instruction,output"))
+    assert "no rows" in refusal(lines_of(tmp_path / "none.json", "[]"))
+    for content in (b"", b"PAR1", b"instruction,output\na,b\n"):
+        path = lines_of(tmp_path / "rows.parquet", content)
+        assert str(path) in refusal(path)
+    path = lines_of(tmp_path / "cut.json", '[{"instruction": "a",', '"output": "b"')
+    assert f"{path}: not JSON" in refusal(path)
+    assert "line 3, column 1" in refusal(path)
+    assert "is not a file" in refusal(tmp_path / "missing.jsonl")
+    assert "is not a file" in refusal(tmp_path)
+    message = refusal(lines_of(tmp_path / "rows.txt", json.dumps(RECORDS[0])))
+    assert "rows.txt" in message
+    assert ".jsonl, .json, .csv, .parquet" in message
+
+
+def test_a_part_is_found_in_whatever_format_but_only_one(tmp_path):
+    assert find_part(tmp_path, "train") is None
+    csv_file = write(tmp_path / "train.csv", RECORDS)
+    lines_of(tmp_path / "train.txt", "notes")
+    (tmp_path / "train.json").mkdir()
+    assert find_part(tmp_path, "train") == csv_file
+    assert find_part(tmp_path, "test") is None
+    write(tmp_path / "train.jsonl", RECORDS)
+    with pytest.raises(DataError, match=r"train\.jsonl and train\.csv; keep one"):
+        find_part(tmp_path, "train")
+
+
+READ_ALL = """
+import sys
+from pathlib import Path
+from finetuning.data.rows import DataError, read_rows
+for name in sys.argv[1:]:
+    try:
+        print(len(read_rows(Path(name))))
+    except DataError as error:
+        print("refused:", "not a file" not in str(error))
+try:
+    read_rows("court/private")
+except DataError as error:
+    print(error)
+"""
+
+
+def test_no_private_text_is_left_in_a_cache(tmp_path):
+    data, home = tmp_path / "data", tmp_path / "home"
+    data.mkdir()
+    home.mkdir()
+    records = [{"instruction": f"Ask {n}", "output": f"PrivateName{n}"} for n in range(50)]
+    files = [
+        write(data / f"rows{suffix}", records) for suffix in (".jsonl", ".json", ".csv", ".parquet")
+    ]
+    places = {
+        name: str(home / name)
+        for name in ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "TMPDIR", "HOME")
+    }
+    for place in places.values():
+        Path(place).mkdir()
+    damaged = data / "damaged.parquet"
+    damaged.write_bytes(files[-1].read_bytes()[:-30])
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ALL, *files, damaged],
+        env=os.environ | places | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *counts, refused, offline = done.stdout.splitlines()
+    assert counts == ["50"] * 4
+    assert refused == "refused: True"
+    # A data set's id that can't be had says that it was taken for one.
+    assert offline.startswith("court/private is not an absolute path, and as a data set's id")
+    left = [file for file in home.rglob("*") if file.is_file()]
+    assert [file for file in left if b"PrivateName" in file.read_bytes()] == []
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda values: (
+        st.lists(values, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["messages", "role", "content", "instruction", "output"]) | st.text(),
+            values | st.sampled_from(["user", "assistant", "system"]),
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON_VALUES)
+def test_any_value_is_a_conversation_or_refused_with_a_reason(value):
+    try:
+        messages = parse_messages(value)
+    except DataError as error:
+        assert str(error)
+    else:
+        assert messages[0]["role"] != "assistant"
+        answers = [turn["content"] for turn in messages if turn["role"] == "assistant"]
+        assert answers
+        assert all(answer.strip() for answer in answers)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.binary(max_size=30) | JSON_VALUES.map(json.dumps).map(str.encode), max_size=6),
+    st.sampled_from([".jsonl", ".json", ".csv"]),
+    st.booleans(),
+)
+def test_any_bytes_are_read_or_refused(tmp_path_factory, lines, suffix, has_header):
+    path = tmp_path_factory.getbasetemp() / f"any{suffix}"
+    path.write_bytes(b"\n".join([b"instruction,output"] * has_header + lines))
+    for skip_bad in (False, True):
+        try:
+            rows = read_rows(path, skip_bad=skip_bad)
+        except DataError as error:
+            assert str(path) in str(error)
+        else:
+            assert rows
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.text(min_size=1), st.text(), st.text(min_size=1)).filter(
+            lambda cells: cells[0].strip() and cells[2].strip() and "\r" not in "".join(cells)
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_any_text_comes_back_as_it_was_from_every_format(tmp_path_factory, cells):
+    records = [dict(zip(("instruction", "input", "output"), row, strict=True)) for row in cells]
+    folder = tmp_path_factory.getbasetemp()
+    for suffix in (".jsonl", ".json", ".csv"):
+        rows = read_rows(write(folder / f"text{suffix}", records))
+        assert [row.fields for row in rows] == records

@@ -1,0 +1,136 @@
+"""A run that stops anywhere goes on as if it had not; what it left is whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.in_process import InProcessGrid
+from finetuning.adapters import initial_adapter
+from finetuning.base_model import locate
+from finetuning.fingerprint import fingerprint
+from finetuning.randomness import derive_seed
+from server_app.checkpoint import load_checkpoint
+from server_app.main import place
+from server_app.results import Results
+from strategies.fedjudge import FedJudgeBase, FedJudgeCL
+from strategies.messages import to_arrays
+from strategies.run_config import ConfigError, parse_run_config
+
+NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
+
+
+class PowerFailureError(Exception):
+    """The machine stops."""
+
+
+def run(values: dict, stop_after: tuple[int, bool] | None = None) -> Path:
+    """Do what the ServerApp does, until a checkpoint after which the machine stops."""
+    config = parse_run_config(values)
+    base = locate(config.model.name)
+    state, peft_config = initial_adapter(
+        config.model.name, config.adapter, derive_seed("adapter", config.seed)
+    )
+    directory, progress, checkpoint = place(config)
+    results = Results(directory, config, progress.lineage, base, peft_config)
+    if checkpoint is not None:
+        results.go_on_from(checkpoint)
+        state = checkpoint.state
+    results.describe(fingerprint(base))
+    write = results.checkpoint
+
+    def stopping(round_number, state, importance, evaluated):
+        write(round_number, state, importance, evaluated)
+        if (round_number, evaluated) == stop_after:
+            raise PowerFailureError
+
+    results.checkpoint = stopping
+    kind = FedJudgeCL if config.strategy == "fedjudge-cl" else FedJudgeBase
+    strategy = kind(config, fingerprint(base), progress, results)
+    try:
+        strategy.start(InProcessGrid(values, NODES), to_arrays(state), config.rounds)
+    except PowerFailureError:
+        pass
+    finally:
+        results.close()
+    return directory
+
+
+def final(directory: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {
+        f"{file.parent.name}.{name}": tensor
+        for file in sorted((directory / "adapters").rglob("adapter_model.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def events(directory: Path) -> list[dict]:
+    """Give the events without what depends on the clock."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+@pytest.mark.parametrize("optimizer_state", ["reset", "keep"])
+@pytest.mark.parametrize("stop", [(0, True), (2, False), (2, True)], ids=str)
+def test_resumed_equals_unbroken(values, tmp_path, optimizer_state, stop):
+    values = values | {
+        "rounds": 4,
+        "train.optimizer-state": optimizer_state,
+        "train.schedule": "cosine",
+        "train.local-steps": 2,
+    }
+    here = {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
+    there = {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
+    unbroken = run(values | here)
+    broken = run(values | there, stop)
+    assert run(values | there | {"resume": str(broken)}) == broken
+    one, other = final(unbroken), final(broken)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert events(unbroken) == events(broken)
+
+
+def test_a_finished_run_can_have_more_rounds(values, tmp_path):
+    values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path / "state")}
+    directory = run(values | {"rounds": 2})
+    with pytest.raises(ConfigError, match="has finished its 2 rounds; raise rounds"):
+        run(values | {"rounds": 2, "resume": str(directory)})
+    run(values | {"rounds": 3, "resume": str(directory)})
+    trained = [e for e in events(directory) if e["event"] == "train" and e["round"] == 3]
+    assert len(trained) == 3
+    assert all(event["penalty"] > 0 for event in trained)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"train.learning-rate": 1.0}, r"train.learning-rate was 0.005 and is 1.0"),
+        ({"seed": 5}, "seed was 0 and is 5"),
+        ({"resume": "/nowhere"}, "is not a folder"),
+    ],
+)
+def test_a_resumption_with_another_config_is_refused(values, tmp_path, change, reason):
+    values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path / "state")}
+    directory = run(values | {"rounds": 2}, stop_after=(1, True))
+    before = sorted(p.name for p in directory.rglob("*"))
+    with pytest.raises(ConfigError, match=reason):
+        run(values | {"rounds": 2, "resume": str(directory)} | change)
+    assert sorted(p.name for p in directory.rglob("*")) == before
+
+
+def test_a_damaged_checkpoint_is_named(values, tmp_path):
+    values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path / "state")}
+    directory = run(values | {"rounds": 2}, stop_after=(1, True))
+    file = directory / "checkpoints" / "round-0001.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=r"round-0001\.safetensors can't be read"):
+        load_checkpoint(directory, parse_run_config(values | {"rounds": 2}))
+
+
+def test_two_runs_of_one_second_have_folders_of_their_own(values, tmp_path):
+    values |= {"output-dir": str(tmp_path / "runs")}
+    folders = {place(parse_run_config(values))[0] for _ in range(3)}
+    assert len(folders) == 3

@@ -1,0 +1,188 @@
+"""The app as a researcher runs it: a real SuperLink in simulation mode, and `flwr run`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from demo.superlink import run_app, private_superlink
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+
+LOGITS = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+assert not any("chambers" in name or name in ("finetuning", "strategies") for name in sys.modules)
+base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model = PeftModel.from_pretrained(base, sys.argv[2]).eval()
+with torch.no_grad():
+    torch.save(model(torch.arange(20)[None]).logits, sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def superlink(tmp_path_factory):
+    with private_superlink(tmp_path_factory.mktemp("flower")) as link:
+        yield link
+
+
+@pytest.fixture
+def config(checkpoint, client_folders, tmp_path):
+    return {
+        "rounds": 4,
+        "min-nodes": 3,
+        "model.name": str(checkpoint),
+        "data.path": str(client_folders),
+        "train.learning-rate": 5e-3,
+        "train.accumulation": 2,
+        "evaluate.generate": True,
+        "evaluate.max-new-tokens": 8,
+        "output-dir": str(tmp_path / "runs"),
+        "state-path": str(tmp_path / "state"),
+    }
+
+
+def results_of(config: dict) -> Path:
+    (directory,) = Path(config["output-dir"]).iterdir()
+    return directory
+
+
+def test_a_run_leaves_everything_that_was_promised(superlink, config, checkpoint, capfd, tmp_path):
+    assert run_app(ROOT, superlink, config, 3) == "finished:completed"
+    shown = capfd.readouterr().out
+    directory = results_of(config)
+    for expected in ("ROUND 4/4", "ROUGE-L", "alpha", "beta", "gamma", str(directory)):
+        assert expected in shown
+    assert {p.name for p in directory.iterdir()} == {
+        *("adapters", "base-model.json", "checkpoints", "config.json", "metrics.jsonl"),
+        *("report.html", "tensorboard", "versions.json"),
+    }
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == [
+        "round-0003.safetensors",
+        "round-0004.safetensors",
+    ]
+    events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [e["participants"] for e in events if e["event"] == "round"] == [
+        ["alpha", "beta", "gamma"]
+    ] * 4
+    losses = {(e["client"], e["model"]): e["loss"] for e in events if e["event"] == "evaluate"}
+    for client in ("alpha", "beta", "gamma"):
+        assert losses[client, "global"] < losses[client, "base"]
+    check_adapters_load_elsewhere(directory, checkpoint, tmp_path)
+
+
+def check_adapters_load_elsewhere(directory: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Load each adapter in a process that knows nothing of this project; compare logits."""
+    from finetuning.adapters import attach_adapter, load_adapter
+    from finetuning.base_model import load_base_model
+    from finetuning.settings import AdapterSettings, ModelSettings
+
+    load_base_model.cache_clear()
+    base = load_base_model(ModelSettings(name=str(checkpoint)))
+    model = attach_adapter(base.model, AdapterSettings(), checkpoint).eval()
+    load_base_model.cache_clear()
+    adapters = directory / "adapters"
+    for folder in (adapters / "global", *sorted((adapters / "clients").iterdir())):
+        output = tmp_path / "logits.pt"
+        subprocess.run(
+            [sys.executable, "-I", "-c", LOGITS, str(checkpoint), str(folder), str(output)],
+            check=True,
+            cwd=tmp_path,
+        )
+        load_adapter(model, load_file(folder / "adapter_model.safetensors"))
+        with torch.no_grad():
+            ours = model(torch.arange(20)[None]).logits
+        torch.testing.assert_close(torch.load(output), ours, atol=1e-6, rtol=0)
+        assert "rounds = 4" in (folder / "README.md").read_text()
+
+
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(config, tmp_path, client_folders):
+    unbroken = config | {"evaluate.generate": False, "output-dir": str(tmp_path / "unbroken")}
+    with private_superlink(tmp_path / "one") as link:
+        assert run_app(ROOT, link, unbroken, 3) == "finished:completed"
+    broken = unbroken | {"output-dir": str(tmp_path / "broken")}
+    kill_after_round(2, broken, tmp_path / "two")
+    resumed = broken | {"resume": str(results_of(broken))}
+    with private_superlink(tmp_path / "three") as link:
+        assert run_app(ROOT, link, resumed, 3) == "finished:completed"
+    for path in ("global", "clients/alpha", "clients/beta", "clients/gamma"):
+        one, other = (
+            load_file(results_of(c) / "adapters" / path / "adapter_model.safetensors")
+            for c in (unbroken, broken)
+        )
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def kill_after_round(number: int, config: dict, home: Path) -> None:
+    """Run in a process of its own, and kill it hard once a round's checkpoint is there."""
+    code = (
+        "import sys, json; from pathlib import Path\n"
+        "from demo.superlink import run_app, private_superlink\n"
+        "with private_superlink(Path(sys.argv[1])) as link:\n"
+        "    run_app(Path(sys.argv[2]), link, json.loads(sys.argv[3]), 3)\n"
+    )
+    process = psutil.Popen(
+        [sys.executable, "-c", code, str(home), str(ROOT), json.dumps(config)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    output = Path(config["output-dir"])
+    while not list(output.glob(f"*/checkpoints/round-{number:04d}.safetensors")):
+        assert process.poll() is None, "the run ended before it could be killed"
+        psutil.wait_procs([process], timeout=0.05)
+    everything = [*process.children(recursive=True), process]
+    for victim in everything:
+        victim.kill()
+    psutil.wait_procs(everything, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rounds": 0}, "rounds = 0"),
+        ({"model.name": "/nowhere"}, "no config.json in /nowhere"),
+        ({"min-nodes": 4, "node-timeout": 1.0}, "num-supernodes=4"),
+        ({"output-dir": "/proc/nowhere"}, "can't be written to"),
+        ({"data.path": "/nowhere"}, "/nowhere"),
+    ],
+    ids=["bad value", "no model", "too few nodes", "no output", "no data"],
+)
+def test_refused_before_training_with_a_failed_status(superlink, config, capfd, change, reason):
+    assert run_app(ROOT, superlink, config | change, 3).startswith("finished:failed")
+    assert reason in capfd.readouterr().out
+    assert not list(Path(config["output-dir"]).glob("*/adapters"))
+
+
+def test_the_demo_names_an_unknown_key():
+    demo = subprocess.run(
+        [sys.executable, "-m", "demo", "train.batchsize=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert demo.returncode == 2
+    assert "train.batchsize = 1: unknown key; did you mean train.batch-size?" in demo.stderr
+
+
+def test_nothing_is_left_running_after_the_superlink_ends(tmp_path):
+    before = {p.pid for p in psutil.process_iter()}
+    with private_superlink(tmp_path):
+        pass
+    left = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if p.pid not in before
+        and any("flower-superlink" in part or "ray" in part for part in p.info["cmdline"] or [])
+    ]
+    assert not left
