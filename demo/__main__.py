@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flwr.common.config import flatten_dict, parse_config_args
 
-from demo.superlink import run_app, private_superlink
+from demo.superlink import private_superlink, run_app
 from strategies.run_config import ConfigError, Scalar, parse_run_config
 
 _CHECKOUT = Path(__file__).resolve().parent.parent

@@ -18,25 +18,26 @@ def reason_to_refuse(
         reference: names and shapes that the reply's arrays must have; None if it has none.
 
     """
-    problem = problem_of(reply)
-    if problem is not None:
+    problem = problem_of(reply) or _odd_claims(reply, expected_name, base)
+    if problem is not None or reference is None:
         return problem
-    config = config_of(reply)
+    return _odd_arrays(reply.content.array_records.get(ARRAYS), reference)
+
+
+def _odd_claims(reply: Message, expected_name: str, base: str) -> str | None:
+    """Look at what a reply says of itself."""
+    config, metrics = config_of(reply), metrics_of(reply)
     if config.get("name") != expected_name:
         return f"it now calls itself {config.get('name')!r}"
     if config.get("base") != base:
         return "it trained another base model (the fingerprints differ)"
-    metrics = metrics_of(reply)
     odd = [name for name, value in metrics.items() if not np.isfinite(value).all()]
     if odd:
         return f"its {', '.join(odd)} are not finite numbers"
     size = metrics.get(SIZE)
     if not isinstance(size, int) or size <= 0:
         return f"its {SIZE} is {size!r}, and must be a positive whole number"
-    if reference is None:
-        return None
-    arrays = reply.content.array_records.get(ARRAYS)
-    return _odd_arrays(arrays, reference)
+    return None
 
 
 def _odd_arrays(arrays: ArrayRecord | None, reference: ArrayRecord) -> str | None:

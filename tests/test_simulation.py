@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from demo.superlink import run_app, private_superlink
+from demo.superlink import private_superlink, run_app
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
