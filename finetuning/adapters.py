@@ -108,7 +108,7 @@ def load_adapter(peft_model: Any, state: Mapping[str, torch.Tensor]) -> None:
     """Set the adapter's weights.
 
     Raises:
-        ValueError: names or shapes are not exactly those of the adapter.
+        ValueError: names or shapes are not exactly those of the adapter; nothing was changed.
 
     """
     names = exported_names(peft_model)
@@ -116,14 +116,15 @@ def load_adapter(peft_model: Any, state: Mapping[str, torch.Tensor]) -> None:
     if set(names.values()) != set(state):
         odd = sorted(set(names.values()) ^ set(state))
         raise ValueError(f"the adapter's tensors are not those of this model: {odd[:3]} …")
+    for name, parameter in parameters.items():
+        shape = state[names[name]].shape
+        if shape != parameter.shape:
+            raise ValueError(
+                f"{names[name]} has shape {tuple(shape)}, not {tuple(parameter.shape)}"
+            )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            value = state[names[name]]
-            if value.shape != parameter.shape:
-                raise ValueError(
-                    f"{names[name]} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}"
-                )
-            parameter.copy_(value)
+            parameter.copy_(state[names[name]])
 
 
 def save_adapter(

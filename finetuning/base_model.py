@@ -1,5 +1,7 @@
 """The frozen base model and its tokenizer: found, checked and loaded once per process."""
 
+import logging
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +13,14 @@ from finetuning.settings import ModelSettings
 from finetuning.tiny import build_tiny
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+
+
+# The first says at every import that it uses its own kernels, the second at every product that it
+# computes in float16: neither is news to who asks for quantisation, nor to who doesn't.
+for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+# PEFT and this file use names that are there until transformers 6; the new ones came within 5.
+warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
 
 
 class BaseModelError(ValueError):
@@ -110,6 +120,8 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
     except (OSError, ValueError, KeyError) as error:
         raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
     model.requires_grad_(False)
+    if settings.quantization == "nf4" and device == "cpu":
+        _keep_differentiable(model)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return BaseModel(model, load_tokenizer(directory), directory)
@@ -127,6 +139,19 @@ def _fetch(name: str) -> Path:
             f'model.name = "{name}" is not an absolute path, and as a Hugging Face id it was found '
             f"neither in the local cache nor on the hub: {error}"
         ) from error
+
+
+def _keep_differentiable(model: Any) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights on a processor with AVX512-BF16.
+
+    It does so when a layer is first used in evaluation mode, and from then on no gradient passes
+    through that layer, in training mode either, without an error.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _quantization(kind: str, compute_dtype: torch.dtype) -> Any:

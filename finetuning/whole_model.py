@@ -11,14 +11,25 @@ from torch.nn.functional import cross_entropy
 from finetuning.data.batching import MicroBatch
 from finetuning.randomness import derive_seed
 
+# A micro-batch's logits can be larger than everything else in memory. So many targets at once keep
+# a processor's matrix products and a GPU's busy, and for 32,000 tokens take 32 MiB.
+_TARGETS_AT_ONCE = 256
+
 
 class _GivenHiddenStates(torch.nn.Module):
     """Stands where a model has its blocks, and returns hidden states that are computed already."""
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> Any:
+    def forward(self, *_: None, inputs_embeds: torch.Tensor, **__: Any) -> Any:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        output = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        output.cross_attentions = None  # GPT-2 passes them on.
+        return output
+
+    @property
+    def decoder(self) -> "_GivenHiddenStates":
+        """OPT calls its blocks under this name."""
+        return self
 
 
 def output_head(causal_lm: Any) -> Any:
@@ -45,9 +56,46 @@ def target_loss(head: Any, hidden: torch.Tensor, batch: MicroBatch) -> torch.Ten
         A float32 scalar, in nats.
 
     """
+    parts = zip(*_targets(hidden, batch), strict=True)
+    return torch.stack([_part_loss(head, chosen, labels) for chosen, labels in parts]).sum()
+
+
+def add_target_gradient(
+    head: Any, hidden: torch.Tensor, batch: MicroBatch, scale: float
+) -> torch.Tensor:
+    """Compute ``target_loss``, and add the gradient of ``scale`` times it to every ``.grad``.
+
+    The head's gradient is taken part by part, so that the logits of one part alone exist.
+
+    Returns:
+        The loss without the scale, detached.
+
+    """
+    gradients, losses = [], []
+    parts, labels = _targets(hidden, batch)
+    for part, label in zip(parts, labels, strict=True):
+        chosen = part.detach().requires_grad_()
+        loss = _part_loss(head, chosen, label)
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        gradients.append(chosen.grad)
+        losses.append(loss.detach())
+    if hidden.requires_grad:
+        torch.autograd.backward(parts, gradients)
+    return torch.stack(losses).sum()
+
+
+def _targets(
+    hidden: torch.Tensor, batch: MicroBatch
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Give, in parts, the hidden states that predict targets, and the targets."""
     chosen = hidden.flatten(0, 1).index_select(0, batch.positions.to(hidden.device))
+    labels = batch.labels.to(hidden.device)
+    return torch.split(chosen, _TARGETS_AT_ONCE), torch.split(labels, _TARGETS_AT_ONCE)
+
+
+def _part_loss(head: Any, chosen: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     logits = head(inputs_embeds=chosen[None], use_cache=False).logits[0]
-    return cross_entropy(logits.float(), batch.labels.to(hidden.device), reduction="sum")
+    return cross_entropy(logits.float(), labels, reduction="sum")
 
 
 class WholeModel:
@@ -84,9 +132,9 @@ class WholeModel:
         with self._mode(training=True):
             for index, batch in enumerate(batches):
                 torch.manual_seed(derive_seed("dropout", seed, index))
-                loss = self._forward(batch)
-                (loss / targets).backward()  # type: ignore[no-untyped-call]
-                losses.append(loss.detach())
+                with self._autocast():
+                    hidden = self._hidden(batch)
+                    losses.append(add_target_gradient(self._head, hidden, batch, 1 / targets))
         return [float(loss) for loss in losses]
 
     @torch.no_grad()
@@ -104,14 +152,18 @@ class WholeModel:
         return dict(zip(parameters, gradients, strict=True))
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
-        # Padding stands after a row's tokens, where causal attention never looks, and predicts
-        # nothing. So no mask is needed, and without one attention skips what lies above the
-        # diagonal.
         with self._autocast():
-            hidden = self._backbone(
-                input_ids=batch.tokens.to(self._device), use_cache=False
-            ).last_hidden_state
-            return target_loss(self._head, hidden, batch)
+            return target_loss(self._head, self._hidden(batch), batch)
+
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """Give (rows, columns, hidden) after the last block and norm.
+
+        Padding stands after a row's tokens, where causal attention doesn't look, and predicts
+        nothing. So no mask is needed, and without one attention skips what is above the diagonal.
+        """
+        tokens = batch.tokens.to(self._device)
+        output = self._backbone(input_ids=tokens, use_cache=False)
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if self._mixed_precision else nullcontext()
