@@ -53,8 +53,9 @@ def main() -> None:
     overrides = [arguments.run_config] if arguments.run_config else []
     seeds = range(arguments.seeds)
     cells = [(weight, seed) for weight in arguments.lambdas for seed in seeds]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     # Each process loads its own model; a forked one would share the parent's threads.
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
         futures = {cell: pool.submit(run, *cell, overrides) for cell in cells}
         events = {cell: future.result() for cell, future in futures.items()}
     Console(width=120).print(_table(arguments.lambdas, seeds, events))

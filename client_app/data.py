@@ -15,8 +15,8 @@ from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
 
 # Unequal on purpose, as the paper's clients are (table 1), and small enough for a demonstration.
-_GENERATED_TRAINING = {"court": 720, "consultation": 480, "reasoning": 360}
-_GENERATED_TEST = 96
+_GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
+_GENERATED_TEST = 64
 # "name" or "owner/name".
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 

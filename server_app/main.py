@@ -1,5 +1,6 @@
 """The ServerApp: reads the config, picks the strategy, keeps results."""
 
+import shutil
 import uuid
 from logging import INFO
 from pathlib import Path
@@ -28,12 +29,30 @@ _STRATEGIES = {"fedjudge-base": FedJudgeBase, "fedjudge-cl": FedJudgeCL}
 def main(grid: Grid, context: Context) -> None:
     """Run all rounds that are left; only an exception gives a Flower run a failed status."""
     config = parse_run_config(context.run_config)
+    directory, progress, checkpoint = place(config)
+    try:
+        _run(grid, config, directory, progress, checkpoint)
+    except BaseException:
+        if (directory / "metrics.jsonl").exists():
+            log(INFO, "Results so far: %s", directory)
+        else:  # refused before anything was computed
+            shutil.rmtree(directory)
+        raise
+    log(INFO, "%s", summary(directory))
+
+
+def _run(
+    grid: Grid,
+    config: RunConfig,
+    directory: Path,
+    progress: Progress,
+    checkpoint: Checkpoint | None,
+) -> None:
     base = locate(config.model.name)
     digests = fingerprint(base)
     state, peft_config = initial_adapter(
         config.model.name, config.adapter, derive_seed("adapter", config.seed)
     )
-    directory, progress, checkpoint = place(config)
     results = Results(directory, config, progress.lineage, base, peft_config)
     if checkpoint is not None:
         results.go_on_from(checkpoint)
@@ -45,8 +64,6 @@ def main(grid: Grid, context: Context) -> None:
         strategy.start(grid, to_arrays(state), config.rounds, timeout=config.reply_timeout)
     finally:
         results.close()
-        log(INFO, "Results so far: %s", directory)
-    log(INFO, "%s", summary(directory))
 
 
 def place(config: RunConfig) -> tuple[Path, Progress, Checkpoint | None]:
