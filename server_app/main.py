@@ -35,7 +35,7 @@ def main(grid: Grid, context: Context) -> None:
     except BaseException:
         if (directory / "metrics.jsonl").exists():
             log(INFO, "Results so far: %s", directory)
-        else:  # refused before anything was computed
+        elif not config.resume:  # refused before anything was computed
             shutil.rmtree(directory)
         raise
     log(INFO, "%s", summary(directory))
