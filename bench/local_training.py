@@ -245,7 +245,7 @@ def print_table(vocabulary: int, tokens: Sequence[int], trainer: Side, ours: Sid
     print(
         f"vocabulary {vocabulary}, {len(tokens)} pairs of steps, {sum(tokens)} tokens each side\n"
         f"  tokens per second: Trainer {rate['t']:.0f}, ours {rate['o']:.0f}\n"
-        f"  ours ÷ Trainer: medians {median(per_token[0]) / median(per_token[1]):.3f}, "
+        f"  speed, ours ÷ Trainer: medians {median(per_token[0]) / median(per_token[1]):.3f}, "
         f"minima {min(per_token[0]) / min(per_token[1]):.3f}, "
         f"CPU seconds {sum(trainer.cpu) / sum(ours.cpu):.3f}, "
         f"median of pairs {median(pairs):.3f}"

@@ -1,0 +1,138 @@
+"""What the tests of fine-tuning share: small random models, adapters, examples, references."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetuning.adapters import attach_adapter, trainable_parameters
+from finetuning.data.batching import MicroBatch, collate, micro_batches
+from finetuning.data.tokenization import Example
+from finetuning.settings import AdapterSettings
+
+VOCABULARY = 64
+
+# Architectures that end in different ways: capped or scaled logits, tied heads, learned positions.
+# Each is its configuration class, what differs from the common sizes, and the adapted modules.
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+PROJECTIONS = "q_proj,k_proj,v_proj"
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("LlamaConfig", {}, PROJECTIONS),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 3}, PROJECTIONS),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}, PROJECTIONS),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 8, "final_logit_softcapping": 0.5, "sliding_window": 8},
+        PROJECTIONS,
+    ),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}, PROJECTIONS),
+    "granite": ("GraniteConfig", {"logits_scaling": 4.0}, PROJECTIONS),
+    "gpt2": ("GPT2Config", {"n_inner": 48}, "c_attn"),
+    "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 16}, PROJECTIONS),
+    "bloom": ("BloomConfig", {}, "query_key_value"),
+}
+
+
+@pytest.fixture
+def random_model() -> Callable[..., Any]:
+    """Give a function that makes a small random causal language model."""
+
+    def make(architecture: str = "llama", seed: int = 0, **changes: Any) -> Any:
+        import transformers
+
+        kind, differences, _ = ARCHITECTURES[architecture]
+        # No model has dropout of its own, so that the only dropout is the adapter's.
+        names = ["attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "attention_dropout"]
+        dropouts = dict.fromkeys([*names, "hidden_dropout"], 0.0)
+        config = getattr(transformers, kind)(**(SIZES | dropouts | differences | changes))
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        # Larger than is usual, so that no part's influence is lost in rounding.
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        model.config._name_or_path = model.name_or_path = "base"
+        return model.requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture
+def adapted(random_model: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function that makes a small model with an adapter that already does something."""
+
+    def make(
+        architecture: str = "llama", seed: int = 0, dropout: float = 0.0, **changes: Any
+    ) -> Any:
+        settings = AdapterSettings(
+            rank=2, alpha=4, dropout=dropout, targets=ARCHITECTURES[architecture][2]
+        )
+        model = attach_adapter(random_model(architecture, seed, **changes), settings, Path("base"))
+        torch.manual_seed(seed + 1)
+        for parameter in trainable_parameters(model).values():
+            parameter.data = 0.2 * torch.randn_like(parameter)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def draw_examples() -> Callable[..., list[Example]]:
+    """Give a function that draws examples of unequal lengths with unequal shares of targets."""
+
+    def draw(count: int, seed: int = 0, longest: int = 20) -> list[Example]:
+        generator = torch.Generator().manual_seed(seed)
+        examples = []
+        for _ in range(count):
+            length = int(torch.randint(4, longest + 1, (), generator=generator))
+            prompt = int(torch.randint(1, length - 1, (), generator=generator))
+            tokens = torch.randint(2, VOCABULARY, (length,), generator=generator)
+            is_target = torch.arange(length) >= prompt
+            # An answer in the middle of a conversation is followed by what isn't a target.
+            is_target[length - 2] = bool(torch.randint(2, (), generator=generator))
+            examples.append(Example(tokens, is_target, prompt, ""))
+        return examples
+
+    return draw
+
+
+@pytest.fixture
+def reference_loss() -> Callable[..., torch.Tensor]:
+    """Give a function that computes the mean loss per target the way ``transformers`` does."""
+
+    def loss(model: Any, examples: Sequence[Example]) -> torch.Tensor:
+        def pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:
+            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+        labels = [e.tokens.where(e.is_target, -100) for e in examples]
+        return model(
+            input_ids=pad([e.tokens for e in examples], 0),
+            attention_mask=pad([torch.ones_like(e.tokens) for e in examples], 0),
+            labels=pad(labels, -100),
+        ).loss
+
+    return loss
+
+
+@pytest.fixture
+def batches_of() -> Callable[..., list[MicroBatch]]:
+    """Give a function that divides examples into padded micro-batches under a token budget."""
+
+    def divide(examples: Sequence[Example], budget: int) -> list[MicroBatch]:
+        lengths = [len(example.tokens) for example in examples]
+        groups = micro_batches(range(len(examples)), lengths, budget)
+        return [collate([examples[i] for i in group], 0) for group in groups]
+
+    return divide
