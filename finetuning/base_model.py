@@ -1,9 +1,8 @@
-"""The frozen base model and its tokenizer: found, checked and loaded once per process."""
+"""The frozen base model and its tokenizer: found, checked and loaded."""
 
 import logging
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +92,11 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-@lru_cache(maxsize=1)
 def load_base_model(settings: ModelSettings) -> BaseModel:
     """Load the checkpoint that the settings name, on a GPU if there is one, weights frozen.
 
     Raises:
-        BaseModelError: it can't be found or loaded.
+        BaseModelError: it can't be found or loaded, or isn't causal.
 
     """
     from transformers import AutoModelForCausalLM
@@ -122,6 +120,7 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
     model.requires_grad_(False)
     if settings.quantization == "nf4" and device == "cpu":
         _keep_differentiable(model)
+    _refuse_unless_causal(model, directory)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return BaseModel(model, load_tokenizer(directory), directory)
@@ -139,6 +138,22 @@ def _fetch(name: str) -> Path:
             f'model.name = "{name}" is not an absolute path, and as a Hugging Face id it was found '
             f"neither in the local cache nor on the hub: {error}"
         ) from error
+
+
+@torch.no_grad()
+def _refuse_unless_causal(model: Any, directory: Path) -> None:
+    """Check that no token sees later ones: training relies on it, and pads without a mask."""
+    tokens = torch.tensor([[3, 5, 7, 9]], device=model.device)
+    other = tokens.clone()
+    other[0, -1] = 11
+    model.eval()
+    one, two = (model(input_ids=ids, use_cache=False).logits[0, :-1] for ids in (tokens, other))
+    # Quantised products round differently by what else is in the batch.
+    if not torch.allclose(one.float(), two.float(), rtol=0.05, atol=0.05):
+        raise BaseModelError(
+            f"the model in {directory} is not causal: its tokens see later ones, so it can't be "
+            "fine-tuned as one that predicts the next token"
+        )
 
 
 def _keep_differentiable(model: Any) -> None:

@@ -15,13 +15,14 @@ _INCIDENTAL = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", 
 
 
 def fingerprint(directory: Path) -> dict[str, str]:
-    """Give the SHA-256 digests of every tensor, of the configuration and of the tokenizer.
+    """Give the SHA-256 digests of every tensor, the configuration, tokenizer and chat template.
 
     Equal checkpoints have equal fingerprints however they are sharded. Digests are cached by the
     files' paths, sizes and times, since reading gigabytes takes a while.
 
     Returns:
-        Tensor names, ``config.json`` and ``tokenizer.json`` to hexadecimal digests.
+        Tensor names, ``config.json``, ``tokenizer.json`` and ``chat template`` to hexadecimal
+        digests.
 
     """
     files = sorted(directory.glob("*.safetensors"))
@@ -39,6 +40,7 @@ def fingerprint(directory: Path) -> dict[str, str]:
     tokenizer = directory / "tokenizer.json"
     if tokenizer.is_file():
         digests["tokenizer.json"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    digests["chat template"] = hashlib.sha256(_chat_template(directory).encode()).hexdigest()
     return digests
 
 
@@ -66,6 +68,14 @@ def _tensor_digests(file: Path) -> list[tuple[str, str]]:
             state.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
             result.append((name, state.hexdigest()))
     return result
+
+
+def _chat_template(directory: Path) -> str:
+    """Give the template from either of the places where checkpoints keep it; empty without one."""
+    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    return str(json.loads(config.read_text()).get("chat_template", "")) if config.is_file() else ""
 
 
 def _config_digest(path: Path) -> str:

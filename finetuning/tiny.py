@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import random
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +67,8 @@ def build_tiny(recipe: TinyRecipe | None = None) -> Path:
 
 def _build(recipe: TinyRecipe, directory: Path) -> None:
     """Train the tokenizer and the model, and save both in Hugging Face format."""
+    from transformers.utils import logging
+
     texts = _texts(recipe)
     tokenizer = _train_tokenizer(recipe, texts)
     end = tokenizer.eos_token_id
@@ -85,8 +86,11 @@ def _build(recipe: TinyRecipe, directory: Path) -> None:
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
-    shutil.rmtree(directory, ignore_errors=True)
-    model.save_pretrained(directory)
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory)
+    finally:
+        logging.enable_progress_bar()
     tokenizer.save_pretrained(directory)
 
 

@@ -85,10 +85,8 @@ def check_adapters_load_elsewhere(directory: Path, checkpoint: Path, tmp_path: P
     from finetuning.base_model import load_base_model
     from finetuning.settings import AdapterSettings, ModelSettings
 
-    load_base_model.cache_clear()
     base = load_base_model(ModelSettings(name=str(checkpoint)))
     model = attach_adapter(base.model, AdapterSettings(), checkpoint).eval()
-    load_base_model.cache_clear()
     adapters = directory / "adapters"
     for folder in (adapters / "global", *sorted((adapters / "clients").iterdir())):
         output = tmp_path / "logits.pt"

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -33,14 +32,6 @@ class MicroBatch:
     lengths: torch.Tensor
     positions: torch.Tensor
     labels: torch.Tensor
-
-    @cached_property
-    def attention_mask(self) -> torch.Tensor | None:
-        """(rows, columns) int64, 1 where a token is; None when there is no padding."""
-        columns = self.tokens.shape[1]
-        if bool((self.lengths == columns).all()):
-            return None
-        return (torch.arange(columns) < self.lengths[:, None]).long()
 
 
 def collate(examples: Sequence[Example], padding: int) -> MicroBatch:

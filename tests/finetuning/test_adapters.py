@@ -24,9 +24,7 @@ SETTINGS = AdapterSettings(rank=3, alpha=6, targets="q_proj, v_proj")
 @pytest.fixture
 def base(checkpoint):
     """The small checkpoint, loaded afresh: attaching an adapter changes a model in place."""
-    load_base_model.cache_clear()
-    yield load_base_model(ModelSettings(name=str(checkpoint)))
-    load_base_model.cache_clear()
+    return load_base_model(ModelSettings(name=str(checkpoint)))
 
 
 def test_only_the_adapter_is_trained_and_in_float32(base):

@@ -22,13 +22,6 @@ from finetuning.training import Round, train_round
 from finetuning.whole_model import WholeModel
 
 
-@pytest.fixture(autouse=True)
-def _fresh_models():
-    load_base_model.cache_clear()
-    yield
-    load_base_model.cache_clear()
-
-
 @pytest.fixture
 def copied(checkpoint, tmp_path) -> Path:
     """A copy of the small checkpoint that may be changed."""
@@ -168,7 +161,7 @@ def test_a_quantised_model_is_small_close_and_can_be_trained_on_a_processor(
 def test_fingerprints_are_equal_however_the_checkpoint_is_saved(checkpoint, sharded, tmp_path):
     ours = fingerprint(checkpoint)
     with safe_open(checkpoint / "model.safetensors", framework="pt") as tensors:
-        assert set(ours) == {*tensors.keys(), "config.json", "tokenizer.json"}
+        assert set(ours) == {*tensors.keys(), "config.json", "tokenizer.json", "chat template"}
     assert fingerprint(sharded) == ours
     again = tmp_path / "again"
     AutoModelForCausalLM.from_pretrained(sharded).save_pretrained(again)
@@ -267,3 +260,29 @@ def test_processes_that_ask_at_once_build_once(tmp_path):
     assert len(paths) == 1
     assert sum("pre-training" in err for _, err in outputs) == 1
     assert (paths.pop() / "config.json").is_file()
+
+
+def test_a_chat_template_is_part_of_the_fingerprint(copied):
+    before = fingerprint(copied)
+    (copied / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert differences(before, fingerprint(copied)) == ["chat template"]
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused(copied, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    forward = LlamaForCausalLM.forward
+
+    def sees_everything(self, input_ids, **options):
+        size = input_ids.shape[1]
+        mask = torch.ones(1, 1, size, size, dtype=torch.bool)
+        return forward(self, input_ids=input_ids, attention_mask=mask, **options)
+
+    with torch.no_grad():  # weights large enough for their differences to be seen
+        model = load_base_model(ModelSettings(name=str(copied))).model
+        for parameter in model.parameters():
+            parameter.mul_(10)
+        model.save_pretrained(copied)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", sees_everything)
+    with pytest.raises(BaseModelError, match="not causal"):
+        load_base_model(ModelSettings(name=str(copied)))

@@ -32,15 +32,13 @@ def test_held_out_loss_is_the_mean_over_all_targets(
 @pytest.fixture
 def model_and_tokenizer(checkpoint):
     """The small checkpoint with an adapter, surer of its next tokens than random weights are."""
-    load_base_model.cache_clear()
     base = load_base_model(ModelSettings(name=str(checkpoint)))
     model = attach_adapter(base.model, AdapterSettings(targets="q_proj,v_proj"), base.directory)
     torch.manual_seed(3)
     for parameter in trainable_parameters(model).values():
         parameter.data = torch.randn_like(parameter)
     model.get_base_model().lm_head.weight.data *= 20
-    yield model, base.tokenizer
-    load_base_model.cache_clear()
+    return model, base.tokenizer
 
 
 def prompts(lengths: list[int]) -> list[Example]:

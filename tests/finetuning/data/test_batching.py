@@ -52,18 +52,6 @@ def test_positions_and_labels_agree_with_a_naive_loop(examples, padding):
         assert torch.equal(example.is_target, is_target)
 
 
-@given(EXAMPLES)
-def test_there_is_a_mask_just_where_there_is_padding(examples):
-    batch = collate(examples, 0)
-    lengths = [len(example.tokens) for example in examples]
-    if len(set(lengths)) == 1:
-        assert batch.attention_mask is None
-    else:
-        assert batch.attention_mask.tolist() == [
-            [1] * length + [0] * (max(lengths) - length) for length in lengths
-        ]
-
-
 @given(LENGTHS, st.integers(1, 2000), st.randoms(use_true_random=False))
 def test_micro_batches_cover_a_step_once_within_the_budget(lengths, budget, shuffler):
     step = shuffler.sample(range(len(lengths)), shuffler.randint(0, len(lengths)))
