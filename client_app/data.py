@@ -1,18 +1,20 @@
 """Which private rows are this client's: its own files, a share of a data set, or generated ones."""
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from logging import WARNING
 from pathlib import Path
 
 import numpy as np
+from flwr.common.logger import log
 
 from finetuning.data.partition import partition
 from finetuning.data.rows import FORMATS, DataError, Row, find_part, parse_messages, read_rows
 from finetuning.generated import STYLES, examples
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
+from strategies.messages import NAME
 
 # Unequal on purpose, as the paper's clients are (table 1), and small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
@@ -77,6 +79,10 @@ def _own(
             f"this SuperNode's --node-config lacks {' and '.join(missing)}; start it with "
             '--node-config \'name="court" data-path="/data/court"\''
         )
+    if not NAME.fullmatch(str(node["name"])):
+        raise DataError(
+            f"{node['name']!r} can't be a client's name: letters, digits, ' ', '.', '-'"
+        )
     path = Path(str(node["data-path"])).expanduser()
     if not path.is_absolute():
         raise DataError(f'data-path = "{path}" must be an absolute path')
@@ -109,10 +115,14 @@ def _one_of(
         )
     if count < len(folders) and index == 0:
         unused = ", ".join(folder.name for folder in folders[count:])
-        warnings.warn(
-            f"{count} SuperNodes for {len(folders)} clients: {unused} won't take part; run with "
-            f"--federation-config num-supernodes={len(folders)}",
-            stacklevel=2,
+        log(
+            WARNING,
+            "%d SuperNodes for %d clients: %s won't take part; run with --federation-config "
+            "num-supernodes=%d",
+            count,
+            len(folders),
+            unused,
+            len(folders),
         )
     return _from_folder(folders[index].name, folders[index], settings, seed)
 

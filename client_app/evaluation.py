@@ -91,7 +91,7 @@ def _keep(
             card = model_card(
                 f"{kind} adapter of {institution.name}",
                 config.model.name,
-                str(institution.directory),
+                str(peft_config.base_model_name_or_path),
                 {institution.name: institution.size},
                 config.rounds,
                 config.flat(),

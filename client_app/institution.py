@@ -63,7 +63,7 @@ def load_model(model: ModelSettings, adapter: AdapterSettings) -> tuple[WholeMod
 
     """
     base = load_base_model(model)
-    return WholeModel(attach_adapter(base.model, adapter, base.directory)), base.tokenizer
+    return WholeModel(attach_adapter(base.model, adapter, base.reference)), base.tokenizer
 
 
 # A simulation's actor serves several clients in turn.

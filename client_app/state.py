@@ -48,6 +48,12 @@ class ClientState:
             if old <= round_number - _KEPT_ROUNDS:
                 shutil.rmtree(self._round(old))
 
+    def forget_from(self, round_number: int) -> None:
+        """Remove what rounds from this one on left: a run that is resumed does them again."""
+        for number in self._rounds():
+            if number >= round_number:
+                shutil.rmtree(self._round(number))
+
     def adapter(self, round_number: int) -> State | None:
         """Give the personalised adapter of the last round up to this one; None if there is none."""
         return self._load(round_number, "adapter.safetensors")

@@ -1,8 +1,10 @@
 """A client's round: from the global adapter to its own (FedJudge Algorithm 1, ClientUpdate)."""
 
 import time
+from logging import WARNING
 
 import torch
+from flwr.common.logger import log
 
 from client_app.institution import Institution, load_model
 from client_app.state import ClientState
@@ -75,7 +77,11 @@ def train_adapter(
             importance={name: weights[names[name]] for name in parameters},
             weight=config.continual.weight,
         )
+    state.forget_from(instruction.round)
     keeps = config.train.optimizer_state == "keep"
+    optimizer_state = state.optimizer(instruction.round - 1) if keeps else None
+    if keeps and instruction.round > 1 and not optimizer_state:
+        log(WARNING, "%s has no optimizer to go on with, and starts anew", institution.name)
     report, optimizer = train_round(
         model,
         parameters,
@@ -84,7 +90,7 @@ def train_adapter(
         place,
         config.train,
         penalty,
-        state.optimizer(instruction.round - 1) if keeps else None,
+        optimizer_state,
         description=f"{institution.name}, round {instruction.round}",
     )
     adapter = export_adapter(model.peft_model)

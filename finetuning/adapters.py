@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from finetuning.base_model import BaseModelError, locate
+from finetuning.base_model import BaseModelError, locate, reference
 from finetuning.files import replacing
 from finetuning.settings import AdapterSettings
 
 State = dict[str, torch.Tensor]
 
 
-def attach_adapter(model: Any, settings: AdapterSettings, directory: Path) -> Any:
+def attach_adapter(model: Any, settings: AdapterSettings, base: str) -> Any:
     """Wrap a base model with a LoRA adapter whose weights are float32 and require gradients.
 
     Args:
         model: a ``transformers`` causal language model; it is changed in place.
         settings: rank, scale, dropout and targets.
-        directory: of the base model's checkpoint; noted in the saved adapter.
+        base: the base model's id or directory; noted in the saved adapter.
 
     Raises:
         BaseModelError: the targets don't fit the architecture.
@@ -35,7 +35,7 @@ def attach_adapter(model: Any, settings: AdapterSettings, directory: Path) -> An
         target_modules=[name.strip() for name in settings.targets.split(",") if name.strip()]
         or None,
         task_type=TaskType.CAUSAL_LM,
-        base_model_name_or_path=str(directory),
+        base_model_name_or_path=base,
     )
     try:
         peft_model = get_peft_model(model, config)
@@ -69,7 +69,7 @@ def initial_adapter(name: str, settings: AdapterSettings, seed: int) -> tuple[St
     directory = locate(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
-        peft_model = attach_adapter(model, settings, directory)
+        peft_model = attach_adapter(model, settings, reference(name, directory))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in peft_model.modules():

@@ -26,6 +26,7 @@ def replacing(target: Path) -> Iterator[Path]:
     _remove(aside)
     try:
         yield aside
+        _flush(aside)
         if target.is_dir():
             # A folder can't be renamed over a folder that has content.
             old = target.with_name(f".{target.name}.{os.getpid()}.old")
@@ -37,6 +38,14 @@ def replacing(target: Path) -> Iterator[Path]:
             aside.replace(target)
     finally:
         _remove(aside)
+
+
+def _flush(path: Path) -> None:
+    """Wait until content is on the disk: a rename can get there before what it names."""
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    for file in files:
+        with file.open("rb") as content:
+            os.fsync(content.fileno())
 
 
 def _remove(path: Path) -> None:

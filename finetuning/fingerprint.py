@@ -8,6 +8,7 @@ from pathlib import Path
 from filelock import FileLock
 from safetensors import safe_open
 
+from finetuning.base_model import WEIGHTS
 from finetuning.files import cache_directory, replacing
 
 # Written by the library that saved the checkpoint, or by the place it was saved to.
@@ -25,7 +26,7 @@ def fingerprint(directory: Path) -> dict[str, str]:
         digests.
 
     """
-    files = sorted(directory.glob("*.safetensors"))
+    files = sorted(directory.glob(WEIGHTS))
     stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
     cached = cache_directory() / "fingerprints" / f"{key}.json"

@@ -146,7 +146,7 @@ class WholeModel:
     def gradients_of(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Give ∂L/∂W of a micro-batch's mean loss, without dropout, for every adapter weight."""
         parameters = {n: p for n, p in self.peft_model.named_parameters() if p.requires_grad}
-        with self._mode(training=False):
+        with self._mode(training=False), self._recomputing_blocks():
             loss = self._forward(batch) / len(batch.labels)
             gradients = torch.autograd.grad(loss, list(parameters.values()))
         return dict(zip(parameters, gradients, strict=True))
@@ -172,12 +172,30 @@ class WholeModel:
     def _mode(self, training: bool) -> Iterator[None]:
         before = self.peft_model.training
         self.peft_model.train(training)
-        for module in self.peft_model.modules():
-            # Blocks recompute their activations only in training mode. This puts the block itself
-            # into it, and not what it consists of, so that dropout stays off.
-            if getattr(module, "gradient_checkpointing", False):
-                module.training = True
         try:
             yield
         finally:
             self.peft_model.train(before)
+
+    @contextmanager
+    def _recomputing_blocks(self) -> Iterator[None]:
+        """Let blocks recompute activations in evaluation mode, if that was asked for at all.
+
+        They do so only in training mode. This puts the block itself into it and not what it
+        consists of, and takes the rate from blocks that apply dropout by themselves (OPT's).
+        """
+        blocks = [
+            m for m in self.peft_model.modules() if getattr(m, "gradient_checkpointing", False)
+        ]
+        rates = [(b, b.dropout) for b in blocks if isinstance(getattr(b, "dropout", None), float)]
+        for block in blocks:
+            block.training = True
+        for block, _ in rates:
+            block.dropout = 0.0
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.training = False
+            for block, rate in rates:
+                block.dropout = rate

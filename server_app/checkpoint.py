@@ -1,6 +1,7 @@
 """What a run needs to go on after its last finished round: one file per round."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,12 +10,12 @@ from safetensors.torch import save_file
 
 from finetuning.adapters import State
 from finetuning.files import replacing
+from finetuning.fingerprint import differences
 from strategies.run_config import ConfigError, RunConfig
 
 _KEPT = 2
 # May differ between a run and its resumption: none of them changes what is computed.
 _MAY_CHANGE = {
-    "rounds",
     "min-nodes",
     "node-timeout",
     "round-timeout",
@@ -80,10 +81,13 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     if not files:
         raise ConfigError(f'resume = "{directory}" has no checkpoint; start the run anew')
     before = json.loads((directory / "config.json").read_text())
+    may_change = set(_MAY_CHANGE)
+    if config.train.schedule == "constant" and config.train.warmup_ratio == 0:
+        may_change.add("rounds")  # any other schedule spans a number of rounds
     changed = [
         f"{key} was {before.get(key)!r} and is {value!r}"
         for key, value in config.flat().items()
-        if key not in _MAY_CHANGE and before.get(key) != value
+        if key not in may_change and before.get(key) != value
     ]
     if changed:
         raise ConfigError(
@@ -100,6 +104,22 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     return Checkpoint(
         **fields, state=_with_prefix(tensors, "adapter."), importance=importance or None
     )
+
+
+def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
+    """Compare the base model with the one that a run began with.
+
+    Raises:
+        ConfigError: it is another one now.
+
+    """
+    before = json.loads((directory / "base-model.json").read_text())["digests"]
+    odd = differences(before, fingerprint)
+    if odd:
+        raise ConfigError(
+            f'resume = "{directory}": the base model is not the one that the run began with: '
+            f"{', '.join(odd[:3])}{' …' if len(odd) > 3 else ''} differ"
+        )
 
 
 def _with_prefix(tensors: State, prefix: str) -> State:

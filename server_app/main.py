@@ -10,10 +10,10 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from finetuning.adapters import initial_adapter
-from finetuning.base_model import locate
+from finetuning.base_model import locate, reference
 from finetuning.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
-from server_app.checkpoint import Checkpoint, load_checkpoint
+from server_app.checkpoint import Checkpoint, check_base_model, load_checkpoint
 from server_app.results import Results, new_directory
 from server_app.summary import summary
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL, Progress
@@ -53,7 +53,10 @@ def _run(
     state, peft_config = initial_adapter(
         config.model.name, config.adapter, derive_seed("adapter", config.seed)
     )
-    results = Results(directory, config, progress.lineage, base, peft_config)
+    if checkpoint is not None:
+        check_base_model(directory, digests)
+    loadable = reference(config.model.name, base)
+    results = Results(directory, config, progress.lineage, loadable, peft_config)
     if checkpoint is not None:
         results.go_on_from(checkpoint)
         state = checkpoint.state

@@ -30,13 +30,13 @@ class Results:
         directory: the run's folder, as ``new_directory`` made it or an earlier run left it.
         config: the run's.
         lineage: the run's.
-        base: where the base model is.
+        base: the base model's id or directory.
         peft_config: of the adapters.
 
     """
 
     def __init__(
-        self, directory: Path, config: RunConfig, lineage: str, base: Path, peft_config: Any
+        self, directory: Path, config: RunConfig, lineage: str, base: str, peft_config: Any
     ) -> None:
         self.directory = directory
         self._config = config
@@ -53,7 +53,7 @@ class Results:
         for name, content in (
             ("config.json", self._config.flat()),
             ("versions.json", versions),
-            ("base-model.json", {"directory": str(self._base), "digests": dict(fingerprint)}),
+            ("base-model.json", {"loaded from": self._base, "digests": dict(fingerprint)}),
         ):
             with replacing(self.directory / name) as aside:
                 aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
@@ -80,7 +80,7 @@ class Results:
         card = model_card(
             f"Personalised adapter of {client}",
             self._config.model.name,
-            str(self._base),
+            self._base,
             {client: size},
             round_number,
             self._config.flat(),
@@ -97,7 +97,7 @@ class Results:
             card = model_card(
                 "Global adapter",
                 self._config.model.name,
-                str(self._base),
+                self._base,
                 self._sizes,
                 round_number,
                 self._config.flat(),

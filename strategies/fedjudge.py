@@ -162,7 +162,7 @@ class FedJudgeBase(FedAvg):
             metrics = dict(reply.content.metric_records[METRICS])
             size = metrics.pop(SIZE)
             event = {"event": "train", "round": server_round, "client": name, "examples": size}
-            self._journal.record(event | {_underscored(k): v for k, v in metrics.items()})
+            self._journal.record({**{_underscored(k): v for k, v in metrics.items()}, **event})
             self._journal.keep_personalised(
                 name,
                 from_arrays(reply.content.array_records[ARRAYS]),
@@ -188,7 +188,8 @@ class FedJudgeBase(FedAvg):
     ) -> MetricRecord | None:
         """Record each client's metrics; give their averages by data size."""
         expected = self._reference if self._evaluation(server_round).importance else None
-        valid, left_out = self._roster.screen(replies, expected)
+        # J is never negative: a negative one would push weights away from the global ones.
+        valid, left_out = self._roster.screen(replies, expected, minimum=0.0)
         if left_out:
             missing = [{"client": name, "reason": reason} for name, reason in left_out.items()]
             event = {"event": "evaluation-missing", "round": server_round, "left_out": missing}
@@ -196,7 +197,7 @@ class FedJudgeBase(FedAvg):
         for name, reply in valid.items():
             for event in _evaluation_events(reply.content.metric_records[METRICS]):
                 self._journal.record(
-                    {"event": "evaluate", "round": server_round, "client": name, **event}
+                    {**event, "event": "evaluate", "round": server_round, "client": name}
                 )
         self._use_importance({name: reply.content for name, reply in valid.items()})
         return _averages([reply.content for reply in valid.values()]) if valid else None
@@ -270,11 +271,8 @@ class FedJudgeCL(FedJudgeBase):
             raise TooFewClientsError(
                 f"no client computed the importance of the weights after round {server_round}"
             )
-        records = [
-            RecordDict({ARRAYS: c.array_records[ARRAYS], METRICS: c.metric_records[METRICS]})
-            for c in contents.values()
-        ]
-        self.progress = replace(self.progress, importance=aggregate_arrayrecords(records, SIZE))
+        averaged = aggregate_arrayrecords(list(contents.values()), SIZE)
+        self.progress = replace(self.progress, importance=averaged)
 
 
 def _averages(contents: list[RecordDict]) -> MetricRecord:
@@ -289,12 +287,14 @@ def _averages(contents: list[RecordDict]) -> MetricRecord:
 
 def _evaluation_events(metrics: MetricRecord) -> list[dict[str, Any]]:
     """Split ``global.loss`` and the like into one event for each model that was evaluated."""
-    events: dict[str, dict[str, Any]] = {}
-    for key, value in metrics.items():
-        model, dot, name = key.partition(".")
-        if dot:
-            events.setdefault(model, {"model": model})[_underscored(name)] = value
-    return list(events.values())
+    events = []
+    for model in ("base", "global", "personalised"):
+        own = {
+            k.removeprefix(f"{model}."): v for k, v in metrics.items() if k.startswith(f"{model}.")
+        }
+        if own:
+            events.append({**{_underscored(k): v for k, v in own.items()}, "model": model})
+    return events
 
 
 def _underscored(key: str) -> str:

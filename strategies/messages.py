@@ -4,6 +4,7 @@ Every message has a ConfigRecord ``config``; adapters travel as float32 ArrayRec
 can't do what it is asked answers with a ``problem`` in words, which reaches people unchanged.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +18,10 @@ IMPORTANCE = "importance"
 CONFIG = "config"
 METRICS = "metrics"
 SIZE = "num-examples"
+
+# A client's name; it becomes a folder's.
+NAME = re.compile(r"\w[\w .-]{0,62}\w|\w")
+_LINEAGE = re.compile(r"[\w-]{1,64}")
 
 State = dict[str, torch.Tensor]
 
@@ -50,9 +55,17 @@ class Instruction:
 
     @classmethod
     def of(cls, message: Message) -> "Instruction":
-        """Read it from a message."""
+        """Read it from a message.
+
+        Raises:
+            ValueError: the lineage, which becomes a folder's name, can't be one.
+
+        """
         record: Any = message.content.config_records[CONFIG]
-        return cls(**{name: record[name] for name in cls.__dataclass_fields__})
+        instruction = cls(**{name: record[name] for name in cls.__dataclass_fields__})
+        if not _LINEAGE.fullmatch(instruction.lineage):
+            raise ValueError(f"{instruction.lineage!r} can't be a run's lineage")
+        return instruction
 
 
 def to_arrays(state: Mapping[str, torch.Tensor]) -> ArrayRecord:

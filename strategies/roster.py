@@ -1,6 +1,6 @@
 """Who takes part: SuperNodes are waited for, asked who they are, and known by name from then on."""
 
-import re
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,11 +11,10 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from finetuning.fingerprint import differences
-from strategies.messages import CONFIG, SIZE, Instruction, config_of, metrics_of, problem_of
+from strategies.messages import CONFIG, NAME, SIZE, Instruction, config_of, metrics_of, problem_of
 from strategies.refusals import reason_to_refuse
 from strategies.run_config import RunConfig
 
-_NAME = re.compile(r"\w[\w .-]{0,62}\w|\w")
 _POLL_SECONDS = 1.0
 
 
@@ -84,6 +83,8 @@ class Roster:
         self._fingerprint = fingerprint
         self._participants: dict[int, Participant] = {}
         self._asked: dict[int, str] = {}
+        self._absent: list[str] = []
+        self._refused: set[int] = set()
 
     def enrol_all(self, grid: Grid) -> None:
         """Meet everyone before anything is trained; whoever has a problem stops the run.
@@ -94,7 +95,7 @@ class Roster:
 
         """
         nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
-        self._participants, problems = self._ask_who(grid, nodes)
+        self._participants, problems = self._ask_who(grid, nodes, self._config.reply_timeout)
         if problems:
             lines = "".join(f"\n  {name}: {problem}" for name, problem in problems.items())
             raise RefusedError(f"training can't start:{lines}")
@@ -109,11 +110,14 @@ class Roster:
 
         """
         nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
-        newcomers = [node for node in nodes if node not in self._participants]
+        # One that couldn't join is asked again when it has connected anew, and not every round.
+        self._refused &= set(nodes)
+        newcomers = set(nodes) - self._participants.keys() - self._refused
         if not newcomers:
             return
-        joined, problems = self._ask_who(grid, newcomers)
+        joined, problems = self._ask_who(grid, newcomers, self._config.node_timeout)
         self._participants |= joined
+        self._refused |= newcomers - joined.keys()
         for participant in joined.values():
             log(INFO, "%s joins with %d examples", participant.name, participant.examples)
         for name, problem in problems.items():
@@ -123,18 +127,21 @@ class Roster:
         """Make a message to every participant that is connected, and remember them."""
         nodes = [node for node in grid.get_node_ids() if node in self._participants]
         self._asked = {node: self._participants[node].name for node in nodes}
+        known = {participant.name for participant in self._participants.values()}
+        self._absent = sorted(known - set(self._asked.values()))
         return [
             Message(content, node, message_type, ttl=self._config.reply_timeout) for node in nodes
         ]
 
     def screen(
-        self, replies: Iterable[Message], reference: ArrayRecord | None
+        self, replies: Iterable[Message], reference: ArrayRecord | None, minimum: float = -math.inf
     ) -> tuple[dict[str, Message], dict[str, str]]:
         """Tell usable replies from others.
 
         Args:
             replies: to the messages that were addressed last.
             reference: names and shapes that each reply's arrays must have; None if it has none.
+            minimum: of the arrays' values.
 
         Returns:
             Valid replies by client, and the reasons for leaving others out by client, both in the
@@ -142,24 +149,28 @@ class Roster:
 
         """
         arrived = {reply.metadata.src_node_id: reply for reply in replies}
-        valid, left_out = {}, {}
+        valid: dict[str, Message] = {}
+        left_out = dict.fromkeys(self._absent, "its SuperNode is not connected")
         for node, name in sorted(self._asked.items(), key=lambda item: item[1]):
             if node not in arrived:
-                reason: str | None = f"no reply within {self._config.round_timeout:g} s"
+                limit = self._config.round_timeout
+                reason: str | None = f"no reply within {limit:g} s (round-timeout)"
             else:
-                reason = reason_to_refuse(arrived[node], name, self._instruction.base, reference)
+                reason = reason_to_refuse(
+                    arrived[node], name, self._instruction.base, reference, minimum
+                )
             if reason is None:
                 valid[name] = arrived[node]
             else:
                 left_out[name] = reason
-                log(WARNING, "%s is left out: %s", name, reason)
-        return valid, left_out
+        for name, reason in left_out.items():
+            log(WARNING, "%s is left out: %s", name, reason)
+        return valid, dict(sorted(left_out.items()))
 
     def _ask_who(
-        self, grid: Grid, nodes: Iterable[int]
+        self, grid: Grid, nodes: Iterable[int], wait: float
     ) -> tuple[dict[int, Participant], dict[str, str]]:
         """Ask nodes for name, data and base model; give participants, and problems by name."""
-        wait = self._config.reply_timeout
         content = RecordDict({CONFIG: self._instruction.to_record()})
         asked = set(nodes)
         replies = grid.send_and_receive(
@@ -193,12 +204,17 @@ def _odd_identity(
     reply: Message, name: str, names: set[str], fingerprint: dict[str, str]
 ) -> str | None:
     """Say what is wrong with an answer; names come from outside and become folder names."""
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         return f"the name {name!r} must be letters, digits, spaces, '.', '_' or '-' (at most 64)"
     if name in names:
         return f"another SuperNode is named {name!r} already; give each a name of its own"
-    config = config_of(reply)
-    odd = differences(fingerprint, dict(zip(config["tensors"], config["digests"], strict=True)))
+    config, size = config_of(reply), metrics_of(reply).get(SIZE)
+    if not isinstance(size, int) or size <= 0:
+        return f"its {SIZE} is {size!r}, and must be a positive whole number"
+    tensors, digests = config.get("tensors"), config.get("digests")
+    if not isinstance(tensors, list) or not isinstance(digests, list):
+        return "it doesn't say which base model it has"
+    odd = differences(fingerprint, dict(zip(tensors, digests, strict=False)))
     if odd:
         more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
         return (

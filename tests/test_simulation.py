@@ -86,7 +86,7 @@ def check_adapters_load_elsewhere(directory: Path, checkpoint: Path, tmp_path: P
     from finetuning.settings import AdapterSettings, ModelSettings
 
     base = load_base_model(ModelSettings(name=str(checkpoint)))
-    model = attach_adapter(base.model, AdapterSettings(), checkpoint).eval()
+    model = attach_adapter(base.model, AdapterSettings(), str(checkpoint)).eval()
     adapters = directory / "adapters"
     for folder in (adapters / "global", *sorted((adapters / "clients").iterdir())):
         output = tmp_path / "logits.pt"

@@ -1,7 +1,6 @@
 """What the tests of fine-tuning share: small random models, adapters, examples, references."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,7 +78,7 @@ def adapted(random_model: Callable[..., Any]) -> Callable[..., Any]:
         settings = AdapterSettings(
             rank=2, alpha=4, dropout=dropout, targets=ARCHITECTURES[architecture][2]
         )
-        model = attach_adapter(random_model(architecture, seed, **changes), settings, Path("base"))
+        model = attach_adapter(random_model(architecture, seed, **changes), settings, "base")
         torch.manual_seed(seed + 1)
         for parameter in trainable_parameters(model).values():
             parameter.data = 0.2 * torch.randn_like(parameter)

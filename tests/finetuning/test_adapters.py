@@ -28,7 +28,7 @@ def base(checkpoint):
 
 
 def test_only_the_adapter_is_trained_and_in_float32(base):
-    model = attach_adapter(base.model.to(torch.bfloat16), SETTINGS, base.directory)
+    model = attach_adapter(base.model.to(torch.bfloat16), SETTINGS, base.reference)
     parameters = trainable_parameters(model)
     assert len(parameters) == 2 * 2 * 2  # blocks, targets, matrices
     assert all("lora_" in name and p.dtype == torch.float32 for name, p in parameters.items())
@@ -74,7 +74,7 @@ def test_the_initial_adapter_fits_the_model_and_changes_nothing_at_first(base):
     state, config = initial_adapter(str(base.directory), SETTINGS, seed=1)
     tokens = torch.arange(2, 12)[None]
     before = base.model(tokens).logits
-    model = attach_adapter(base.model, SETTINGS, base.directory)
+    model = attach_adapter(base.model, SETTINGS, base.reference)
     ours = export_adapter(model)
     assert {n: v.shape for n, v in state.items()} == {n: v.shape for n, v in ours.items()}
     assert all(v.dtype == torch.float32 and v.device.type == "cpu" for v in state.values())
@@ -120,7 +120,7 @@ def test_another_model_s_tensors_are_refused(adapted):
 def test_targets_that_do_not_fit_are_refused_by_name(base):
     settings = AdapterSettings(targets="query_key_value")
     with pytest.raises(BaseModelError, match=r"adapter\.targets = \"query_key_value\""):
-        attach_adapter(base.model, settings, base.directory)
+        attach_adapter(base.model, settings, base.reference)
     with pytest.raises(BaseModelError, match=r"adapter\.targets = \"query_key_value\""):
         initial_adapter(str(base.directory), settings, seed=0)
 
@@ -142,7 +142,7 @@ def test_a_saved_adapter_is_read_by_peft_alone(base, tmp_path):
     state, config = initial_adapter(str(base.directory), SETTINGS, seed=0)
     torch.manual_seed(0)
     state = {name: torch.randn_like(value) for name, value in state.items()}
-    model = attach_adapter(base.model, SETTINGS, base.directory)
+    model = attach_adapter(base.model, SETTINGS, base.reference)
     load_adapter(model, state)
     ours = model.eval()(torch.arange(2, 40)[None]).logits
     with model.disable_adapter():

@@ -130,7 +130,7 @@ def test_a_quantised_model_is_small_close_and_can_be_trained_on_a_processor(
     assert 0 < error < {"nf4": 0.3, "int8": 0.05}[kind]
 
     settings = AdapterSettings(dropout=0.0, targets="q_proj,v_proj")
-    model = attach_adapter(quantized, settings, quantizable)
+    model = attach_adapter(quantized, settings, str(quantizable))
     for parameter in trainable_parameters(model).values():
         parameter.data = torch.randn_like(parameter) * 0.1
     stages, parameters = WholeModel(model), trainable_parameters(model)

@@ -33,7 +33,7 @@ def test_held_out_loss_is_the_mean_over_all_targets(
 def model_and_tokenizer(checkpoint):
     """The small checkpoint with an adapter, surer of its next tokens than random weights are."""
     base = load_base_model(ModelSettings(name=str(checkpoint)))
-    model = attach_adapter(base.model, AdapterSettings(targets="q_proj,v_proj"), base.directory)
+    model = attach_adapter(base.model, AdapterSettings(targets="q_proj,v_proj"), base.reference)
     torch.manual_seed(3)
     for parameter in trainable_parameters(model).values():
         parameter.data = torch.randn_like(parameter)

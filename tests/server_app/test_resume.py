@@ -110,6 +110,7 @@ def test_a_finished_run_can_have_more_rounds(values, tmp_path):
         ({"train.learning-rate": 1.0}, r"train.learning-rate was 0.005 and is 1.0"),
         ({"seed": 5}, "seed was 0 and is 5"),
         ({"resume": "/nowhere"}, "is not a folder"),
+        ({"train.schedule": "cosine"}, "train.schedule was 'constant' and is 'cosine'"),
     ],
 )
 def test_a_resumption_with_another_config_is_refused(values, tmp_path, change, reason):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, MetricRecord
 
 from bench.in_process import InProcessGrid, MemoryJournal, run_in_process
 from finetuning.adapters import initial_adapter
@@ -215,6 +215,14 @@ def with_metric(key, value):
     return how
 
 
+def with_more(key, record):
+    def how(reply):
+        reply.content[key] = record
+        return reply
+
+    return how
+
+
 ODD = {
     "NaN": (put(np.full((4, 32), np.nan, np.float32)), "finite"),
     "infinity": (put(np.full((4, 32), np.inf, np.float32)), "finite"),
@@ -227,6 +235,9 @@ ODD = {
     "name": (with_config("name", "mallory"), "mallory"),
     "size": (with_metric(SIZE, 0), SIZE),
     "loss": (with_metric("loss", float("nan")), "loss"),
+    "text for a number": (with_metric("loss", [1.0, 2.0]), "loss"),
+    "more arrays": (with_more("more", ArrayRecord()), "more than was asked for"),
+    "more metrics": (with_more("a", MetricRecord({SIZE: 10**9})), "more than was asked for"),
     "silence": (lambda reply: None, "no reply within"),
 }
 
@@ -245,6 +256,62 @@ def test_an_odd_reply_is_left_out_by_name_and_the_others_count(values, tmp_path,
         assert re.search(reason, left_out["reason"])
     assert all(torch.isfinite(v).all() for v in journal.adapters[2].values())
     assert set(journal.personalised) == {"alpha", "gamma"}
+
+
+def test_importance_that_pushes_away_is_refused(values, tmp_path):
+    def change(reply):
+        arrays = reply.content.array_records.get(ARRAYS)
+        name = reply.content["config"]["name"]
+        if reply.metadata.message_type == "evaluate" and arrays and name == "beta":
+            first = next(iter(arrays))
+            arrays[first] = Array(-arrays[first].numpy() - 1)
+        return reply
+
+    own = values | {"state-path": str(tmp_path), "rounds": 2}
+    grid, journal = SpyingGrid(own, change), MemoryJournal()
+    start(own, grid, journal)
+    (event,) = (e for e in journal.events if e["event"] == "evaluation-missing")
+    assert event["left_out"][0]["client"] == "beta"
+    assert "below 0" in event["left_out"][0]["reason"]
+    trained = [m for m in grid.sent if m.metadata.message_type == "train"]
+    assert all(a.numpy().min() >= 0 for a in trained[-1].content["importance"].values())
+
+
+def test_a_client_that_vanishes_is_named(values, tmp_path):
+    class Vanishing(SpyingGrid):
+        def get_node_ids(self):
+            gone = any(m.metadata.message_type == "train" for m in self.sent)
+            return [1, 3] if gone else [1, 2, 3]
+
+    own = values | {"state-path": str(tmp_path), "rounds": 2, "min-nodes": 2}
+    journal = MemoryJournal()
+    start(own, Vanishing(own), journal)
+    rounds = [e for e in journal.events if e["event"] == "round"]
+    assert [e["participants"] for e in rounds] == [["alpha", "beta", "gamma"], ["alpha", "gamma"]]
+    assert rounds[1]["left_out"] == [{"client": "beta", "reason": "its SuperNode is not connected"}]
+
+
+def test_one_who_joins_later_is_asked_first_and_a_silent_one_only_once(values, tmp_path):
+    class Growing(SpyingGrid):
+        def get_node_ids(self):
+            trained = any(m.metadata.message_type == "train" for m in self.sent)
+            return [1, 2, 3] if trained else [1, 2]
+
+    own = values | {"state-path": str(tmp_path), "min-nodes": 2}
+    journal = MemoryJournal()
+    start(own, Growing(own), journal)
+    rounds = [e["participants"] for e in journal.events if e["event"] == "round"]
+    assert rounds == [["alpha", "beta"], ["alpha", "beta", "gamma"], ["alpha", "beta", "gamma"]]
+
+    def silent(reply):
+        third = reply.metadata.src_node_id == 3
+        return None if third and reply.metadata.message_type == "query" else reply
+
+    own["state-path"] = str(tmp_path / "silent")
+    grid = Growing(own, silent)
+    start(own, grid, MemoryJournal())
+    asked = [m for m in grid.sent if m.metadata.message_type == "query"]
+    assert [m.metadata.dst_node_id for m in asked] == [1, 2, 3]
 
 
 def test_too_few_valid_replies_end_the_run_with_names_and_reasons(values, tmp_path):
@@ -273,6 +340,7 @@ def test_a_client_over_its_time_says_so(values, tmp_path):
         ("name", "../alpha", "must be letters"),
         ("name", "", "must be letters"),
         ("digests", None, "its base model is not the run's: .* differ"),
+        ("tensors", "text", "which base model"),
         ("problem", "disk on fire", "disk on fire"),
     ],
 )

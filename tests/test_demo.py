@@ -1,0 +1,63 @@
+"""The demonstration as it is: whole, and interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+
+
+def start_demo(tmp_path: Path, overrides: str = "") -> psutil.Popen:
+    folders = f'output-dir="{tmp_path / "runs"}" state-path="{tmp_path / "state"}"'
+    return psutil.Popen(
+        [sys.executable, "-m", "demo", f"{folders} {overrides}"],
+        cwd=ROOT,
+        stdout=(tmp_path / "output").open("wb"),
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"DEMO_TEST": str(tmp_path)},
+    )
+
+
+def processes_of(tmp_path: Path) -> list[psutil.Process]:
+    """Find every process that a demo started, by the environment that it hands on."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("DEMO_TEST") == str(tmp_path):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_everyone_gains_from_the_demo(tmp_path):
+    demo = start_demo(tmp_path)
+    assert demo.wait(1500) == 0, (tmp_path / "output").read_text()[-3000:]
+    (directory,) = (tmp_path / "runs").iterdir()
+    events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    losses = {(e["client"], e["model"]): e["loss"] for e in events if e["event"] == "evaluate"}
+    for client in ("court", "consultation", "reasoning"):
+        assert losses[client, "global"] < losses[client, "base"]
+        assert losses[client, "personalised"] <= losses[client, "global"]
+    assert "run finished:completed" in (tmp_path / "output").read_text()
+    assert not processes_of(tmp_path)
+
+
+def test_an_interrupted_demo_ends_everything_that_it_started(tmp_path):
+    demo = start_demo(tmp_path, "rounds=50")
+    end = time.monotonic() + 300
+    while not list(tmp_path.glob("runs/*/metrics.jsonl")):
+        assert demo.poll() is None and time.monotonic() < end
+        time.sleep(0.5)
+    assert len(processes_of(tmp_path)) > 3
+    demo.send_signal(signal.SIGINT)
+    assert demo.wait(120) == 130
+    assert not processes_of(tmp_path)
