@@ -24,7 +24,7 @@ def summary(directory: Path) -> str:
         table.add_row(
             row.client,
             *(_bracketed(loss, loss == best) for loss in losses),
-            *("-" if score is None else f"{100 * score:.1f}" for score in scores),
+            *("-" if score is None else f"{score:.3f}" for score in scores),
         )
     text = io.StringIO()
     Console(file=text, width=100, color_system=None).print(table)
