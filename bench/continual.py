@@ -44,7 +44,7 @@ def run(weight: float, seed: int, overrides: list[str]) -> list[Event]:
 def main() -> None:
     """Run every λ with every seed, as many at once as there are cores, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lambdas", type=float, nargs="+", default=[0.0, 0.01, 0.1, 1.0])
+    parser.add_argument("--lambdas", type=float, nargs="+", default=[0.0, 0.003, 0.03, 1.0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--run-config", default="", help="overrides of presets/demo.toml: 'key=value …'"
