@@ -162,12 +162,13 @@ def _await(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
     """End the SuperLink and whatever it started, Ray's daemons included."""
-    process.terminate()
-    left = [other for other in psutil.process_iter() if _has_mark(other, mark)]
+    left = _processes_of(mark)
     for other in left:
         with suppress(psutil.NoSuchProcess):
             other.terminate()
     _, alive = psutil.wait_procs(left, timeout=_END_SECONDS)
+    # Something may have been started while the others ended.
+    alive += [other for other in _processes_of(mark) if other not in alive]
     for other in alive:
         with suppress(psutil.NoSuchProcess):
             other.kill()
@@ -175,8 +176,21 @@ def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
     process.wait(_END_SECONDS)
 
 
-def _has_mark(process: psutil.Process, mark: str) -> bool:
-    try:
-        return bool(process.environ().get(_MARK) == mark and process.pid != os.getpid())
-    except psutil.Error:
-        return False
+def _processes_of(mark: str) -> list[psutil.Process]:
+    """Find the processes with the mark in their environment, and those of their sessions.
+
+    Ray's agents write their title over their environment, and outlive their parents.
+    """
+    marked, sessions = [], set()
+    everything = [other for other in psutil.process_iter() if other.pid != os.getpid()]
+    for other in everything:
+        with suppress(psutil.Error, OSError):
+            if other.environ().get(_MARK) == mark:
+                marked.append(other)
+                sessions.add(os.getsid(other.pid))
+    sessions.discard(os.getsid(0))
+    for other in everything:
+        with suppress(OSError):
+            if other not in marked and os.getsid(other.pid) in sessions:
+                marked.append(other)
+    return marked
