@@ -33,7 +33,7 @@ def run(values: dict, stop_after: tuple[int, bool] | None = None) -> Path:
         config.model.name, config.adapter, derive_seed("adapter", config.seed)
     )
     directory, progress, checkpoint = place(config)
-    results = Results(directory, config, progress.lineage, base, peft_config)
+    results = Results(directory, config, progress.lineage, str(base), peft_config)
     if checkpoint is not None:
         results.go_on_from(checkpoint)
         state = checkpoint.state
