@@ -289,9 +289,8 @@ def _evaluation_events(metrics: MetricRecord) -> list[dict[str, Any]]:
     """Split ``global.loss`` and the like into one event for each model that was evaluated."""
     events = []
     for model in ("base", "global", "personalised"):
-        own = {
-            k.removeprefix(f"{model}."): v for k, v in metrics.items() if k.startswith(f"{model}.")
-        }
+        prefix = f"{model}."
+        own = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
         if own:
             events.append({**{_underscored(k): v for k, v in own.items()}, "model": model})
     return events
