@@ -1,6 +1,6 @@
 """LoRA adapters: attached to a base model, exchanged as plain tensors, saved in PEFT's format."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +14,44 @@ from finetuning.settings import AdapterSettings
 State = dict[str, torch.Tensor]
 
 
-def attach_adapter(model: Any, settings: AdapterSettings, base: str) -> Any:
+def attach_adapter(
+    model: Any,
+    settings: AdapterSettings,
+    base: str | None,
+    name: str = "default",
+    excluded: Sequence[str] = (),
+) -> Any:
     """Wrap a base model with a LoRA adapter whose weights are float32 and require gradients.
 
     Args:
-        model: a ``transformers`` causal language model; it is changed in place.
+        model: a ``transformers`` causal language model, which is changed in place, or one that has
+            adapters already.
         settings: rank, scale, dropout and targets.
         base: the base model's id or directory; noted in the saved adapter.
+        name: of the adapter among those of this model; it has no dots.
+        excluded: paths of modules that are not adapted though they have a target's name.
 
     Raises:
         BaseModelError: the targets don't fit the architecture.
 
     """
-    from peft import LoraConfig, TaskType, get_peft_model
+    from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=[name.strip() for name in settings.targets.split(",") if name.strip()]
-        or None,
+        target_modules=target_names(settings) or None,
+        exclude_modules=list(excluded) or None,
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base,
     )
     try:
-        peft_model = get_peft_model(model, config)
+        if isinstance(model, PeftModel):
+            model.add_adapter(name, config)
+            peft_model = model
+        else:
+            peft_model = get_peft_model(model, config, adapter_name=name)
     except ValueError as error:
         raise BaseModelError(
             f'adapter.targets = "{settings.targets}" does not fit this model: {error}'
@@ -48,13 +61,21 @@ def attach_adapter(model: Any, settings: AdapterSettings, base: str) -> Any:
     return peft_model
 
 
-def initial_adapter(name: str, settings: AdapterSettings, seed: int) -> tuple[State, Any]:
+def target_names(settings: AdapterSettings) -> list[str]:
+    """Give the names of the adapted modules; none where PEFT is to choose."""
+    return [name.strip() for name in settings.targets.split(",") if name.strip()]
+
+
+def initial_adapter(
+    name: str, settings: AdapterSettings, seed: int, directory: Path | None = None
+) -> tuple[State, Any]:
     """Make round 1's global adapter without reading the base model's weights.
 
     Args:
         name: the base model, as in ``model.name``.
         settings: rank, scale, dropout and targets.
         seed: of the random half; the other half is zero, so that nothing changes at first.
+        directory: where the base model's configuration is; None finds it by the name.
 
     Returns:
         The adapter's float32 tensors, and its PEFT configuration with the targets spelt out.
@@ -66,7 +87,7 @@ def initial_adapter(name: str, settings: AdapterSettings, seed: int) -> tuple[St
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    directory = locate(name)
+    directory = directory or locate(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
         peft_model = attach_adapter(model, settings, reference(name, directory))

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from finetuning.tiny import build_tiny
 
 # The names that `save_pretrained` gives; other files beside them hold the same weights again.
 WEIGHTS = "model*.safetensors"
-_FILES = [WEIGHTS, "*.json", "*.jinja", "*.txt", "*.model"]
+DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
+FILES = (WEIGHTS, *DESCRIPTIONS)
 # How much a causal model's earlier logits may change with the last token, beside the last ones.
 _CAUSAL_CHANGE = 0.2
 
@@ -61,7 +63,7 @@ def locate(name: str) -> Path:
         return build_tiny()
     path = Path(name).expanduser()
     if not path.is_absolute():
-        path = _fetch(name)
+        path = fetch(name)
     if not (path / "config.json").is_file():
         raise BaseModelError(
             f'model.name = "{name}": no config.json in {path}; it must be a checkpoint directory '
@@ -114,39 +116,63 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
     from transformers import AutoModelForCausalLM
 
     directory = locate(settings.name)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "auto": torch.bfloat16 if device == "cuda" else torch.float32,
-    }[settings.dtype]
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            device_map={"": device},
-            quantization_config=_quantization(settings.quantization, dtype),
-        )
+        model = AutoModelForCausalLM.from_pretrained(directory, **loading_arguments(settings))
     except (OSError, ValueError, KeyError) as error:
         raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
-    model.requires_grad_(False)
-    if settings.quantization == "nf4" and device == "cpu":
-        _keep_differentiable(model)
-    _refuse_unless_causal(model, directory)
-    if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    prepare(model, settings)
+    refuse_unless_causal(model, directory)
     return BaseModel(
         model, load_tokenizer(directory), directory, reference(settings.name, directory)
     )
 
 
-def _fetch(name: str) -> Path:
-    """Bring a Hugging Face id's files into the hub's cache; from the cache alone when offline."""
+def loading_arguments(settings: ModelSettings, device: str | None = None) -> dict[str, Any]:
+    """Give ``from_pretrained`` the precision, place and quantisation of the weights.
+
+    Args:
+        settings: of the model.
+        device: where to; a GPU if there is one when None.
+
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "auto": torch.bfloat16 if device == "cuda" else torch.float32,
+    }[settings.dtype]
+    return {
+        "dtype": dtype,
+        "device_map": {"": device},
+        "quantization_config": _quantization(settings.quantization, dtype),
+    }
+
+
+def prepare(model: Any, settings: ModelSettings) -> None:
+    """Freeze a loaded model; make sure that gradients pass through it, in the memory asked for."""
+    model.requires_grad_(False)
+    if settings.quantization == "nf4" and model.device.type == "cpu":
+        _keep_differentiable(model)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def fetch(name: str, files: Sequence[str] = FILES) -> Path:
+    """Bring a Hugging Face id's files into the hub's cache; from the cache alone when offline.
+
+    Args:
+        name: the id.
+        files: patterns of those that are needed.
+
+    Raises:
+        BaseModelError: neither the cache nor the hub has them.
+
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise BaseModelError(
             f'model.name = "{name}" is not an absolute path, and as a Hugging Face id it was found '
@@ -155,8 +181,13 @@ def _fetch(name: str) -> Path:
 
 
 @torch.no_grad()
-def _refuse_unless_causal(model: Any, directory: Path) -> None:
-    """Check that no token sees later ones: training relies on it, and pads without a mask."""
+def refuse_unless_causal(model: Any, directory: Path) -> None:
+    """Check that no token sees later ones: training relies on it, and pads without a mask.
+
+    Raises:
+        BaseModelError: some does.
+
+    """
     tokens = torch.tensor([[3, 5, 7, 9]], device=model.device)
     other = tokens.clone()
     other[0, -1] = 11

@@ -3,13 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from finetuning.data.batching import collate, micro_batches
+from finetuning.data.batching import MicroBatch, collate, micro_batches
 from finetuning.data.tokenization import Example
-from finetuning.whole_model import WholeModel
+
+
+class Measured(Protocol):
+    """What measuring a loss needs of a model, wherever its blocks are computed."""
+
+    def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """Give each micro-batch's summed loss in nats, without dropout."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,16 +36,16 @@ class HeldOutLoss:
 
 
 def held_out_loss(
-    model: WholeModel, examples: Sequence[Example], padding: int, batch_size: int
+    model: Measured, examples: Sequence[Example], padding: int, batch_size: int
 ) -> HeldOutLoss:
     """Measure the loss without dropout, ``batch_size`` of the longest examples at once."""
     lengths = [len(example.tokens) for example in examples]
-    total, targets = 0.0, 0
-    for group in micro_batches(range(len(examples)), lengths, batch_size * max(lengths)):
-        batch = collate([examples[i] for i in group], padding)
-        total += model.summed_loss(batch)
-        targets += len(batch.labels)
-    loss = total / targets
+    batches = [
+        collate([examples[i] for i in group], padding)
+        for group in micro_batches(range(len(examples)), lengths, batch_size * max(lengths))
+    ]
+    targets = sum(len(batch.labels) for batch in batches)
+    loss = sum(model.summed_losses(batches)) / targets
     return HeldOutLoss(loss, math.exp(min(loss, 700.0)), targets)
 
 

@@ -6,7 +6,16 @@ error messages and ``docs/configuration.md`` are all made from these models.
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
 
 
 def kebab_case(name: str) -> str:
@@ -171,3 +180,66 @@ class EvaluateSettings(Section):
         32, description="At most this many held-out examples are answered."
     )
     max_new_tokens: PositiveInt = Field(256, description="Longest generated answer, in tokens.")
+
+
+class SplitSettings(Section):
+    """Split learning (FL-GLM sections 3.1 to 3.3)."""
+
+    schedule: Literal["serial", "hierarchical"] = Field(
+        "serial",
+        description="How clients share the server's blocks: one after another with one set of "
+        "adapters, or each with adapters of its own that are averaged.",
+    )
+    head_blocks: int = Field(
+        1, ge=0, description="Blocks at the clients after the embedding; 0 with 0 is FedBERT's."
+    )
+    tail_blocks: int = Field(1, ge=0, description="Blocks at the clients before the output head.")
+    window: PositiveInt = Field(
+        4,
+        description="Micro-batches of a step that are under way at once: speed, not the result.",
+    )
+    wire_dtype: Literal["float32", "bfloat16", "int8"] = Field(
+        "bfloat16",
+        description="How hidden states and their gradients travel; int8 has a scale per token.",
+    )
+    average_every: int = Field(
+        0,
+        ge=0,
+        description="Steps after which `hierarchical` averages all adapters within a round; 0 "
+        "averages them only at a round's end.",
+    )
+    activation_budget: PositiveInt = Field(
+        16384,
+        description="Padded tokens of all clients whose activations the server holds at once; "
+        "lower it when the server's memory does not suffice.",
+    )
+    listen: str = Field(
+        "127.0.0.1:0", description="Address and port of the block server; port 0 takes a free one."
+    )
+    advertise: str = Field(
+        "", description="Address and port by which clients reach it; empty: the one of `listen`."
+    )
+    key_exchange: Literal["ml-kem-768-x25519", "rsa-3072"] = Field(
+        "ml-kem-768-x25519",
+        description="What the lanes' secrets are wrapped with: HPKE with a post-quantum hybrid, or "
+        "the paper's RSA with OAEP.",
+    )
+    rotate_keys_every: PositiveInt = Field(
+        1, description="Rounds after which the server makes itself a new key."
+    )
+    join_timeout: PositiveFloat = Field(
+        120.0, description="Seconds that clients who average together wait for each other to join."
+    )
+    frame_timeout: PositiveFloat = Field(
+        300.0, description="Seconds that client and server wait for each other within a step."
+    )
+
+    @field_validator("listen", "advertise")
+    @classmethod
+    def _is_address(cls, value: str, info: ValidationInfo) -> str:
+        host, _, port = value.rpartition(":")
+        if value and not (host and port.isdecimal() and int(port) < 2**16):
+            raise ValueError("must be an address and a port, like 127.0.0.1:8900 or [::1]:8900")
+        if info.field_name == "listen" and not value:
+            raise ValueError("must be an address and a port; 127.0.0.1:0 takes a free one")
+        return value

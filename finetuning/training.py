@@ -33,6 +33,10 @@ class Stages(Protocol):
         """Add the gradient of the step's mean loss per target; give each summed loss in nats."""
         ...
 
+    def clip(self, maximum: float) -> float:
+        """Scale the gradients of all blocks to the maximum norm, unless it is 0; give the norm."""
+        ...
+
 
 @dataclass(frozen=True)
 class Round:
@@ -141,7 +145,7 @@ def train_round(
                 raise FloatingPointError(f"the loss of step {index + 1} is {loss}")
             if penalty is not None:
                 pulls.append(penalty.add_gradient())
-            norms.append(_clip(parameters, settings.max_gradient_norm))
+            norms.append(model.clip(settings.max_gradient_norm))
             optimizer.param_groups[0]["lr"] = rate(place.first_step + index)
             optimizer.step()
             optimizer.zero_grad()
@@ -164,10 +168,3 @@ def train_round(
         ),
     )
     return report, export_optimizer(optimizer, parameters)
-
-
-def _clip(parameters: Mapping[str, torch.nn.Parameter], maximum: float) -> float:
-    """Scale gradients down to the maximum norm, if it isn't 0; give the norm before that."""
-    return float(
-        torch.nn.utils.clip_grad_norm_(parameters.values(), maximum if maximum else float("inf"))
-    )

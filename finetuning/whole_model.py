@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from finetuning.adapters import trainable_parameters
 from finetuning.data.batching import MicroBatch
 from finetuning.randomness import derive_seed
 
@@ -137,11 +138,21 @@ class WholeModel:
                     losses.append(add_target_gradient(self._head, hidden, batch, 1 / targets))
         return [float(loss) for loss in losses]
 
+    def clip(self, maximum: float) -> float:
+        """Scale the adapter's gradients down to the maximum norm, unless it is 0.
+
+        Returns:
+            The norm before that.
+
+        """
+        parameters = trainable_parameters(self.peft_model).values()
+        return float(torch.nn.utils.clip_grad_norm_(parameters, maximum or float("inf")))
+
     @torch.no_grad()
-    def summed_loss(self, batch: MicroBatch) -> float:
-        """Give a micro-batch's summed loss in nats, without dropout."""
+    def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """Give each micro-batch's summed loss in nats, without dropout."""
         with self._mode(training=False):
-            return float(self._forward(batch))
+            return [float(self._forward(batch)) for batch in batches]
 
     def gradients_of(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Give ∂L/∂W of a micro-batch's mean loss, without dropout, for every adapter weight."""

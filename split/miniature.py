@@ -1,0 +1,91 @@
+"""A model of the same architecture and depth as a checkpoint's, as narrow as can be, and random."""
+
+import copy
+import re
+from typing import Any
+
+import torch
+
+# Widths by the names that configurations give them; what has none of these names stays.
+_WIDTHS: tuple[tuple[str, int], ...] = (
+    (r".*intermediate_size.*|ffn_dim|n_inner|ffn_hidden_size", 32),
+    (r"vocab_size(_per_layer_input)?", 64),
+    (r"(q|kv)_lora_rank|v_head_dim|qk_head_dim", 16),
+    (
+        r"qk_(rope|nope)_head_dim|rotary_dim|hidden_size_per_layer_input|linear_(key|value)_head_dim",
+        8,
+    ),
+    (r"(num|moe_num)_(local_)?experts|n_routed_experts|linear_num_value_heads", 4),
+    (r"num_experts_per_tok|moe_k|top_k_experts|linear_num_key_heads", 2),
+    (r"n_group|topk_group|n_shared_experts", 1),
+    # Short windows, so that a few tokens already show the difference they make.
+    (r"sliding_window|attention_chunk_size|window_size", 4),
+)
+_HEAD = 16
+# More would make the check too slow; learned positions and 80 blocks take a tenth of it.
+_MOST_WEIGHTS = 2 * 10**7
+
+
+def miniature(config: Any) -> Any:
+    """Build a small random model: all blocks of the architecture, tiny widths, float32.
+
+    Args:
+        config: of the real checkpoint; it is not changed.
+
+    Raises:
+        Exception: of any kind, when the architecture doesn't work at these widths.
+
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    _narrow(config)
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if weights > _MOST_WEIGHTS:
+        raise ValueError(f"even with few and narrow heads it has {weights} weights to try it with")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # Larger than is usual, so that no part's influence is lost in rounding.
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def _narrow(config: Any) -> None:
+    """Set a configuration's widths, in proportions that keep it valid."""
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    few_heads = min(heads, 4)
+    few_groups = few_heads if groups == heads else min(groups, 2)
+    projected = getattr(config, "word_embed_proj_dim", None)
+    same = projected == config.hidden_size
+    for name, value in list(vars(config).items()):
+        width = next((width for pattern, width in _WIDTHS if re.fullmatch(pattern, name)), None)
+        if width is not None and isinstance(value, int) and not isinstance(value, bool):
+            setattr(config, name, min(value, width))
+        elif name.endswith("_token_id") and value is not None:
+            setattr(config, name, 0)
+    config.num_attention_heads = few_heads
+    config.hidden_size = few_heads * _HEAD
+    for name, width in (
+        ("num_key_value_heads", few_groups),
+        ("num_kv_heads", few_groups),
+        ("head_dim", getattr(config, "qk_rope_head_dim", _HEAD)),
+        ("word_embed_proj_dim", config.hidden_size if same else _HEAD),
+    ):
+        if isinstance(vars(config).get(name), int):
+            setattr(config, name, width)
+    _shorten_factors(vars(config).get("rope_parameters"))
+    vars(config).pop("quantization_config", None)
+
+
+def _shorten_factors(rope: Any) -> None:
+    """Keep as many of the factors that scale rotary frequencies as narrow heads have."""
+    if isinstance(rope, dict):
+        pairs = int(_HEAD * (rope.get("partial_rotary_factor") or 1)) // 2
+        for name, value in rope.items():
+            if name in {"long_factor", "short_factor"}:
+                rope[name] = value[:pairs]
+            _shorten_factors(value)
