@@ -1,0 +1,106 @@
+"""What can go wrong with a lane, each thing by its own name.
+
+No message here or in any module of the lane holds a key, a secret or a number of a hidden state: it
+may be logged and shown.
+"""
+
+from enum import StrEnum
+
+
+class LaneError(RuntimeError):
+    """A lane could not be opened, or has ended otherwise than by agreement."""
+
+
+class LaneClosedError(LaneError):
+    """The lane was closed in order, by this side or the other one."""
+
+
+class LaneCutError(LaneError):
+    """The stream under the lane ended without a word of the other side."""
+
+
+class LaneTimeoutError(LaneError, TimeoutError):
+    """A wait had its limit. After ``receive`` the lane still lives; the caller may wait again."""
+
+
+class LaneDeadlineError(LaneError):
+    """The time is over for which the lane was opened."""
+
+
+class FrameError(LaneError):
+    """What came, or should go, over a lane is not what the lane allows."""
+
+
+class PeerError(LaneError):
+    """The other side ended the lane and said why."""
+
+
+class Refusal(StrEnum):
+    """Why a handshake failed: the short codes that go over the network in the clear."""
+
+    MALFORMED = "malformed"
+    VERSION = "version"
+    SUITE = "suite"
+    AUTHENTICATION = "authentication"
+    TICKET_UNKNOWN = "ticket-unknown"
+    TICKET_EXPIRED = "ticket-expired"
+    TICKET_USED = "ticket-used"
+    TICKET_FOREIGN = "ticket-foreign"
+    SERVER_KEY = "server-key"
+    WRAPPED_SECRET = "wrapped-secret"
+    BUSY = "busy"
+
+
+_WORDS = {
+    Refusal.MALFORMED: "a handshake message is malformed: is something else at this address?",
+    Refusal.VERSION: "the two sides speak different versions of the lane protocol",
+    Refusal.SUITE: "the two sides have different settings of split.key-exchange",
+    Refusal.AUTHENTICATION: "a handshake message was altered, or made without the ticket's secret",
+    Refusal.TICKET_UNKNOWN: "the server has not issued this ticket: did it start anew?",
+    Refusal.TICKET_EXPIRED: "the ticket has expired: its round took too long to begin",
+    Refusal.TICKET_USED: "the ticket has been used: every ticket opens one lane",
+    Refusal.TICKET_FOREIGN: "the ticket was issued for another run, round or node",
+    Refusal.SERVER_KEY: "the server's key has changed since this ticket was issued",
+    Refusal.WRAPPED_SECRET: "the secret wrapped to the server's key can't be opened",
+    Refusal.BUSY: "the server has as many lanes, or handshakes under way, as it allows",
+}
+
+
+class HandshakeError(LaneError):
+    """The two sides could not agree on a lane.
+
+    Attributes:
+        refusal: why; the only thing about it that crosses the network.
+
+    """
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(_WORDS[refusal])
+        self.refusal = refusal
+
+
+class TicketError(HandshakeError):
+    """The ticket is unknown, expired, used or somebody else's."""
+
+
+class ServerKeyError(HandshakeError):
+    """The client has a key of an earlier period, or of another server."""
+
+
+class LaneBusyError(HandshakeError):
+    """The server has no room at the moment; the ticket is still good."""
+
+
+_CLASSES: dict[Refusal, type[HandshakeError]] = {
+    Refusal.TICKET_UNKNOWN: TicketError,
+    Refusal.TICKET_EXPIRED: TicketError,
+    Refusal.TICKET_USED: TicketError,
+    Refusal.TICKET_FOREIGN: TicketError,
+    Refusal.SERVER_KEY: ServerKeyError,
+    Refusal.BUSY: LaneBusyError,
+}
+
+
+def refused(refusal: Refusal) -> HandshakeError:
+    """Give the error that is named after a refusal."""
+    return _CLASSES.get(refusal, HandshakeError)(refusal)

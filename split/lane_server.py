@@ -1,0 +1,177 @@
+"""The server's side of lanes: takes connections, finishes handshakes, gives lanes to their user."""
+
+import logging
+import threading
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from split.frames import Limits
+from split.handshake import ServerHandshake
+from split.keys import ServerKeys
+from split.lane_end import Lane
+from split.lane_errors import HandshakeError, LaneError, Refusal, refused
+from split.lane_transport import (
+    CLOSE_SECONDS,
+    HANDSHAKE_SECONDS,
+    METHOD,
+    SERVICE,
+    refusal_details,
+    server_options,
+    wire_bytes,
+)
+from split.tickets import Identity, TicketBook
+
+_LOG = logging.getLogger(__name__)
+_HALF_OPEN = 32  # handshakes under way at once
+
+
+class LaneServer:
+    """Listens for lanes.
+
+    Args:
+        listen: host and port; port 0 takes a free one.
+        keys: the server's key pair.
+        tickets: who may open a lane.
+        limits: what the client of a lane may send.
+        on_lane: serves a lane; it is called in the lane's own thread, and when it returns the
+            lane is closed.
+        maximum_lanes: how many there may be at once.
+
+    Raises:
+        OSError: the address can't be listened on.
+
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        keys: ServerKeys,
+        tickets: TicketBook,
+        limits: Callable[[Identity], Limits],
+        on_lane: Callable[[Lane], None],
+        maximum_lanes: int = 64,
+    ) -> None:
+        self._keys = keys
+        self._tickets = tickets
+        self._limits = limits
+        self._on_lane = on_lane
+        self._half_open = threading.BoundedSemaphore(_HALF_OPEN)
+        self._maximum_lanes = maximum_lanes
+        self._lock = threading.Lock()
+        self._threads: dict[Lane, threading.Thread] = {}
+        self._stopping = False
+        calls = maximum_lanes + _HALF_OPEN
+        self._writers = ThreadPoolExecutor(calls, thread_name_prefix="lane writer")
+        self._server = grpc.server(
+            self._writers,
+            options=server_options(),
+            maximum_concurrent_rpcs=calls,
+        )
+        handler = grpc.stream_stream_rpc_method_handler(self._open)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)
+        )
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise OSError(
+                f"the block server can't listen on {listen}: the port is in use, or the address "
+                "is not one of this machine; change split.listen"
+            )
+        self.address = f"{listen.rpartition(':')[0]}:{port}"
+
+    def start(self) -> None:
+        """Begin to take lanes."""
+        self._server.start()
+        _LOG.info("the block server listens on %s", self.address)
+
+    def stop(self) -> None:
+        """Take no more lanes, end those there are, and wait for their threads, for a while."""
+        with self._lock:
+            self._stopping = True
+            threads = dict(self._threads)
+        for lane in threads:
+            lane.close("the server has stopped")
+        self._server.stop(CLOSE_SECONDS).wait(2 * CLOSE_SECONDS)
+        for thread in threads.values():
+            if thread is not threading.current_thread():
+                thread.join(CLOSE_SECONDS)
+        self._writers.shutdown(wait=False)
+
+    def _open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Answer one call, in the thread that becomes its lane's writer."""
+        try:
+            lane = yield from self._shake_hands(requests, context)
+        except HandshakeError as error:
+            _LOG.info("a handshake was refused: %s", error)
+            code = grpc.StatusCode.UNAUTHENTICATED
+            if error.refusal is Refusal.BUSY:
+                code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            context.abort(code, refusal_details(error.refusal))
+        if not context.add_callback(lane.over):
+            lane.over()
+        lane.start(requests)
+        yield from lane.messages()
+
+    def _shake_hands(
+        self, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Generator[bytes, None, Lane]:
+        """Take M1, give M2, take M3, within limits of number and time."""
+        if not self._half_open.acquire(blocking=False):
+            raise refused(Refusal.BUSY)
+        limit = threading.Timer(HANDSHAKE_SECONDS, context.cancel)
+        limit.daemon = True
+        limit.start()
+        try:
+            self._check_room()
+            handshake = ServerHandshake(self._keys, self._tickets)
+            hello = _next(requests)
+            answer = handshake.answer(hello)
+            yield answer
+            finished = _next(requests)
+            carried = (wire_bytes(answer), wire_bytes(hello) + wire_bytes(finished))
+            with self._lock:
+                self._check_room()
+                secrets, identity = handshake.accept(finished)
+                lane = Lane(
+                    identity, secrets, self._limits(identity), False, carried, context.cancel
+                )
+                thread = threading.Thread(
+                    target=self._serve, args=(lane,), name=f"serve {identity.node}", daemon=True
+                )
+                self._threads[lane] = thread
+                thread.start()
+        finally:
+            limit.cancel()
+            self._half_open.release()
+        return lane
+
+    def _check_room(self) -> None:
+        if self._stopping or len(self._threads) >= self._maximum_lanes:
+            raise refused(Refusal.BUSY)
+
+    def _serve(self, lane: Lane) -> None:
+        """Let the lane's user serve it."""
+        _LOG.info("%r opened", lane)
+        try:
+            self._on_lane(lane)
+        except LaneError as error:
+            lane.close(str(error))
+        except Exception as error:
+            _LOG.exception("serving %r failed", lane)
+            lane.close(f"the server failed ({type(error).__name__})")
+        finally:
+            lane.close()
+            with self._lock:
+                del self._threads[lane]
+
+
+def _next(requests: Iterator[bytes]) -> bytes:
+    message = next(requests, None)
+    if message is None:
+        raise refused(Refusal.MALFORMED)
+    return message

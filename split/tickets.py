@@ -1,0 +1,151 @@
+"""One-time tickets: who may open a lane.
+
+A ticket travels to its client over a channel that is secret already. On a lane's wire only its
+identifier is seen; its secret keys the first message's MAC and enters the lane's keys.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from split.lane_errors import Refusal, refused
+
+IDENTIFIER_BYTES = 16
+SECRET_BYTES = 32
+NAME_BYTES = 255  # longest run or node, in UTF-8
+# How long a ticket that can't be used any more is still refused by its own name.
+_REMEMBERED_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a lane is for; both sides are sure of it once the handshake is finished.
+
+    Attributes:
+        run: identifier of the run, 1 to 255 bytes of UTF-8.
+        round: number of the round, below 2³².
+        node: the client's name, 1 to 255 bytes of UTF-8.
+
+    """
+
+    run: str
+    round: int
+    node: str
+
+    def __post_init__(self) -> None:
+        for name, value in (("run", self.run), ("node", self.node)):
+            if not 1 <= len(value.encode()) <= NAME_BYTES:
+                raise ValueError(f"the {name} of a lane has 1 to {NAME_BYTES} bytes, not {value!r}")
+        if not 0 <= self.round < 2**32:
+            raise ValueError(f"the round of a lane is a number below 2³², not {self.round}")
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The right to open one lane.
+
+    Attributes:
+        identifier: 16 bytes, seen on the wire.
+        secret: 32 bytes, never seen on a lane's wire.
+
+    """
+
+    identifier: bytes
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.identifier) != IDENTIFIER_BYTES or len(self.secret) != SECRET_BYTES:
+            raise ValueError(
+                f"a ticket is {IDENTIFIER_BYTES} bytes of identifier and {SECRET_BYTES} of secret"
+            )
+
+
+@dataclass
+class _Entry:
+    identity: Identity
+    secret: bytes = field(repr=False)
+    expires: float
+    used: bool = False
+
+
+class TicketBook:
+    """The server's tickets. Every method may be called from any thread.
+
+    Args:
+        clock: seconds that never go backwards.
+
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, _Entry] = {}
+
+    def issue(self, identity: Identity, lifetime: float) -> Ticket:
+        """Make a new ticket.
+
+        Args:
+            identity: whom and what it is for.
+            lifetime: seconds until it expires.
+
+        """
+        ticket = Ticket(secrets.token_bytes(IDENTIFIER_BYTES), secrets.token_bytes(SECRET_BYTES))
+        self.register(ticket, identity, lifetime)
+        return ticket
+
+    def register(self, ticket: Ticket, identity: Identity, lifetime: float) -> None:
+        """Accept a ticket that both sides derived: a lane's resumption, for reconnecting.
+
+        Args:
+            ticket: the lane's ``resumption``.
+            identity: the lane's ``identity``.
+            lifetime: seconds until it expires.
+
+        """
+        now = self._clock()
+        with self._lock:
+            self._forget(now)
+            self._entries[ticket.identifier] = _Entry(identity, ticket.secret, now + lifetime)
+
+    def find(self, identifier: bytes) -> tuple[Ticket, Identity]:
+        """Look a ticket up that has been presented; it isn't spent by that.
+
+        Raises:
+            TicketError: it is unknown, expired or used.
+
+        """
+        with self._lock:
+            entry = self._valid(identifier)
+            return Ticket(identifier, entry.secret), entry.identity
+
+    def spend(self, identifier: bytes) -> None:
+        """Use a ticket up; of several threads that try, one succeeds.
+
+        Raises:
+            TicketError: it is unknown, expired or used.
+
+        """
+        with self._lock:
+            entry = self._valid(identifier)
+            entry.used = True
+            entry.secret = bytes(SECRET_BYTES)  # nobody needs it again
+
+    def _valid(self, identifier: bytes) -> _Entry:
+        entry = self._entries.get(identifier)
+        if entry is None:
+            raise refused(Refusal.TICKET_UNKNOWN)
+        if entry.used:
+            raise refused(Refusal.TICKET_USED)
+        if self._clock() >= entry.expires:
+            raise refused(Refusal.TICKET_EXPIRED)
+        return entry
+
+    def _forget(self, now: float) -> None:
+        """Drop what expired long ago, so that a long run's book does not grow."""
+        old = [
+            key for key, entry in self._entries.items() if entry.expires < now - _REMEMBERED_SECONDS
+        ]
+        for key in old:
+            del self._entries[key]
