@@ -1,0 +1,280 @@
+"""The block server: holds the body, lets invited clients train and evaluate through it."""
+
+import itertools
+import threading
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from finetuning.optimization import OptimizerState
+from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
+from split.branch import Branch, State
+from split.compute import ComputeThread
+from split.evaluation_session import EvaluationSession, Models
+from split.frames import Limits
+from split.invitation import Invitation
+from split.keys import ServerKeys
+from split.lane import Lane
+from split.lane_errors import LaneError
+from split.lane_server import LaneServer
+from split.parts import Part
+from split.schedules.hierarchical import Hierarchical
+from split.schedules.serial import Serial
+from split.session import Account, ProtocolError
+from split.tickets import Identity, TicketBook
+from split.training_session import Terms, TrainingSession
+
+_MOST_LANES = 256
+
+
+class Schedule(Protocol):
+    """How clients share the body: ``Serial`` or ``Hierarchical``."""
+
+    def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool) -> None:
+        """Prepare for the clients that may join."""
+        ...
+
+    def enter(self, client: str, steps: int) -> Branch:
+        """Let a client begin its round."""
+        ...
+
+    def leave(self, client: str) -> None:
+        """Let a client go."""
+        ...
+
+    def average(self, client: str, step: int, own: State) -> State:
+        """Average all parties' adapters within a round."""
+        ...
+
+    def state_of(self, client: str) -> State:
+        """Give the body's adapters of a client."""
+        ...
+
+    def end_round(self, weights: Mapping[str, float]) -> State:
+        """Give the body's adapters that the next round begins with."""
+        ...
+
+    def export_optimizers(self) -> dict[str, OptimizerState]:
+        """Give the optimizers' states by their keys."""
+        ...
+
+    def load_optimizers(self, states: Mapping[str, OptimizerState]) -> None:
+        """Put the optimizers' states back."""
+        ...
+
+
+class BlockServer:
+    """Holds the body; lives as long as the run. Its methods are called from one thread.
+
+    Args:
+        body: the frozen blocks.
+        state: the body's adapters to begin with.
+        split: schedule, limits and addresses.
+        adapter: rank, scale, dropout and targets.
+        train: of the optimizers.
+        run: names the run in handshakes.
+        longest: padded tokens of the largest micro-batch that any client may send.
+        minimum: clients without whom a round is not worth its while.
+
+    Raises:
+        OSError: the address in ``split.listen`` can't be listened on.
+
+    """
+
+    def __init__(
+        self,
+        body: Part,
+        state: State,
+        split: SplitSettings,
+        adapter: AdapterSettings,
+        train: TrainSettings,
+        run: str,
+        longest: int,
+        minimum: int,
+    ) -> None:
+        self._body = body
+        self._split = split
+        self._adapter = adapter
+        self._train = train
+        self._run = run
+        self._minimum = minimum
+        self._grants: dict[Identity, int | Models] = {}
+        self._accounts: list[Account] = []
+        self._open: set[Lane] = set()
+        self._changed = threading.Condition()
+        self._lanes = 1
+        self._compute = ComputeThread(split.activation_budget)
+        self._schedule = self._make_schedule(state)
+        self._keys = ServerKeys(split.key_exchange)
+        self._tickets = TicketBook()
+        limits = Limits(body.hidden_size, split.wire_dtype, longest)
+        self._server = LaneServer(
+            split.listen, self._keys, self._tickets, lambda _: limits, self._serve, _MOST_LANES
+        )
+        self._server.start()
+
+    @property
+    def address(self) -> str:
+        """Where clients reach the server, as host:port."""
+        return self._split.advertise or self._server.address
+
+    def begin_round(self, weights: Mapping[str, float]) -> None:
+        """Prepare for a round of training.
+
+        Args:
+            weights: of the clients that will be invited, by name.
+
+        """
+        self._lanes = len(weights) if self._split.schedule == "hierarchical" else 1
+        keep = self._train.optimizer_state == "keep"
+        self._compute.call(lambda: self._schedule.begin_round(weights, keep))
+
+    def invite_to_train(
+        self, client: str, round_number: int, seed: int, lifetime: float
+    ) -> Invitation:
+        """Let a client train for a round.
+
+        Args:
+            client: who.
+            round_number: counted from 1.
+            seed: of the client's training in this round.
+            lifetime: seconds for which the ticket is good.
+
+        """
+        return self._invite("train", client, round_number, seed, lifetime)
+
+    def invite_to_evaluate(
+        self, client: str, round_number: int, models: Models, lifetime: float
+    ) -> Invitation:
+        """Let a client evaluate models.
+
+        Args:
+            client: who.
+            round_number: after which; 0 is before the first.
+            models: the body's adapters by the name of the model; None is no adapter.
+            lifetime: seconds for which the ticket is good.
+
+        """
+        return self._invite("evaluate", client, round_number, models, lifetime)
+
+    def finish_lanes(self) -> list[Account]:
+        """End every lane that is still open, and take tickets back; give all lanes' accounts."""
+        self._grants.clear()
+        with self._changed:
+            for lane in self._open:
+                lane.close("its time is over")
+            self._changed.wait_for(lambda: not self._open)
+            accounts, self._accounts = self._accounts, []
+        return sorted(accounts, key=lambda account: account.client)
+
+    def state_of(self, client: str) -> State:
+        """Give the body's adapters of a client, after its lane and before ``end_round``."""
+        return self._schedule.state_of(client)
+
+    def end_round(self, weights: Mapping[str, float]) -> State:
+        """Give the body's adapters that the next round begins with.
+
+        Args:
+            weights: of the clients whose round counts, by name; at least one.
+
+        """
+        return self._compute.call(lambda: self._schedule.end_round(weights))
+
+    def export_optimizers(self) -> State:
+        """Give all optimizers' states, under ``<client or body>/<weight>:<moment>``."""
+        return {
+            f"{key}/{name}": value
+            for key, state in self._schedule.export_optimizers().items()
+            for name, value in state.items()
+        }
+
+    def load_optimizers(self, states: State) -> None:
+        """Put back what ``export_optimizers`` gave."""
+        by_key: dict[str, State] = {}
+        for name, value in states.items():
+            key, _, rest = name.partition("/")
+            by_key.setdefault(key, {})[rest] = value
+        self._compute.call(lambda: self._schedule.load_optimizers(by_key))
+
+    def rotate_keys(self) -> None:
+        """Make the server a new key; invitations with the old one are no longer good."""
+        self._keys.rotate()
+
+    def stop(self) -> None:
+        """End all lanes and threads."""
+        self.finish_lanes()
+        self._server.stop()
+        self._compute.stop()
+
+    def _make_schedule(self, state: State) -> Schedule:
+        numbers = itertools.count()
+
+        def make_branch() -> Branch:
+            name = f"branch-{next(numbers)}"
+            return Branch(self._body, name, self._adapter, self._train, state)
+
+        if self._split.schedule == "serial":
+            return Serial(make_branch())
+        return Hierarchical(
+            make_branch,
+            state,
+            self._minimum,
+            self._split.average_every,
+            self._split.join_timeout,
+        )
+
+    def _invite(
+        self, purpose: str, client: str, round_number: int, grant: int | Models, lifetime: float
+    ) -> Invitation:
+        identity = Identity(f"{self._run}/{purpose}", round_number, client)
+        self._grants[identity] = grant
+        return Invitation(
+            self.address,
+            self._split.key_exchange,
+            self._keys.public,
+            identity,
+            self._tickets.issue(identity, lifetime),
+        )
+
+    def _serve(self, lane: Lane) -> None:
+        """Serve a lane in its own thread."""
+        started = time.monotonic()
+        grant = self._grants.get(lane.identity)
+        if grant is None:
+            lane.close("its time is over")
+            return
+        with self._changed:
+            self._open.add(lane)
+        session = self._session(lane, grant)
+        account = session.account
+        try:
+            session.serve()
+        except (LaneError, ProtocolError, RuntimeError, ValueError) as error:
+            account.error = account.error or f"{type(error).__name__}: {error}"
+            lane.close(account.error)
+        finally:
+            account.seconds = time.monotonic() - started
+            traffic = lane.traffic
+            account.bytes_up, account.bytes_down = traffic.bytes_up, traffic.bytes_down
+            account.seconds_crypto = traffic.seconds_crypto
+            account.seconds_serialisation = traffic.seconds_serialisation
+            with self._changed:
+                self._accounts.append(account)
+                self._open.discard(lane)
+                self._changed.notify_all()
+
+    def _session(self, lane: Lane, grant: int | Models) -> TrainingSession | EvaluationSession:
+        if isinstance(grant, int):
+            terms = Terms(self._split.window, self._split.activation_budget, self._lanes)
+            return TrainingSession(
+                lane, grant, self._schedule, self._compute, terms, self._split.frame_timeout
+            )
+        return EvaluationSession(
+            lane,
+            grant,
+            self._body,
+            self._adapter,
+            self._compute,
+            self._split.window,
+            self._split.frame_timeout,
+        )

@@ -1,0 +1,258 @@
+"""The stages of a step when the middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from finetuning.data.batching import MicroBatch
+from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
+from finetuning.whole_model import add_target_gradient, target_loss
+from split.branch import load_state
+from split.frames import Frame, Kind
+from split.lane import Lane
+from split.lane_errors import LaneError
+from split.parts import Padding, Part
+
+
+@dataclass(frozen=True)
+class ClientRound:
+    """What the server must know of a client's round.
+
+    Attributes:
+        steps: optimizer steps in this round.
+        first_step: how many steps this client's earlier rounds have.
+        total_steps: how many steps all rounds of the run have.
+        longest: padded tokens of the largest micro-batch.
+        average_every: steps after which all parties' adapters are averaged; 0 for never.
+        deadline: on ``time.monotonic``'s clock.
+
+    """
+
+    steps: int
+    first_step: int
+    total_steps: int
+    longest: int
+    average_every: int
+    deadline: float
+
+
+class SplitModel:
+    """A model whose head and tail are here, and whose body is at the end of a lane.
+
+    Args:
+        head: embedding and first blocks, its adapter attached.
+        tail: last blocks, norm and output head, its adapter attached.
+        lane: to the block server.
+        frame_timeout: seconds to wait for the server's next frame.
+
+    """
+
+    def __init__(self, head: Part, tail: Part, lane: Lane, frame_timeout: float) -> None:
+        self._head = head
+        self._tail = tail
+        self._output_head = tail.output_head
+        self._lane = lane
+        self._frame_timeout = frame_timeout
+        self._credits = 1
+        self._step = 0
+        self._round: ClientRound | None = None
+        self.seconds_waiting = 0.0
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The weights that are trained here, by their names in the whole model."""
+        return self._head.trainable() | self._tail.trainable()
+
+    def join(self, place: ClientRound) -> None:
+        """Begin a round of training."""
+        self._round = place
+        self._step = 0
+        self._lane.send(
+            Kind.JOIN,
+            fields={
+                "steps": place.steps,
+                "first_step": place.first_step,
+                "total_steps": place.total_steps,
+                "longest": place.longest,
+                "wants_gradient": bool(self._head.trainable()),
+            },
+        )
+        # Others may have to join first, and the server has a limit of its own for that.
+        self._credits = int(self._receive(Kind.WELCOME, place.deadline).fields["credits"])
+
+    def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
+        """Choose which model the next ``summed_losses`` are of.
+
+        Args:
+            model: the server's name of it.
+            adapters: of head and tail; None is none.
+
+        """
+        for part in (self._head, self._tail):
+            part.use(None if adapters is None else "default")
+        if adapters is not None:
+            load_state(self.parameters, adapters)
+        self._lane.send(Kind.JOIN, fields={"model": model})
+        self._credits = int(self._receive(Kind.WELCOME).fields["credits"])
+
+    def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
+        """Add the gradient of a step's loss to the ``.grad`` of head and tail, and at the server.
+
+        Micro-batches depend on nothing but each other's sums, so as many are under way as the
+        server gave credits for, and each party adds their gradients in their order.
+
+        Args:
+            batches: the step's micro-batches.
+            seed: of the step; each party derives its own for every micro-batch.
+
+        Returns:
+            Each micro-batch's summed loss in nats.
+
+        """
+        self._average_if_due()
+        targets = sum(len(batch.labels) for batch in batches)
+        wants_gradient = bool(self._head.trainable())
+        sent: dict[int, torch.Tensor] = {}
+        losses = []
+        self._set_up(training=True)
+
+        def forward(index: int) -> None:
+            with drawing_from(derive_seed("dropout", seed, index, "head")):
+                hidden = self._forward_head(index, batches[index])
+            if wants_gradient:
+                sent[index] = hidden
+
+        def answer(frame: Frame) -> bool:
+            index = frame.micro_batch
+            if frame.kind is Kind.HIDDEN:
+                middle = frame.tensors["hidden"].to(self._tail.device).requires_grad_()
+                with drawing_from(derive_seed("dropout", seed, index, "tail")):
+                    hidden = self._tail(middle, _padding(batches[index]))
+                    with self._tail.autocast():
+                        losses.append(
+                            add_target_gradient(
+                                self._output_head, hidden, batches[index], 1 / targets
+                            )
+                        )
+                gradient = middle.grad
+                assert gradient is not None  # every micro-batch has targets
+                self._lane.send(Kind.GRADIENT, self._step, index, {"gradient": gradient})
+                return not wants_gradient
+            output = sent.pop(index)
+            with drawing_nothing_new():
+                output.backward(frame.tensors["gradient"].to(output))  # type: ignore[no-untyped-call]
+            return True
+
+        self._pipeline(len(batches), forward, answer)
+        return [float(loss) for loss in losses]
+
+    @torch.no_grad()
+    def clip(self, maximum: float) -> float:
+        """Scale all parties' gradients to the maximum norm; the server gives the factor.
+
+        Args:
+            maximum: the server has the same setting; here only 0, for no limit, matters.
+
+        Returns:
+            The norm over all parties before that.
+
+        """
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        squared = sum(float(gradient.square().sum(dtype=torch.float64)) for gradient in gradients)
+        self._lane.send(Kind.STEP, self._step, fields={"squared_norm": float(squared)})
+        fields = self._receive(Kind.STEP).fields
+        if maximum:
+            for gradient in gradients:
+                gradient.mul_(float(fields["factor"]))
+        self._step += 1
+        return float(fields["norm"])
+
+    @torch.no_grad()
+    def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """Give each micro-batch's summed loss in nats, without dropout."""
+        losses = []
+        self._set_up(training=False)
+
+        def answer(frame: Frame) -> bool:
+            batch = batches[frame.micro_batch]
+            hidden = self._tail(frame.tensors["hidden"].to(self._tail.device), _padding(batch))
+            with self._tail.autocast():
+                losses.append(target_loss(self._output_head, hidden, batch))
+            return True
+
+        self._pipeline(len(batches), lambda i: self._forward_head(i, batches[i]), answer)
+        return [float(loss) for loss in losses]
+
+    def end(self) -> None:
+        """End the round, or the evaluation, and wait until the server has taken note of it."""
+        self._lane.send(Kind.END)
+        self._receive(Kind.END)
+        self._lane.close()
+
+    def _set_up(self, training: bool) -> None:
+        for part in (self._head, self._tail):
+            part.train(training)
+
+    def _forward_head(self, index: int, batch: MicroBatch) -> torch.Tensor:
+        hidden = self._head(batch.tokens.to(self._head.device), _padding(batch))
+        self._lane.send(
+            Kind.HIDDEN,
+            self._step,
+            index,
+            {"hidden": hidden.detach(), "lengths": batch.lengths},
+            {"side": "right"},
+        )
+        return hidden
+
+    def _pipeline(
+        self, count: int, forward: Callable[[int], object], answer: Callable[[Frame], bool]
+    ) -> None:
+        """Keep as many micro-batches under way as there are credits.
+
+        Args:
+            count: of micro-batches.
+            forward: sends one on its way.
+            answer: takes a frame of one; gives whether that was its last.
+
+        """
+        begun = ended = 0
+        while ended < count:
+            if begun < count and begun - ended < self._credits:
+                forward(begun)
+                begun += 1
+            else:
+                ended += answer(self._receive(Kind.HIDDEN, also=Kind.GRADIENT))
+
+    def _average_if_due(self) -> None:
+        """Between two steps take over the average of all clients' adapters, where that is due."""
+        place = self._round
+        if place is None or not place.average_every or not self._step:
+            return
+        if self._step % place.average_every == 0:
+            own = {name: parameter.detach() for name, parameter in self.parameters.items()}
+            self._lane.send(Kind.AVERAGE, self._step, tensors=own)
+            # The others may be far behind; each of them has its own limits.
+            load_state(self.parameters, self._receive(Kind.AVERAGE, place.deadline).tensors)
+
+    def _receive(self, kind: Kind, until: float | None = None, also: Kind | None = None) -> Frame:
+        """Wait for a frame of a kind.
+
+        Args:
+            kind: what is due.
+            until: when to stop waiting, on ``time.monotonic``'s clock; None is ``frame_timeout``.
+            also: another kind that may come.
+
+        """
+        started = time.monotonic()
+        timeout = self._frame_timeout if until is None else max(0.0, until - started)
+        frame = self._lane.receive(timeout)
+        self.seconds_waiting += time.monotonic() - started
+        if frame.kind not in (kind, also):
+            raise LaneError(f"the server sent a frame {frame.kind.name} where {kind.name} is due")
+        return frame
+
+
+def _padding(batch: MicroBatch) -> Padding:
+    return Padding("right", batch.lengths)
