@@ -16,8 +16,9 @@ from finetuning.adapters import State, initial_adapter
 from finetuning.base_model import locate
 from finetuning.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
-from strategies.fedjudge import FedJudgeBase, FedJudgeCL, Progress
+from server_app.main import STRATEGIES
 from strategies.messages import to_arrays
+from strategies.rounds import Progress
 from strategies.run_config import Scalar, parse_run_config
 
 
@@ -87,13 +88,13 @@ class MemoryJournal:
     Attributes:
         events: as they would stand in ``metrics.jsonl``.
         adapters: the global adapter after each round.
-        personalised: each client's latest.
+        kept: each client's personalised adapter.
     """
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.adapters: dict[int, State] = {}
-        self.personalised: dict[str, State] = {}
+        self.kept: dict[str, State] = {}
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Keep an event."""
@@ -101,22 +102,34 @@ class MemoryJournal:
 
     def keep_personalised(self, client: str, state: State, round_number: int, size: int) -> None:
         """Keep a client's adapter."""
-        self.personalised[client] = state
+        self.kept[client] = state
+
+    def personalised(self, client: str) -> State | None:
+        """Give a client's adapter."""
+        return self.kept.get(client)
 
     def checkpoint(
-        self, round_number: int, state: State, importance: State | None, evaluated: bool
+        self,
+        round_number: int,
+        state: State,
+        importance: State | None,
+        optimizers: State | None,
+        evaluated: bool,
     ) -> None:
         """Keep the global adapter."""
         self.adapters[round_number] = state
 
 
-def run_in_process(values: Mapping[str, Scalar], state_path: Path, clients: int) -> MemoryJournal:
+def run_in_process(
+    values: Mapping[str, Scalar], state_path: Path, clients: int, grid: Grid | None = None
+) -> MemoryJournal:
     """Run simulated clients through all rounds.
 
     Args:
         values: the run config.
         state_path: where clients keep their state.
         clients: how many.
+        grid: connects to them; None makes one.
     """
     values = {"min-nodes": clients, **values, "state-path": str(state_path)}
     config = parse_run_config(values)
@@ -125,7 +138,7 @@ def run_in_process(values: Mapping[str, Scalar], state_path: Path, clients: int)
         config.model.name, config.adapter, derive_seed("adapter", config.seed)
     )
     journal = MemoryJournal()
-    kind = FedJudgeCL if config.strategy == "fedjudge-cl" else FedJudgeBase
+    kind = STRATEGIES[config.strategy]
     strategy = kind(config, fingerprint(locate(config.model.name)), Progress("bench"), journal)
-    strategy.start(InProcessGrid(values, nodes), to_arrays(state), config.rounds)
+    strategy.start(grid or InProcessGrid(values, nodes), to_arrays(state), config.rounds)
     return journal

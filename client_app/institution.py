@@ -8,15 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from flwr.common.logger import log
+from split.exactness import check_exactness
 
 from client_app.data import read_client_data
 from finetuning.adapters import attach_adapter
 from finetuning.base_model import load_base_model, load_tokenizer, locate
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.fingerprint import fingerprint
-from finetuning.settings import AdapterSettings, DataSettings, ModelSettings
+from finetuning.settings import AdapterSettings, DataSettings, ModelSettings, SplitSettings
 from finetuning.whole_model import WholeModel
+from split.loading import load_parts, locate_parts, tensors_of
+from split.partition import PartyName, cut_of
+from split.parts import Part
 from strategies.run_config import RunConfig, Scalar
+
+# What a client holds of a split model.
+ENDS: tuple[PartyName, ...] = ("head", "tail")
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,9 @@ class Institution:
         size: number of training rows, |Dᵢ| of FedJudge Eq. 2.
         train: tokenized training examples.
         test: tokenized held-out examples.
+        padding: the padding token.
         directory: of the base model.
-        fingerprint: of the base model, as computed here.
+        fingerprint: of the base model, or of the parts that are held here, as computed here.
 
     """
 
@@ -37,6 +45,7 @@ class Institution:
     size: int
     train: list[Example]
     test: list[Example]
+    padding: int
     directory: Path
     fingerprint: dict[str, str]
 
@@ -49,7 +58,27 @@ def open_institution(config: RunConfig, node: Mapping[str, Scalar]) -> Instituti
         BaseModelError: the base model can't be found.
 
     """
-    return _open(config.model.name, config.data, config.seed, tuple(sorted(node.items())))
+    split = config.split if config.strategy == "fl-glm" else None
+    return _open(config.model, split, config.data, config.seed, tuple(sorted(node.items())))
+
+
+@lru_cache(maxsize=1)
+def load_ends(
+    model: ModelSettings, adapter: AdapterSettings, split: SplitSettings
+) -> dict[PartyName, Part]:
+    """Give the head and the tail of a split model with adapters; loaded once per process.
+
+    The adapters' weights are whatever the last message left: set them before use.
+
+    Raises:
+        BaseModelError: the model can't be loaded.
+
+    """
+    directory = locate_parts(model.name, split, ENDS)
+    parts = load_parts(model, directory, cut_of(directory, split), ENDS)
+    for part in parts.values():
+        part.attach(adapter)
+    return parts
 
 
 @lru_cache(maxsize=1)
@@ -69,9 +98,20 @@ def load_model(model: ModelSettings, adapter: AdapterSettings) -> tuple[WholeMod
 # A simulation's actor serves several clients in turn.
 @lru_cache(maxsize=16)
 def _open(
-    model_name: str, settings: DataSettings, seed: int, node: tuple[tuple[str, Scalar], ...]
+    model: ModelSettings,
+    split: SplitSettings | None,
+    settings: DataSettings,
+    seed: int,
+    node: tuple[tuple[str, Scalar], ...],
 ) -> Institution:
-    directory = locate(model_name)
+    if split is None:
+        directory = locate(model.name)
+        digests = fingerprint(directory)
+    else:
+        directory = locate_parts(model.name, split, ENDS)
+        cut = cut_of(directory, split)
+        check_exactness(directory, model, cut)
+        digests = fingerprint(directory, tensors_of(directory, cut, ENDS))
     data = read_client_data(settings, dict(node), seed)
     tokenizer = load_tokenizer(directory)
     parts = {}
@@ -95,6 +135,7 @@ def _open(
         len(data.train),
         parts["training"],
         parts["held-out"],
+        tokenizer.pad_token_id,
         directory,
-        fingerprint(directory),
+        digests,
     )

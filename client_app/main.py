@@ -12,19 +12,24 @@ from flwr.common.logger import log
 
 from client_app.evaluation import evaluate_models
 from client_app.institution import Institution, open_institution
+from client_app.split import evaluate_split_models, train_ends
 from client_app.state import ClientState
 from client_app.training import train_adapter
+from finetuning.adapters import State
 from finetuning.base_model import BaseModelError
 from finetuning.data.rows import DataError
 from finetuning.fingerprint import digest
 from finetuning.training import DeadlineError
+from split.lane_errors import LaneError
 from strategies.messages import (
     ARRAYS,
+    BODY,
     IMPORTANCE,
     SIZE,
     Instruction,
     answer,
     from_arrays,
+    invitation_of,
     to_arrays,
 )
 from strategies.run_config import ConfigError, RunConfig, parse_run_config
@@ -33,7 +38,15 @@ app = ClientApp()
 
 Handler = Callable[[Message, Context], Message]
 # What a person can mend; anything else is a fault of the program, and Flower reports its traceback.
-_PROBLEMS = (BaseModelError, ConfigError, DataError, DeadlineError, FloatingPointError, OSError)
+_PROBLEMS = (
+    BaseModelError,
+    ConfigError,
+    DataError,
+    DeadlineError,
+    FloatingPointError,
+    LaneError,
+    OSError,
+)
 
 
 def _says_problems(handler: Handler) -> Handler:
@@ -73,16 +86,21 @@ def train(message: Message, context: Context) -> Message:
     """Train from the global adapter on private data, and send the local adapter back."""
     instruction, config, institution, state = _open(message, context)
     arrays = message.content.array_records
+    if config.strategy == "fl-glm":
+        adapter, metrics = train_ends(
+            institution,
+            config,
+            instruction,
+            from_arrays(arrays[ARRAYS]),
+            state,
+            invitation_of(message),
+        )
+        return _trained(message, institution, instruction, adapter, metrics)
     importance = from_arrays(arrays[IMPORTANCE]) if IMPORTANCE in arrays else None
     adapter, metrics = train_adapter(
         institution, config, instruction, from_arrays(arrays[ARRAYS]), importance, state
     )
-    return answer(
-        message,
-        {"name": institution.name, "base": instruction.base},
-        {SIZE: institution.size, **metrics},
-        to_arrays(adapter),
-    )
+    return _trained(message, institution, instruction, adapter, metrics)
 
 
 @app.evaluate()
@@ -90,18 +108,37 @@ def train(message: Message, context: Context) -> Message:
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate the global and the personalised adapter on held-out data; compute J if asked."""
     instruction, config, institution, state = _open(message, context)
-    metrics, importance = evaluate_models(
-        institution,
-        config,
-        instruction,
-        from_arrays(message.content.array_records[ARRAYS]),
-        state,
-    )
+    arrays = from_arrays(message.content.array_records[ARRAYS])
+    if config.strategy == "fl-glm":
+        records = message.content.array_records
+        bodies = {m: from_arrays(records[key]) for m, key in BODY.items() if key in records}
+        invitation = invitation_of(message)
+        metrics = evaluate_split_models(
+            institution, config, instruction, arrays, bodies, state, invitation
+        )
+        importance = None
+    else:
+        metrics, importance = evaluate_models(institution, config, instruction, arrays, state)
     return answer(
         message,
         {"name": institution.name, "base": instruction.base},
         {SIZE: institution.size, **metrics},
         None if importance is None else to_arrays(importance),
+    )
+
+
+def _trained(
+    message: Message,
+    institution: Institution,
+    instruction: Instruction,
+    adapter: State,
+    metrics: dict[str, int | float],
+) -> Message:
+    return answer(
+        message,
+        {"name": institution.name, "base": instruction.base},
+        {SIZE: institution.size, **metrics},
+        to_arrays(adapter),
     )
 
 

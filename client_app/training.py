@@ -18,6 +18,7 @@ from finetuning.adapters import (
 from finetuning.continual import Penalty, importance
 from finetuning.data.batching import MicroBatch, collate, micro_batches, plan_round, steps_per_round
 from finetuning.data.tokenization import Example
+from finetuning.optimization import OptimizerState
 from finetuning.randomness import derive_seed
 from finetuning.training import Round, TrainingReport, train_round
 from finetuning.whole_model import WholeModel
@@ -48,13 +49,54 @@ def train_adapter(
 
     """
     deadline = time.monotonic() + instruction.time_limit
-    model, tokenizer = load_model(config.model, config.adapter)
+    model, _ = load_model(config.model, config.adapter)
     load_adapter(model.peft_model, arrays)
     parameters = trainable_parameters(model.peft_model)
     names = exported_names(model.peft_model)
+    weights = server_importance
+    if instruction.importance:
+        weights = own_importance(institution, config, model, institution.padding)
+    penalty = None
+    if weights is not None:
+        penalty = Penalty(
+            parameters,
+            anchor={name: arrays[names[name]] for name in parameters},
+            importance={name: weights[names[name]] for name in parameters},
+            weight=config.continual.weight,
+        )
+    report, optimizer = train_round(
+        model,
+        parameters,
+        institution.train,
+        institution.padding,
+        place_of(institution, config, instruction, deadline),
+        config.train,
+        penalty,
+        optimizer_to_go_on_with(institution, config, instruction, state),
+        description=f"{institution.name}, round {instruction.round}",
+    )
+    adapter = export_adapter(model.peft_model)
+    keeps = config.train.optimizer_state == "keep"
+    state.save(instruction.round, adapter, optimizer if keeps else {})
+    metrics = training_metrics(report)
+    if report.final_distance is not None:
+        s = report.final_distance
+        metrics |= {
+            "importance-distance": s,
+            "mean-importance-distance": s / sum(p.numel() for p in parameters.values()),
+            "penalty": config.continual.weight * (s + s * s),
+            "penalty-gradient-share": report.penalty_gradient_share or 0.0,
+        }
+    return adapter, metrics
+
+
+def place_of(
+    institution: Institution, config: RunConfig, instruction: Instruction, deadline: float
+) -> Round:
+    """Say which examples a client's round trains on, in which order, and until when."""
     lengths = [len(example.tokens) for example in institution.train]
     per_round = steps_per_round(len(lengths), config.train)
-    place = Round(
+    return Round(
         steps=plan_round(
             lengths,
             config.train,
@@ -66,36 +108,19 @@ def train_adapter(
         seed=derive_seed("train", config.seed, institution.name, instruction.round),
         deadline=deadline,
     )
-    weights = server_importance
-    if instruction.importance:
-        weights = own_importance(institution, config, model, tokenizer.pad_token_id)
-    penalty = None
-    if weights is not None:
-        penalty = Penalty(
-            parameters,
-            anchor={name: arrays[names[name]] for name in parameters},
-            importance={name: weights[names[name]] for name in parameters},
-            weight=config.continual.weight,
-        )
+
+
+def optimizer_to_go_on_with(
+    institution: Institution, config: RunConfig, instruction: Instruction, state: ClientState
+) -> OptimizerState | None:
+    """Give the optimizer of the round before, if it is to be kept; forget what comes after."""
     state.forget_from(instruction.round)
-    keeps = config.train.optimizer_state == "keep"
-    optimizer_state = state.optimizer(instruction.round - 1) if keeps else None
-    if keeps and instruction.round > 1 and not optimizer_state:
+    if config.train.optimizer_state != "keep":
+        return None
+    optimizer = state.optimizer(instruction.round - 1)
+    if instruction.round > 1 and not optimizer:
         log(WARNING, "%s has no optimizer to go on with, and starts anew", institution.name)
-    report, optimizer = train_round(
-        model,
-        parameters,
-        institution.train,
-        tokenizer.pad_token_id,
-        place,
-        config.train,
-        penalty,
-        optimizer_state,
-        description=f"{institution.name}, round {instruction.round}",
-    )
-    adapter = export_adapter(model.peft_model)
-    state.save(instruction.round, adapter, optimizer if keeps else {})
-    return adapter, _metrics(report, parameters, config.continual.weight)
+    return optimizer
 
 
 def own_importance(
@@ -126,10 +151,9 @@ def _batches(examples: list[Example], config: RunConfig, padding: int) -> list[M
     ]
 
 
-def _metrics(
-    report: TrainingReport, parameters: dict[str, torch.nn.Parameter], weight: float
-) -> dict[str, int | float]:
-    metrics: dict[str, int | float] = {
+def training_metrics(report: TrainingReport) -> dict[str, int | float]:
+    """Give what a round of training reports to the server, penalty aside."""
+    return {
         "loss": sum(report.losses) / len(report.losses),
         "loss-first": report.losses[0],
         "loss-last": report.losses[-1],
@@ -140,12 +164,3 @@ def _metrics(
         "gradient-norm": report.gradient_norm,
         "learning-rate": report.learning_rate,
     }
-    if report.final_distance is not None:
-        s = report.final_distance
-        metrics |= {
-            "importance-distance": s,
-            "mean-importance-distance": s / sum(p.numel() for p in parameters.values()),
-            "penalty": weight * (s + s * s),
-            "penalty-gradient-share": report.penalty_gradient_share or 0.0,
-        }
-    return metrics

@@ -1,7 +1,8 @@
 """``python -m demo ['key=value …']``: the demonstration, from nothing to results.
 
 Three generated institutions fine-tune the embedded tiny model together, with the settings of
-``presets/demo.toml``; keys of the run config can be overridden. Everything is kept in ``.chambers``
+``presets/demo.toml``, or of ``presets/demo-split.toml`` where the strategy is ``fl-glm``; keys of
+the run config can be overridden. Everything is kept in ``.chambers``
 and ``runs`` inside the checkout.
 """
 
@@ -23,13 +24,15 @@ _CLIENTS = 3
 
 def main(overrides: list[str]) -> int:
     """Run the demonstration; the exit status is 0 only if the run completed."""
-    preset = tomllib.loads((_CHECKOUT / "presets" / "demo.toml").read_text())
+    given = parse_config_args([text for text in overrides if text.strip()])
+    name = "demo-split.toml" if given.get("strategy") == "fl-glm" else "demo.toml"
+    preset = tomllib.loads((_CHECKOUT / "presets" / name).read_text())
     config: dict[str, Scalar] = {
         "output-dir": str(_CHECKOUT / "runs"),
         "state-path": str(_PRIVATE / "state"),
         "min-nodes": _CLIENTS,
         **flatten_dict(preset),
-        **parse_config_args([text for text in overrides if text.strip()]),
+        **given,
     }
     try:
         parse_run_config(config)

@@ -1,8 +1,9 @@
 """What a run needs to go on after its last finished round: one file per round."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -28,6 +29,14 @@ _MAY_CHANGE = {
     "evaluate.generate",
     "evaluate.generate-examples",
     "evaluate.max-new-tokens",
+    "split.window",
+    "split.activation-budget",
+    "split.listen",
+    "split.advertise",
+    "split.key-exchange",
+    "split.rotate-keys-every",
+    "split.join-timeout",
+    "split.frame-timeout",
 }
 
 
@@ -43,6 +52,7 @@ class Checkpoint:
         metrics_bytes: length of ``metrics.jsonl`` when this was written.
         state: the global adapter.
         importance: J at it, if it has been computed.
+        optimizers: of what the server trains itself, if it does.
 
     """
 
@@ -53,6 +63,7 @@ class Checkpoint:
     metrics_bytes: int
     state: State
     importance: State | None
+    optimizers: State | None
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
@@ -60,8 +71,13 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
     tensors = {f"adapter.{name}": value for name, value in checkpoint.state.items()}
     for name, value in (checkpoint.importance or {}).items():
         tensors[f"importance.{name}"] = value
-    fields = asdict(checkpoint)
-    del fields["state"], fields["importance"]
+    for name, value in (checkpoint.optimizers or {}).items():
+        tensors[f"optimizers.{name}"] = value
+    fields = {
+        field.name: getattr(checkpoint, field.name)
+        for field in dataclasses.fields(checkpoint)
+        if field.name not in {"state", "importance", "optimizers"}
+    }
     with replacing(_path(directory, checkpoint.finished_rounds)) as aside:
         save_file(tensors, aside, metadata={"checkpoint": json.dumps(fields)})
     for old in _all(directory)[:-_KEPT]:
@@ -100,9 +116,11 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError, TypeError) as error:
         raise ConfigError(f"{files[-1]} can't be read: {error}") from error
-    importance = _with_prefix(tensors, "importance.")
     return Checkpoint(
-        **fields, state=_with_prefix(tensors, "adapter."), importance=importance or None
+        **fields,
+        state=_with_prefix(tensors, "adapter."),
+        importance=_with_prefix(tensors, "importance.") or None,
+        optimizers=_with_prefix(tensors, "optimizers.") or None,
     )
 
 

@@ -16,13 +16,16 @@ from finetuning.randomness import derive_seed
 from server_app.checkpoint import Checkpoint, check_base_model, load_checkpoint
 from server_app.results import Results, new_directory
 from server_app.summary import summary
-from strategies.fedjudge import FedJudgeBase, FedJudgeCL, Progress
+from split.loading import locate_parts
+from strategies.fedjudge import FedJudgeBase, FedJudgeCL
+from strategies.fl_glm import FLGLM
 from strategies.messages import to_arrays
+from strategies.rounds import Progress
 from strategies.run_config import ConfigError, RunConfig, parse_run_config
 
 app = ServerApp()
 
-_STRATEGIES = {"fedjudge-base": FedJudgeBase, "fedjudge-cl": FedJudgeCL}
+STRATEGIES = {"fedjudge-base": FedJudgeBase, "fedjudge-cl": FedJudgeCL, "fl-glm": FLGLM}
 
 
 @app.main()
@@ -48,10 +51,13 @@ def _run(
     progress: Progress,
     checkpoint: Checkpoint | None,
 ) -> None:
-    base = locate(config.model.name)
+    if config.strategy == "fl-glm":
+        base = locate_parts(config.model.name, config.split, ("body",))
+    else:
+        base = locate(config.model.name)
     digests = fingerprint(base)
     state, peft_config = initial_adapter(
-        config.model.name, config.adapter, derive_seed("adapter", config.seed)
+        config.model.name, config.adapter, derive_seed("adapter", config.seed), base
     )
     if checkpoint is not None:
         check_base_model(directory, digests)
@@ -62,7 +68,7 @@ def _run(
         state = checkpoint.state
         log(INFO, "Going on after round %d of %s", progress.finished_rounds, directory)
     results.describe(digests)
-    strategy = _STRATEGIES[config.strategy](config, digests, progress, results)
+    strategy = STRATEGIES[config.strategy](config, digests, progress, results)
     try:
         strategy.start(grid, to_arrays(state), config.rounds, timeout=config.reply_timeout)
     finally:
@@ -90,5 +96,6 @@ def place(config: RunConfig) -> tuple[Path, Progress, Checkpoint | None]:
         finished_rounds=checkpoint.finished_rounds,
         evaluated=checkpoint.evaluated,
         importance=None if importance is None else to_arrays(importance),
+        optimizers=checkpoint.optimizers,
     )
     return directory, progress, checkpoint

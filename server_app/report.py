@@ -16,11 +16,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
 from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from server_app.page import PAGE
 
 Event = dict[str, Any]  # a line of metrics.jsonl
 Curve = dict[int, float]  # a value per round
@@ -31,6 +32,7 @@ _NEEDS = {
     "train": {"client", "round"},
     "evaluate": {"client", "round", "model"},
     "round": {"round"},
+    "lane": {"client", "round", "purpose"},
 }
 _MODELS = ("base", "global", "personalised")
 
@@ -115,7 +117,7 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
     for key, title, note in _PLOTS:
         curves = {name: _curve(events, key, event="train", client=name) for name in looks}
         plots.append((title, note, _plot(title, curves, looks)))
-    return _PAGE.render(
+    return PAGE.render(
         config=config,
         latest=latest,
         looks=looks,
@@ -125,6 +127,8 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
         panels={title: _panels(events, key, title, looks) for key, title in _PANELS},
         plots=plots,
         rounds=[rounds[number] for number in sorted(rounds)],
+        lanes=_lanes(events),
+        lane_columns=[(key, heading) for key, heading, _ in _LANES],
     )
 
 
@@ -144,6 +148,33 @@ def _cells(models: Mapping[str, Event], key: str) -> list[tuple[str, bool]]:
     best = (min if key in _LOSSES else max)(known) if len(known) > 1 else None
     values = (models[model].get(key) for model in _MODELS)
     return [("-", False) if v is None else (f"{v:,.3f}", v == best) for v in values]
+
+
+# What a lane's events are summed up to: key, heading, and what a unit of the column is.
+_LANES = (
+    ("steps", "Steps", 1),
+    ("tokens", "Padded tokens", 1),
+    ("bytes_up", "MB up", 1e6),
+    ("bytes_down", "MB down", 1e6),
+    ("seconds", "Seconds", 1),
+    ("seconds_computing", "computing", 1),
+    ("seconds_queued", "queued", 1),
+    ("seconds_crypto", "encrypting", 1),
+    ("seconds_serialisation", "packing", 1),
+)
+
+
+def _lanes(events: Iterable[Event]) -> list[tuple[str, list[str], list[str]]]:
+    """Sum up each client's training lanes; with the reasons why some ended early."""
+    lanes = [e for e in events if e["event"] == "lane" and e["purpose"] == "train"]
+    rows = []
+    for client in sorted({lane["client"] for lane in lanes}):
+        own = [lane for lane in lanes if lane["client"] == client]
+        sums = [sum(lane[key] for lane in own) / unit for key, _, unit in _LANES]
+        texts = [f"{value:,.1f}" if value % 1 else f"{value:,.0f}" for value in sums]
+        errors = [f"round {e['round']}: {e['error']}" for e in own if e["error"]]
+        rows.append((client, texts, errors))
+    return rows
 
 
 _INK = "#010203"  # becomes the page's text colour, so that plots follow its light or dark scheme
@@ -227,73 +258,3 @@ def _svg(figure: Figure, label: str) -> Markup:
     svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{own}", file.getvalue().partition("<svg ")[2])
     start = Markup('<svg role="img" aria-label="{}" ').format(label)
     return start + Markup(svg.replace(_INK, "currentColor"))
-
-
-_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
-<!DOCTYPE html>
-<html lang="en">
-{% set title = config["strategy"] ~ " on " ~ config["model.name"] %}
-<meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{{ title }}</title>
-<style>
-:root { color-scheme: light dark; --faint: #5d6878; --line: #d5dae1; --best: #dcefdf }
-@media screen and (prefers-color-scheme: dark) { :root { --faint: #9aa5b4; --line: #39424f;
-  --best: #1f4a2f; background: #14181e } svg, span { filter: brightness(1.3) }}
-body { max-width: 66rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif }
-h1, p, figure { margin: 0; break-inside: avoid } h2 { margin: 2rem 0 .4rem; break-after: avoid }
-p, caption, thead, figcaption { color: var(--faint); text-align: left } b { display: block }
-table { border-collapse: collapse; margin: .8rem 0; font-variant-numeric: tabular-nums }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: left }
-td, figcaption, li { overflow-wrap: anywhere } .wide { overflow-x: auto }
-.number { text-align: right; white-space: nowrap } .best { background: var(--best) }
-.grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(18rem, 1fr)) }
-.plots { grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)) }
-ul { display: flex; flex-wrap: wrap; gap: 0 1.2rem; padding: 0; margin: .4rem 0; list-style: none }
-svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif !important }
-</style>
-{% macro name(client) %}{% set color, _, mark = looks[client] %}
-<span style="color: {{ color }}" aria-hidden="true">{{ mark }}</span> {{ client }}{% endmacro %}
-<h1>{{ title }}</h1>
-<p>{{ rounds|length }} of {{ config["rounds"] }} rounds finished.</p>
-<h2>Results on held-out examples</h2>
-{% for columns in tables %}
-<div class="wide"><table><caption>Last known values; ★ marks the best of the three models.
-{{ "Loss in nats per token." if loop.first else "Scores of generated text, 0 to 1." }}</caption>
-<thead><tr><th rowspan="2" scope="col">Client</th>{% for heading in columns.values() %}
-<th colspan="3" scope="colgroup">{{ heading }}</th>{% endfor %}</tr>
-<tr>{% for column in columns %}{% for model in models %}
-<th scope="col" class="number">{{ model }}</th>{% endfor %}{% endfor %}</tr></thead>
-{% for client, values in latest.items() %}
-<tr><th scope="row">{{ name(client) }}</th>
-{% for key in columns %}{% for text, top in cells(values, key) %}
-<td class="number{{ " best" if top }}">{{ "★ " if top }}{{ text }}</td>
-{% endfor %}{% endfor %}</tr>{% endfor %}
-</table></div>
-{% else %}<p>No client has been evaluated yet.</p>{% endfor %}
-{% for title, charts in panels.items() if charts %}
-<h2>{{ title }}</h2>
-<p>Solid: global model. Dashed, hollow markers: personalised. Dotted: base.</p>
-<div class="grid">{% for client, chart in charts.items() if chart %}
-<figure><figcaption>{{ name(client) }}</figcaption>{{ chart }}</figure>{% endfor %}</div>
-{% endfor %}
-<h2>Local training</h2>
-<ul>{% for client in looks %}<li>{{ name(client) }}</li>{% endfor %}</ul>
-<div class="grid plots">{% for title, note, chart in plots if chart %}
-<figure><figcaption><b>{{ title }}</b>{{ note }}</figcaption>{{ chart }}</figure>
-{% else %}<p>No client has been trained yet.</p>{% endfor %}</div>
-<h2>Who took part</h2>
-<div class="wide"><table><thead><tr><th scope="col">Round</th><th scope="col">Took part</th>
-<th scope="col">Left out</th><th scope="col" class="number">Seconds</th></tr></thead>
-{% for round in rounds %}
-<tr><th scope="row">{{ round.round }}</th><td>{{ round.participants|join(", ") }}</td>
-<td>{% for left in round.left_out %}{{ left.client }}: {{ left.reason }}<br>{% endfor %}</td>
-<td class="number">{{ "%.1f"|format(round.seconds) if round.seconds is number }}</td></tr>
-{% else %}<tr><td colspan="4">No round is finished yet.</td></tr>{% endfor %}
-</table></div>
-<h2>Configuration</h2>
-<table><thead><tr><th scope="col">Key</th><th scope="col">Value</th></tr></thead>
-{% for key, value in config.items() %}
-<tr><th scope="row">{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}
-</table>
-""")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+from safetensors.torch import load_file
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -89,8 +90,18 @@ class Results:
             self.directory / "adapters" / "clients" / client, state, self._peft_config, card
         )
 
+    def personalised(self, client: str) -> State | None:
+        """Give a client's personalised adapter as it was saved last; None if it never was."""
+        file = self.directory / "adapters" / "clients" / client / "adapter_model.safetensors"
+        return dict(load_file(file)) if file.is_file() else None
+
     def checkpoint(
-        self, round_number: int, state: State, importance: State | None, evaluated: bool
+        self,
+        round_number: int,
+        state: State,
+        importance: State | None,
+        optimizers: State | None,
+        evaluated: bool,
     ) -> None:
         """Save the global adapter, a checkpoint to resume from, and the report so far."""
         if round_number > 0:
@@ -113,6 +124,7 @@ class Results:
                 metrics_bytes=self._metrics.stat().st_size if self._metrics.exists() else 0,
                 state=state,
                 importance=importance,
+                optimizers=optimizers,
             ),
         )
         self._tensorboard.flush()

@@ -6,21 +6,24 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from server_app.report import read_events, summary_rows
+from server_app.report import ClientSummary, read_events, summary_rows
 
 
 def summary(directory: Path) -> str:
-    """Give the table of a run: held-out loss and ROUGE-L per client and model."""
-    table = Table(title="Held-out loss and ROUGE-L (the lowest loss of a client is in brackets)")
+    """Give the table of a run: held-out loss per client and model, and ROUGE-L if it is known."""
+    rows = summary_rows(read_events(directory / "metrics.jsonl"))
+    scored = any(score is not None for row in rows for score in _scores(row))
+    what = "Held-out loss and ROUGE-L" if scored else "Held-out loss"
+    table = Table(title=f"{what} (the lowest loss of a client is in brackets)")
     table.add_column("client")
     for model in ("base", "global", "personalised"):
         table.add_column(f"loss\n{model}", justify="right")
-    for model in ("base", "global", "personalised"):
+    for model in ("base", "global", "personalised") if scored else ():
         table.add_column(f"ROUGE-L\n{model}", justify="right")
-    for row in summary_rows(read_events(directory / "metrics.jsonl")):
+    for row in rows:
         losses = [row.base_loss, row.global_loss, row.personalised_loss]
         best = min((loss for loss in losses if loss is not None), default=None)
-        scores = [row.base_rouge, row.global_rouge, row.personalised_rouge]
+        scores = _scores(row) if scored else []
         table.add_row(
             row.client,
             *(_bracketed(loss, loss == best) for loss in losses),
@@ -30,6 +33,10 @@ def summary(directory: Path) -> str:
     Console(file=text, width=100, color_system=None).print(table)
     report, adapters = directory / "report.html", directory / "adapters"
     return f"\n{text.getvalue()}\nReport:   {report}\nAdapters: {adapters}\nResults:  {directory}"
+
+
+def _scores(row: ClientSummary) -> list[float | None]:
+    return [row.base_rouge, row.global_rouge, row.personalised_rouge]
 
 
 def _bracketed(loss: float | None, best: bool) -> str:

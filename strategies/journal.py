@@ -17,8 +17,17 @@ class Journal(Protocol):
         """Save a client's personalised adapter: its local one after the round's training."""
         ...
 
+    def personalised(self, client: str) -> State | None:
+        """Give what ``keep_personalised`` saved last for a client."""
+        ...
+
     def checkpoint(
-        self, round_number: int, state: State, importance: State | None, evaluated: bool
+        self,
+        round_number: int,
+        state: State,
+        importance: State | None,
+        optimizers: State | None,
+        evaluated: bool,
     ) -> None:
-        """Save the global adapter after a round, and J where there is one."""
+        """Save the global adapter after a round, J, and the server's optimizers, if there are."""
         ...

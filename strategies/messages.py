@@ -13,9 +13,15 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from split.invitation import Invitation
+from split.tickets import Identity, Ticket
+
 ARRAYS = "arrays"
 IMPORTANCE = "importance"
+# The body's adapters, which clients take home from split learning.
+BODY = {"global": "body", "personalised": "personalised-body"}
 CONFIG = "config"
+LANE = "lane"
 METRICS = "metrics"
 SIZE = "num-examples"
 
@@ -66,6 +72,34 @@ class Instruction:
         if not _LINEAGE.fullmatch(instruction.lineage):
             raise ValueError(f"{instruction.lineage!r} can't be a run's lineage")
         return instruction
+
+
+def lane_record(invitation: Invitation) -> ConfigRecord:
+    """Write an invitation to a lane as a ConfigRecord; it holds the secret of a ticket."""
+    return ConfigRecord(
+        {
+            "address": invitation.address,
+            "suite": invitation.suite,
+            "server-key": invitation.server_key,
+            "run": invitation.identity.run,
+            "round": invitation.identity.round,
+            "node": invitation.identity.node,
+            "ticket": invitation.ticket.identifier,
+            "secret": invitation.ticket.secret,
+        }
+    )
+
+
+def invitation_of(message: Message) -> Invitation:
+    """Read the invitation to a lane from a message."""
+    record: Any = message.content.config_records[LANE]
+    return Invitation(
+        record["address"],
+        record["suite"],
+        record["server-key"],
+        Identity(record["run"], record["round"], record["node"]),
+        Ticket(record["ticket"], record["secret"]),
+    )
 
 
 def to_arrays(state: Mapping[str, torch.Tensor]) -> ArrayRecord:

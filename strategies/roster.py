@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from logging import INFO, WARNING
 
@@ -10,12 +10,14 @@ from flwr.app import ArrayRecord, Message, MessageType, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
-from finetuning.fingerprint import differences
+from finetuning.fingerprint import differences, digest
 from strategies.messages import CONFIG, NAME, SIZE, Instruction, config_of, metrics_of, problem_of
 from strategies.refusals import reason_to_refuse
 from strategies.run_config import RunConfig
 
 _POLL_SECONDS = 1.0
+# In bytes: of a folder's name on most file systems, and of a name in a lane's handshake.
+_LONGEST_NAME = 255
 
 
 class TooFewClientsError(RuntimeError):
@@ -71,7 +73,8 @@ class Roster:
     Args:
         config: the run's limits on numbers and times.
         instruction: with the run's lineage and base model.
-        fingerprint: of the base model, as the server computed it.
+        fingerprint: of what clients must have of the base model, as the server computed it. A
+            digest that it doesn't know is empty, and becomes that of the first client.
 
     """
 
@@ -80,11 +83,16 @@ class Roster:
     ) -> None:
         self._config = config
         self._instruction = instruction
-        self._fingerprint = fingerprint
+        self.fingerprint = dict(fingerprint)
         self._participants: dict[int, Participant] = {}
         self._asked: dict[int, str] = {}
         self._absent: list[str] = []
         self._refused: set[int] = set()
+
+    @property
+    def base(self) -> str:
+        """Digest of what clients have of the base model."""
+        return digest(self.fingerprint)
 
     def enrol_all(self, grid: Grid) -> None:
         """Meet everyone before anything is trained; whoever has a problem stops the run.
@@ -123,15 +131,29 @@ class Roster:
         for name, problem in problems.items():
             log(WARNING, "%s can't join: %s", name, problem)
 
-    def address(self, message_type: str, content: RecordDict, grid: Grid) -> list[Message]:
-        """Make a message to every participant that is connected, and remember them."""
+    @property
+    def asked(self) -> dict[str, int]:
+        """Names and data sizes of those whom the last messages went to, in the order of names."""
+        sizes = {p.name: p.examples for p in self._participants.values()}
+        return {name: sizes[name] for name in sorted(self._asked.values())}
+
+    def name_of(self, message: Message) -> str:
+        """Give the name of the client that a message goes to."""
+        return self._participants[message.metadata.dst_node_id].name
+
+    def address(self, message_type: str, content: RecordDict, grid: Grid) -> Iterator[Message]:
+        """Make a message to every participant that is connected, in the order of names.
+
+        Whom it goes to is remembered at once. Each message is made when it is taken, since its
+        time to live begins then, and has a record of its own, so that more can be put into it.
+        """
         nodes = [node for node in grid.get_node_ids() if node in self._participants]
         self._asked = {node: self._participants[node].name for node in nodes}
         known = {participant.name for participant in self._participants.values()}
         self._absent = sorted(known - set(self._asked.values()))
-        return [
-            Message(content, node, message_type, ttl=self._config.reply_timeout) for node in nodes
-        ]
+        nodes = sorted(self._asked, key=lambda node: self._asked[node])
+        ttl = self._config.reply_timeout
+        return (Message(RecordDict(dict(content)), node, message_type, ttl=ttl) for node in nodes)
 
     def screen(
         self, replies: Iterable[Message], reference: ArrayRecord | None, minimum: float = -math.inf
@@ -156,9 +178,7 @@ class Roster:
                 limit = self._config.round_timeout
                 reason: str | None = f"no reply within {limit:g} s (round-timeout)"
             else:
-                reason = reason_to_refuse(
-                    arrived[node], name, self._instruction.base, reference, minimum
-                )
+                reason = reason_to_refuse(arrived[node], name, self.base, reference, minimum)
             if reason is None:
                 valid[name] = arrived[node]
             else:
@@ -185,9 +205,11 @@ class Roster:
         for reply in sorted(replies, key=_name):
             node, name = reply.metadata.src_node_id, _name(reply)
             asked.discard(node)
-            problem = problem_of(reply) or _odd_identity(reply, name, names, self._fingerprint)
+            problem = problem_of(reply) or _odd_identity(reply, name, names, self.fingerprint)
             if problem is None:
                 names.add(name)
+                config = config_of(reply)
+                self.fingerprint |= dict(zip(config["tensors"], config["digests"], strict=True))
                 participants[node] = Participant(node, name, metrics_of(reply)[SIZE])
             else:
                 problems[f"{name} (node {node})" if name else f"node {node}"] = problem
@@ -204,7 +226,7 @@ def _odd_identity(
     reply: Message, name: str, names: set[str], fingerprint: dict[str, str]
 ) -> str | None:
     """Say what is wrong with an answer; names come from outside and become folder names."""
-    if not NAME.fullmatch(name):
+    if not NAME.fullmatch(name) or len(name.encode()) > _LONGEST_NAME:
         return f"the name {name!r} must be letters, digits, spaces, '.', '_' or '-' (at most 64)"
     if name in names:
         return f"another SuperNode is named {name!r} already; give each a name of its own"
@@ -214,7 +236,9 @@ def _odd_identity(
     tensors, digests = config.get("tensors"), config.get("digests")
     if not isinstance(tensors, list) or not isinstance(digests, list):
         return "it doesn't say which base model it has"
-    odd = differences(fingerprint, dict(zip(tensors, digests, strict=False)))
+    theirs = dict(zip(tensors, digests, strict=False))
+    ours = {k: v or theirs.get(k, v) for k, v in fingerprint.items()}
+    odd = differences(ours, theirs)
     if odd:
         more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
         return (

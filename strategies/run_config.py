@@ -5,7 +5,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from finetuning.settings import (
@@ -15,6 +23,7 @@ from finetuning.settings import (
     EvaluateSettings,
     ModelSettings,
     Section,
+    SplitSettings,
     TrainSettings,
 )
 
@@ -31,9 +40,10 @@ class ConfigError(ValueError):
 class RunConfig(Section):
     """Settings of a run; sections hold those that are not about federation."""
 
-    strategy: Literal["fedjudge-base", "fedjudge-cl"] = Field(
+    strategy: Literal["fedjudge-base", "fedjudge-cl", "fl-glm"] = Field(
         "fedjudge-cl",
-        description="FedJudge with plain averaging, or with the continual-learning penalty.",
+        description="FedJudge with plain averaging, or with the continual-learning penalty; or "
+        "FL-GLM, where the server holds the blocks between.",
     )
     rounds: PositiveInt = Field(5, description="Communication rounds (FedJudge section 4.2.3).")
     seed: int = Field(0, ge=0, description="Every random number of the run derives from it.")
@@ -66,6 +76,7 @@ class RunConfig(Section):
     data: DataSettings = Field(default_factory=DataSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
     continual: ContinualSettings = Field(default_factory=ContinualSettings)
+    split: SplitSettings = Field(default_factory=SplitSettings)
     evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings)
 
     @field_validator("output_dir", "state_path", "resume")
@@ -85,6 +96,41 @@ class RunConfig(Section):
                 "with the label"
             )
         return value
+
+    @model_validator(mode="after")
+    def _can_be_split(self) -> "RunConfig":
+        if self.strategy != "fl-glm":
+            return self
+        if self.split.average_every and self.split.schedule == "serial":
+            raise ValueError(
+                "split.average-every: a serial turn is a client's whole round, after which heads "
+                'and tails are averaged; use train.local-steps, or split.schedule = "hierarchical"'
+            )
+        host = self.split.listen.rpartition(":")[0]
+        if host in {"0.0.0.0", "[::]"} and not self.split.advertise:
+            raise ValueError(
+                f'split.advertise is needed with split.listen = "{self.split.listen}": clients '
+                "can't dial that"
+            )
+        longest = self.train.batch_size * self.data.max_length
+        if longest > self.split.activation_budget:
+            raise ValueError(
+                f"split.activation-budget = {self.split.activation_budget} padded tokens, and one "
+                f"micro-batch can have train.batch-size × data.max-length = {longest}; raise the "
+                "one or lower the others"
+            )
+        if self.evaluate.generate:
+            raise ValueError(
+                'evaluate.generate: answers are not generated with strategy = "fl-glm"; set it to '
+                "false, and evaluate the exported adapter"
+            )
+        return self
+
+    @property
+    def longest(self) -> int:
+        """Padded tokens of the largest micro-batch that a client can have."""
+        rows = max(self.train.batch_size, self.evaluate.batch_size)
+        return rows * self.data.max_length
 
     @property
     def reply_timeout(self) -> float:

@@ -60,10 +60,20 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a Llama of two small random blocks, with a byte-level BPE tokenizer."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), blocks=2)
+
+
+@pytest.fixture(scope="session")
+def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a Llama that is deep enough to be split."""
+    return write_checkpoint(tmp_path_factory.mktemp("deep"), blocks=4)
+
+
+def write_checkpoint(directory: Path, blocks: int) -> Path:
+    """Write a Llama of small random blocks, with a byte-level BPE tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    directory = tmp_path_factory.mktemp("checkpoint")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -85,7 +95,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
             vocab_size=len(tokenizer.get_vocab()),
             hidden_size=32,
             intermediate_size=64,
-            num_hidden_layers=2,
+            num_hidden_layers=blocks,
             num_attention_heads=4,
             num_key_value_heads=2,
             eos_token_id=1,

@@ -34,9 +34,10 @@ def processes_of_flower_and_ray() -> set[int]:
     return found
 
 
-def test_everyone_gains_from_the_demo(tmp_path):
+@pytest.mark.parametrize("overrides", ["", 'strategy="fl-glm"'])
+def test_everyone_gains_from_the_demo(tmp_path, overrides):
     before = processes_of_flower_and_ray()
-    demo = start_demo(tmp_path)
+    demo = start_demo(tmp_path, overrides)
     assert demo.wait(1500) == 0, (tmp_path / "output").read_text()[-3000:]
     (directory,) = (tmp_path / "runs").iterdir()
     events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

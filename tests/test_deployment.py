@@ -73,3 +73,37 @@ def test_three_supernodes_train_together(checkpoint, client_folders, tmp_path, c
         assert steps == {4.0}
         for kind in ("global", "personalised"):
             assert (lineage / name / "adapters" / kind / "adapter_model.safetensors").is_file()
+
+
+def test_three_supernodes_train_a_split_model(deep_checkpoint, client_folders, tmp_path, capfd):
+    """Each message's process opens a lane of its own; optimizers go on at both ends."""
+    config = {
+        "strategy": "fl-glm",
+        "rounds": 2,
+        "min-nodes": 3,
+        "model.name": str(deep_checkpoint),
+        "train.optimizer-state": "keep",
+        "train.local-steps": 2,
+        "output-dir": str(tmp_path / "runs"),
+        "state-path": str(tmp_path / "state"),
+    }
+    with private_superlink(tmp_path / "flower", simulated=False) as link:
+        for name in NAMES:
+            start_supernode(link, name, client_folders / name, tmp_path / f"{name}.log")
+        status = run_app(ROOT, link, config)
+        assert status == "finished:completed", capfd.readouterr().out
+    (directory,) = (tmp_path / "runs").iterdir()
+    events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rounds = [event for event in events if event["event"] == "round"]
+    assert [event["participants"] for event in rounds] == [list(NAMES)] * 2
+    with safe_open(directory / "checkpoints" / "round-0002.safetensors", "pt") as state:
+        names = [k for k in state.keys() if k.endswith(":step")]  # noqa: SIM118
+        # The body's optimizer has taken every client's steps.
+        assert {float(state.get_tensor(name)) for name in names} == {12.0}
+    (lineage,) = (tmp_path / "state").iterdir()
+    for name in NAMES:
+        with safe_open(lineage / name / "round-0002" / "optimizer.safetensors", "pt") as state:
+            steps = {float(state.get_tensor(k)) for k in state.keys() if k.endswith(":step")}  # noqa: SIM118
+        assert steps == {4.0}
+        for kind in ("global", "personalised"):
+            assert (lineage / name / "adapters" / kind / "adapter_model.safetensors").is_file()

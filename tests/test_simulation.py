@@ -79,7 +79,32 @@ def test_a_run_leaves_everything_that_was_promised(superlink, config, checkpoint
     check_adapters_load_elsewhere(directory, checkpoint, tmp_path)
 
 
-def check_adapters_load_elsewhere(directory: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_split_run_whose_clients_average_within_rounds(
+    superlink, config, deep_checkpoint, tmp_path
+):
+    """Three actors train at once, and wait for each other every third step."""
+    config |= {
+        "strategy": "fl-glm",
+        "rounds": 2,
+        "model.name": str(deep_checkpoint),
+        "split.schedule": "hierarchical",
+        "split.average-every": 3,
+        "evaluate.generate": False,
+    }
+    assert run_app(ROOT, superlink, config, 3) == "finished:completed"
+    directory = results_of(config)
+    events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lanes = [e for e in events if e["event"] == "lane" and e["purpose"] == "train"]
+    assert len(lanes) == 6 and not [e for e in lanes if e["error"]]
+    losses = {(e["client"], e["model"]): e["loss"] for e in events if e["event"] == "evaluate"}
+    for client in ("alpha", "beta", "gamma"):
+        assert losses[client, "global"] < losses[client, "base"]
+    check_adapters_load_elsewhere(directory, deep_checkpoint, tmp_path, rounds=2)
+
+
+def check_adapters_load_elsewhere(
+    directory: Path, checkpoint: Path, tmp_path: Path, rounds: int = 4
+) -> None:
     """Load each adapter in a process that knows nothing of this project; compare logits."""
     from finetuning.adapters import attach_adapter, load_adapter
     from finetuning.base_model import load_base_model
@@ -99,7 +124,7 @@ def check_adapters_load_elsewhere(directory: Path, checkpoint: Path, tmp_path: P
         with torch.no_grad():
             ours = model(torch.arange(20)[None]).logits
         torch.testing.assert_close(torch.load(output), ours, atol=1e-6, rtol=0)
-        assert "rounds = 4" in (folder / "README.md").read_text()
+        assert f"rounds = {rounds}" in (folder / "README.md").read_text()
 
 
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(config, tmp_path, client_folders):

@@ -13,9 +13,10 @@ from finetuning.adapters import initial_adapter
 from finetuning.base_model import locate
 from finetuning.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
-from strategies.fedjudge import FedJudgeBase, FedJudgeCL, Progress
+from strategies.fedjudge import FedJudgeBase, FedJudgeCL
 from strategies.messages import ARRAYS, METRICS, SIZE, to_arrays
 from strategies.roster import RefusedError, TooFewClientsError
+from strategies.rounds import Progress
 from strategies.run_config import parse_run_config
 
 SIZES = {"alpha": 24, "beta": 12, "gamma": 8}
@@ -89,7 +90,7 @@ def test_lambda_zero_is_fedjudge_base_bit_for_bit(values, tmp_path, importance):
     zero = {"continual.lambda": 0.0, "continual.importance": importance}
     journal = run_in_process(values | zero, tmp_path / "zero", 3)
     assert all(same(base.adapters[r], journal.adapters[r]) for r in (1, 2, 3))
-    assert all(same(base.personalised[c], journal.personalised[c]) for c in SIZES)
+    assert all(same(base.kept[c], journal.kept[c]) for c in SIZES)
     distances = [
         e["importance_distance"]
         for e in journal.events
@@ -135,7 +136,7 @@ def test_importance_is_averaged_by_data_size_and_sent_with_the_next_round(values
 
 def test_clients_share_no_storage(values, tmp_path):
     journal = run_in_process(values | {"rounds": 2}, tmp_path, 3)
-    states = [*journal.personalised.values(), *journal.adapters.values()]
+    states = [*journal.kept.values(), *journal.adapters.values()]
     before = [{k: v.clone() for k, v in state.items()} for state in states]
     for index, state in enumerate(states):
         for tensor in state.values():
@@ -255,7 +256,7 @@ def test_an_odd_reply_is_left_out_by_name_and_the_others_count(values, tmp_path,
         assert left_out["client"] == "beta"
         assert re.search(reason, left_out["reason"])
     assert all(torch.isfinite(v).all() for v in journal.adapters[2].values())
-    assert set(journal.personalised) == {"alpha", "gamma"}
+    assert set(journal.kept) == {"alpha", "gamma"}
 
 
 def test_importance_that_pushes_away_is_refused(values, tmp_path):

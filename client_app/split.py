@@ -1,0 +1,195 @@
+"""A client's part of split learning: its round, and its evaluation, over a lane (FL-GLM)."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from client_app.institution import Institution, load_ends
+from client_app.state import ClientState
+from client_app.training import optimizer_to_go_on_with, place_of, training_metrics
+from finetuning.adapters import State, initial_adapter, save_adapter
+from finetuning.base_model import reference
+from finetuning.evaluation import held_out_loss
+from finetuning.model_card import model_card
+from finetuning.training import train_round
+from split.adapters import join_adapters
+from split.branch import load_state
+from split.client import ClientRound, SplitModel
+from split.frames import Limits
+from split.invitation import Invitation
+from split.lane import Lane, connect
+from strategies.messages import Instruction
+from strategies.run_config import RunConfig
+
+
+def train_ends(
+    institution: Institution,
+    config: RunConfig,
+    instruction: Instruction,
+    arrays: State,
+    state: ClientState,
+    invitation: Invitation,
+) -> tuple[State, dict[str, int | float]]:
+    """Train head and tail for one round, with the blocks between at the server.
+
+    Args:
+        institution: whose data.
+        config: the run's.
+        instruction: round and time limit.
+        arrays: the global adapters of heads and tails.
+        state: where the local adapters and the optimizer are kept.
+        invitation: to the block server.
+
+    Returns:
+        The local adapters of head and tail, and the round's metrics.
+
+    Raises:
+        LaneError: the block server can't be reached, or the lane broke.
+
+    """
+    deadline = time.monotonic() + instruction.time_limit
+    place = place_of(institution, config, instruction, deadline)
+    with _split_model(config, invitation, deadline) as (model, lane):
+        parameters = model.parameters
+        load_state(parameters, arrays)
+        longest = max(len(example.tokens) for example in institution.train)
+        model.join(
+            ClientRound(
+                steps=len(place.steps),
+                first_step=place.first_step,
+                total_steps=place.total_steps,
+                longest=config.train.batch_size * longest,
+                average_every=config.split.average_every,
+                deadline=deadline,
+            )
+        )
+        report, optimizer = train_round(
+            model,
+            parameters,
+            institution.train,
+            institution.padding,
+            place,
+            config.train,
+            optimizer_state=optimizer_to_go_on_with(institution, config, instruction, state),
+            description=f"{institution.name}, round {instruction.round}",
+        )
+        model.end()
+        traffic = lane.traffic
+    adapters = {name: p.detach().float().cpu().clone() for name, p in parameters.items()}
+    keeps = config.train.optimizer_state == "keep"
+    state.save(instruction.round, adapters, optimizer if keeps else {})
+    return adapters, training_metrics(report) | {
+        "bytes-up": traffic.bytes_up,
+        "bytes-down": traffic.bytes_down,
+        "seconds-waiting": model.seconds_waiting,
+        "seconds-crypto": traffic.seconds_crypto,
+        "seconds-serialisation": traffic.seconds_serialisation,
+    }
+
+
+def evaluate_split_models(
+    institution: Institution,
+    config: RunConfig,
+    instruction: Instruction,
+    arrays: State,
+    bodies: dict[str, State],
+    state: ClientState,
+    invitation: Invitation,
+) -> dict[str, int | float]:
+    """Measure held-out losses with head and tail here and the blocks between at the server.
+
+    Args:
+        institution: whose held-out data.
+        config: the run's.
+        instruction: the round, and what is due.
+        arrays: the global adapters of heads and tails.
+        bodies: the body's adapters by model, after the last round, to be taken home.
+        state: where this client's own adapters are; the final ones are saved beside it.
+        invitation: to the block server.
+
+    Returns:
+        Metrics named ``<model>.<metric>``.
+
+    """
+    deadline = time.monotonic() + instruction.time_limit
+    personalised = state.adapter(instruction.round)
+    models: dict[str, State | None] = {"base": None}
+    if instruction.round > 0:
+        models = {"global": arrays}
+        if personalised is not None:
+            models["personalised"] = personalised
+    metrics: dict[str, int | float] = {}
+    if instruction.losses:
+        with _split_model(config, invitation, deadline) as (model, _):
+            for kind, adapters in models.items():
+                metrics |= _measure(kind, adapters, model, institution, config)
+            model.end()
+    if instruction.final:
+        _keep(models, bodies, institution, config, state)
+    return metrics
+
+
+@contextmanager
+def _split_model(
+    config: RunConfig, invitation: Invitation, deadline: float
+) -> Iterator[tuple[SplitModel, Lane]]:
+    ends = load_ends(config.model, config.adapter, config.split)
+    for part in ends.values():
+        part.use("default")
+    limits = Limits(ends["head"].hidden_size, config.split.wire_dtype, config.longest)
+    lane = connect(
+        invitation.address,
+        invitation.ticket,
+        invitation.identity,
+        invitation.server_key,
+        invitation.suite,
+        limits,
+        deadline,
+    )
+    try:
+        yield SplitModel(ends["head"], ends["tail"], lane, config.split.frame_timeout), lane
+    finally:
+        lane.close()
+
+
+def _measure(
+    kind: str,
+    adapters: State | None,
+    model: SplitModel,
+    institution: Institution,
+    config: RunConfig,
+) -> dict[str, int | float]:
+    model.choose(kind, adapters)
+    held_out = held_out_loss(
+        model, institution.test, institution.padding, config.evaluate.batch_size
+    )
+    return {
+        f"{kind}.loss": held_out.loss,
+        f"{kind}.perplexity": held_out.perplexity,
+        f"{kind}.examples": len(institution.test),
+        f"{kind}.target-tokens": held_out.target_tokens,
+    }
+
+
+def _keep(
+    models: dict[str, State | None],
+    bodies: dict[str, State],
+    institution: Institution,
+    config: RunConfig,
+    state: ClientState,
+) -> None:
+    """Save what the institution takes home, in PEFT's format, on its own disk."""
+    _, peft_config = initial_adapter(config.model.name, config.adapter, 0, institution.directory)
+    for kind, adapters in models.items():
+        if adapters is None or kind not in bodies:
+            continue
+        card = model_card(
+            f"{kind} adapter of {institution.name}",
+            config.model.name,
+            reference(config.model.name, institution.directory),
+            {institution.name: institution.size},
+            config.rounds,
+            config.flat(),
+        )
+        whole = join_adapters([adapters, bodies[kind]])
+        save_adapter(state.directory / "adapters" / kind, whole, peft_config, card)

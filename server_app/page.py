@@ -1,0 +1,85 @@
+"""The template of a run's report; it escapes all that it is given."""
+
+from jinja2 import Environment
+
+PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
+<!DOCTYPE html>
+<html lang="en">
+{% set title = config["strategy"] ~ " on " ~ config["model.name"] %}
+<meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{{ title }}</title>
+<style>
+:root { color-scheme: light dark; --faint: #5d6878; --line: #d5dae1; --best: #dcefdf }
+@media screen and (prefers-color-scheme: dark) { :root { --faint: #9aa5b4; --line: #39424f;
+  --best: #1f4a2f; background: #14181e } svg, span { filter: brightness(1.3) }}
+body { max-width: 66rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif }
+h1, p, figure { margin: 0; break-inside: avoid } h2 { margin: 2rem 0 .4rem; break-after: avoid }
+p, caption, thead, figcaption { color: var(--faint); text-align: left } b { display: block }
+table { border-collapse: collapse; margin: .8rem 0; font-variant-numeric: tabular-nums }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: left }
+td, figcaption, li { overflow-wrap: anywhere } .wide { overflow-x: auto }
+.number { text-align: right; white-space: nowrap } .best { background: var(--best) }
+.grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(18rem, 1fr)) }
+.plots { grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)) }
+ul { display: flex; flex-wrap: wrap; gap: 0 1.2rem; padding: 0; margin: .4rem 0; list-style: none }
+svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif !important }
+</style>
+{% macro name(client) %}{% set color, _, mark = looks[client] %}
+<span style="color: {{ color }}" aria-hidden="true">{{ mark }}</span> {{ client }}{% endmacro %}
+<h1>{{ title }}</h1>
+<p>{{ rounds|length }} of {{ config["rounds"] }} rounds finished.</p>
+<h2>Results on held-out examples</h2>
+{% for columns in tables %}
+<div class="wide"><table><caption>Last known values; ★ marks the best of the three models.
+{{ "Loss in nats per token." if loop.first else "Scores of generated text, 0 to 1." }}</caption>
+<thead><tr><th rowspan="2" scope="col">Client</th>{% for heading in columns.values() %}
+<th colspan="3" scope="colgroup">{{ heading }}</th>{% endfor %}</tr>
+<tr>{% for column in columns %}{% for model in models %}
+<th scope="col" class="number">{{ model }}</th>{% endfor %}{% endfor %}</tr></thead>
+{% for client, values in latest.items() %}
+<tr><th scope="row">{{ name(client) }}</th>
+{% for key in columns %}{% for text, top in cells(values, key) %}
+<td class="number{{ " best" if top }}">{{ "★ " if top }}{{ text }}</td>
+{% endfor %}{% endfor %}</tr>{% endfor %}
+</table></div>
+{% else %}<p>No client has been evaluated yet.</p>{% endfor %}
+{% for title, charts in panels.items() if charts %}
+<h2>{{ title }}</h2>
+<p>Solid: global model. Dashed, hollow markers: personalised. Dotted: base.</p>
+<div class="grid">{% for client, chart in charts.items() if chart %}
+<figure><figcaption>{{ name(client) }}</figcaption>{{ chart }}</figure>{% endfor %}</div>
+{% endfor %}
+<h2>Local training</h2>
+<ul>{% for client in looks %}<li>{{ name(client) }}</li>{% endfor %}</ul>
+<div class="grid plots">{% for title, note, chart in plots if chart %}
+<figure><figcaption><b>{{ title }}</b>{{ note }}</figcaption>{{ chart }}</figure>
+{% else %}<p>No client has been trained yet.</p>{% endfor %}</div>
+<h2>Who took part</h2>
+<div class="wide"><table><thead><tr><th scope="col">Round</th><th scope="col">Took part</th>
+<th scope="col">Left out</th><th scope="col" class="number">Seconds</th></tr></thead>
+{% for round in rounds %}
+<tr><th scope="row">{{ round.round }}</th><td>{{ round.participants|join(", ") }}</td>
+<td>{% for left in round.left_out %}{{ left.client }}: {{ left.reason }}<br>{% endfor %}</td>
+<td class="number">{{ "%.1f"|format(round.seconds) if round.seconds is number }}</td></tr>
+{% else %}<tr><td colspan="4">No round is finished yet.</td></tr>{% endfor %}
+</table></div>
+{% if lanes %}
+<h2>Lanes</h2>
+<div class="wide"><table><caption>Training lanes of all rounds together; bytes and
+seconds as the block server counts them.</caption>
+<thead><tr><th scope="col">Client</th>{% for _, heading in lane_columns %}
+<th scope="col" class="number">{{ heading }}</th>{% endfor %}
+<th scope="col">Ended early</th></tr></thead>
+{% for client, sums, errors in lanes %}
+<tr><th scope="row">{{ client }}</th>
+{% for text in sums %}<td class="number">{{ text }}</td>{% endfor %}
+<td>{% for error in errors %}{{ error }}<br>{% endfor %}</td></tr>{% endfor %}
+</table></div>
+{% endif %}
+<h2>Configuration</h2>
+<table><thead><tr><th scope="col">Key</th><th scope="col">Value</th></tr></thead>
+{% for key, value in config.items() %}
+<tr><th scope="row">{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}
+</table>
+""")

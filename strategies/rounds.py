@@ -1,0 +1,296 @@
+"""The rounds that every strategy has: enrol, train, average by data size, evaluate, checkpoint."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from logging import INFO
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, Result
+from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords, aggregate_metricrecords
+
+from strategies.journal import Journal
+from strategies.messages import (
+    ARRAYS,
+    CONFIG,
+    METRICS,
+    SIZE,
+    Instruction,
+    State,
+    from_arrays,
+)
+from strategies.roster import Roster, TooFewClientsError
+from strategies.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        lineage: names the run across its resumptions.
+        finished_rounds: rounds whose averaged adapter is there.
+        evaluated: whether the last of them (or the initial adapter) has been evaluated.
+        importance: J at the present global adapter, if it has been computed.
+        optimizers: of what the server trains itself, if it does.
+
+    """
+
+    lineage: str
+    finished_rounds: int = 0
+    evaluated: bool = False
+    importance: ArrayRecord | None = None
+    optimizers: State | None = None
+
+
+class Rounds(FedAvg):
+    """Clients train adapters, the server averages them by data size, round after round.
+
+    Args:
+        config: the run's configuration.
+        fingerprint: of the base model, as the server computed it.
+        progress: where to start.
+        journal: written to as the run goes on.
+
+    """
+
+    def __init__(
+        self, config: RunConfig, fingerprint: dict[str, str], progress: Progress, journal: Journal
+    ) -> None:
+        super().__init__(
+            min_train_nodes=config.min_nodes,
+            min_evaluate_nodes=config.min_nodes,
+            min_available_nodes=config.min_nodes,
+            weighted_by_key=SIZE,
+            arrayrecord_key=ARRAYS,
+            configrecord_key=CONFIG,
+        )
+        self.config = config
+        self.progress = progress
+        self._journal = journal
+        self._instruction = Instruction(
+            round=0,
+            lineage=progress.lineage,
+            base="",
+            time_limit=config.round_timeout,
+        )
+        self._roster = Roster(config, self._instruction, fingerprint)
+        self._reference = ArrayRecord()
+        self._round_started = 0.0
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the rounds that are left, from the adapter that ``progress`` goes with.
+
+        Args:
+            grid: connects to the SuperNodes.
+            initial_arrays: the global adapter after ``progress.finished_rounds``.
+            num_rounds: counted from the beginning of the run, finished ones included.
+            timeout: seconds to wait for replies.
+            train_config: not used; every round's instruction is made from the run config.
+            evaluate_config: not used.
+            evaluate_fn: not used; the server has no data.
+
+        Raises:
+            RefusedError: clients can't take part as they are.
+            TooFewClientsError: fewer than ``min-nodes`` are there or gave valid replies.
+
+        """
+        self._roster.enrol_all(grid)
+        self._instruction = replace(self._instruction, base=self._roster.base)
+        self._reference = arrays = initial_arrays
+        result = Result(arrays=arrays)
+        finished = self.progress.finished_rounds
+        lacks_importance = self._evaluation(finished).importance and not self.progress.importance
+        if not self.progress.evaluated or lacks_importance:
+            self._evaluate(finished, arrays, grid, timeout, result)
+        for current in range(finished + 1, num_rounds + 1):
+            log(INFO, "")
+            log(INFO, "[ROUND %d/%d]", current, num_rounds)
+            messages = self.configure_train(current, arrays, ConfigRecord(), grid)
+            replies = self._exchange(messages, grid, timeout)
+            aggregated, metrics = self.aggregate_train(current, replies)
+            assert aggregated is not None and metrics is not None  # else it raised
+            result.arrays = arrays = aggregated
+            result.train_metrics_clientapp[current] = metrics
+            self.progress = replace(
+                self.progress, finished_rounds=current, evaluated=False, importance=None
+            )
+            self._checkpoint(arrays)
+            self._evaluate(current, arrays, grid, timeout, result)
+        return result
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask every connected client to train from the global adapter."""
+        self._roster.enrol_newcomers(grid)
+        self._round_started = time.monotonic()
+        instruction = replace(self._instruction, round=server_round)
+        content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
+        return self._roster.address(MessageType.TRAIN, content, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average the valid replies' adapters by data size (Eq. 2).
+
+        Raises:
+            TooFewClientsError: fewer valid replies than ``min-nodes``.
+
+        """
+        valid, left_out = self._roster.screen(replies, self._reference)
+        self._journal.record(
+            {
+                "event": "round",
+                "round": server_round,
+                "participants": list(valid),
+                "left_out": [
+                    {"client": name, "reason": reason} for name, reason in left_out.items()
+                ],
+                "seconds": round(time.monotonic() - self._round_started, 3),
+            }
+        )
+        if len(valid) < self.config.min_nodes:
+            reasons = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
+            raise TooFewClientsError(
+                f"round {server_round}: {len(valid)} valid replies, and min-nodes = "
+                f"{self.config.min_nodes} are needed; left out:{reasons or ' nobody'}"
+            )
+        for name, reply in valid.items():
+            metrics = dict(reply.content.metric_records[METRICS])
+            size = metrics.pop(SIZE)
+            event = {"event": "train", "round": server_round, "client": name, "examples": size}
+            self._journal.record({**{underscored(k): v for k, v in metrics.items()}, **event})
+            local = from_arrays(reply.content.array_records[ARRAYS])
+            self._journal.keep_personalised(
+                name,
+                self._personalised(name, local),
+                server_round,
+                int(size),  # type: ignore[arg-type]
+            )
+        contents = [reply.content for reply in valid.values()]
+        self._average({name: content_size(reply) for name, reply in valid.items()})
+        log(INFO, "Averaged the adapters of %s", ", ".join(valid))
+        return aggregate_arrayrecords(contents, SIZE), _averages(contents)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask every connected client for what is due after this round; nothing may be."""
+        instruction = self._evaluation(server_round)
+        if not (instruction.losses or instruction.importance or instruction.final):
+            return []
+        content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
+        return self._roster.address(MessageType.EVALUATE, content, grid)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Record each client's metrics; give their averages by data size."""
+        expected = self._reference if self._evaluation(server_round).importance else None
+        # J is never negative: a negative one would push weights away from the global ones.
+        valid, left_out = self._roster.screen(replies, expected, minimum=0.0)
+        if left_out:
+            missing = [{"client": name, "reason": reason} for name, reason in left_out.items()]
+            event = {"event": "evaluation-missing", "round": server_round, "left_out": missing}
+            self._journal.record(event)
+        for name, reply in valid.items():
+            for event in _evaluation_events(reply.content.metric_records[METRICS]):
+                self._journal.record(
+                    {**event, "event": "evaluate", "round": server_round, "client": name}
+                )
+        self._use_importance({name: reply.content for name, reply in valid.items()})
+        return _averages([reply.content for reply in valid.values()]) if valid else None
+
+    def _evaluation(self, server_round: int) -> Instruction:
+        """Give what evaluation is due after a round."""
+        final = server_round == self.config.rounds
+        return replace(
+            self._instruction,
+            round=server_round,
+            losses=final or server_round % self.config.evaluate.every == 0,
+            final=final,
+        )
+
+    def _exchange(self, messages: Iterable[Message], grid: Grid, timeout: float) -> list[Message]:
+        """Send messages and wait for replies; all clients work at once."""
+        return list(grid.send_and_receive(list(messages), timeout=timeout))
+
+    def _whole(self, averaged: State) -> State:
+        """Give the global adapter from the average of what clients sent."""
+        return averaged
+
+    def _personalised(self, client: str, local: State) -> State:
+        """Give a client's whole adapter from what it sent."""
+        return local
+
+    def _average(self, weights: Mapping[str, int]) -> None:
+        """Average what the server itself holds of the clients' adapters, if anything."""
+
+    def _use_importance(self, contents: dict[str, RecordDict]) -> None:
+        """Take the importance J from evaluate replies; only FedJudge-CL asks for it."""
+
+    def _evaluate(
+        self, round_number: int, arrays: ArrayRecord, grid: Grid, timeout: float, result: Result
+    ) -> None:
+        messages = list(self.configure_evaluate(round_number, arrays, ConfigRecord(), grid))
+        if messages:
+            replies = grid.send_and_receive(messages, timeout=timeout)
+            metrics = self.aggregate_evaluate(round_number, replies)
+            if metrics is not None:
+                result.evaluate_metrics_clientapp[round_number] = metrics
+        self.progress = replace(self.progress, evaluated=True)
+        self._checkpoint(arrays)
+
+    def _checkpoint(self, arrays: ArrayRecord) -> None:
+        importance = self.progress.importance
+        self._journal.checkpoint(
+            self.progress.finished_rounds,
+            self._whole(from_arrays(arrays)),
+            None if importance is None else from_arrays(importance),
+            self.progress.optimizers,
+            self.progress.evaluated,
+        )
+
+
+def _averages(contents: list[RecordDict]) -> MetricRecord:
+    """Average by data size the metrics that all replies have."""
+    records = [content.metric_records[METRICS] for content in contents]
+    shared = set.intersection(*(set(record) for record in records))
+    return aggregate_metricrecords(
+        [RecordDict({METRICS: MetricRecord({k: r[k] for k in sorted(shared)})}) for r in records],
+        SIZE,
+    )
+
+
+def _evaluation_events(metrics: MetricRecord) -> list[dict[str, Any]]:
+    """Split ``global.loss`` and the like into one event for each model that was evaluated."""
+    events = []
+    for model in ("base", "global", "personalised"):
+        prefix = f"{model}."
+        own = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
+        if own:
+            events.append({**{underscored(k): v for k, v in own.items()}, "model": model})
+    return events
+
+
+def content_size(reply: Message) -> int:
+    """Give the data size |Dᵢ| that a valid reply says."""
+    return int(reply.content.metric_records[METRICS][SIZE])  # type: ignore[arg-type]
+
+
+def underscored(key: str) -> str:
+    """Give a key as it stands in ``metrics.jsonl``."""
+    return key.replace("-", "_")

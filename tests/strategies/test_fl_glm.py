@@ -1,0 +1,211 @@
+"""FL-GLM through the real strategy, the real ClientApp and real lanes, in one process."""
+
+import json
+import shutil
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.in_process import InProcessGrid, run_in_process
+from client_app.institution import open_institution
+from finetuning.base_model import BaseModelError
+from strategies.roster import RefusedError
+from strategies.run_config import ConfigError, parse_run_config
+
+
+@pytest.fixture
+def split_values(values, deep_checkpoint):
+    """A run config with which a split model trains in seconds."""
+    return values | {
+        "strategy": "fl-glm",
+        "model.name": str(deep_checkpoint),
+        "rounds": 2,
+        "train.optimizer-state": "keep",
+        "split.wire-dtype": "float32",
+    }
+
+
+def run(values, tmp_path):
+    return run_in_process(values, tmp_path / "state", 3)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
+def test_clients_and_server_learn(split_values, tmp_path, schedule):
+    journal = run(split_values | {"split.schedule": schedule, "rounds": 3}, tmp_path)
+    losses = {
+        (e["round"], e["client"], e["model"]): e["loss"]
+        for e in journal.events
+        if e["event"] == "evaluate"
+    }
+    for client in ("alpha", "beta", "gamma"):
+        assert losses[3, client, "global"] < losses[0, client, "base"]
+    lanes = [e for e in journal.events if e["event"] == "lane"]
+    assert {e["client"] for e in lanes} == {"alpha", "beta", "gamma"}
+    assert not [e for e in lanes if e["error"]]
+    trained = [e for e in lanes if e["purpose"] == "train"]
+    assert len(trained) == 9 and all(e["steps"] > 0 and e["bytes_up"] > 0 for e in trained)
+
+
+def test_both_schedules_agree_on_one_client(split_values, tmp_path):
+    values = split_values | {"min-nodes": 1}
+    results = [
+        run_in_process(values | {"split.schedule": schedule}, tmp_path / schedule, 1).adapters[2]
+        for schedule in ("serial", "hierarchical")
+    ]
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, tmp_path):
+    """And gives the loss that was measured through lanes."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from finetuning.evaluation import held_out_loss
+    from finetuning.whole_model import WholeModel
+
+    journal = run(split_values, tmp_path)
+    measured = {
+        (e["client"], e["model"]): e["loss"]
+        for e in journal.events
+        if e["event"] == "evaluate" and e["round"] == 2
+    }
+    config = parse_run_config(split_values)
+    for partition, client in enumerate(("alpha", "beta", "gamma")):
+        node = {"partition-id": partition, "num-partitions": 3}
+        institution = open_institution(config, node)
+        assert institution.name == client
+        for kind in ("global", "personalised"):
+            (directory,) = (tmp_path / "state").glob(f"*/{client}/adapters/{kind}")
+            whole = AutoModelForCausalLM.from_pretrained(config.model.name)
+            model = WholeModel(PeftModel.from_pretrained(whole, directory))
+            loss = held_out_loss(model, institution.test, institution.padding, 8).loss
+            assert loss == pytest.approx(measured[client, kind], abs=1e-5)
+        kept = load_file(directory / "adapter_model.safetensors")
+        assert all(torch.equal(kept[name], journal.kept[client][name]) for name in kept)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
+def test_a_client_that_breaks_off_is_left_out_and_named(
+    split_values, tmp_path, schedule, monkeypatch
+):
+    """Beta stops in the middle of its second round; the others go on."""
+    from client_app import split
+
+    values = split_values | {"split.schedule": schedule, "min-nodes": 2}
+    train = split.train_round
+
+    def stopping(model, parameters, examples, padding, place, *rest, description, **others):
+        if description == "beta, round 2":
+            place = replace(place, deadline=0.0)
+        return train(
+            model, parameters, examples, padding, place, *rest, description=description, **others
+        )
+
+    monkeypatch.setattr(split, "train_round", stopping)
+    journal = run_in_process(values, tmp_path / "state", 3)
+    (last,) = [e for e in journal.events if e["event"] == "round" and e["round"] == 2]
+    assert last["participants"] == ["alpha", "gamma"]
+    (left_out,) = last["left_out"]
+    assert left_out["client"] == "beta" and "round-timeout" in left_out["reason"]
+    broken = [e for e in journal.events if e["event"] == "lane" and e["error"]]
+    assert [(e["client"], e["steps"]) for e in broken] == [("beta", 0)]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"split.head-blocks": 2, "split.tail-blocks": 2}, "block"),
+        ({"adapter.targets": "no_such_module"}, "adapter.targets"),
+    ],
+)
+def test_a_model_that_cannot_be_split_so_is_refused(split_values, tmp_path, change, reason):
+    with pytest.raises(BaseModelError, match=reason):
+        run(split_values | change, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"split.average-every": 5}, "split.average-every"),
+        ({"train.batch-size": 64}, "split.activation-budget"),
+        ({"evaluate.generate": True}, "evaluate.generate"),
+        ({"split.listen": "nowhere"}, "must be an address and a port"),
+        ({"split.listen": "0.0.0.0:8900"}, "split.advertise"),
+        ({"split.advertise": "host:99999"}, "must be an address and a port"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(split_values, change, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parse_run_config(split_values | change)
+
+
+def test_tickets_do_not_travel_in_clear_text(split_values, tmp_path):
+    class Unencrypted(InProcessGrid):
+        _insecure = True  # as Flower's grid says of its connection
+
+    nodes = {1: {"partition-id": 0, "num-partitions": 3}}
+    advertised = split_values | {"min-nodes": 1, "split.advertise": "192.0.2.1:8900"}
+    with pytest.raises(RefusedError, match="not encrypted"):
+        run_in_process(advertised, tmp_path, 1, Unencrypted(advertised, nodes))
+
+
+def test_a_port_in_use_is_said_in_words(split_values, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(OSError, match=r"split\.listen"):
+            run(split_values | {"split.listen": address}, tmp_path)
+
+
+def test_a_client_with_another_block_is_refused_by_name(split_values, tmp_path, deep_checkpoint):
+    """Its first block is another one; the server's own blocks are equal."""
+    swapped = tmp_path / "swapped"
+    shutil.copytree(deep_checkpoint, swapped)
+    tensors = load_file(swapped / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name] = tensors["model.layers.3.mlp.down_proj.weight"].clone()
+    save_file(tensors, swapped / "model.safetensors", metadata={"format": "pt"})
+
+    class Odd(InProcessGrid):
+        """Gives one client another checkpoint."""
+
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = []
+            for message in messages:
+                if message.metadata.dst_node_id == 2:
+                    odd = InProcessGrid(values | {"model.name": str(swapped)}, self._nodes)
+                    replies += odd.send_and_receive([message])
+                else:
+                    replies += super().send_and_receive([message])
+            return replies
+
+    values = split_values | {"state-path": str(tmp_path / "state")}
+    nodes = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
+    with pytest.raises(RefusedError, match=rf"beta.*{name}"):
+        run_in_process(values, tmp_path / "state", 3, Odd(values, nodes))
+
+
+def is_of_a_lane(thread: str) -> bool:
+    return "lane" in thread or "compute" in thread or "serve" in thread
+
+
+def test_no_thread_or_lane_outlives_a_run(split_values, tmp_path):
+    before = set(threading.enumerate())
+    run(split_values | {"rounds": 1}, tmp_path)
+    end = time.monotonic() + 20
+    while left := [t.name for t in set(threading.enumerate()) - before if is_of_a_lane(t.name)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+def test_metrics_can_be_written_as_json(split_values, tmp_path):
+    journal = run(split_values | {"rounds": 1}, tmp_path)
+    assert json.loads(json.dumps(journal.events)) == journal.events
+    trained = [e for e in journal.events if e["event"] == "train"]
+    assert all(e["bytes_up"] > 0 and e["seconds_waiting"] >= 0 for e in trained)
