@@ -120,6 +120,8 @@ def train_round(
     """
     optimizer = make_optimizer(parameters, settings)
     load_optimizer(optimizer, parameters, optimizer_state or {})
+    # A round that broke off in this process may have left gradients of another client.
+    optimizer.zero_grad()
     rate = learning_rate(settings, place.total_steps)
     lengths = [len(example.tokens) for example in examples]
     budget = settings.batch_size * max(lengths)

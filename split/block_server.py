@@ -17,6 +17,7 @@ from split.keys import ServerKeys
 from split.lane import Lane
 from split.lane_errors import LaneError
 from split.lane_server import LaneServer
+from split.partition import PartyName
 from split.parts import Part
 from split.schedules.hierarchical import Hierarchical
 from split.schedules.serial import Serial
@@ -68,7 +69,7 @@ class BlockServer:
 
     Args:
         body: the frozen blocks.
-        state: the body's adapters to begin with.
+        state: the whole model's adapters to begin with, by party.
         split: schedule, limits and addresses.
         adapter: rank, scale, dropout and targets.
         train: of the optimizers.
@@ -84,7 +85,7 @@ class BlockServer:
     def __init__(
         self,
         body: Part,
-        state: State,
+        state: Mapping[PartyName, State],
         split: SplitSettings,
         adapter: AdapterSettings,
         train: TrainSettings,
@@ -159,8 +160,8 @@ class BlockServer:
 
     def finish_lanes(self) -> list[Account]:
         """End every lane that is still open, and take tickets back; give all lanes' accounts."""
-        self._grants.clear()
         with self._changed:
+            self._grants.clear()
             for lane in self._open:
                 lane.close("its time is over")
             self._changed.wait_for(lambda: not self._open)
@@ -206,18 +207,19 @@ class BlockServer:
         self._server.stop()
         self._compute.stop()
 
-    def _make_schedule(self, state: State) -> Schedule:
+    def _make_schedule(self, state: Mapping[PartyName, State]) -> Schedule:
         numbers = itertools.count()
 
         def make_branch() -> Branch:
             name = f"branch-{next(numbers)}"
-            return Branch(self._body, name, self._adapter, self._train, state)
+            return Branch(self._body, name, self._adapter, self._train, state["body"])
 
         if self._split.schedule == "serial":
             return Serial(make_branch())
         return Hierarchical(
             make_branch,
-            state,
+            state["body"],
+            state["head"] | state["tail"],
             self._minimum,
             self._split.average_every,
             self._split.join_timeout,
@@ -239,11 +241,11 @@ class BlockServer:
     def _serve(self, lane: Lane) -> None:
         """Serve a lane in its own thread."""
         started = time.monotonic()
-        grant = self._grants.get(lane.identity)
-        if grant is None:
-            lane.close("its time is over")
-            return
         with self._changed:
+            grant = self._grants.get(lane.identity)
+            if grant is None:
+                lane.close("its time is over")
+                return
             self._open.add(lane)
         session = self._session(lane, grant)
         account = session.account

@@ -37,7 +37,8 @@ class Job:
     Attributes:
         owner: whose it is.
         urgency: jobs of lower numbers go first, those of the same number in order of arrival.
-        tokens: padded tokens whose activations it leaves behind, until ``release`` is called.
+        tokens: padded tokens of whose activations it takes the place, until ``release`` is called;
+            it must be, by the owner, whether the job failed or not.
         run: does it.
         queued: when it was put into the queue, on ``time.perf_counter``'s clock.
 
@@ -121,7 +122,6 @@ class ComputeThread:
                 job.run()
             except Exception as error:
                 _log.debug("a job failed", exc_info=error)
-                self.release(job.tokens)
                 job.owner.failed(error)
 
     def _take(self) -> Job | None:

@@ -86,6 +86,7 @@ class TrainingSession(Session):
         self._schedule = schedule
         self._terms = terms
         self._graphs: dict[int, tuple[Graph, int]] = {}
+        self._held = 0  # padded tokens whose activations exist, or would if a job hadn't failed
         # Micro-batches of the present step whose hidden states, and whose gradients have come.
         self._step = self._received = self._returned = 0
 
@@ -128,6 +129,8 @@ class TrainingSession(Session):
         elif frame.kind is Kind.STEP:
             self._take_step(frame)
         elif frame.kind is Kind.AVERAGE:
+            if self._received:
+                raise ProtocolError("an average was asked for within a step")
             # The answer to the last step went out before its optimizer had done its work.
             self.compute.call(lambda: None)
             average = self._schedule.average(
@@ -151,6 +154,7 @@ class TrainingSession(Session):
         seed = derive_seed("dropout", derive_seed(self._seed, frame.step), index, "body")
 
         def forward() -> None:
+            self._held += tokens
             graph = self._branch.forward(hidden, padding, seed, self._wants_gradient)
             self._graphs[index] = (graph, tokens)
             self.account.tokens += tokens
@@ -167,7 +171,7 @@ class TrainingSession(Session):
 
         def backward() -> None:
             graph, tokens = self._graphs.pop(index)
-            self.compute.release(tokens)
+            self._release(tokens)
             gradient = frame.tensors["gradient"]
             if gradient.shape != graph.output.shape:
                 raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} came")
@@ -197,7 +201,10 @@ class TrainingSession(Session):
 
     def _clean(self) -> None:
         """Leave nothing of an unfinished step."""
-        for _, tokens in self._graphs.values():
-            self.compute.release(tokens)
         self._graphs.clear()
+        self._release(self._held)
         self._branch.forget_gradients()
+
+    def _release(self, tokens: int) -> None:
+        self._held -= tokens
+        self.compute.release(tokens)

@@ -17,7 +17,7 @@ from split.adapters import join_adapters, take_apart
 from split.block_server import BlockServer
 from split.exactness import check_exactness
 from split.loading import load_parts, locate_parts, tensors_of
-from split.partition import cut_of
+from split.partition import PartyName, cut_of
 from strategies.journal import Journal
 from strategies.messages import BODY, LANE, State, from_arrays, lane_record, to_arrays
 from strategies.roster import RefusedError
@@ -80,7 +80,7 @@ class FLGLM(Rounds):
         """
         parts = take_apart(from_arrays(initial_arrays), self._cut)
         self._body = parts["body"]
-        self._server = self._serve_blocks(grid)
+        self._server = self._serve_blocks(grid, parts)
         try:
             return super().start(
                 grid, to_arrays(parts["head"] | parts["tail"]), num_rounds, timeout
@@ -147,14 +147,14 @@ class FLGLM(Rounds):
         self._end_lanes(server_round)
         return super().aggregate_evaluate(server_round, replies)
 
-    def _serve_blocks(self, grid: Grid) -> BlockServer:
+    def _serve_blocks(self, grid: Grid, parts: Mapping[PartyName, State]) -> BlockServer:
         """Load the body, and start to listen."""
         started = time.monotonic()
         check_exactness(self._directory, self.config.model, self._cut)
         body = load_parts(self.config.model, self._directory, self._cut, ("body",))["body"]
         server = BlockServer(
             body,
-            self._body,
+            parts,
             self.config.split,
             self.config.adapter,
             self.config.train,

@@ -18,7 +18,8 @@ class Hierarchical:
 
     Args:
         make_branch: makes a client's adapters and optimizer.
-        state: the adapters' weights to begin with.
+        state: the body's adapters to begin with.
+        ends: adapters of a head and a tail, for their names and shapes.
         minimum: clients who must have joined when those who average begin.
         average_every: steps after which clients average within a round; 0 for never.
         join_timeout: seconds that clients who average wait for each other at a round's start.
@@ -29,12 +30,14 @@ class Hierarchical:
         self,
         make_branch: Callable[[], Branch],
         state: Mapping[str, torch.Tensor],
+        ends: Mapping[str, torch.Tensor],
         minimum: int,
         average_every: int,
         join_timeout: float,
     ) -> None:
         self._make_branch = make_branch
         self._global = dict(state)
+        self._ends = ends
         self._minimum = minimum
         self._average_every = average_every
         self._join_timeout = join_timeout
@@ -105,7 +108,18 @@ class Hierarchical:
         Returns:
             The average of heads and tails. The body's adapters are averaged in place.
 
+        Raises:
+            RuntimeError: no average is due, or the adapters are not those of head and tail.
+
         """
+        if not self._average_every or not step or step % self._average_every:
+            raise RuntimeError(
+                f"{client} asked for an average after step {step}, and split.average-every = "
+                f"{self._average_every}"
+            )
+        odd = {n for n in own.keys() | self._ends.keys() if not _alike(n, own, self._ends)}
+        if odd:
+            raise RuntimeError(f"{client} sent {min(odd)} otherwise than the adapters have it")
         with self._changed:
             self._gathered.setdefault(step, {})[client] = own
             self._changed.notify_all()
@@ -169,3 +183,7 @@ class Hierarchical:
             for key, value in states[name].items():
                 mean[key] = mean[key] + share * value if key in mean else share * value
         return mean
+
+
+def _alike(name: str, one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return name in one and name in other and one[name].shape == other[name].shape

@@ -146,9 +146,7 @@ class Client:
 def serving(base: Path, state: State, split: SplitSettings, adapter=ADAPTER, train=TRAIN):
     cut = cut_of(base, split)
     body = load_parts(ModelSettings(), base, cut, ("body",))["body"]
-    server = BlockServer(
-        body, take_apart(state, cut)["body"], split, adapter, train, "run", LONGEST, 1
-    )
+    server = BlockServer(body, take_apart(state, cut), split, adapter, train, "run", LONGEST, 1)
     try:
         yield server
     finally:
