@@ -30,6 +30,7 @@ from strategies.messages import (
     answer,
     from_arrays,
     invitation_of,
+    models_of,
     to_arrays,
 )
 from strategies.run_config import ConfigError, RunConfig, parse_run_config
@@ -114,7 +115,14 @@ def evaluate(message: Message, context: Context) -> Message:
         bodies = {m: from_arrays(records[key]) for m, key in BODY.items() if key in records}
         invitation = invitation_of(message)
         metrics = evaluate_split_models(
-            institution, config, instruction, arrays, bodies, state, invitation
+            institution,
+            config,
+            instruction,
+            arrays,
+            bodies,
+            state,
+            invitation,
+            models_of(message),
         )
         importance = None
     else:

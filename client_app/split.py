@@ -18,8 +18,11 @@ from split.client import ClientRound, SplitModel
 from split.frames import Limits
 from split.invitation import Invitation
 from split.lane import Lane, connect
+from split.lane_errors import LaneBusyError
 from strategies.messages import Instruction
 from strategies.run_config import RunConfig
+
+_RETRY_SECONDS = 1.0
 
 
 def train_ends(
@@ -95,6 +98,7 @@ def evaluate_split_models(
     bodies: dict[str, State],
     state: ClientState,
     invitation: Invitation,
+    rounds: dict[str, int],
 ) -> dict[str, int | float]:
     """Measure held-out losses with head and tail here and the blocks between at the server.
 
@@ -106,18 +110,18 @@ def evaluate_split_models(
         bodies: the body's adapters by model, after the last round, to be taken home.
         state: where this client's own adapters are; the final ones are saved beside it.
         invitation: to the block server.
+        rounds: the models to evaluate, each with the round that the server's part of it is of.
 
     Returns:
         Metrics named ``<model>.<metric>``.
 
     """
     deadline = time.monotonic() + instruction.time_limit
-    personalised = state.adapter(instruction.round)
-    models: dict[str, State | None] = {"base": None}
-    if instruction.round > 0:
-        models = {"global": arrays}
-        if personalised is not None:
-            models["personalised"] = personalised
+    models: dict[str, State | None] = {"base": None, "global": arrays}
+    personalised = state.adapter(rounds.get("personalised", 0))
+    if personalised is not None:
+        models["personalised"] = personalised
+    models = {model: models[model] for model in rounds if model in models}
     metrics: dict[str, int | float] = {}
     if instruction.losses:
         with _split_model(config, invitation, deadline) as (model, _):
@@ -137,19 +141,30 @@ def _split_model(
     for part in ends.values():
         part.use("default")
     limits = Limits(ends["head"].hidden_size, config.split.wire_dtype, config.longest)
-    lane = connect(
-        invitation.address,
-        invitation.ticket,
-        invitation.identity,
-        invitation.server_key,
-        invitation.suite,
-        limits,
-        deadline,
-    )
+    lane = _open_lane(invitation, limits, deadline)
     try:
         yield SplitModel(ends["head"], ends["tail"], lane, config.split.frame_timeout), lane
     finally:
         lane.close()
+
+
+def _open_lane(invitation: Invitation, limits: Limits, deadline: float) -> Lane:
+    """Dial the block server, again and again while it has no room: the ticket stays good."""
+    while True:
+        try:
+            return connect(
+                invitation.address,
+                invitation.ticket,
+                invitation.identity,
+                invitation.server_key,
+                invitation.suite,
+                limits,
+                deadline,
+            )
+        except LaneBusyError:
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                raise
+            time.sleep(_RETRY_SECONDS)
 
 
 def _measure(

@@ -15,9 +15,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make Adam or AdamW over the adapter's weights."""
     kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    return kind(
-        list(parameters.values()), lr=settings.learning_rate, weight_decay=settings.weight_decay
-    )
+    # A party of a split model may have nothing to train, and Torch refuses an empty list.
+    trained = list(parameters.values()) or [torch.nn.Parameter(torch.empty(0))]
+    return kind(trained, lr=settings.learning_rate, weight_decay=settings.weight_decay)
 
 
 def learning_rate(settings: TrainSettings, total_steps: int) -> Callable[[int], float]:

@@ -185,10 +185,10 @@ class EvaluateSettings(Section):
 class SplitSettings(Section):
     """Split learning (FL-GLM sections 3.1 to 3.3)."""
 
-    schedule: Literal["serial", "hierarchical"] = Field(
+    schedule: Literal["serial", "client-batch", "hierarchical"] = Field(
         "serial",
-        description="How clients share the server's blocks: one after another with one set of "
-        "adapters, or each with adapters of its own that are averaged.",
+        description="How clients share the server's blocks: one after another, all at once with "
+        "their micro-batches stacked, or each with adapters of its own that are averaged.",
     )
     head_blocks: int = Field(
         1, ge=0, description="Blocks at the clients after the embedding; 0 with 0 is FedBERT's."
@@ -229,6 +229,11 @@ class SplitSettings(Section):
     )
     join_timeout: PositiveFloat = Field(
         120.0, description="Seconds that clients who average together wait for each other to join."
+    )
+    gather_timeout: PositiveFloat = Field(
+        60.0,
+        description="Seconds after which `client-batch` goes on without clients that all others "
+        "wait for.",
     )
     frame_timeout: PositiveFloat = Field(
         300.0, description="Seconds that client and server wait for each other within a step."

@@ -1,17 +1,16 @@
 """The block server: holds the body, lets invited clients train and evaluate through it."""
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import Protocol
 
-from finetuning.optimization import OptimizerState
 from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
 from split.branch import Branch, State
 from split.compute import ComputeThread
 from split.evaluation_session import EvaluationSession, Models
-from split.frames import Limits
+from split.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
 from split.invitation import Invitation
 from split.keys import ServerKeys
 from split.lane import Lane
@@ -19,49 +18,18 @@ from split.lane_errors import LaneError
 from split.lane_server import LaneServer
 from split.partition import PartyName
 from split.parts import Part
+from split.schedules.client_batch import ClientBatch
 from split.schedules.hierarchical import Hierarchical
+from split.schedules.schedule import Schedule
 from split.schedules.serial import Serial
 from split.session import Account, ProtocolError
 from split.tickets import Identity, TicketBook
 from split.training_session import Terms, TrainingSession
 
+_log = logging.getLogger(__name__)
 _MOST_LANES = 256
-
-
-class Schedule(Protocol):
-    """How clients share the body: ``Serial`` or ``Hierarchical``."""
-
-    def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool) -> None:
-        """Prepare for the clients that may join."""
-        ...
-
-    def enter(self, client: str, steps: int) -> Branch:
-        """Let a client begin its round."""
-        ...
-
-    def leave(self, client: str) -> None:
-        """Let a client go."""
-        ...
-
-    def average(self, client: str, step: int, own: State) -> State:
-        """Average all parties' adapters within a round."""
-        ...
-
-    def state_of(self, client: str) -> State:
-        """Give the body's adapters of a client."""
-        ...
-
-    def end_round(self, weights: Mapping[str, float]) -> State:
-        """Give the body's adapters that the next round begins with."""
-        ...
-
-    def export_optimizers(self) -> dict[str, OptimizerState]:
-        """Give the optimizers' states by their keys."""
-        ...
-
-    def load_optimizers(self, states: Mapping[str, OptimizerState]) -> None:
-        """Put the optimizers' states back."""
-        ...
+# A lane ends when the job that it is at does.
+_END_SECONDS = 600.0
 
 
 class BlockServer:
@@ -108,7 +76,11 @@ class BlockServer:
         self._schedule = self._make_schedule(state)
         self._keys = ServerKeys(split.key_exchange)
         self._tickets = TicketBook()
-        limits = Limits(body.hidden_size, split.wire_dtype, longest)
+        ends = sum(t.numel() for party in ("head", "tail") for t in state[party].values())
+        # Names and shapes take little beside float32 weights; where nothing is averaged, nothing.
+        average = {Kind.AVERAGE: 8 * ends + SMALL_PAYLOAD_BYTES} if split.average_every else {}
+        none = {Kind.AVERAGE: SMALL_PAYLOAD_BYTES}
+        limits = Limits(body.hidden_size, split.wire_dtype, longest, average or none)
         self._server = LaneServer(
             split.listen, self._keys, self._tickets, lambda _: limits, self._serve, _MOST_LANES
         )
@@ -119,16 +91,17 @@ class BlockServer:
         """Where clients reach the server, as host:port."""
         return self._split.advertise or self._server.address
 
-    def begin_round(self, weights: Mapping[str, float]) -> None:
+    def begin_round(self, weights: Mapping[str, float], seed: int) -> None:
         """Prepare for a round of training.
 
         Args:
             weights: of the clients that will be invited, by name.
+            seed: of what all of them train together in this round.
 
         """
-        self._lanes = len(weights) if self._split.schedule == "hierarchical" else 1
+        self._lanes = 1 if self._split.schedule == "serial" else len(weights)
         keep = self._train.optimizer_state == "keep"
-        self._compute.call(lambda: self._schedule.begin_round(weights, keep))
+        self._compute.call(lambda: self._schedule.begin_round(weights, keep, seed))
 
     def invite_to_train(
         self, client: str, round_number: int, seed: int, lifetime: float
@@ -163,14 +136,16 @@ class BlockServer:
         with self._changed:
             self._grants.clear()
             for lane in self._open:
-                lane.close("its time is over")
-            self._changed.wait_for(lambda: not self._open)
+                lane.close("this phase of the round is over (round-timeout)")
+            if not self._changed.wait_for(lambda: not self._open, _END_SECONDS):
+                names = sorted(lane.identity.node for lane in self._open)
+                raise RuntimeError(f"lanes did not end within {_END_SECONDS:g} s: {names}")
             accounts, self._accounts = self._accounts, []
         return sorted(accounts, key=lambda account: account.client)
 
     def state_of(self, client: str) -> State:
         """Give the body's adapters of a client, after its lane and before ``end_round``."""
-        return self._schedule.state_of(client)
+        return self._compute.call(lambda: self._schedule.state_of(client))
 
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Give the body's adapters that the next round begins with.
@@ -182,12 +157,14 @@ class BlockServer:
         return self._compute.call(lambda: self._schedule.end_round(weights))
 
     def export_optimizers(self) -> State:
-        """Give all optimizers' states, under ``<client or body>/<weight>:<moment>``."""
-        return {
-            f"{key}/{name}": value
-            for key, state in self._schedule.export_optimizers().items()
-            for name, value in state.items()
-        }
+        """Give all optimizers' states, under ``<client or body>/<weight>:<moment>``.
+
+        There are none where optimizers start anew in every round.
+        """
+        if self._train.optimizer_state != "keep":
+            return {}
+        states = self._compute.call(self._schedule.export_optimizers)
+        return {f"{key}/{n}": value for key, state in states.items() for n, value in state.items()}
 
     def load_optimizers(self, states: State) -> None:
         """Put back what ``export_optimizers`` gave."""
@@ -216,8 +193,18 @@ class BlockServer:
 
         if self._split.schedule == "serial":
             return Serial(make_branch())
+        if self._split.schedule == "client-batch":
+            return ClientBatch(
+                make_branch(),
+                self._compute,
+                self._split.activation_budget,
+                self._minimum,
+                self._split.join_timeout,
+                self._split.gather_timeout,
+            )
         return Hierarchical(
             make_branch,
+            self._compute,
             state["body"],
             state["head"] | state["tail"],
             self._minimum,
@@ -244,16 +231,18 @@ class BlockServer:
         with self._changed:
             grant = self._grants.get(lane.identity)
             if grant is None:
-                lane.close("its time is over")
+                lane.close("this phase of the round is over (round-timeout)")
                 return
             self._open.add(lane)
         session = self._session(lane, grant)
         account = session.account
         try:
             session.serve()
-        except (LaneError, ProtocolError, RuntimeError, ValueError) as error:
-            account.error = account.error or f"{type(error).__name__}: {error}"
-            lane.close(account.error)
+        except (LaneError, ProtocolError, RuntimeError) as error:
+            session.give_up(f"{type(error).__name__}: {error}")
+        except Exception as error:
+            _log.exception("serving %r failed", lane)
+            session.give_up(f"the server failed ({type(error).__name__})")
         finally:
             account.seconds = time.monotonic() - started
             traffic = lane.traffic

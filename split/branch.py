@@ -90,6 +90,12 @@ class Branch:
                 graph.output.backward(gradient.to(graph.output))  # type: ignore[no-untyped-call]
         return graph.given.grad
 
+    def scale(self, factor: float) -> None:
+        """Scale what the gradients have come to."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     @torch.no_grad()
     def clip(self, squared_norm: float) -> tuple[float, float]:
         """Scale the gradients down to the maximum norm over all parties, unless it is 0.

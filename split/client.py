@@ -12,7 +12,7 @@ from finetuning.whole_model import add_target_gradient, target_loss
 from split.branch import load_state
 from split.frames import Frame, Kind
 from split.lane import Lane
-from split.lane_errors import LaneError
+from split.lane_errors import LaneError, LaneTimeoutError
 from split.parts import Padding, Part
 
 
@@ -119,8 +119,13 @@ class SplitModel:
         self._set_up(training=True)
 
         def forward(index: int) -> None:
+            counts = {
+                "targets": len(batches[index].labels),
+                "step_targets": targets,
+                "micro_batches": len(batches),
+            }
             with drawing_from(derive_seed("dropout", seed, index, "head")):
-                hidden = self._forward_head(index, batches[index])
+                hidden = self._forward_head(index, batches[index], counts)
             if wants_gradient:
                 sent[index] = hidden
 
@@ -182,7 +187,7 @@ class SplitModel:
                 losses.append(target_loss(self._output_head, hidden, batch))
             return True
 
-        self._pipeline(len(batches), lambda i: self._forward_head(i, batches[i]), answer)
+        self._pipeline(len(batches), lambda i: self._forward_head(i, batches[i], {}), answer)
         return [float(loss) for loss in losses]
 
     def end(self) -> None:
@@ -195,14 +200,16 @@ class SplitModel:
         for part in (self._head, self._tail):
             part.train(training)
 
-    def _forward_head(self, index: int, batch: MicroBatch) -> torch.Tensor:
+    def _forward_head(
+        self, index: int, batch: MicroBatch, counts: Mapping[str, int]
+    ) -> torch.Tensor:
         hidden = self._head(batch.tokens.to(self._head.device), _padding(batch))
         self._lane.send(
             Kind.HIDDEN,
             self._step,
             index,
             {"hidden": hidden.detach(), "lengths": batch.lengths},
-            {"side": "right"},
+            {"side": "right", **counts},
         )
         return hidden
 
@@ -247,8 +254,15 @@ class SplitModel:
         """
         started = time.monotonic()
         timeout = self._frame_timeout if until is None else max(0.0, until - started)
-        frame = self._lane.receive(timeout)
-        self.seconds_waiting += time.monotonic() - started
+        try:
+            frame = self._lane.receive(timeout)
+        except LaneTimeoutError:
+            knob = "split.frame-timeout" if until is None else "round-timeout"
+            raise LaneTimeoutError(
+                f"the block server sent nothing for {timeout:.0f} s ({knob})"
+            ) from None
+        finally:
+            self.seconds_waiting += time.monotonic() - started
         if frame.kind not in (kind, also):
             raise LaneError(f"the server sent a frame {frame.kind.name} where {kind.name} is due")
         return frame

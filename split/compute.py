@@ -2,9 +2,8 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeVar
 
@@ -40,7 +39,6 @@ class Job:
         tokens: padded tokens of whose activations it takes the place, until ``release`` is called;
             it must be, by the owner, whether the job failed or not.
         run: does it.
-        queued: when it was put into the queue, on ``time.perf_counter``'s clock.
 
     """
 
@@ -48,13 +46,15 @@ class Job:
     urgency: Urgency
     run: Callable[[], None]
     tokens: int = 0
-    queued: float = field(default_factory=time.perf_counter)
 
 
 def first_ready(waiting: Sequence[Job], free_tokens: int) -> Job | None:
-    """Choose the job that runs next: the most urgent that fits into the activation budget."""
-    ready = [job for job in waiting if job.tokens <= free_tokens]
-    return min(ready, key=lambda job: job.urgency, default=None)
+    """Choose the job that runs next: the most urgent, and of these the oldest.
+
+    One that doesn't fit into the activation budget has all younger ones wait: nobody is overtaken.
+    """
+    job = min(waiting, key=lambda job: job.urgency, default=None)
+    return job if job is not None and job.tokens <= free_tokens else None
 
 
 class ComputeThread:
@@ -74,10 +74,14 @@ class ComputeThread:
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Queue a job."""
+        """Queue a job; it fails if the thread has been stopped."""
         with self._changed:
-            self._waiting.append(job)
-            self._changed.notify()
+            stopping = self._stopping
+            if not stopping:
+                self._waiting.append(job)
+                self._changed.notify()
+        if stopping:
+            job.owner.failed(RuntimeError("the block server has stopped"))
 
     def release(self, tokens: int) -> None:
         """Give activations' place back."""
@@ -123,6 +127,7 @@ class ComputeThread:
             except Exception as error:
                 _log.debug("a job failed", exc_info=error)
                 job.owner.failed(error)
+            del job  # and the tensors that it holds, while waiting for the next
 
     def _take(self) -> Job | None:
         with self._changed:

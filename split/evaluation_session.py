@@ -46,6 +46,7 @@ class EvaluationSession(Session):
         self._adapter = adapter
         self._window = window
         self._name: str | None = None
+        self._received = self._computed = 0  # micro-batches
 
     def serve(self) -> None:
         """Answer frames until the client has evaluated all it wants.
@@ -90,6 +91,9 @@ class EvaluationSession(Session):
 
     def _take_hidden(self, frame: Frame) -> None:
         hidden, padding = hidden_of(frame)
+        self._received += 1
+        if self._received - self._computed > self._window:
+            raise ProtocolError(f"more than {self._window} micro-batches are under way")
 
         @torch.no_grad()
         def forward() -> None:
@@ -97,6 +101,7 @@ class EvaluationSession(Session):
             self._body.train(False)
             output = self._body(hidden, padding)
             self.account.tokens += hidden.shape[0] * hidden.shape[1]
+            self._computed += 1
             self.lane.send(Kind.HIDDEN, frame.step, frame.micro_batch, {"hidden": output})
 
         self.put(Urgency.FORWARD, forward)

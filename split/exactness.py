@@ -98,8 +98,10 @@ def _both(
 
 
 def _key(directory: Path, cut: Cut) -> str:
+    import peft
     import transformers
 
     facts = [config_digest(directory / "config.json"), astuple(cut)]
-    versions = [torch.__version__, transformers.__version__]
-    return hashlib.sha256(json.dumps([facts, versions]).encode()).hexdigest()
+    versions = [torch.__version__, transformers.__version__, peft.__version__]
+    code = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(json.dumps([facts, versions, code]).encode()).hexdigest()

@@ -105,6 +105,11 @@ class Lane:
         return f"Lane({self.identity})"
 
     @property
+    def ended(self) -> bool:
+        """Whether either side has ended the lane, or it broke."""
+        return self._error is not None
+
+    @property
     def traffic(self) -> Traffic:
         """The account so far."""
         up, down = self._sent, self._received

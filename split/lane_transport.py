@@ -80,7 +80,7 @@ def stream_error(error: Exception, answered: bool) -> LaneError:
     if not answered and code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return refused(Refusal.BUSY)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return LaneDeadlineError("the lane's time is over")
+        return LaneDeadlineError("the lane's time is over (round-timeout)")
     reason = f" ({code.name})" if code is not None else ""
     return LaneCutError(f"the stream broke{reason}")
 

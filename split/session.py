@@ -14,6 +14,8 @@ from split.lane import Lane
 from split.lane_errors import LaneTimeoutError
 from split.parts import Padding
 
+_POLL_SECONDS = 1.0
+
 
 class ProtocolError(RuntimeError):
     """The client sent what it may not send now; its lane ends."""
@@ -70,6 +72,7 @@ class Session:
         self.account = Account(lane.identity.node, purpose)
         self.lane = lane
         self.compute = compute
+        self.answered = 0  # micro-batches of the present step that were answered
         self._frame_timeout = frame_timeout
         self._owed = 0
         self._lock = threading.Lock()
@@ -78,8 +81,7 @@ class Session:
         """End the lane: one of its jobs raised."""
         with self._lock:
             self._owed -= 1
-        self.account.error = self.account.error or f"{type(error).__name__}: {error}"
-        self.lane.close(self.account.error)
+        self.give_up(f"{type(error).__name__}: {error}")
 
     def put(self, urgency: Urgency, work: Callable[[], None], tokens: int = 0) -> None:
         """Queue a job whose activations take so many tokens of the budget, and note its times."""
@@ -97,6 +99,11 @@ class Session:
             self._owed += 1
         self.compute.put(Job(self, urgency, run, tokens))
 
+    def answer(self, step: int, index: int, states: torch.Tensor) -> None:
+        """Send the hidden states of a micro-batch after the body."""
+        self.answered = index + 1
+        self.lane.send(Kind.HIDDEN, step, index, {"hidden": states.detach()})
+
     def receive(self) -> Frame:
         """Wait for the client's next frame, without limit while it waits for a job of its own.
 
@@ -104,17 +111,39 @@ class Session:
             LaneError: the lane broke, or the client was silent for too long.
 
         """
+        silent_since = time.monotonic()
         while True:
             try:
-                return self.lane.receive(self._frame_timeout)
+                return self.lane.receive(min(self._frame_timeout, _POLL_SECONDS))
             except LaneTimeoutError:
-                with self._lock:
-                    if not self._owed:
-                        raise
+                if self.waits():
+                    silent_since = time.monotonic()
+                elif time.monotonic() - silent_since >= self._frame_timeout:
+                    raise LaneTimeoutError(
+                        f"{self.account.client} sent nothing for {self._frame_timeout:g} s "
+                        "(split.frame-timeout)"
+                    ) from None
+
+    def waits(self) -> bool:
+        """Say whether it is not the client's turn to send something."""
+        with self._lock:
+            return self._owed > 0
+
+    def give_up(self, reason: str) -> None:
+        """End the lane, and say why."""
+        self.account.error = self.account.error or reason
+        self.lane.close(reason)
 
 
 def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
-    """Read hidden states and their padding; the lane has checked shapes and lengths."""
+    """Read hidden states and their padding; the lane has checked shapes and lengths.
+
+    Raises:
+        ProtocolError: there are no lengths.
+
+    """
+    if "lengths" not in frame.tensors:
+        raise ProtocolError("hidden states came without the lengths of their rows")
     side: Literal["left", "right"] = "left" if frame.fields.get("side") == "left" else "right"
     return frame.tensors["hidden"], Padding(side, frame.tensors["lengths"].long())
 

@@ -2,30 +2,15 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
-from finetuning.randomness import derive_seed
-from split.branch import Branch, Graph, State
-from split.compute import ComputeThread, Urgency
+import torch
+
+from split.compute import ComputeThread
 from split.frames import Frame, Kind
 from split.lane import Lane
+from split.schedules.schedule import Schedule
+from split.seat import Hidden, Place, Seat
 from split.session import ProtocolError, Session, hidden_of, whole_number
-
-
-class Schedule(Protocol):
-    """How clients share the body; see ``split.schedules``."""
-
-    def enter(self, client: str, steps: int) -> Branch:
-        """Let a client begin its round."""
-        ...
-
-    def leave(self, client: str) -> None:
-        """Let a client go."""
-        ...
-
-    def average(self, client: str, step: int, own: State) -> State:
-        """Average all parties' adapters within a round."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -85,10 +70,12 @@ class TrainingSession(Session):
         self._seed = seed
         self._schedule = schedule
         self._terms = terms
-        self._graphs: dict[int, tuple[Graph, int]] = {}
-        self._held = 0  # padded tokens whose activations exist, or would if a job hadn't failed
-        # Micro-batches of the present step whose hidden states, and whose gradients have come.
-        self._step = self._received = self._returned = 0
+        self._seat: Seat
+        self._joined = False
+        self._step = 0
+        self._shapes: list[torch.Size] = []  # of the hidden states that came in this step
+        self._returned = 0  # micro-batches of this step whose gradients came
+        self._counts = (0, 0)  # targets and micro-batches that the present step is said to have
 
     def serve(self) -> None:
         """Answer frames until the client ends its round.
@@ -102,22 +89,43 @@ class TrainingSession(Session):
         join = self.receive()
         if join.kind is not Kind.JOIN:
             raise ProtocolError(f"a lane began with a frame {join.kind.name}")
-        self._first = whole_number(join, "first_step")
-        self._total = whole_number(join, "total_steps")
         self._longest = whole_number(join, "longest")
-        self._wants_gradient = bool(join.fields.get("wants_gradient"))
         self._credits = self._terms.credits(self._longest)
-        client = self.lane.identity.node
-        self._branch = self._schedule.enter(client, whole_number(join, "steps"))
+        place = Place(
+            steps=whole_number(join, "steps"),
+            first_step=whole_number(join, "first_step"),
+            total_steps=whole_number(join, "total_steps"),
+            wants_gradient=bool(join.fields.get("wants_gradient")),
+            seed=self._seed,
+        )
+        self._steps = place.steps
+        self._seat = self._schedule.enter(self, place)
+        self._joined, finished = True, False
         try:
             self.lane.send(Kind.WELCOME, fields={"credits": self._credits})
             while (frame := self.receive()).kind is not Kind.END:
                 self._take(frame)
+            self._settle()
+            finished = not self._shapes and self._step == self._steps and not super().waits()
+            if not finished:
+                raise ProtocolError(f"the round ended in step {self._step} of {self._steps}")
             self.lane.send(Kind.END)
         finally:
-            self.compute.withdraw(self)
-            self.compute.call(self._clean)
-            self._schedule.leave(client)
+            self._seat.leave()
+            self._schedule.leave(self.account.client, finished)
+
+    def waits(self) -> bool:
+        """Say whether it is not the client's turn to send something."""
+        waiting = (self._joined and self._seat.waits()) or super().waits()
+        # With an answer that it hasn't used, it is the client's turn, whatever else is queued.
+        return waiting and self.answered <= self._returned
+
+    def _settle(self) -> None:
+        """Let the job that runs come to its end.
+
+        The answer to a step goes out before the optimizer has done its work.
+        """
+        self.compute.call(lambda: None)
 
     def _take(self, frame: Frame) -> None:
         if frame.step != self._step:
@@ -129,82 +137,60 @@ class TrainingSession(Session):
         elif frame.kind is Kind.STEP:
             self._take_step(frame)
         elif frame.kind is Kind.AVERAGE:
-            if self._received:
+            if self._shapes:
                 raise ProtocolError("an average was asked for within a step")
-            # The answer to the last step went out before its optimizer had done its work.
-            self.compute.call(lambda: None)
-            average = self._schedule.average(
-                self.lane.identity.node, frame.step, dict(frame.tensors)
-            )
+            self._settle()
+            average = self._schedule.average(self, frame.step, dict(frame.tensors))
             self.lane.send(Kind.AVERAGE, frame.step, tensors=average)
         else:
             raise ProtocolError(f"a frame {frame.kind.name} came in a round of training")
 
     def _take_hidden(self, frame: Frame) -> None:
         index = frame.micro_batch
-        if index != self._received:
-            raise ProtocolError(f"micro-batch {index} came in the place of {self._received}")
-        if self._received - self._returned >= self._credits:
+        if frame.step >= self._steps:
+            raise ProtocolError(f"the round was to have {self._steps} steps")
+        if index != len(self._shapes):
+            raise ProtocolError(f"micro-batch {index} came in the place of {len(self._shapes)}")
+        if index - self._returned >= self._credits:
             raise ProtocolError(f"more than {self._credits} micro-batches are under way")
-        hidden, padding = hidden_of(frame)
-        tokens = hidden.shape[0] * hidden.shape[1]
-        if tokens > self._longest:
-            raise ProtocolError(f"{tokens} padded tokens came; {self._longest} were agreed")
-        self._received += 1
-        seed = derive_seed("dropout", derive_seed(self._seed, frame.step), index, "body")
-
-        def forward() -> None:
-            self._held += tokens
-            graph = self._branch.forward(hidden, padding, seed, self._wants_gradient)
-            self._graphs[index] = (graph, tokens)
-            self.account.tokens += tokens
-            self.lane.send(Kind.HIDDEN, frame.step, index, {"hidden": graph.output.detach()})
-
-        self.put(Urgency.FORWARD, forward, tokens)
+        states, padding = hidden_of(frame)
+        hidden = Hidden(
+            frame.step,
+            index,
+            states,
+            padding,
+            targets=whole_number(frame, "targets"),
+            step_targets=whole_number(frame, "step_targets"),
+            micro_batches=whole_number(frame, "micro_batches"),
+        )
+        counts = (hidden.step_targets, hidden.micro_batches)
+        if not 0 < hidden.targets <= counts[0] or index >= counts[1]:
+            raise ProtocolError(f"micro-batch {index} has more than its step of {counts}")
+        if index and counts != self._counts:
+            raise ProtocolError(f"a step of {self._counts} became one of {counts}")
+        if hidden.tokens > self._longest:
+            raise ProtocolError(f"{hidden.tokens} padded tokens came; {self._longest} were agreed")
+        self._counts = counts
+        self._shapes.append(states.shape)
+        self._seat.forward(hidden)
 
     def _take_gradient(self, frame: Frame) -> None:
         index = frame.micro_batch
-        # Hidden states that this answers were sent, so that their job is done.
-        if index != self._returned or index not in self._graphs:
+        gradient = frame.tensors["gradient"]
+        if index != self._returned or index >= self.answered:
             raise ProtocolError(f"the gradient of micro-batch {index} came in the wrong place")
+        if gradient.shape != self._shapes[index]:
+            raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} came")
         self._returned += 1
-
-        def backward() -> None:
-            graph, tokens = self._graphs.pop(index)
-            self._release(tokens)
-            gradient = frame.tensors["gradient"]
-            if gradient.shape != graph.output.shape:
-                raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} came")
-            result = self._branch.backward(graph, gradient)
-            if result is not None:
-                self.lane.send(Kind.GRADIENT, frame.step, index, {"gradient": result})
-
-        self.put(Urgency.BACKWARD, backward)
+        self._seat.backward(frame.step, index, gradient)
 
     def _take_step(self, frame: Frame) -> None:
         squared_norm = frame.fields.get("squared_norm")
         if not isinstance(squared_norm, float) or not 0 <= squared_norm < math.inf:
             raise ProtocolError(f"a step ended with squared_norm = {squared_norm!r}")
-        if self._returned != self._received or not self._received:
+        if not self._shapes or not self._returned == len(self._shapes) == self._counts[1]:
             raise ProtocolError("a step ended before all its gradients came")
         self._step += 1
-        self._received = self._returned = 0
-
-        def step() -> None:
-            factor, norm = self._branch.clip(squared_norm)
-            # The client has its answer before the optimizer's work begins.
-            self.lane.send(Kind.STEP, frame.step, fields={"factor": factor, "norm": norm})
-            self._branch.step(self._first + frame.step, self._total)
-            self.account.steps += 1
-
-        self.put(Urgency.STEP, step)
-
-    def _clean(self) -> None:
-        """Leave nothing of an unfinished step."""
-        self._graphs.clear()
-        self._release(self._held)
-        self._branch.forget_gradients()
-
-    def _release(self, tokens: int) -> None:
-        self._held -= tokens
-        self.compute.release(tokens)
+        self._returned = self.answered = 0
+        self._shapes.clear()
+        self._seat.step(frame.step, squared_norm)

@@ -46,11 +46,12 @@ class FLGLM(Rounds):
         self._cut = cut_of(self._directory, config.split)
         theirs = tensors_of(self._directory, self._cut, ("head", "tail"))
         # What the server has no file of, clients compare with each other.
-        expected = {name: fingerprint.get(name, "") for name in [*PARTIES_SHARE, *sorted(theirs)]}
+        expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
+        expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
         super().__init__(config, expected, progress, journal)
         self._server: BlockServer
         self._body: State = {}
-        self._bodies: dict[str, State] = {}
+        self._bodies: dict[str, tuple[int, State | None]] = {}
 
     def start(
         self,
@@ -98,7 +99,8 @@ class FLGLM(Rounds):
         messages = super().configure_train(server_round, arrays, config, grid)
         if server_round > 1 and (server_round - 1) % self.config.split.rotate_keys_every == 0:
             self._server.rotate_keys()
-        self._server.begin_round(self._roster.asked)
+        seed = derive_seed("stack", self.config.seed, server_round)
+        self._server.begin_round(self._roster.asked, seed)
         for message in messages:
             client = self._roster.name_of(message)
             seed = derive_seed("train", self.config.seed, client, server_round)
@@ -118,19 +120,16 @@ class FLGLM(Rounds):
         final = self._evaluation(server_round).final
         for message in super().configure_evaluate(server_round, arrays, config, grid):
             client = self._roster.name_of(message)
-            models: dict[str, State | None] = {"base": None, "global": self._body}
-            if client not in self._bodies and (kept := self._journal.personalised(client)):
-                self._bodies[client] = take_apart(kept, self._cut)["body"]
-            if client in self._bodies:
-                models["personalised"] = self._bodies[client]
+            bodies = self._bodies_of(client, server_round)
+            states = {model: state for model, (_, state) in bodies.items()}
             invitation = self._server.invite_to_evaluate(
-                client, server_round, models, self.config.reply_timeout
+                client, server_round, states, self.config.reply_timeout
             )
-            message.content[LANE] = lane_record(invitation)
+            rounds = {model: number for model, (number, _) in bodies.items()}
+            message.content[LANE] = lane_record(invitation, rounds)
             if final:
-                for model in ("global", "personalised"):
-                    if state := models.get(model):
-                        message.content[BODY[model]] = to_arrays(state)
+                for model, state in states.items():
+                    message.content[BODY[model]] = to_arrays(state or {})
             yield message
 
     def aggregate_train(
@@ -188,6 +187,8 @@ class FLGLM(Rounds):
         replies = []
         for message in messages:
             replies += super()._exchange([message], grid, timeout)
+            # Whoever is late can't hold up the next turn.
+            self._end_lanes(self.progress.finished_rounds + 1)
         return replies
 
     def _end_lanes(self, server_round: int) -> None:
@@ -195,17 +196,28 @@ class FLGLM(Rounds):
             event = {underscored(k): v for k, v in asdict(account).items()}
             self._journal.record({"event": "lane", "round": server_round, **event})
 
+    def _bodies_of(self, client: str, server_round: int) -> dict[str, tuple[int, State | None]]:
+        """Give the body's adapters of each model that a client evaluates, and their rounds."""
+        if server_round == 0:
+            return {"base": (0, None)}
+        if client not in self._bodies and (kept := self._journal.personalised(client)):
+            # Of a run that goes on: whoever took part in its last round has this of that round.
+            self._bodies[client] = (server_round, take_apart(kept, self._cut)["body"])
+        own = {"personalised": self._bodies[client]} if client in self._bodies else {}
+        return {"global": (server_round, self._body), **own}
+
     def _whole(self, averaged: State) -> State:
         return join_adapters([averaged, self._body])
 
     def _personalised(self, client: str, local: State) -> State:
-        self._bodies[client] = self._server.state_of(client)
-        return join_adapters([local, self._bodies[client]])
+        body = self._server.state_of(client)
+        self._bodies[client] = (self.progress.finished_rounds + 1, body)
+        return join_adapters([local, body])
 
     def _average(self, weights: Mapping[str, int]) -> None:
         self._body = self._server.end_round(weights)
         optimizers = self._server.export_optimizers()
-        self.progress = replace(self.progress, optimizers=optimizers)
+        self.progress = replace(self.progress, optimizers=optimizers or None)
 
 
 def _refuse_clear_text(grid: Grid, address: str) -> None:

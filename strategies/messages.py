@@ -74,10 +74,19 @@ class Instruction:
         return instruction
 
 
-def lane_record(invitation: Invitation) -> ConfigRecord:
-    """Write an invitation to a lane as a ConfigRecord; it holds the secret of a ticket."""
+def lane_record(invitation: Invitation, models: Mapping[str, int] | None = None) -> ConfigRecord:
+    """Write an invitation to a lane as a ConfigRecord; it holds the secret of a ticket.
+
+    Args:
+        invitation: to train, or to evaluate models.
+        models: those to evaluate, each with the round that the server's part of it is of.
+
+    """
+    models = models or {}
     return ConfigRecord(
         {
+            "models": list(models),
+            "rounds": list(models.values()),
             "address": invitation.address,
             "suite": invitation.suite,
             "server-key": invitation.server_key,
@@ -100,6 +109,12 @@ def invitation_of(message: Message) -> Invitation:
         Identity(record["run"], record["round"], record["node"]),
         Ticket(record["ticket"], record["secret"]),
     )
+
+
+def models_of(message: Message) -> dict[str, int]:
+    """Read which models a client is invited to evaluate, and of which round they are."""
+    record: Any = message.content.config_records[LANE]
+    return dict(zip(record["models"], record["rounds"], strict=True))
 
 
 def to_arrays(state: Mapping[str, torch.Tensor]) -> ArrayRecord:

@@ -101,10 +101,10 @@ class RunConfig(Section):
     def _can_be_split(self) -> "RunConfig":
         if self.strategy != "fl-glm":
             return self
-        if self.split.average_every and self.split.schedule == "serial":
+        if self.split.average_every and self.split.schedule != "hierarchical":
             raise ValueError(
-                "split.average-every: a serial turn is a client's whole round, after which heads "
-                'and tails are averaged; use train.local-steps, or split.schedule = "hierarchical"'
+                'split.average-every is for split.schedule = "hierarchical"; otherwise heads and '
+                "tails are averaged at a round's end, which comes sooner with train.local-steps"
             )
         host = self.split.listen.rpartition(":")[0]
         if host in {"0.0.0.0", "[::]"} and not self.split.advertise:

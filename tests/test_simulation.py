@@ -79,16 +79,17 @@ def test_a_run_leaves_everything_that_was_promised(superlink, config, checkpoint
     check_adapters_load_elsewhere(directory, checkpoint, tmp_path)
 
 
-def test_a_split_run_whose_clients_average_within_rounds(
-    superlink, config, deep_checkpoint, tmp_path
+@pytest.mark.parametrize("schedule", ["hierarchical", "client-batch"])
+def test_a_split_run_whose_clients_train_at_once(
+    superlink, config, deep_checkpoint, tmp_path, schedule
 ):
-    """Three actors train at once, and wait for each other every third step."""
+    """Three actors wait for each other: every third step, or in every micro-batch."""
     config |= {
         "strategy": "fl-glm",
         "rounds": 2,
         "model.name": str(deep_checkpoint),
-        "split.schedule": "hierarchical",
-        "split.average-every": 3,
+        "split.schedule": schedule,
+        "split.average-every": 3 if schedule == "hierarchical" else 0,
         "evaluate.generate": False,
     }
     assert run_app(ROOT, superlink, config, 3) == "finished:completed"

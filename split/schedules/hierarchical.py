@@ -5,12 +5,17 @@ adds its adapters and their optimizer.
 """
 
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from split.branch import Branch, State
+from split.compute import ComputeThread
+from split.schedules.joining import Joining
+from split.seat import Alone, Place
+from split.session import Session
+
+_POLL_SECONDS = 1.0
 
 
 class Hierarchical:
@@ -18,6 +23,7 @@ class Hierarchical:
 
     Args:
         make_branch: makes a client's adapters and optimizer.
+        compute: does what touches the adapters.
         state: the body's adapters to begin with.
         ends: adapters of a head and a tail, for their names and shapes.
         minimum: clients who must have joined when those who average begin.
@@ -29,6 +35,7 @@ class Hierarchical:
     def __init__(
         self,
         make_branch: Callable[[], Branch],
+        compute: ComputeThread,
         state: Mapping[str, torch.Tensor],
         ends: Mapping[str, torch.Tensor],
         minimum: int,
@@ -36,31 +43,32 @@ class Hierarchical:
         join_timeout: float,
     ) -> None:
         self._make_branch = make_branch
+        self._compute = compute
         self._global = dict(state)
         self._ends = ends
-        self._minimum = minimum
         self._average_every = average_every
-        self._join_timeout = join_timeout
         self._branches: dict[str, Branch] = {}
         self._weights: dict[str, float] = {}
         self._steps: dict[str, int] = {}
-        self._started = False
         self._gathered: dict[int, dict[str, State]] = {}
-        self._averages: dict[int, State] = {}
+        self._averages: dict[str, State] = {}  # by the clients who have not taken them yet
+        self._due: dict[str, int] = {}  # after which step each client averages next
         self._changed = threading.Condition()
+        self._joining = Joining(self._changed, minimum, join_timeout)
 
-    def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool) -> None:
+    def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
         """Give every client the average that the last round ended with.
 
         Args:
             weights: of the clients that may join.
             keep_optimizers: whether optimizers go on or start anew.
+            seed: of the round; each client has its own.
 
         """
         with self._changed:
             self._weights = dict(weights)
-            self._steps, self._gathered, self._averages = {}, {}, {}
-            self._started = False
+            self._steps, self._due, self._gathered, self._averages = {}, {}, {}, {}
+            self._joining.begin(weights)
         for client in weights:
             if client not in self._branches:
                 self._branches[client] = self._make_branch()
@@ -68,40 +76,42 @@ class Hierarchical:
             if not keep_optimizers:
                 self._branches[client].load_optimizer({})
 
-    def enter(self, client: str, steps: int) -> Branch:
+    def enter(self, session: Session, place: Place) -> Alone:
         """Let a client join; those who average within a round wait until all have.
 
         Args:
-            client: who.
-            steps: how many it will take in this round.
+            session: of the client's lane.
+            place: its round.
 
         Raises:
             RuntimeError: the round went on without it, or too few joined.
 
         """
+        client = session.account.client
         with self._changed:
-            if self._started:
-                raise RuntimeError(
-                    f"{client} joined after split.join-timeout = {self._join_timeout:g} s, and the "
-                    "others went on without it"
-                )
-            self._steps[client] = steps
-            self._changed.notify_all()
+            self._joining.join(client)
+            # Before it waits: others may begin before it wakes, and must know of it.
+            self._steps[client] = place.steps
+            self._due[client] = self._average_every
             if self._average_every:
-                self._wait_for_all()
-        return self._branches[client]
+                try:
+                    self._joining.wait(client)
+                except RuntimeError:
+                    del self._steps[client]
+                    raise
+        return Alone(session, self._branches[client], place)
 
-    def leave(self, client: str) -> None:
+    def leave(self, client: str, finished: bool) -> None:
         """Let a client go, in time or not; nobody waits for it any more."""
         with self._changed:
             self._steps.pop(client, None)
             self._changed.notify_all()
 
-    def average(self, client: str, step: int, own: State) -> State:
+    def average(self, session: Session, step: int, own: State) -> State:
         """Average all parties' adapters over the clients that train beyond this step.
 
         Args:
-            client: who.
+            session: of a client's lane.
             step: how many steps of the round are done.
             own: the client's head and tail adapters.
 
@@ -109,29 +119,33 @@ class Hierarchical:
             The average of heads and tails. The body's adapters are averaged in place.
 
         Raises:
-            RuntimeError: no average is due, or the adapters are not those of head and tail.
+            RuntimeError: no average is due for this client, its adapters are not those of head and
+                tail, or its lane ended.
 
         """
-        if not self._average_every or not step or step % self._average_every:
-            raise RuntimeError(
-                f"{client} asked for an average after step {step}, and split.average-every = "
-                f"{self._average_every}"
-            )
-        odd = {n for n in own.keys() | self._ends.keys() if not _alike(n, own, self._ends)}
-        if odd:
-            raise RuntimeError(f"{client} sent {min(odd)} otherwise than the adapters have it")
+        client = session.account.client
         with self._changed:
+            if not self._average_every or step != self._due[client] or step >= self._steps[client]:
+                raise RuntimeError(
+                    f"{client} asked for an average after step {step}, which is not due "
+                    f"(split.average-every = {self._average_every})"
+                )
+            odd = {n for n in own.keys() | self._ends.keys() if not _alike(n, own, self._ends)}
+            if odd:
+                raise RuntimeError(f"{client} sent {min(odd)} otherwise than the adapters have it")
+            self._due[client] += self._average_every
             self._gathered.setdefault(step, {})[client] = own
             self._changed.notify_all()
-            self._changed.wait_for(lambda: step in self._averages or self._all_at(step))
-            if step not in self._averages:
-                gathered = self._gathered[step]
-                body = self._mean({name: self._branches[name].export() for name in gathered})
-                for name in gathered:
-                    self._branches[name].load(body)
-                self._averages[step] = self._mean(gathered)
+            while client not in self._averages and not self._all_at(step):
+                if session.lane.ended:
+                    raise RuntimeError(f"{client}'s lane ended while it waited for the others")
+                self._changed.wait(_POLL_SECONDS)
+            if client not in self._averages:
+                gathered = self._gathered.pop(step)
+                self._compute.call(lambda: self._average_bodies(gathered))
+                self._averages |= dict.fromkeys(gathered, self._mean(gathered))
                 self._changed.notify_all()
-            return self._averages[step]
+            return self._averages.pop(client)
 
     def state_of(self, client: str) -> State:
         """Give a client's own adapters."""
@@ -154,25 +168,14 @@ class Hierarchical:
                 self._branches[name] = self._make_branch()
             self._branches[name].load_optimizer(state)
 
-    def _wait_for_all(self) -> None:
-        end = time.monotonic() + self._join_timeout
-        self._changed.wait_for(
-            lambda: self._started or self._weights.keys() <= self._steps.keys(),
-            timeout=end - time.monotonic(),
-        )
-        if not self._started and len(self._steps) < self._minimum:
-            raise RuntimeError(
-                f"{len(self._steps)} of {len(self._weights)} clients joined within "
-                f"split.join-timeout = {self._join_timeout:g} s, and min-nodes = {self._minimum} "
-                "are needed at once; a simulation runs as many clients at once as there are "
-                "client-resources-num-cpus in init-args-num-cpus"
-            )
-        self._started = True
-        self._changed.notify_all()
-
     def _all_at(self, step: int) -> bool:
         expected = {name for name, steps in self._steps.items() if steps > step}
         return expected <= self._gathered[step].keys()
+
+    def _average_bodies(self, clients: Iterable[str]) -> None:
+        mean = self._mean({name: self._branches[name].export() for name in clients})
+        for name in clients:
+            self._branches[name].load(mean)
 
     def _mean(self, states: Mapping[str, State]) -> State:
         """Average by the clients' weights, in the order of names."""

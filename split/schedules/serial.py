@@ -1,12 +1,14 @@
 """Clients take turns with one set of body adapters (FL-GLM section 3.3, serial training)."""
 
 import threading
-from collections.abc import Mapping
 
 from split.branch import Branch, State
+from split.schedules.one_branch import OneBranch
+from split.seat import Alone, Place
+from split.session import Session
 
 
-class Serial:
+class Serial(OneBranch):
     """One set of adapters and one optimizer that pass from turn to turn.
 
     Args:
@@ -14,63 +16,36 @@ class Serial:
 
     """
 
-    # What the body is checkpointed under: there is one for all clients.
-    KEY = "body"
-
     def __init__(self, branch: Branch) -> None:
-        self._branch = branch
+        super().__init__(branch)
         self._turn = ""
+        self._before: tuple[State, State] = ({}, {})
         self._lock = threading.Lock()
 
-    def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool) -> None:
-        """Let the optimizer go on or start anew; the clients' weights don't matter."""
-        if not keep_optimizers:
-            self._branch.load_optimizer({})
-
-    def enter(self, client: str, steps: int) -> Branch:
+    def enter(self, session: Session, place: Place) -> Alone:
         """Begin a client's turn.
 
         Args:
-            client: who.
-            steps: how many it will take; they don't matter.
+            session: of the client's lane.
+            place: its round.
 
         Raises:
             RuntimeError: another client's turn hasn't ended.
 
         """
+        client = session.account.client
         with self._lock:
             if self._turn:
-                raise RuntimeError(f"it is {self._turn}'s turn, and {client}'s has not come")
+                raise RuntimeError(f"{client} came in {self._turn}'s turn, which has not ended")
             self._turn = client
-        return self._branch
+        self._before = self._branch.export(), self._branch.export_optimizer()
+        return Alone(session, self._branch, place)
 
-    def leave(self, client: str) -> None:
-        """End a client's turn."""
+    def leave(self, client: str, finished: bool) -> None:
+        """End a client's turn; one that broke off is taken back, as if it had never begun."""
+        state, optimizer = self._before
+        if not finished:
+            self._branch.load(state)
+            self._branch.load_optimizer(optimizer)
         with self._lock:
-            if self._turn == client:
-                self._turn = ""
-
-    def average(self, client: str, step: int, own: State) -> State:
-        """Refuse: a turn is a whole round, after which heads and tails are averaged.
-
-        Raises:
-            RuntimeError: always.
-
-        """
-        raise RuntimeError("clients that take turns don't average within a round")
-
-    def state_of(self, client: str) -> State:
-        """Give the body's adapters as a client's last turn or a later one left them."""
-        return self._branch.export()
-
-    def end_round(self, weights: Mapping[str, float]) -> State:
-        """Give the adapters after the last turn; there is nothing to average."""
-        return self._branch.export()
-
-    def export_optimizers(self) -> dict[str, State]:
-        """Give the optimizer's state, under the one key that there is."""
-        return {self.KEY: self._branch.export_optimizer()}
-
-    def load_optimizers(self, states: Mapping[str, State]) -> None:
-        """Put the optimizer's state back; without one it starts anew."""
-        self._branch.load_optimizer(states.get(self.KEY, {}))
+            self._turn = ""

@@ -9,10 +9,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from finetuning.adapters import State, initial_adapter
 from finetuning.settings import ModelSettings
 from split.loading import load_parts
 from split.partition import PARTIES, Cut
 from split.parts import Padding, Part, left_padding
+from tests.split.clients import ADAPTER
 
 VOCABULARY = 64
 SIZES = {
@@ -134,3 +136,34 @@ def split_logits(parts: dict[str, Part], tokens: torch.Tensor, side: str = "righ
         given = parts[party](given, Padding(side, LENGTHS))
     logits = parts["tail"].output_head(inputs_embeds=given, use_cache=False).logits
     return logits[real_tokens(side)]
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    """A random Llama of six blocks with the small checkpoint's tokenizer."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    directory = tmp_path_factory.mktemp("six-blocks")
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.2,
+        )
+    )
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def beginning(base: Path) -> State:
+    """An adapter of it that already does something."""
+    state, _ = initial_adapter(str(base), ADAPTER, 5)
+    torch.manual_seed(6)
+    return {name: 0.2 * torch.randn_like(value) for name, value in state.items()}

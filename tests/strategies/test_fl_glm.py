@@ -116,6 +116,17 @@ def test_a_client_that_breaks_off_is_left_out_and_named(
     assert [(e["client"], e["steps"]) for e in broken] == [("beta", 0)]
 
 
+def test_an_embedding_and_a_head_alone_have_nothing_to_train(split_values, tmp_path):
+    """FedBERT's split, with adapters on attention: all of them are at the server."""
+    journal = run(split_values | {"split.head-blocks": 0, "split.tail-blocks": 0}, tmp_path)
+    losses = {
+        (e["client"], e["model"]): e["loss"] for e in journal.events if e["event"] == "evaluate"
+    }
+    for client in ("alpha", "beta", "gamma"):
+        assert losses[client, "global"] < losses[client, "base"]
+        assert (client, "personalised") in losses
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -1,0 +1,170 @@
+"""What measurements of split learning train: a random Llama, equal micro-batches, its parts."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from finetuning.adapters import State, initial_adapter
+from finetuning.data.tokenization import Example
+from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
+from finetuning.training import Round
+from split.adapters import take_apart
+from split.block_server import BlockServer
+from split.branch import load_state
+from split.client import ClientRound, SplitModel
+from split.frames import Limits
+from split.invitation import Invitation
+from split.lane import Lane, connect
+from split.loading import load_parts
+from split.partition import PartyName, cut_of
+from split.parts import Part
+
+MODEL = ModelSettings(dtype="float32")
+# Nothing here takes that long, and lanes have to outlive all steps of the others.
+LIFETIME = 6 * 3600.0
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A random Llama, and the equal micro-batches that it is trained on.
+
+    Attributes:
+        hidden: width; a multiple of 64.
+        blocks: of the whole model.
+        vocabulary: tokens.
+        rows: of a micro-batch.
+        columns: tokens of each row, none of them padding.
+        micro_batches: of an optimizer step.
+
+    """
+
+    hidden: int = 512
+    blocks: int = 8
+    vocabulary: int = 8000
+    rows: int = 2
+    columns: int = 256
+    micro_batches: int = 4
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.rows * self.columns
+
+    def save(self, directory: Path) -> None:
+        """Write the model with random weights; embedding and output head are two tensors."""
+        from transformers import LlamaConfig, LlamaForCausalLM, logging
+
+        logging.disable_progress_bar()
+        torch.manual_seed(SEED)
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.hidden * 11 // 4,
+            num_hidden_layers=self.blocks,
+            num_attention_heads=self.hidden // 64,
+            num_key_value_heads=self.hidden // 64,
+            max_position_embeddings=self.columns,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+        LlamaForCausalLM(config).save_pretrained(directory)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, the same for every process.
+
+    Attributes:
+        directory: of the checkpoint.
+        shape: of the model and its micro-batches.
+        steps: optimizer steps.
+        adapter: of all blocks.
+        train: the optimizer's settings.
+        examples: gives the text of a job.
+
+    """
+
+    directory: Path
+    shape: Shape
+    steps: int
+    adapter: AdapterSettings
+    train: TrainSettings
+    examples: "Callable[[Job], list[Example]]"
+
+    def place(self, first_step: int = 0) -> Round:
+        """Give which examples each step is made of, in their order and over again."""
+        size = self.shape.rows * self.shape.micro_batches
+        count = len(self.examples(self))
+        steps = [[i % count for i in range(n * size, (n + 1) * size)] for n in range(self.steps)]
+        return Round(steps, first_step, self.steps, SEED, time.monotonic() + LIFETIME)
+
+    def state(self) -> State:
+        """Give the adapter that all begin with."""
+        return initial_adapter(str(self.directory), self.adapter, SEED, self.directory)[0]
+
+
+def random_examples(job: Job) -> list[Example]:
+    """Draw random tokens for every step; the second half of each example is the answer."""
+    shape, generator = job.shape, torch.Generator().manual_seed(SEED)
+    size = (shape.rows * shape.micro_batches * job.steps, shape.columns)
+    prompt = shape.columns // 2
+    is_target = torch.arange(shape.columns) >= prompt
+    rows = torch.randint(shape.vocabulary, size, generator=generator)
+    return [Example(row, is_target, prompt, "") for row in rows]
+
+
+def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
+    """Load a client's parts, and attach the adapter that all begin with."""
+    cut = cut_of(job.directory, split)
+    ends = load_parts(MODEL, job.directory, cut, ("head", "tail"), "cpu")
+    parts = take_apart(job.state(), cut)
+    for party, part in ends.items():
+        part.attach(job.adapter)
+        load_state(part.trainable(), parts[party])
+    return ends
+
+
+def open_lane(
+    ends: Mapping[PartyName, Part], invitation: Invitation, job: Job, split: SplitSettings
+) -> tuple[SplitModel, Lane]:
+    """Open a lane and begin the job's round."""
+    shape = job.shape
+    lane = connect(
+        invitation.address,
+        invitation.ticket,
+        invitation.identity,
+        invitation.server_key,
+        invitation.suite,
+        Limits(shape.hidden, split.wire_dtype, shape.tokens),
+        time.monotonic() + LIFETIME,
+    )
+    model = SplitModel(ends["head"], ends["tail"], lane, split.frame_timeout)
+    model.join(ClientRound(job.steps, 0, job.steps, shape.tokens, 0, time.monotonic() + LIFETIME))
+    return model, lane
+
+
+def load_body(job: Job, split: SplitSettings) -> Part:
+    """Load the server's part."""
+    cut = cut_of(job.directory, split)
+    return load_parts(MODEL, job.directory, cut, ("body",), "cpu")["body"]
+
+
+@contextmanager
+def serving(
+    body: Part, job: Job, split: SplitSettings, clients: Sequence[str]
+) -> Iterator[BlockServer]:
+    """Serve the body for a round."""
+    state = take_apart(job.state(), body.cut)
+    server = BlockServer(
+        body, state, split, job.adapter, job.train, "bench", job.shape.tokens, len(clients)
+    )
+    try:
+        server.begin_round(dict.fromkeys(clients, 1.0), SEED)
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,72 @@
+"""How clients who work together wait for each other at the beginning of a round."""
+
+import threading
+import time
+from collections.abc import Iterable
+
+
+class Joining:
+    """Those who may join, those who have, and whether the others went on without the rest.
+
+    Args:
+        changed: guards everything here; its owner waits for it too.
+        minimum: clients who must have joined for a round to begin.
+        timeout: seconds that clients wait for each other.
+
+    Attributes:
+        joined: names of those who have.
+
+    """
+
+    def __init__(self, changed: threading.Condition, minimum: int, timeout: float) -> None:
+        self._changed = changed
+        self._minimum = minimum
+        self._timeout = timeout
+        self._invited: set[str] = set()
+        self._begun = False
+        self.joined: set[str] = set()
+
+    def begin(self, invited: Iterable[str]) -> None:
+        """Prepare for a round."""
+        self._invited, self.joined, self._begun = set(invited), set(), False
+
+    def join(self, client: str) -> None:
+        """Let a client join.
+
+        Raises:
+            RuntimeError: the others went on without it.
+
+        """
+        if self._begun:
+            raise RuntimeError(
+                f"{client} joined after split.join-timeout = {self._timeout:g} s, and the others "
+                "went on without it"
+            )
+        self.joined.add(client)
+        self._changed.notify_all()
+
+    def wait(self, client: str) -> None:
+        """Wait until all have joined, or the time is over; ``changed`` is held meanwhile.
+
+        Args:
+            client: who waits; if too few come, it hasn't joined.
+
+        Raises:
+            RuntimeError: fewer than the minimum have joined in time.
+
+        """
+        end = time.monotonic() + self._timeout
+        self._changed.wait_for(
+            lambda: self._begun or self._invited <= self.joined, timeout=end - time.monotonic()
+        )
+        if not self._begun and len(self.joined) < self._minimum:
+            joined = len(self.joined)
+            self.joined.discard(client)
+            raise RuntimeError(
+                f"{joined} of {len(self._invited)} clients joined within "
+                f"split.join-timeout = {self._timeout:g} s, and min-nodes = {self._minimum} are "
+                "needed at once; a simulation runs as many clients at once as there are "
+                "client-resources-num-cpus in init-args-num-cpus"
+            )
+        self._begun = True
+        self._changed.notify_all()

@@ -1,0 +1,257 @@
+"""Clients, servers and single-process references for the tests of training through lanes."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from finetuning.adapters import (
+    State,
+    attach_adapter,
+    exported_names,
+    load_adapter,
+    trainable_parameters,
+)
+from finetuning.base_model import load_base_model
+from finetuning.data.batching import collate, micro_batches
+from finetuning.data.tokenization import Example
+from finetuning.optimization import learning_rate, make_optimizer
+from finetuning.randomness import derive_seed
+from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
+from finetuning.training import Round, train_round
+from finetuning.whole_model import WholeModel
+from split.adapters import join_adapters, take_apart
+from split.block_server import BlockServer
+from split.branch import load_state
+from split.client import ClientRound, SplitModel
+from split.frames import Kind, Limits
+from split.lane import connect
+from split.loading import load_parts
+from split.partition import cut_of
+
+STEPS = 20
+LONGEST = 4 * 20
+ADAPTER = AdapterSettings(rank=2, alpha=4, dropout=0.0, targets="q_proj,v_proj,down_proj")
+TRAIN = TrainSettings(
+    batch_size=2, accumulation=3, learning_rate=5e-3, max_gradient_norm=0.5, schedule="cosine"
+)
+SIZES = {"alpha": 9, "beta": 6, "gamma": 3}
+
+
+def draw(count: int, seed: int) -> list[Example]:
+    generator = torch.Generator().manual_seed(seed)
+    examples = []
+    for _ in range(count):
+        length = int(torch.randint(4, 21, (), generator=generator))
+        prompt = int(torch.randint(1, length - 1, (), generator=generator))
+        tokens = torch.randint(2, 64, (length,), generator=generator)
+        examples.append(Example(tokens, torch.arange(length) >= prompt, prompt, ""))
+    return examples
+
+
+def place_of(name: str, steps: int = STEPS) -> tuple[list[Example], Round]:
+    """Give a client's examples, and which of them each step is made of."""
+    examples = draw(24, derive_seed("examples", name) % 2**31)
+    order = torch.Generator().manual_seed(derive_seed("order", name) % 2**31)
+    chosen = [torch.randperm(24, generator=order)[:6].tolist() for _ in range(steps)]
+    seed = derive_seed("train", name)
+    return examples, Round(chosen, 0, STEPS, seed, time.monotonic() + 300)
+
+
+class Client:
+    """A client with parts of its own, as a process of its own would have."""
+
+    def __init__(self, name: str, base: Path, split: SplitSettings, adapter=ADAPTER) -> None:
+        self.name = name
+        self.split = split
+        cut = cut_of(base, split)
+        self.ends = load_parts(ModelSettings(), base, cut, ("head", "tail"))
+        for part in self.ends.values():
+            part.attach(adapter)
+        self.losses: list[float] = []
+        self.optimizer: State = {}
+
+    @contextmanager
+    def lane(self, invitation):
+        lane = connect(
+            invitation.address,
+            invitation.ticket,
+            invitation.identity,
+            invitation.server_key,
+            invitation.suite,
+            Limits(self.ends["head"].hidden_size, self.split.wire_dtype, LONGEST),
+            time.monotonic() + 60,
+        )
+        try:
+            yield SplitModel(self.ends["head"], self.ends["tail"], lane, 60.0)
+        finally:
+            lane.close()
+
+    def train(
+        self,
+        server: BlockServer,
+        state: State,
+        steps: int = STEPS,
+        train=TRAIN,
+        disturb=lambda model: None,
+    ) -> State:
+        """Train a round; ``disturb`` may do something to the model before it begins."""
+        examples, place = place_of(self.name, steps)
+        invitation = server.invite_to_train(self.name, 1, place.seed, 60.0)
+        with self.lane(invitation) as model:
+            disturb(model)
+            load_state(model.parameters, {n: state[n] for n in model.parameters})
+            longest = train.batch_size * max(len(example.tokens) for example in examples)
+            model.join(
+                ClientRound(
+                    steps, 0, STEPS, longest, self.split.average_every, time.monotonic() + 300
+                )
+            )
+            report, self.optimizer = train_round(model, model.parameters, examples, 0, place, train)
+            model.end()
+        self.losses = report.losses
+        return {n: p.detach().clone() for n, p in model.parameters.items()}
+
+
+@contextmanager
+def serving(
+    base: Path, state: State, split: SplitSettings, adapter=ADAPTER, train=TRAIN, minimum=1
+):
+    cut = cut_of(base, split)
+    body = load_parts(ModelSettings(), base, cut, ("body",))["body"]
+    server = BlockServer(
+        body, take_apart(state, cut), split, adapter, train, "run", LONGEST, minimum
+    )
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def split_settings(**changes) -> SplitSettings:
+    return SplitSettings(**({"wire_dtype": "float32", "activation_budget": 100_000} | changes))
+
+
+def whole_model(base: Path, state: State, adapter=ADAPTER) -> WholeModel:
+    loaded = load_base_model(ModelSettings(name=str(base)))
+    model = WholeModel(attach_adapter(loaded.model, adapter, "base"))
+    load_adapter(model.peft_model, state)
+    return model
+
+
+def assert_close(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def weighted_mean(states: Mapping[str, State]) -> State:
+    total = sum(SIZES[name] for name in states)
+    shares = {client: SIZES[client] / total for client in states}
+    names = next(iter(states.values())).keys()
+    return {n: sum(shares[c] * s[n].double() for c, s in states.items()).float() for n in names}
+
+
+class Center:
+    """A reference: the whole model, of which every client has heads and tails of its own."""
+
+    def __init__(self, base: Path, state: State, split: SplitSettings) -> None:
+        self.model = whole_model(base, state)
+        names = exported_names(self.model.peft_model)
+        self.parameters = {
+            names[n]: p for n, p in trainable_parameters(self.model.peft_model).items()
+        }
+        self.cut = cut_of(base, split)
+        self.rate = learning_rate(TRAIN, STEPS)
+
+    def of(self, *parties: str) -> dict[str, torch.nn.Parameter]:
+        parts = take_apart(self.parameters, self.cut)
+        return join_adapters([parts[party] for party in parties])
+
+    def turn(self, name: str, body_optimizer, state: State) -> tuple[list[float], State]:
+        """Train a client's turn with plain gradient steps and two optimizers."""
+        ends = self.of("head", "tail")
+        load_state(ends, {n: state[n] for n in ends})
+        optimizer = make_optimizer(ends, TRAIN)
+        examples, place = place_of(name)
+        lengths = [len(example.tokens) for example in examples]
+        losses = []
+        for index, step in enumerate(place.steps):
+            groups = micro_batches(step, lengths, TRAIN.batch_size * max(lengths))
+            batches = [collate([examples[i] for i in group], 0) for group in groups]
+            targets = sum(len(batch.labels) for batch in batches)
+            losses.append(sum(self.model.accumulate(batches, 0)) / targets)
+            self.model.clip(TRAIN.max_gradient_norm)
+            for each in (optimizer, body_optimizer):
+                each.param_groups[0]["lr"] = self.rate(index)
+                each.step()
+                each.zero_grad()
+        return losses, {n: p.detach().clone() for n, p in ends.items()}
+
+
+def train_together(
+    clients: Sequence[Client],
+    server: BlockServer,
+    state: State,
+    steps: Mapping[str, int],
+    settings: Mapping[str, TrainSettings] = {},
+    disturbing: Mapping[str, Callable[[SplitModel], None]] = {},
+) -> dict[str, State]:
+    """Train all clients at once, each in a thread of its own; one that is disturbed may fail."""
+    trained: dict[str, State] = {}
+    errors: list[BaseException] = []
+
+    def work(client: Client) -> None:
+        name = client.name
+        try:
+            trained[name] = client.train(
+                server,
+                state,
+                steps[name],
+                settings.get(name, TRAIN),
+                disturbing.get(name, lambda model: None),
+            )
+        except BaseException as error:
+            if name not in disturbing:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors, errors
+    return trained
+
+
+class StoppedError(Exception):
+    """A client that goes away."""
+
+
+def stop_after(step: int, count: int, how: str):
+    """Give what makes a client go away: after so many finished micro-batches of a step."""
+
+    def disturb(model) -> None:
+        lane, receive = model._lane, model._lane.receive
+        ended, join, joined = [0], model.join, []
+
+        def joining(place):
+            join(place)
+            joined.append(place)
+
+        def receiving(timeout):
+            if joined and model._step == step and ended[0] == count:
+                if how == "cut":
+                    lane._release()
+                raise StoppedError
+            frame = receive(timeout)
+            if model._step == step and frame.kind is Kind.GRADIENT:
+                ended[0] += 1
+            return frame
+
+        model.join, lane.receive = joining, receiving
+
+    return disturb

@@ -1,0 +1,139 @@
+"""What a client may not do, and what its lane ends with; nobody else's training is touched."""
+
+import time
+
+import pytest
+import torch
+
+from split.client import ClientRound
+from split.frames import Kind
+from split.lane_errors import LaneError
+from tests.split.clients import Client, serving, split_settings
+
+
+class Refusals:
+    """A client that does what it may not; its lane must end with a reason."""
+
+    def __init__(self, base, split) -> None:
+        self.client = Client("alpha", base, split)
+        self.hidden = torch.zeros(2, 8, 32)
+        self.lengths = torch.tensor([8, 8])
+        self.counts = {"targets": 3, "step_targets": 3, "micro_batches": 1, "side": "right"}
+
+    def join(self, model) -> None:
+        model.join(ClientRound(3, 0, 3, 16, 0, time.monotonic() + 60))
+
+    def send_hidden(self, model, index=0, step=0, **changes) -> None:
+        tensors = {"hidden": self.hidden, "lengths": self.lengths}
+        model._lane.send(Kind.HIDDEN, step, index, tensors, self.counts | changes)
+
+    def gradient(self, model, shape=(2, 8, 32)) -> None:
+        model._lane.send(Kind.GRADIENT, 0, 0, {"gradient": torch.zeros(shape)})
+
+
+def average(self, model):
+    self.join(model)
+    own = {name: p.detach() for name, p in model.parameters.items()}
+    model._lane.send(Kind.AVERAGE, 0, tensors=own)
+
+
+def larger(self, model):
+    self.join(model)
+    self.hidden, self.lengths = torch.zeros(2, 9, 32), torch.tensor([9, 9])
+    self.send_hidden(model)
+
+
+def twice(self, model):
+    self.join(model)
+    self.send_hidden(model, micro_batches=2)
+    self.send_hidden(model, micro_batches=2)
+
+
+def beyond_credits(self, model):
+    self.join(model)
+    for index in range(5):
+        self.send_hidden(model, index, micro_batches=9, step_targets=99)
+
+
+def odd_gradient(self, model):
+    self.join(model)
+    self.send_hidden(model)
+    model._lane.receive(30)
+    self.gradient(model, (1, 8, 32))
+
+
+def early_step(self, model):
+    self.join(model)
+    self.send_hidden(model)
+    model._lane.send(Kind.STEP, 0, fields={"squared_norm": 1.0})
+
+
+def infinite_norm(self, model):
+    self.join(model)
+    self.send_hidden(model)
+    model._lane.receive(30)
+    self.gradient(model)
+    model._lane.send(Kind.STEP, 0, fields={"squared_norm": -1.0})
+
+
+def early_end(self, model):
+    self.join(model)
+    self.send_hidden(model)
+    model._lane.send(Kind.END)
+
+
+def no_lengths(self, model):
+    self.join(model)
+    model._lane.send(Kind.HIDDEN, 0, 0, {"hidden": self.hidden}, {"targets": 1})
+
+
+REFUSED = {
+    "without joining": (lambda self, model: self.send_hidden(model), "began with"),
+    "another step": (lambda s, m: (s.join(m), s.send_hidden(m, step=1)), "step 1 came in step 0"),
+    "another order": (lambda s, m: (s.join(m), s.send_hidden(m, 1, micro_batches=2)), "place of 0"),
+    "twice": (twice, "in the place of 1"),
+    "no targets": (lambda s, m: (s.join(m), s.send_hidden(m, targets=0)), "more than its step"),
+    "too large": (larger, "18 padded tokens came"),
+    "beyond its credits": (beyond_credits, "under way"),
+    "a gradient of nothing": (lambda s, m: (s.join(m), s.gradient(m)), "wrong place"),
+    "a gradient of another shape": (odd_gradient, "shape"),
+    "a step without gradients": (early_step, "before all its gradients"),
+    "an impossible norm": (infinite_norm, "squared_norm"),
+    "an end within a step": (early_end, "the round ended in step 0 of 3"),
+    "an average that is not due": (average, "average"),
+    "no lengths": (no_lengths, "lengths"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_client_may_not_do_ends_its_lane_alone(base, beginning, what):
+    split = split_settings()
+    disturb, reason = REFUSED[what]
+    with serving(base, beginning, split) as server:
+        server.begin_round({"alpha": 9}, 0)
+        refused = Refusals(base, split)
+        with refused.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            disturb(refused, model)
+            with pytest.raises(LaneError):
+                while True:
+                    model._lane.receive(30.0)
+        (account,) = server.finish_lanes()
+        assert reason in account.error
+        assert all(torch.equal(v, beginning[n]) for n, v in server.end_round({}).items())
+        # The server is there for the next one.
+        server.begin_round({"alpha": 9}, 0)
+        Client("alpha", base, split).train(server, beginning, 2)
+        assert not server.finish_lanes()[0].error
+
+
+def test_an_evaluation_has_credits_too(base, beginning):
+    split = split_settings(window=2)
+    client = Client("alpha", base, split)
+    with serving(base, beginning, split) as server:
+        with client.lane(server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)) as model:
+            model.choose("base", None)
+            tensors = {"hidden": torch.zeros(2, 8, 32), "lengths": torch.tensor([8, 8])}
+            with pytest.raises(LaneError):
+                for index in range(2000):
+                    model._lane.send(Kind.HIDDEN, 0, index, tensors, {"side": "right"})
+        assert "under way" in server.finish_lanes()[0].error
