@@ -3,6 +3,10 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from logging import WARNING
+
+from flwr.common.logger import log
 
 from client_app.institution import Institution, load_ends
 from client_app.state import ClientState
@@ -18,11 +22,19 @@ from split.client import ClientRound, SplitModel
 from split.frames import Limits
 from split.invitation import Invitation
 from split.lane import Lane, connect
-from split.lane_errors import LaneBusyError
+from split.lane_errors import (
+    LaneBusyError,
+    LaneCutError,
+    LaneError,
+    LaneTimeoutError,
+    TicketError,
+)
 from strategies.messages import Instruction
 from strategies.run_config import RunConfig
 
 _RETRY_SECONDS = 1.0
+# When a lane was cut: the server may be out of reach, or not have noticed yet.
+_MAY_PASS = (LaneBusyError, LaneCutError, LaneTimeoutError, TicketError)
 
 
 def train_ends(
@@ -52,7 +64,7 @@ def train_ends(
     """
     deadline = time.monotonic() + instruction.time_limit
     place = place_of(institution, config, instruction, deadline)
-    with _split_model(config, invitation, deadline) as (model, lane):
+    with _split_model(config, invitation, deadline) as model:
         parameters = model.parameters
         load_state(parameters, arrays)
         longest = max(len(example.tokens) for example in institution.train)
@@ -77,16 +89,17 @@ def train_ends(
             description=f"{institution.name}, round {instruction.round}",
         )
         model.end()
-        traffic = lane.traffic
+    traffic = [lane.traffic for lane in model.lanes]
     adapters = {name: p.detach().float().cpu().clone() for name, p in parameters.items()}
     keeps = config.train.optimizer_state == "keep"
     state.save(instruction.round, adapters, optimizer if keeps else {})
     return adapters, training_metrics(report) | {
-        "bytes-up": traffic.bytes_up,
-        "bytes-down": traffic.bytes_down,
+        "bytes-up": sum(lane.bytes_up for lane in traffic),
+        "bytes-down": sum(lane.bytes_down for lane in traffic),
+        "lanes": len(traffic),
         "seconds-waiting": model.seconds_waiting,
-        "seconds-crypto": traffic.seconds_crypto,
-        "seconds-serialisation": traffic.seconds_serialisation,
+        "seconds-crypto": sum(lane.seconds_crypto for lane in traffic),
+        "seconds-serialisation": sum(lane.seconds_serialisation for lane in traffic),
     }
 
 
@@ -124,7 +137,7 @@ def evaluate_split_models(
     models = {model: models[model] for model in rounds if model in models}
     metrics: dict[str, int | float] = {}
     if instruction.losses:
-        with _split_model(config, invitation, deadline) as (model, _):
+        with _split_model(config, invitation, deadline) as model:
             for kind, adapters in models.items():
                 metrics |= _measure(kind, adapters, model, institution, config)
             model.end()
@@ -136,20 +149,35 @@ def evaluate_split_models(
 @contextmanager
 def _split_model(
     config: RunConfig, invitation: Invitation, deadline: float
-) -> Iterator[tuple[SplitModel, Lane]]:
+) -> Iterator[SplitModel]:
     ends = load_ends(config.model, config.adapter, config.split)
     for part in ends.values():
         part.use("default")
     limits = Limits(ends["head"].hidden_size, config.split.wire_dtype, config.longest)
-    lane = _open_lane(invitation, limits, deadline)
+
+    def reconnect(cut: Lane) -> Lane:
+        log(WARNING, "%s was cut; taking it up again", cut)
+        end = min(deadline, time.monotonic() + config.split.resume_timeout)
+        again = replace(invitation, ticket=cut.resumption)
+        return _open_lane(again, limits, deadline, end, _MAY_PASS)
+
+    lane = _open_lane(invitation, limits, deadline, deadline, (LaneBusyError,))
+    model = SplitModel(ends["head"], ends["tail"], lane, config.split.frame_timeout, reconnect)
     try:
-        yield SplitModel(ends["head"], ends["tail"], lane, config.split.frame_timeout), lane
+        yield model
     finally:
-        lane.close()
+        for opened in model.lanes:
+            opened.close()
 
 
-def _open_lane(invitation: Invitation, limits: Limits, deadline: float) -> Lane:
-    """Dial the block server, again and again while it has no room: the ticket stays good."""
+def _open_lane(
+    invitation: Invitation,
+    limits: Limits,
+    deadline: float,
+    end: float,
+    may_pass: tuple[type[LaneError], ...],
+) -> Lane:
+    """Dial the block server, again until ``end`` where an error may pass."""
     while True:
         try:
             return connect(
@@ -161,8 +189,8 @@ def _open_lane(invitation: Invitation, limits: Limits, deadline: float) -> Lane:
                 limits,
                 deadline,
             )
-        except LaneBusyError:
-            if time.monotonic() + _RETRY_SECONDS > deadline:
+        except may_pass:
+            if time.monotonic() + _RETRY_SECONDS > end:
                 raise
             time.sleep(_RETRY_SECONDS)
 

@@ -235,6 +235,11 @@ class SplitSettings(Section):
         description="Seconds after which `client-batch` goes on without clients that all others "
         "wait for.",
     )
+    resume_timeout: PositiveFloat = Field(
+        30.0,
+        description="Seconds within which a lane that was cut in a round of training can be taken "
+        "up again; with `client-batch` it can't, and the others go on.",
+    )
     frame_timeout: PositiveFloat = Field(
         300.0, description="Seconds that client and server wait for each other within a step."
     )

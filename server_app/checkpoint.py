@@ -37,6 +37,7 @@ _MAY_CHANGE = {
     "split.rotate-keys-every",
     "split.gather-timeout",
     "split.join-timeout",
+    "split.resume-timeout",
     "split.frame-timeout",
 }
 

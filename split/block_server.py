@@ -69,7 +69,8 @@ class BlockServer:
         self._minimum = minimum
         self._grants: dict[Identity, int | Models] = {}
         self._accounts: list[Account] = []
-        self._open: set[Lane] = set()
+        self._open: set[TrainingSession | EvaluationSession] = set()
+        self._cut: dict[Identity, TrainingSession] = {}  # that wait for another lane
         self._changed = threading.Condition()
         self._lanes = 1
         self._compute = ComputeThread(split.activation_budget)
@@ -135,10 +136,10 @@ class BlockServer:
         """End every lane that is still open, and take tickets back; give all lanes' accounts."""
         with self._changed:
             self._grants.clear()
-            for lane in self._open:
-                lane.close("this phase of the round is over (round-timeout)")
+            for session in self._open:
+                session.abandon("this phase of the round is over (round-timeout)")
             if not self._changed.wait_for(lambda: not self._open, _END_SECONDS):
-                names = sorted(lane.identity.node for lane in self._open)
+                names = sorted(session.account.client for session in self._open)
                 raise RuntimeError(f"lanes did not end within {_END_SECONDS:g} s: {names}")
             accounts, self._accounts = self._accounts, []
         return sorted(accounts, key=lambda account: account.client)
@@ -226,16 +227,20 @@ class BlockServer:
         )
 
     def _serve(self, lane: Lane) -> None:
-        """Serve a lane in its own thread."""
-        started = time.monotonic()
+        """Serve a lane in its own thread; one that was cut is taken up by another."""
         with self._changed:
+            cut = self._cut.pop(lane.identity, None)
             grant = self._grants.get(lane.identity)
             if grant is None:
                 lane.close("this phase of the round is over (round-timeout)")
                 return
-            self._open.add(lane)
-        session = self._session(lane, grant)
-        account = session.account
+            if cut is None:
+                session = self._session(lane, grant)
+                self._open.add(session)
+        if cut is not None:
+            cut.continue_on(lane)
+            return
+        started = time.monotonic()
         try:
             session.serve()
         except (LaneError, ProtocolError, RuntimeError) as error:
@@ -244,21 +249,33 @@ class BlockServer:
             _log.exception("serving %r failed", lane)
             session.give_up(f"the server failed ({type(error).__name__})")
         finally:
-            account.seconds = time.monotonic() - started
-            traffic = lane.traffic
-            account.bytes_up, account.bytes_down = traffic.bytes_up, traffic.bytes_down
-            account.seconds_crypto = traffic.seconds_crypto
-            account.seconds_serialisation = traffic.seconds_serialisation
+            session.over.set()
+            session.count_traffic()
+            session.account.seconds = time.monotonic() - started
             with self._changed:
-                self._accounts.append(account)
-                self._open.discard(lane)
+                self._cut.pop(lane.identity, None)
+                self._accounts.append(session.account)
+                self._open.discard(session)
                 self._changed.notify_all()
+
+    def _expect_again(self, session: TrainingSession, lane: Lane) -> None:
+        """Let the client of a lane that was cut open another one with what both have of it."""
+        with self._changed:
+            self._cut[lane.identity] = session
+        self._tickets.register(lane.resumption, lane.identity, self._split.resume_timeout)
 
     def _session(self, lane: Lane, grant: int | Models) -> TrainingSession | EvaluationSession:
         if isinstance(grant, int):
             terms = Terms(self._split.window, self._split.activation_budget, self._lanes)
             return TrainingSession(
-                lane, grant, self._schedule, self._compute, terms, self._split.frame_timeout
+                lane,
+                grant,
+                self._schedule,
+                self._compute,
+                terms,
+                self._split.frame_timeout,
+                self._split.resume_timeout,
+                self._expect_again,
             )
         return EvaluationSession(
             lane,

@@ -10,9 +10,9 @@ from finetuning.data.batching import MicroBatch
 from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.whole_model import add_target_gradient, target_loss
 from split.branch import load_state
-from split.frames import Frame, Kind
+from split.frames import Frame, Kind, Value
 from split.lane import Lane
-from split.lane_errors import LaneError, LaneTimeoutError
+from split.lane_errors import LaneCutError, LaneError, LaneTimeoutError
 from split.parts import Padding, Part
 
 
@@ -46,14 +46,29 @@ class SplitModel:
         tail: last blocks, norm and output head, its adapter attached.
         lane: to the block server.
         frame_timeout: seconds to wait for the server's next frame.
+        reconnect: opens another lane when one is cut in a round of training; None lets it end.
+
+    Attributes:
+        seconds_waiting: for the server's frames.
+        lanes: all there have been; the last one is the present one.
 
     """
 
-    def __init__(self, head: Part, tail: Part, lane: Lane, frame_timeout: float) -> None:
+    def __init__(
+        self,
+        head: Part,
+        tail: Part,
+        lane: Lane,
+        frame_timeout: float,
+        reconnect: Callable[[Lane], Lane] | None = None,
+    ) -> None:
         self._head = head
         self._tail = tail
         self._output_head = tail.output_head
         self._lane = lane
+        self.lanes = [lane]
+        self._reconnect = reconnect
+        self._present: tuple[Sequence[MicroBatch], int] = ((), 0)
         self._frame_timeout = frame_timeout
         self._credits = 1
         self._step = 0
@@ -112,6 +127,16 @@ class SplitModel:
 
         """
         self._average_if_due()
+        self._present = (batches, seed)
+        while True:
+            try:
+                return self._accumulate(batches, seed)
+            except LaneCutError as error:
+                self._resume(error)
+                self._forget_gradients()
+
+    def _accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
+        """Do what ``accumulate`` says, as long as the lane lasts."""
         targets = sum(len(batch.labels) for batch in batches)
         wants_gradient = bool(self._head.trainable())
         sent: dict[int, torch.Tensor] = {}
@@ -166,8 +191,16 @@ class SplitModel:
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         squared = sum(float(gradient.square().sum(dtype=torch.float64)) for gradient in gradients)
-        self._lane.send(Kind.STEP, self._step, fields={"squared_norm": float(squared)})
-        fields = self._receive(Kind.STEP).fields
+        try:
+            self._lane.send(Kind.STEP, self._step, fields={"squared_norm": float(squared)})
+            fields: Mapping[str, Value] = self._receive(Kind.STEP).fields
+        except LaneCutError as error:
+            fields = self._resume(error)
+            if fields["step"] == self._step:  # the server hasn't taken the step, and dropped it
+                self._forget_gradients()
+                with torch.enable_grad():
+                    self.accumulate(*self._present)
+                return self.clip(maximum)
         if maximum:
             for gradient in gradients:
                 gradient.mul_(float(fields["factor"]))
@@ -231,6 +264,27 @@ class SplitModel:
                 begun += 1
             else:
                 ended += answer(self._receive(Kind.HIDDEN, also=Kind.GRADIENT))
+
+    def _resume(self, error: LaneCutError) -> Mapping[str, Value]:
+        """Open another lane, and go on from the last step that was finished.
+
+        Returns:
+            The server's ``step``, and its answer to the one before.
+
+        Raises:
+            LaneError: the lane that was cut can't be taken up again.
+
+        """
+        if self._reconnect is None or self._round is None:
+            raise error
+        self._lane = self._reconnect(self._lane)
+        self.lanes.append(self._lane)
+        self._lane.send(Kind.JOIN, fields={"resume": self._step})
+        return self._receive(Kind.WELCOME, self._round.deadline).fields
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def _average_if_due(self) -> None:
         """Between two steps take over the average of all clients' adapters, where that is due."""

@@ -81,7 +81,7 @@ class Sealer:
     def __init__(self, key: bytes, counter: int = 0) -> None:
         self._cipher = AESGCM(key)
         self._counter = counter
-        self._scratch = bytearray(LONGEST_RECORD)
+        self._scratch = bytearray()  # as large as the largest record so far
         self.seconds = 0.0
 
     def seal(self, kind: Kind, step: int, micro_batch: int, content: memoryview) -> Iterator[bytes]:
@@ -100,6 +100,8 @@ class Sealer:
             final = begin + len(piece) == total
             header = RecordHeader(kind, final, step, micro_batch, self._counter, total).pack()
             size = HEADER_BYTES + len(piece) + TAG_BYTES
+            if len(self._scratch) < size:
+                self._scratch = bytearray(size)
             scratch = memoryview(self._scratch)[:size]
             scratch[:HEADER_BYTES] = header
             nonce = _nonce(self._counter)

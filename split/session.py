@@ -11,10 +11,10 @@ import torch
 from split.compute import ComputeThread, Job, Urgency
 from split.frames import Frame, Kind
 from split.lane import Lane
-from split.lane_errors import LaneTimeoutError
+from split.lane_errors import LaneError, LaneTimeoutError
 from split.parts import Padding
 
-_POLL_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 
 class ProtocolError(RuntimeError):
@@ -37,6 +37,7 @@ class Account:
         seconds_crypto: sealing and opening records, at the server.
         seconds_serialisation: packing and unpacking tensors, at the server.
         seconds: from the handshake to the end.
+        resumed: how often the lane was cut and taken up again.
         error: why it ended early; empty if it didn't.
 
     """
@@ -52,6 +53,7 @@ class Account:
     seconds_crypto: float = 0.0
     seconds_serialisation: float = 0.0
     seconds: float = 0.0
+    resumed: int = 0
     error: str = ""
 
 
@@ -64,6 +66,14 @@ class Session:
         compute: runs its jobs.
         frame_timeout: seconds to wait for the client's next frame.
 
+    Attributes:
+        account: what it did and what it cost.
+        lane: the present one.
+        compute: runs its jobs.
+        answered: micro-batches of the present step that were answered.
+        last_answer: to the last step that was finished.
+        over: set when it has ended.
+
     """
 
     def __init__(
@@ -72,16 +82,33 @@ class Session:
         self.account = Account(lane.identity.node, purpose)
         self.lane = lane
         self.compute = compute
-        self.answered = 0  # micro-batches of the present step that were answered
+        self.answered = 0
+        self.last_answer: dict[str, float] = {}
         self._frame_timeout = frame_timeout
+        self.over = threading.Event()
         self._owed = 0
         self._lock = threading.Lock()
+
+    def count_traffic(self) -> None:
+        """Add what the present lane has carried to the account."""
+        traffic = self.lane.traffic
+        self.account.bytes_up += traffic.bytes_up
+        self.account.bytes_down += traffic.bytes_down
+        self.account.seconds_crypto += traffic.seconds_crypto
+        self.account.seconds_serialisation += traffic.seconds_serialisation
 
     def failed(self, error: BaseException) -> None:
         """End the lane: one of its jobs raised."""
         with self._lock:
             self._owed -= 1
-        self.give_up(f"{type(error).__name__}: {error}")
+        # That the lane has ended, its own thread finds out.
+        if not isinstance(error, LaneError):
+            self.give_up(f"{type(error).__name__}: {error}")
+
+    def forget_owed(self) -> None:
+        """Take note that none of this session's jobs waits any more."""
+        with self._lock:
+            self._owed = 0
 
     def put(self, urgency: Urgency, work: Callable[[], None], tokens: int = 0) -> None:
         """Queue a job whose activations take so many tokens of the budget, and note its times."""
@@ -114,7 +141,7 @@ class Session:
         silent_since = time.monotonic()
         while True:
             try:
-                return self.lane.receive(min(self._frame_timeout, _POLL_SECONDS))
+                return self.lane.receive(min(self._frame_timeout, POLL_SECONDS))
             except LaneTimeoutError:
                 if self.waits():
                     silent_since = time.monotonic()
@@ -128,6 +155,10 @@ class Session:
         """Say whether it is not the client's turn to send something."""
         with self._lock:
             return self._owed > 0
+
+    def abandon(self, reason: str) -> None:
+        """End the lane from another thread: its time is over."""
+        self.lane.close(reason)
 
     def give_up(self, reason: str) -> None:
         """End the lane, and say why."""

@@ -1,6 +1,9 @@
 """One client's round of training at the block server: what it may send when."""
 
 import math
+import queue
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +11,10 @@ import torch
 from split.compute import ComputeThread
 from split.frames import Frame, Kind
 from split.lane import Lane
+from split.lane_errors import LaneCutError
 from split.schedules.schedule import Schedule
 from split.seat import Hidden, Place, Seat
-from split.session import ProtocolError, Session, hidden_of, whole_number
+from split.session import POLL_SECONDS, ProtocolError, Session, hidden_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class TrainingSession(Session):
         compute: runs its jobs.
         terms: of the round.
         frame_timeout: seconds to wait for the client's next frame.
+        resume_timeout: seconds within which a lane that was cut can be taken up again.
+        expect_again: lets the client of a lane that was cut open another one.
 
     """
 
@@ -65,8 +71,14 @@ class TrainingSession(Session):
         compute: ComputeThread,
         terms: Terms,
         frame_timeout: float,
+        resume_timeout: float,
+        expect_again: "Callable[[TrainingSession, Lane], None]",
     ) -> None:
         super().__init__(lane, "train", compute, frame_timeout)
+        self._resume_timeout = resume_timeout
+        self._expect_again = expect_again
+        self._lanes: queue.Queue[Lane | None] = queue.Queue()
+        self._cut = LaneCutError()
         self._seed = seed
         self._schedule = schedule
         self._terms = terms
@@ -103,8 +115,8 @@ class TrainingSession(Session):
         self._joined, finished = True, False
         try:
             self.lane.send(Kind.WELCOME, fields={"credits": self._credits})
-            while (frame := self.receive()).kind is not Kind.END:
-                self._take(frame)
+            while not self._serve_lane():
+                self._resume()
             self._settle()
             finished = not self._shapes and self._step == self._steps and not super().waits()
             if not finished:
@@ -113,6 +125,60 @@ class TrainingSession(Session):
         finally:
             self._seat.leave()
             self._schedule.leave(self.account.client, finished)
+
+    def continue_on(self, lane: Lane) -> None:
+        """Take up a round whose lane was cut; returns when the lane is of no more use."""
+        self._lanes.put(lane)
+        while not lane.ended and not self.over.wait(POLL_SECONDS):
+            pass
+
+    def abandon(self, reason: str) -> None:
+        """End the lane from another thread, or the wait for one."""
+        super().abandon(reason)
+        self._lanes.put(None)
+
+    def _serve_lane(self) -> bool:
+        """Answer frames until the client ends its round; give False if the lane is cut before."""
+        try:
+            while (frame := self.receive()).kind is not Kind.END:
+                self._take(frame)
+        except LaneCutError as error:
+            if not self._seat.rewind():
+                raise
+            self._cut = error
+            return False
+        return True
+
+    def _resume(self) -> None:
+        """Wait until the client has opened another lane, and find out how far it is.
+
+        Raises:
+            LaneError: it hasn't in time.
+            ProtocolError: it is elsewhere than a cut can have left it.
+
+        """
+        self.count_traffic()
+        self._step = self.account.steps
+        self._returned = self.answered = 0
+        self._shapes.clear()
+        self.forget_owed()
+        self._expect_again(self, self.lane)
+        lane = None
+        with suppress(queue.Empty):
+            lane = self._lanes.get(timeout=self._resume_timeout)
+        if lane is None:
+            raise LaneCutError(
+                f"{self._cut}, and was not taken up again within {self._resume_timeout:g} s "
+                "(split.resume-timeout)"
+            )
+        self.lane = lane
+        self.account.resumed += 1
+        join = self.receive()
+        client_step = whole_number(join, "resume")
+        if join.kind is not Kind.JOIN or self._step - client_step not in {0, 1}:
+            raise ProtocolError(f"step {client_step} was to go on, and {self._step} is due")
+        fields = {"credits": self._credits, "step": self._step, **self.last_answer}
+        self.lane.send(Kind.WELCOME, fields=fields)
 
     def waits(self) -> bool:
         """Say whether it is not the client's turn to send something."""

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from split.branch import load_state
 from split.client import ClientRound, SplitModel
 from split.frames import Kind, Limits
 from split.lane import connect
+from split.lane_errors import TicketError
 from split.loading import load_parts
 from split.partition import cut_of
 
@@ -76,19 +77,32 @@ class Client:
 
     @contextmanager
     def lane(self, invitation):
-        lane = connect(
-            invitation.address,
-            invitation.ticket,
-            invitation.identity,
-            invitation.server_key,
-            invitation.suite,
-            Limits(self.ends["head"].hidden_size, self.split.wire_dtype, LONGEST),
-            time.monotonic() + 60,
+        def dial(ticket):
+            return connect(
+                invitation.address,
+                ticket,
+                invitation.identity,
+                invitation.server_key,
+                invitation.suite,
+                Limits(self.ends["head"].hidden_size, self.split.wire_dtype, LONGEST),
+                time.monotonic() + 60,
+            )
+
+        def reconnect(cut):
+            for _ in range(100):
+                with suppress(TicketError):  # the server may not have noticed yet
+                    return dial(cut.resumption)
+                time.sleep(0.05)
+            raise AssertionError("the lane could not be taken up again")
+
+        model = SplitModel(
+            self.ends["head"], self.ends["tail"], dial(invitation.ticket), 60.0, reconnect
         )
         try:
-            yield SplitModel(self.ends["head"], self.ends["tail"], lane, 60.0)
+            yield model
         finally:
-            lane.close()
+            for lane in model.lanes:
+                lane.close()
 
     def train(
         self,
