@@ -51,10 +51,10 @@ from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
 _ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0, targets="q_proj,k_proj,v_proj")
 _MINIATURE = Shape(hidden=64, blocks=3, vocabulary=64, rows=1, columns=8, micro_batches=1)
 _CLIENT = Shape(hidden=1024, blocks=12)
-_SERVER = Shape(vocabulary=1000)
+_SERVER = Shape(hidden=1024, blocks=8, vocabulary=1000, micro_batches=2)
 _LANES = 8
 _ROOM = 2  # micro-batches within the activation budget
-_STEPS = 3
+_STEPS = 2
 _TARGETS_AT_ONCE = 256  # as in finetuning.whole_model
 _MEGABYTE = 1e6
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -277,10 +278,12 @@ class SplitModel:
         """
         if self._reconnect is None or self._round is None:
             raise error
-        self._lane = self._reconnect(self._lane)
-        self.lanes.append(self._lane)
-        self._lane.send(Kind.JOIN, fields={"resume": self._step})
-        return self._receive(Kind.WELCOME, self._round.deadline).fields
+        while True:
+            self._lane = self._reconnect(self._lane)
+            self.lanes.append(self._lane)
+            with suppress(LaneCutError):  # cut again
+                self._lane.send(Kind.JOIN, fields={"resume": self._step})
+                return self._receive(Kind.WELCOME, self._round.deadline).fields
 
     def _forget_gradients(self) -> None:
         for parameter in self.parameters.values():

@@ -86,11 +86,15 @@ class Session:
         self.last_answer: dict[str, float] = {}
         self._frame_timeout = frame_timeout
         self.over = threading.Event()
+        self._counted: Lane | None = None
         self._owed = 0
         self._lock = threading.Lock()
 
     def count_traffic(self) -> None:
-        """Add what the present lane has carried to the account."""
+        """Add what the present lane has carried to the account, once."""
+        if self._counted is self.lane:
+            return
+        self._counted = self.lane
         traffic = self.lane.traffic
         self.account.bytes_up += traffic.bytes_up
         self.account.bytes_down += traffic.bytes_down

@@ -79,6 +79,7 @@ class TrainingSession(Session):
         self._expect_again = expect_again
         self._lanes: queue.Queue[Lane | None] = queue.Queue()
         self._cut = LaneCutError()
+        self._is_resumed = False
         self._seed = seed
         self._schedule = schedule
         self._terms = terms
@@ -116,7 +117,7 @@ class TrainingSession(Session):
         try:
             self.lane.send(Kind.WELCOME, fields={"credits": self._credits})
             while not self._serve_lane():
-                self._resume()
+                self._await_lane()
             self._settle()
             finished = not self._shapes and self._step == self._steps and not super().waits()
             if not finished:
@@ -140,6 +141,8 @@ class TrainingSession(Session):
     def _serve_lane(self) -> bool:
         """Answer frames until the client ends its round; give False if the lane is cut before."""
         try:
+            if self._is_resumed:
+                self._welcome_again()
             while (frame := self.receive()).kind is not Kind.END:
                 self._take(frame)
         except LaneCutError as error:
@@ -149,12 +152,11 @@ class TrainingSession(Session):
             return False
         return True
 
-    def _resume(self) -> None:
-        """Wait until the client has opened another lane, and find out how far it is.
+    def _await_lane(self) -> None:
+        """Wait until the client has opened another lane.
 
         Raises:
-            LaneError: it hasn't in time.
-            ProtocolError: it is elsewhere than a cut can have left it.
+            LaneCutError: it hasn't in time.
 
         """
         self.count_traffic()
@@ -172,7 +174,17 @@ class TrainingSession(Session):
                 "(split.resume-timeout)"
             )
         self.lane = lane
+        self._is_resumed = True
         self.account.resumed += 1
+
+    def _welcome_again(self) -> None:
+        """Find out how far the client is, and tell it how far the server is.
+
+        Raises:
+            ProtocolError: it is elsewhere than a cut can have left it.
+
+        """
+        self._is_resumed = False
         join = self.receive()
         client_step = whole_number(join, "resume")
         if join.kind is not Kind.JOIN or self._step - client_step not in {0, 1}:
