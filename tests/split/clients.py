@@ -1,5 +1,6 @@
 """Clients, servers and single-process references for the tests of training through lanes."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +26,14 @@ from finetuning.training import Round, train_round
 from finetuning.whole_model import WholeModel
 from split.adapters import join_adapters, take_apart
 from split.block_server import BlockServer
-from split.branch import load_state
+from split.branch import Graph, load_state
 from split.client import ClientRound, SplitModel
 from split.frames import Kind, Limits
 from split.lane import connect
 from split.lane_errors import TicketError
 from split.loading import load_parts
 from split.partition import cut_of
+from split.stacked import Stacked
 
 STEPS = 20
 LONGEST = 4 * 20
@@ -143,6 +145,17 @@ def serving(
         yield server
     finally:
         server.stop()
+
+
+def assert_nothing_is_left() -> None:
+    """No autograd graph of a micro-batch, and no thread of a lane, outlives what it was for."""
+    end = time.monotonic() + 20
+    names = ("lane", "serve", "compute")
+    while left := [t.name for t in threading.enumerate() if any(n in t.name for n in names)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, Graph | Stacked)]
 
 
 def split_settings(**changes) -> SplitSettings:

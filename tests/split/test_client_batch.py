@@ -18,6 +18,7 @@ from tests.split.clients import (
     TRAIN,
     Client,
     assert_close,
+    assert_nothing_is_left,
     place_of,
     serving,
     split_settings,
@@ -155,6 +156,7 @@ def test_a_client_that_goes_away_leaves_what_it_finished(base, beginning, place,
     assert_close(body, {n: p.detach() for n, p in reference.body.items()})
     assert (accounts["beta"].steps, bool(accounts["beta"].error)) == (step, True)
     assert not accounts["alpha"].error and not accounts["gamma"].error
+    assert_nothing_is_left()
 
 
 def test_a_client_that_hangs_is_left_behind(base, beginning):

@@ -21,6 +21,7 @@ from tests.split.clients import (
     Center,
     Client,
     assert_close,
+    assert_nothing_is_left,
     draw,
     place_of,
     serving,
@@ -219,6 +220,7 @@ def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule
     one, other = results
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_nothing_is_left()
 
 
 def test_too_few_who_average_are_told_what_to_do(base, beginning):
@@ -301,3 +303,4 @@ def test_a_lane_that_stays_cut_names_the_setting(base, beginning):
         assert "split.resume-timeout" in account.error
         body = server.end_round({})
     assert all(torch.equal(value, beginning[name]) for name, value in body.items())
+    assert_nothing_is_left()
