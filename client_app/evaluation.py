@@ -38,7 +38,7 @@ def evaluate_models(
     metrics: dict[str, int | float] = {}
     if instruction.losses:
         if instruction.round == 0:
-            with model.peft_model.disable_adapter():
+            with model.without_adapter():
                 metrics |= _measure("base", model, tokenizer, institution, config)
         elif personalised is not None:
             load_adapter(model.peft_model, personalised)

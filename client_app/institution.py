@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from flwr.common.logger import log
-from split.exactness import check_exactness
 
 from client_app.data import read_client_data
 from finetuning.adapters import attach_adapter
@@ -17,6 +16,7 @@ from finetuning.data.tokenization import Example, tokenize
 from finetuning.fingerprint import fingerprint
 from finetuning.settings import AdapterSettings, DataSettings, ModelSettings, SplitSettings
 from finetuning.whole_model import WholeModel
+from split.exactness import check_exactness
 from split.loading import load_parts, locate_parts, tensors_of
 from split.partition import PartyName, cut_of
 from split.parts import Part
@@ -59,7 +59,14 @@ def open_institution(config: RunConfig, node: Mapping[str, Scalar]) -> Instituti
 
     """
     split = config.split if config.strategy == "fl-glm" else None
-    return _open(config.model, split, config.data, config.seed, tuple(sorted(node.items())))
+    return _open(
+        config.model,
+        config.adapter,
+        split,
+        config.data,
+        config.seed,
+        tuple(sorted(node.items())),
+    )
 
 
 @lru_cache(maxsize=1)
@@ -99,6 +106,7 @@ def load_model(model: ModelSettings, adapter: AdapterSettings) -> tuple[WholeMod
 @lru_cache(maxsize=16)
 def _open(
     model: ModelSettings,
+    adapter: AdapterSettings,
     split: SplitSettings | None,
     settings: DataSettings,
     seed: int,
@@ -110,7 +118,7 @@ def _open(
     else:
         directory = locate_parts(model.name, split, ENDS)
         cut = cut_of(directory, split)
-        check_exactness(directory, model, cut)
+        check_exactness(directory, model, cut, adapter.kind == "prefix")
         digests = fingerprint(directory, tensors_of(directory, cut, ENDS))
     data = read_client_data(settings, dict(node), seed)
     tokenizer = load_tokenizer(directory)

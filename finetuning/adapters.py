@@ -1,4 +1,4 @@
-"""LoRA adapters: attached to a base model, exchanged as plain tensors, saved in PEFT's format."""
+"""Adapters: attached to a base model, exchanged as plain tensors, saved in PEFT's format."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,9 +9,13 @@ from safetensors.torch import save_file
 
 from finetuning.base_model import BaseModelError, locate, reference
 from finetuning.files import replacing
+from finetuning.prefixes import SAVED, key_value_shape, refuse_without_prefix
 from finetuning.settings import AdapterSettings
 
 State = dict[str, torch.Tensor]
+
+# PEFT's name in a model of what it saves as ``prompt_embeddings``.
+_PREFIX = "prompt_encoder.default.embedding.weight"
 
 
 def attach_adapter(
@@ -21,23 +25,50 @@ def attach_adapter(
     name: str = "default",
     excluded: Sequence[str] = (),
 ) -> Any:
-    """Wrap a base model with a LoRA adapter whose weights are float32 and require gradients.
+    """Wrap a base model with an adapter whose weights are float32 and require gradients.
 
     Args:
         model: a ``transformers`` causal language model, which is changed in place, or one that has
             adapters already.
-        settings: rank, scale, dropout and targets.
+        settings: its kind; rank, scale, dropout and targets, or the prefix's length.
         base: the base model's id or directory; noted in the saved adapter.
         name: of the adapter among those of this model; it has no dots.
         excluded: paths of modules that are not adapted though they have a target's name.
 
     Raises:
-        BaseModelError: the targets don't fit the architecture.
+        BaseModelError: the targets, or prefixes, don't fit the architecture.
 
     """
-    from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+    from peft import PeftModel, get_peft_model
 
-    config = LoraConfig(
+    config = _peft_config(settings, base, excluded)
+    try:
+        if isinstance(model, PeftModel):
+            model.add_adapter(name, config)
+            peft_model = model
+        else:
+            peft_model = get_peft_model(model, config, adapter_name=name)
+    except ValueError as error:
+        setting = f'adapter.targets = "{settings.targets}"'
+        if settings.kind == "prefix":
+            setting = 'adapter.kind = "prefix"'
+        raise BaseModelError(f"{setting} does not fit this model: {error}") from error
+    for parameter in trainable_parameters(peft_model).values():
+        parameter.data = parameter.data.float()
+    return peft_model
+
+
+def _peft_config(settings: AdapterSettings, base: str | None, excluded: Sequence[str]) -> Any:
+    from peft import LoraConfig, PrefixTuningConfig, TaskType
+
+    if settings.kind == "prefix":
+        return PrefixTuningConfig(
+            num_virtual_tokens=settings.prefix_length,
+            prefix_projection=False,
+            task_type=TaskType.CAUSAL_LM,
+            base_model_name_or_path=base,
+        )
+    return LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
@@ -46,19 +77,6 @@ def attach_adapter(
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base,
     )
-    try:
-        if isinstance(model, PeftModel):
-            model.add_adapter(name, config)
-            peft_model = model
-        else:
-            peft_model = get_peft_model(model, config, adapter_name=name)
-    except ValueError as error:
-        raise BaseModelError(
-            f'adapter.targets = "{settings.targets}" does not fit this model: {error}'
-        ) from error
-    for parameter in trainable_parameters(peft_model).values():
-        parameter.data = parameter.data.float()
-    return peft_model
 
 
 def target_names(settings: AdapterSettings) -> list[str]:
@@ -73,21 +91,24 @@ def initial_adapter(
 
     Args:
         name: the base model, as in ``model.name``.
-        settings: rank, scale, dropout and targets.
-        seed: of the random half; the other half is zero, so that nothing changes at first.
+        settings: its kind; rank, scale, dropout and targets, or the prefix's length.
+        seed: of the random half of LoRA's matrices; the other half is zero, so that nothing changes
+            at first. Prefixes are all random, as PEFT begins with them.
         directory: where the base model's configuration is; None finds it by the name.
 
     Returns:
         The adapter's float32 tensors, and its PEFT configuration with the targets spelt out.
 
     Raises:
-        BaseModelError: no such model, or the targets don't fit it.
+        BaseModelError: no such model, or the targets, or prefixes, don't fit it.
 
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import AutoConfig, AutoModelForCausalLM
 
     directory = directory or locate(name)
+    if settings.kind == "prefix":
+        return _initial_prefix(directory, settings, seed, reference(name, directory))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
         peft_model = attach_adapter(model, settings, reference(name, directory))
@@ -101,6 +122,29 @@ def initial_adapter(
     return export_adapter(peft_model), peft_model.peft_config["default"]
 
 
+def _initial_prefix(
+    directory: Path, settings: AdapterSettings, seed: int, base: str
+) -> tuple[State, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        refuse_without_prefix(model, settings.prefix_length)
+        peft_config = attach_adapter(model, settings, base).peft_config["default"]
+    heads = peft_config.num_attention_heads
+    shape = (peft_config.num_layers, heads, peft_config.token_dim // heads)
+    if shape != (config.num_hidden_layers, *key_value_shape(config)):
+        raise BaseModelError(
+            f'adapter.kind = "prefix" is not for {type(model).__name__}: PEFT would make its '
+            f"prefixes of another shape {shape} than its blocks have; use another adapter.kind"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    columns = 2 * peft_config.num_layers * peft_config.token_dim
+    values = torch.randn(settings.prefix_length, columns, generator=generator)
+    return {SAVED: values}, peft_config
+
+
 def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """Give the parameters that are trained, by their names in the model, in a fixed order."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -108,7 +152,10 @@ def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
 
 def exported_names(peft_model: Any) -> dict[str, str]:
     """Map names of trainable parameters in the model to their names in PEFT's saved format."""
-    return {name: name.replace(".default", "") for name in trainable_parameters(peft_model)}
+    return {
+        name: SAVED if name == _PREFIX else name.replace(".default", "")
+        for name in trainable_parameters(peft_model)
+    }
 
 
 def export_adapter(peft_model: Any) -> State:

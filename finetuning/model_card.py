@@ -30,7 +30,7 @@ def model_card(
     metadata = ModelCardData(
         base_model=base if "/" in base and not base.startswith("/") else None,
         library_name="peft",
-        tags=["lora", "federated-learning"],
+        tags=[_TAGS[str(config.get("adapter.kind", "lora"))], "federated-learning"],
     )
     data = "\n".join(f"| {client} | {size} |" for client, size in sizes.items())
     settings = "\n".join(
@@ -67,4 +67,5 @@ model = PeftModel.from_pretrained(base, ".")  # this folder
 """
 
 
+_TAGS = {"lora": "lora", "prefix": "prefix-tuning"}
 _PLACES = {"data.path", "output-dir", "state-path", "resume"}

@@ -58,8 +58,16 @@ class ModelSettings(Section):
 
 
 class AdapterSettings(Section):
-    """The LoRA adapter (FedJudge section 4.2.3)."""
+    """The adapter: LoRA (FedJudge section 4.2.3), or prefixes (FL-GLM section 4.1.4)."""
 
+    kind: Literal["lora", "prefix"] = Field(
+        "lora",
+        description="`lora`, or `prefix`: P-tuning v2, trained keys and values before those of the "
+        "tokens in every block.",
+    )
+    prefix_length: PositiveInt = Field(
+        128, description="How many places the keys and values of `prefix` take (FL-GLM)."
+    )
     rank: PositiveInt = Field(4, description="Rank r of the LoRA matrices.")
     alpha: PositiveInt = Field(16, description="LoRA scale: updates are multiplied by alpha / r.")
     dropout: float = Field(0.05, ge=0, lt=1, description="Dropout before the LoRA matrices.")

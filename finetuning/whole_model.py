@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from finetuning.adapters import trainable_parameters
 from finetuning.data.batching import MicroBatch
+from finetuning.prefixes import columns_of, prefix_cache
 from finetuning.randomness import derive_seed
 
 # A micro-batch's logits can be larger than everything else in memory. So many targets at once keep
@@ -110,9 +111,13 @@ class WholeModel:
     def __init__(self, peft_model: Any) -> None:
         self.peft_model = peft_model
         causal_lm = peft_model.get_base_model()
+        self._config, self._dtype = causal_lm.config, causal_lm.dtype
         self._backbone = causal_lm.base_model
         self._head = output_head(causal_lm)
         self._device = peft_model.device
+        # LoRA computes in the blocks by itself; a prefix has to be given to them.
+        encoders = getattr(peft_model, "prompt_encoder", {})
+        self._prefix = encoders["default"].embedding.weight if "default" in encoders else None
         self._mixed_precision = self._device.type == "cuda" and causal_lm.dtype == torch.bfloat16
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
@@ -162,6 +167,16 @@ class WholeModel:
             gradients = torch.autograd.grad(loss, list(parameters.values()))
         return dict(zip(parameters, gradients, strict=True))
 
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Be the bare base model meanwhile."""
+        prefix, self._prefix = self._prefix, None
+        try:
+            with self.peft_model.disable_adapter():
+                yield
+        finally:
+            self._prefix = prefix
+
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
         with self._autocast():
             return target_loss(self._head, self._hidden(batch), batch)
@@ -171,9 +186,15 @@ class WholeModel:
 
         Padding stands after a row's tokens, where causal attention doesn't look, and predicts
         nothing. So no mask is needed, and without one attention skips what is above the diagonal.
+        With prefixes the tokens' positions are counted from the prefixes' end.
         """
-        tokens = batch.tokens.to(self._device)
-        output = self._backbone(input_ids=tokens, use_cache=False)
+        inputs = {"input_ids": batch.tokens.to(self._device)}
+        if self._prefix is not None:
+            blocks = dict(enumerate(self._prefix.split(columns_of(self._config), dim=1)))
+            inputs["past_key_values"] = prefix_cache(
+                blocks, len(self._prefix), self._config, len(batch.tokens), self._dtype
+            )
+        output = self._backbone(**inputs, use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _autocast(self) -> AbstractContextManager[Any]:

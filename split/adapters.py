@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from finetuning.adapters import State
+from finetuning.prefixes import SAVED, name_of_block
 from split.partition import PARTIES, Cut, PartyName, stands_before_blocks
 
 # The first number in a name is its block's; further ones count experts.
 _BLOCK = re.compile(r"\.(\d+)\.")
+_PREFIX = re.compile(rf"{SAVED}\.(\d+)")
 # Some architectures call their output head an embedding.
 _OUTPUT_HEADS = re.compile(r"lm_head|embed_out|output_projection")
 
@@ -18,13 +20,14 @@ def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
     """Join the adapters of parts to one that fits the whole model.
 
     Args:
-        parts: under whole-model names, as ``Part.trainable`` gives them.
+        parts: all of a model's, under whole-model names, as ``Part.trainable`` gives them.
 
     Returns:
-        All tensors, sorted by name; they are not copied.
+        All tensors, sorted by name; they are not copied, except that the prefixes of the blocks
+        become one tensor.
 
     Raises:
-        ValueError: two parts have a tensor of the same name.
+        ValueError: two parts have a tensor of the same name, or a block's prefix is missing.
 
     """
     joined: State = {}
@@ -36,11 +39,13 @@ def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
                 "not cut by the same settings"
             )
         joined |= part
-    return dict(sorted(joined.items()))
+    return dict(sorted(_with_one_prefix(joined).items()))
 
 
 def take_apart(state: Mapping[str, torch.Tensor], cut: Cut) -> dict[PartyName, State]:
-    """Give each party its blocks' tensors of a whole model's adapter; they are not copied.
+    """Give each party its blocks' tensors of a whole model's adapter.
+
+    They are not copied, except that a prefix becomes one tensor for each block.
 
     Raises:
         ValueError: a tensor belongs to no block of the model.
@@ -48,8 +53,34 @@ def take_apart(state: Mapping[str, torch.Tensor], cut: Cut) -> dict[PartyName, S
     """
     result: dict[PartyName, State] = {party: {} for party in PARTIES}
     for name, tensor in sorted(state.items()):
-        result[_party_of(name, cut)][name] = tensor
+        if name == SAVED:
+            for block, prefix in enumerate(_prefix_of_each(tensor, cut.blocks)):
+                party = cut.party_of(block)
+                assert party is not None
+                result[party][name_of_block(block)] = prefix
+        else:
+            result[_party_of(name, cut)][name] = tensor
     return result
+
+
+def _with_one_prefix(state: State) -> State:
+    """Put the prefixes of blocks side by side, as PEFT saves them."""
+    prefixes = {int(m[1]): state[m[0]] for name in state if (m := _PREFIX.fullmatch(name))}
+    if not prefixes:
+        return state
+    missing = set(range(max(prefixes))) - prefixes.keys()
+    if missing:
+        raise ValueError(f"no part has the prefix of block {min(missing)}")
+    others = {name: tensor for name, tensor in state.items() if not _PREFIX.fullmatch(name)}
+    return {**others, SAVED: torch.cat([prefixes[block] for block in sorted(prefixes)], dim=1)}
+
+
+def _prefix_of_each(whole: torch.Tensor, blocks: int) -> list[torch.Tensor]:
+    if whole.shape[1] % blocks:
+        raise ValueError(
+            f"a prefix of {whole.shape[1]} columns is not of a model of {blocks} blocks"
+        )
+    return [part.contiguous() for part in whole.chunk(blocks, dim=1)]
 
 
 def _party_of(name: str, cut: Cut) -> PartyName:

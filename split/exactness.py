@@ -12,32 +12,42 @@ import torch
 from finetuning.base_model import BaseModelError, refuse_unless_causal
 from finetuning.files import cache_directory, replacing
 from finetuning.fingerprint import config_digest
-from finetuning.settings import ModelSettings
+from finetuning.prefixes import BlockPrefixes
+from finetuning.settings import AdapterSettings, ModelSettings
 from split.loading import load_parts
 from split.miniature import miniature
 from split.partition import PARTIES, Cut, PartyName, outline
 from split.parts import Padding, Part, left_padding
 
+_PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
 # Tokens per row, of which some rows have fewer; more than the sliding windows of a miniature.
 _COLUMNS = 9
 
 
-def check_exactness(directory: Path, settings: ModelSettings, cut: Cut) -> None:
+def check_exactness(
+    directory: Path, settings: ModelSettings, cut: Cut, prefixes: bool = False
+) -> None:
     """Refuse an architecture whose parts don't compute what the whole model does, bit for bit.
 
     A random model of the real depth and tiny width goes through the same loading as the real one.
     What was found exact is remembered for the versions of torch and transformers.
 
+    Args:
+        directory: of the checkpoint.
+        settings: of the model.
+        cut: how many blocks each party has.
+        prefixes: whether its blocks are to have prefixes, too.
+
     Raises:
         BaseModelError: it isn't exact, isn't causal, or can't be tried; the message names it.
 
     """
-    mark = cache_directory() / "exactness" / _key(directory, cut)
+    mark = cache_directory() / "exactness" / _key(directory, cut, prefixes)
     if mark.is_file():
         return
     architecture = type(outline(directory)).__name__
     try:
-        reason = _difference(directory, settings, cut)
+        reason = _difference(directory, settings, cut, prefixes)
     except BaseModelError as error:
         reason = str(error)
     except Exception as error:  # Whatever an architecture that doesn't fit may raise.
@@ -52,7 +62,7 @@ def check_exactness(directory: Path, settings: ModelSettings, cut: Cut) -> None:
         aside.write_text(architecture)
 
 
-def _difference(directory: Path, settings: ModelSettings, cut: Cut) -> str:
+def _difference(directory: Path, settings: ModelSettings, cut: Cut, prefixes: bool) -> str:
     """Say where split and whole differ; empty where they don't."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,17 +78,38 @@ def _difference(directory: Path, settings: ModelSettings, cut: Cut) -> str:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(2, 60, (3, _COLUMNS), generator=generator)
     lengths = torch.tensor([_COLUMNS, _COLUMNS - 2, 3])
-    for side in ("right", "left"):
-        padding = Padding(side, lengths)
-        for name, whole_value, split_value in _both(whole, parts, tokens, padding):
-            if not torch.equal(whole_value, split_value):
-                return f"its {name} are not those of the whole model, with padding on the {side}"
+    for chosen in [None, _give_prefixes(whole, parts, cut)] if prefixes else [None]:
+        for side in ("right", "left"):
+            padding = Padding(side, lengths)
+            for name, whole_value, split_value in _both(whole, parts, tokens, padding, chosen):
+                if not torch.equal(whole_value, split_value):
+                    what = f"{name} with prefixes" if chosen else name
+                    return f"its {what} are not those of the whole model, padded on the {side}"
     return ""
 
 
 @torch.no_grad()
+def _give_prefixes(whole: Any, parts: dict[PartyName, Part], cut: Cut) -> BlockPrefixes:
+    """Attach the same random prefixes to the parts that are given for the whole model."""
+    result = BlockPrefixes(whole.config, _PREFIX.prefix_length, range(cut.blocks), whole.device)
+    generator = torch.Generator().manual_seed(1)
+    for value in result.parameters.values():
+        value.normal_(generator=generator)
+    for part in parts.values():
+        part.attach(_PREFIX)
+        for name, value in part.trainable().items():
+            value.copy_(result.parameters[name])
+        part.use(None)
+    return result
+
+
+@torch.no_grad()
 def _both(
-    whole: Any, parts: dict[PartyName, Part], tokens: torch.Tensor, padding: Padding
+    whole: Any,
+    parts: dict[PartyName, Part],
+    tokens: torch.Tensor,
+    padding: Padding,
+    prefixes: BlockPrefixes | None,
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Compute hidden states and logits of the tokens that aren't padding, whole and split."""
     columns = torch.arange(tokens.shape[1])
@@ -87,21 +118,27 @@ def _both(
     else:
         inputs = left_padding(whole.base_model, padding.lengths, tokens.shape[1])
         real = inputs["attention_mask"].bool()
-    hidden = whole.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state[real]
-    logits = whole(input_ids=tokens, use_cache=False, **inputs).logits[real]
+
+    def given_to_whole() -> dict[str, Any]:
+        given = {"input_ids": tokens, "use_cache": False, **inputs}
+        return prefixes.before(given, len(tokens), torch.float32) if prefixes else given
+
+    hidden = whole.base_model(**given_to_whole()).last_hidden_state[real]
+    logits = whole(**given_to_whole()).logits[real]
     given = tokens
     for party in PARTIES:
+        parts[party].use("default" if prefixes else None)
         given = parts[party](given, padding)
     # In the shape that the whole model's have: other shapes may be multiplied in another order.
     split_logits = parts["tail"].output_head(inputs_embeds=given, use_cache=False).logits
     return [("hidden states", hidden, given[real]), ("logits", logits, split_logits[real])]
 
 
-def _key(directory: Path, cut: Cut) -> str:
+def _key(directory: Path, cut: Cut, prefixes: bool) -> str:
     import peft
     import transformers
 
-    facts = [config_digest(directory / "config.json"), astuple(cut)]
+    facts = [config_digest(directory / "config.json"), astuple(cut), prefixes]
     versions = [torch.__version__, transformers.__version__, peft.__version__]
     code = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(json.dumps([facts, versions, code]).encode()).hexdigest()

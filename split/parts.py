@@ -1,4 +1,4 @@
-"""A party's part of the model: its frozen blocks, and the LoRA adapters that compute with them."""
+"""A party's part of the model: its frozen blocks, and the adapters that compute with them."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from torch import nn
 
 from finetuning.adapters import attach_adapter, target_names
 from finetuning.base_model import BaseModelError
+from finetuning.prefixes import BlockPrefixes
 from finetuning.settings import AdapterSettings
 from finetuning.whole_model import output_head
 from split.partition import Cut, PartyName
@@ -66,6 +67,7 @@ class Part:
         self._slots: dict[str, str] = {}
         self._attached = 0
         self._layers: list[Any] = []
+        self._prefixes: dict[str | None, BlockPrefixes] = {}
         self._used: str | None = None
 
     def __call__(self, given: torch.Tensor, padding: Padding) -> torch.Tensor:
@@ -88,6 +90,8 @@ class Part:
         if padding.side == "left" and bool((padding.lengths < columns).any()):
             lengths = padding.lengths.to(self.device)
             inputs |= left_padding(self._backbone, lengths, columns)
+        if self._used in self._prefixes:
+            inputs = self._prefixes[self._used].before(inputs, len(given), self.dtype)
         with self.autocast():
             output = self._backbone(**inputs, use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
@@ -108,14 +112,14 @@ class Part:
         return torch.autocast("cuda", torch.bfloat16) if mixed else nullcontext()
 
     def attach(self, settings: AdapterSettings, name: str = "default") -> None:
-        """Add a LoRA adapter, and use it. Without a module to adapt here it has no weights.
+        """Add an adapter, and use it. Without a module to adapt here it has no weights.
 
         Args:
-            settings: rank, scale, dropout and targets.
+            settings: its kind; rank, scale, dropout and targets, or the prefix's length.
             name: of the adapter among this part's.
 
         Raises:
-            BaseModelError: a target can't be adapted.
+            BaseModelError: a target can't be adapted, or prefixes would be lost.
             ValueError: there is an adapter of this name.
 
         """
@@ -123,6 +127,11 @@ class Part:
             raise ValueError(f"there is an adapter {name!r} already")
         slot = f"adapter{self._attached}"
         self._attached += 1
+        if settings.kind == "prefix":
+            self._prefixes[name] = self._make_prefixes(settings.prefix_length)
+            self._slots[name] = slot
+            self._select(name)
+            return
         model = self._peft_model or self.model
         try:
             self._peft_model = attach_adapter(model, settings, None, slot, self._stand_ins)
@@ -150,6 +159,8 @@ class Part:
         There are none where this party has nothing to train.
         """
         slot = self._slots[name]
+        if name in self._prefixes:
+            return self._prefixes[name].parameters
         if self._peft_model is None:
             return {}
         return {
@@ -160,7 +171,8 @@ class Part:
 
     def remove(self, name: str) -> None:
         """Take an adapter out, and free its memory; if it was in use, the bare model is."""
-        has_weights = bool(self.trainable(name))
+        is_prefix = self._prefixes.pop(name, None) is not None
+        has_weights = not is_prefix and bool(self.trainable(name))
         slot, used = self._slots.pop(name), self._used
         if has_weights:
             if self._slots:  # or PEFT would warn that it chooses another one itself
@@ -173,6 +185,14 @@ class Part:
         """Switch dropout, and recomputing activations if that was asked for, on or off."""
         if self.model.training != mode:
             self.model.train(mode)
+
+    def _make_prefixes(self, length: int) -> BlockPrefixes:
+        if any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules()):
+            raise BaseModelError(
+                'adapter.kind = "prefix" does not go with model.gradient-checkpointing = true'
+            )
+        blocks = self.cut.range_of(self.party)
+        return BlockPrefixes(self.model.config, length, blocks, self.device)
 
     def _has_one_of(self, names: Sequence[str]) -> bool:
         paths = {path for path, _ in self.model.named_modules()} - set(self._stand_ins)

@@ -149,7 +149,8 @@ class FLGLM(Rounds):
     def _serve_blocks(self, grid: Grid, parts: Mapping[PartyName, State]) -> BlockServer:
         """Load the body, and start to listen."""
         started = time.monotonic()
-        check_exactness(self._directory, self.config.model, self._cut)
+        prefixes = self.config.adapter.kind == "prefix"
+        check_exactness(self._directory, self.config.model, self._cut, prefixes)
         body = load_parts(self.config.model, self._directory, self._cut, ("body",))["body"]
         server = BlockServer(
             body,

@@ -98,6 +98,16 @@ class RunConfig(Section):
         return value
 
     @model_validator(mode="after")
+    def _can_have_prefixes(self) -> "RunConfig":
+        if self.adapter.kind == "prefix" and self.model.gradient_checkpointing:
+            raise ValueError(
+                'adapter.kind = "prefix" does not go with model.gradient-checkpointing = true: '
+                "blocks that are computed again can't have keys and values before their own; "
+                "lower train.batch-size or data.max-length instead"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_be_split(self) -> "RunConfig":
         if self.strategy != "fl-glm":
             return self

@@ -76,17 +76,20 @@ def events(directory: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "optimizer_state", "stop"),
+    ("strategy", "adapter", "optimizer_state", "stop"),
     [
-        *product(["fedjudge-cl"], ["reset", "keep"], [(0, True), (2, False), (2, True)]),
-        ("serial", "keep", (2, True)),
-        ("hierarchical", "keep", (2, False)),
-        ("hierarchical", "reset", (2, True)),
+        *product(["fedjudge-cl"], ["lora"], ["reset", "keep"], [(0, True), (2, False), (2, True)]),
+        ("fedjudge-cl", "prefix", "keep", (2, True)),
+        ("serial", "lora", "keep", (2, True)),
+        ("serial", "prefix", "keep", (2, True)),
+        ("hierarchical", "lora", "keep", (2, False)),
+        ("hierarchical", "lora", "reset", (2, True)),
+        ("hierarchical", "prefix", "keep", (2, False)),
     ],
     ids=str,
 )
 def test_resumed_equals_unbroken(
-    values, tmp_path, deep_checkpoint, strategy, optimizer_state, stop
+    values, tmp_path, deep_checkpoint, strategy, adapter, optimizer_state, stop
 ):
     if strategy in {"serial", "hierarchical"}:
         values |= {"model.name": str(deep_checkpoint), "split.schedule": strategy}
@@ -94,6 +97,8 @@ def test_resumed_equals_unbroken(
     values = values | {
         "strategy": strategy,
         "rounds": 4,
+        "adapter.kind": adapter,
+        "adapter.prefix-length": 8,
         "train.optimizer-state": optimizer_state,
         "train.schedule": "cosine",
         "train.local-steps": 2,

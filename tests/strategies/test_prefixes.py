@@ -1,0 +1,88 @@
+"""Runs that train prefixes, whole and split, through the real strategies and the real ClientApp."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bench.in_process import run_in_process
+from finetuning.adapters import initial_adapter
+from finetuning.prefixes import SAVED
+from strategies.run_config import ConfigError, parse_run_config
+
+CLIENTS = ("alpha", "beta", "gamma")
+
+
+@pytest.fixture
+def prefix_values(values):
+    """A run config with which prefixes train in seconds."""
+    return values | {
+        "adapter.kind": "prefix",
+        "adapter.prefix-length": 8,
+        "train.learning-rate": 5e-2,
+    }
+
+
+def losses_of(journal):
+    return {
+        (e["round"], e["client"], e["model"]): e["loss"]
+        for e in journal.events
+        if e["event"] == "evaluate"
+    }
+
+
+def test_fedjudge_with_penalty_learns_prefixes(prefix_values, tmp_path):
+    journal = run_in_process(prefix_values | {"continual.lambda": 0.01}, tmp_path, 3)
+    losses = losses_of(journal)
+    for client in CLIENTS:
+        assert losses[3, client, "global"] < losses[0, client, "base"]
+        assert losses[3, client, "global"] < losses[1, client, "global"]
+    assert journal.adapters[3].keys() == {SAVED}
+    shares = [
+        e["penalty_gradient_share"]
+        for e in journal.events
+        if e["event"] == "train" and e["round"] > 1
+    ]
+    assert len(shares) == 6 and all(share > 0 for share in shares)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
+def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
+    prefix_values, deep_checkpoint, tmp_path, schedule
+):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from client_app.institution import open_institution
+    from finetuning.evaluation import held_out_loss
+    from finetuning.whole_model import WholeModel
+
+    values = prefix_values | {
+        "strategy": "fl-glm",
+        "model.name": str(deep_checkpoint),
+        "train.optimizer-state": "keep",
+        "split.wire-dtype": "float32",
+        "split.schedule": schedule,
+    }
+    journal = run_in_process(values, tmp_path / "state", 3)
+    losses, config = losses_of(journal), parse_run_config(values)
+    assert not [e for e in journal.events if e["event"] == "lane" and e["error"]]
+    expected, _ = initial_adapter(str(deep_checkpoint), config.adapter, 0)
+    assert journal.adapters[3].keys() == {SAVED}
+    assert journal.adapters[3][SAVED].shape == expected[SAVED].shape
+    for partition, client in enumerate(CLIENTS):
+        assert losses[3, client, "global"] < losses[0, client, "base"]
+        institution = open_institution(config, {"partition-id": partition, "num-partitions": 3})
+        for kind in ("global", "personalised"):
+            (directory,) = (tmp_path / "state").glob(f"*/{client}/adapters/{kind}")
+            whole = AutoModelForCausalLM.from_pretrained(config.model.name)
+            model = WholeModel(PeftModel.from_pretrained(whole, directory))
+            loss = held_out_loss(model, institution.test, institution.padding, 8).loss
+            assert loss == pytest.approx(losses[3, client, kind], abs=1e-5)
+        kept = load_file(directory / "adapter_model.safetensors")
+        assert torch.equal(kept[SAVED], journal.kept[client][SAVED])
+
+
+def test_prefixes_and_gradient_checkpointing_are_refused_by_the_config_check(prefix_values):
+    with pytest.raises(ConfigError, match=r"model\.gradient-checkpointing = true") as caught:
+        parse_run_config(prefix_values | {"model.gradient-checkpointing": True})
+    assert 'adapter.kind = "prefix"' in str(caught.value)
