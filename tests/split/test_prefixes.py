@@ -249,10 +249,13 @@ def test_prefixes_and_gradient_checkpointing_are_refused(base):
     parts["body"].attach(LORA)
 
 
-@pytest.mark.parametrize("cut", [(1, 1), (2, 1), (0, 1)], ids=str)
-def test_one_client_equals_centralised_training(base, cut):
+@pytest.mark.parametrize(
+    ("schedule", "head", "tail"),
+    [("serial", 1, 1), ("serial", 2, 1), ("serial", 0, 1), ("client-batch", 1, 1)],
+)
+def test_one_client_equals_centralised_training(base, schedule, head, tail):
     beginning = random_prefix(base)
-    split = split_settings(head_blocks=cut[0], tail_blocks=cut[1])
+    split = split_settings(schedule=schedule, head_blocks=head, tail_blocks=tail)
     apart = take_apart(beginning, cut_of(base, split))
     with serving(base, beginning, split, PREFIX, CLIPPED) as server:
         server.begin_round({"alpha": 9}, 0)
