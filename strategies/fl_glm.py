@@ -160,6 +160,7 @@ class FLGLM(Rounds):
             self.progress.lineage,
             self.config.longest,
             self.config.min_nodes,
+            self.config.most_generated,
         )
         try:
             _refuse_clear_text(grid, server.address)
