@@ -9,6 +9,7 @@ from finetuning.adapters import State, load_adapter, save_adapter
 from finetuning.evaluation import generate_answers, held_out_loss
 from finetuning.model_card import model_card
 from finetuning.whole_model import WholeModel
+from split.client import SplitModel
 from strategies.messages import Instruction
 from strategies.run_config import RunConfig
 
@@ -39,13 +40,13 @@ def evaluate_models(
     if instruction.losses:
         if instruction.round == 0:
             with model.without_adapter():
-                metrics |= _measure("base", model, tokenizer, institution, config)
+                metrics |= measured("base", model, tokenizer, institution, config)
         elif personalised is not None:
             load_adapter(model.peft_model, personalised)
-            metrics |= _measure("personalised", model, tokenizer, institution, config)
+            metrics |= measured("personalised", model, tokenizer, institution, config)
     load_adapter(model.peft_model, arrays)
     if instruction.losses and instruction.round > 0:
-        metrics |= _measure("global", model, tokenizer, institution, config)
+        metrics |= measured("global", model, tokenizer, institution, config)
     if instruction.final:
         _keep(arrays, personalised, model, institution, config, state)
     if not instruction.importance:
@@ -53,10 +54,26 @@ def evaluate_models(
     return metrics, own_importance(institution, config, model, tokenizer.pad_token_id)
 
 
-def _measure(
-    kind: str, model: WholeModel, tokenizer: Any, institution: Institution, config: RunConfig
+def measured(
+    kind: str,
+    model: WholeModel | SplitModel,
+    tokenizer: Any,
+    institution: Institution,
+    config: RunConfig,
 ) -> dict[str, int | float]:
-    """Measure the model as it is now; scores of generated answers where the run asks for them."""
+    """Measure the model as it is now; scores of generated answers where the run asks for them.
+
+    Args:
+        kind: the model's name.
+        model: whole, or with the blocks between at the server.
+        tokenizer: of the base model.
+        institution: whose held-out data.
+        config: the run's.
+
+    Returns:
+        Metrics named ``<kind>.<metric>``.
+
+    """
     settings = config.evaluate
     held_out = held_out_loss(model, institution.test, tokenizer.pad_token_id, settings.batch_size)
     metrics: dict[str, int | float] = {
@@ -70,7 +87,7 @@ def _measure(
 
         examples = institution.test[: settings.generate_examples]
         answers = generate_answers(
-            model.peft_model, tokenizer, examples, settings.batch_size, settings.max_new_tokens
+            model, tokenizer, examples, settings.batch_size, settings.max_new_tokens
         )
         metrics |= score(answers, [example.reference for example in examples])
     return {f"{kind}.{name}": value for name, value in metrics.items()}

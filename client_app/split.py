@@ -8,12 +8,12 @@ from logging import WARNING
 
 from flwr.common.logger import log
 
+from client_app.evaluation import measured
 from client_app.institution import Institution, load_ends
 from client_app.state import ClientState
 from client_app.training import optimizer_to_go_on_with, place_of, training_metrics
 from finetuning.adapters import State, initial_adapter, save_adapter
-from finetuning.base_model import reference
-from finetuning.evaluation import held_out_loss
+from finetuning.base_model import load_tokenizer, reference
 from finetuning.model_card import model_card
 from finetuning.training import train_round
 from split.adapters import join_adapters
@@ -113,7 +113,7 @@ def evaluate_split_models(
     invitation: Invitation,
     rounds: dict[str, int],
 ) -> dict[str, int | float]:
-    """Measure held-out losses with head and tail here and the blocks between at the server.
+    """Measure models on held-out data with head and tail here and the blocks between at the server.
 
     Args:
         institution: whose held-out data.
@@ -137,9 +137,11 @@ def evaluate_split_models(
     models = {model: models[model] for model in rounds if model in models}
     metrics: dict[str, int | float] = {}
     if instruction.losses:
+        tokenizer = load_tokenizer(institution.directory)
         with _split_model(config, invitation, deadline) as model:
             for kind, adapters in models.items():
-                metrics |= _measure(kind, adapters, model, institution, config)
+                model.choose(kind, adapters)
+                metrics |= measured(kind, model, tokenizer, institution, config)
             model.end()
     if instruction.final:
         _keep(models, bodies, institution, config, state)
@@ -162,7 +164,8 @@ def _split_model(
         return _open_lane(again, limits, deadline, end, _MAY_PASS)
 
     lane = _open_lane(invitation, limits, deadline, deadline, (LaneBusyError,))
-    model = SplitModel(ends["head"], ends["tail"], lane, config.split.frame_timeout, reconnect)
+    timeout = config.split.frame_timeout
+    model = SplitModel(ends["head"], ends["tail"], lane, timeout, deadline, reconnect)
     try:
         yield model
     finally:
@@ -193,25 +196,6 @@ def _open_lane(
             if time.monotonic() + _RETRY_SECONDS > end:
                 raise
             time.sleep(_RETRY_SECONDS)
-
-
-def _measure(
-    kind: str,
-    adapters: State | None,
-    model: SplitModel,
-    institution: Institution,
-    config: RunConfig,
-) -> dict[str, int | float]:
-    model.choose(kind, adapters)
-    held_out = held_out_loss(
-        model, institution.test, institution.padding, config.evaluate.batch_size
-    )
-    return {
-        f"{kind}.loss": held_out.loss,
-        f"{kind}.perplexity": held_out.perplexity,
-        f"{kind}.examples": len(institution.test),
-        f"{kind}.target-tokens": held_out.target_tokens,
-    }
 
 
 def _keep(

@@ -19,6 +19,16 @@ class Measured(Protocol):
         ...
 
 
+class Answering(Protocol):
+    """What answering takes of a model, wherever its blocks are computed."""
+
+    def generate(
+        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
+    ) -> torch.Tensor:
+        """Continue prompts; see ``finetuning.whole_model.WholeModel``."""
+        ...
+
+
 @dataclass(frozen=True)
 class HeldOutLoss:
     """Loss on held-out examples.
@@ -49,14 +59,13 @@ def held_out_loss(
     return HeldOutLoss(loss, math.exp(min(loss, 700.0)), targets)
 
 
-@torch.no_grad()
 def generate_answers(
-    peft_model: Any, tokenizer: Any, examples: Sequence[Example], batch_size: int, max_new: int
+    model: Answering, tokenizer: Any, examples: Sequence[Example], batch_size: int, max_new: int
 ) -> list[str]:
     """Answer each example's prompt greedily.
 
     Args:
-        peft_model: the model with its adapter.
+        model: with its adapter.
         tokenizer: of the base model.
         examples: their tokens before the last answer are the prompts.
         batch_size: prompts answered at once.
@@ -66,8 +75,6 @@ def generate_answers(
         The answers as text, in the order of the examples.
 
     """
-    was_training = peft_model.training
-    peft_model.eval()
     answers: dict[int, str] = {}
     # Prompts of like length share a batch, and padding stands before them, where text goes on.
     order = sorted(range(len(examples)), key=lambda index: examples[index].prompt_length)
@@ -80,10 +87,10 @@ def generate_answers(
         for row, prompt in enumerate(prompts):
             tokens[row, width - len(prompt) :] = prompt
             mask[row, width - len(prompt) :] = 1
-        output = peft_model.generate(
-            input_ids=tokens.to(peft_model.device),
-            attention_mask=mask.to(peft_model.device),
-            max_new_tokens=max_new,
+        output = model.generate(
+            tokens,
+            mask,
+            max_new,
             do_sample=False,
             temperature=None,
             top_p=None,
@@ -92,5 +99,4 @@ def generate_answers(
         )
         texts = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
         answers.update(zip(chosen, texts, strict=True))
-    peft_model.train(was_training)
     return [answers[index].strip() for index in range(len(examples))]

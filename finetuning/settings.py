@@ -218,8 +218,9 @@ class SplitSettings(Section):
     )
     activation_budget: PositiveInt = Field(
         16384,
-        description="Padded tokens of all clients whose activations the server holds at once; "
-        "lower it when the server's memory does not suffice.",
+        description="Padded tokens of all clients whose activations, or keys and values of text "
+        "that is generated, the server holds at once; lower it when the server's memory does not "
+        "suffice.",
     )
     listen: str = Field(
         "127.0.0.1:0", description="Address and port of the block server; port 0 takes a free one."

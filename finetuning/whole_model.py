@@ -159,6 +159,31 @@ class WholeModel:
         with self._mode(training=False):
             return [float(self._forward(batch)) for batch in batches]
 
+    @torch.no_grad()
+    def generate(
+        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
+    ) -> torch.Tensor:
+        """Continue prompts, without dropout.
+
+        Args:
+            tokens: (rows, columns) of prompts, with padding before them.
+            mask: (rows, columns), 0 for padding and 1 for the prompts.
+            new_tokens: most tokens that a row gets.
+            settings: others of ``generate`` in transformers.
+
+        Returns:
+            (rows, columns and new tokens), with padding behind rows that end earlier than others.
+
+        """
+        with self._mode(training=False):
+            result: torch.Tensor = self.peft_model.generate(
+                input_ids=tokens.to(self._device),
+                attention_mask=mask.to(self._device),
+                max_new_tokens=new_tokens,
+                **settings,
+            )
+        return result
+
     def gradients_of(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Give ∂L/∂W of a micro-batch's mean loss, without dropout, for every adapter weight."""
         parameters = {n: p for n, p in self.peft_model.named_parameters() if p.requires_grad}

@@ -44,6 +44,8 @@ class BlockServer:
         run: names the run in handshakes.
         longest: padded tokens of the largest micro-batch that any client may send.
         minimum: clients without whom a round is not worth its while.
+        most_kept: padded tokens of the largest batch of texts that a client may generate; they take
+            their place in the activation budget.
 
     Raises:
         OSError: the address in ``split.listen`` can't be listened on.
@@ -60,6 +62,7 @@ class BlockServer:
         run: str,
         longest: int,
         minimum: int,
+        most_kept: int = 0,
     ) -> None:
         self._body = body
         self._split = split
@@ -67,6 +70,7 @@ class BlockServer:
         self._train = train
         self._run = run
         self._minimum = minimum
+        self._most_kept = most_kept
         self._grants: dict[Identity, int | Models] = {}
         self._accounts: list[Account] = []
         self._open: set[TrainingSession | EvaluationSession] = set()
@@ -284,5 +288,6 @@ class BlockServer:
             self._adapter,
             self._compute,
             self._split.window,
+            min(self._most_kept, self._split.activation_budget),
             self._split.frame_timeout,
         )

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.whole_model import add_target_gradient, target_loss
 from split.branch import load_state
 from split.frames import Frame, Kind, Value
+from split.generation import Generation
 from split.lane import Lane
 from split.lane_errors import LaneCutError, LaneError, LaneTimeoutError
 from split.parts import Padding, Part
@@ -47,6 +49,7 @@ class SplitModel:
         tail: last blocks, norm and output head, its adapter attached.
         lane: to the block server.
         frame_timeout: seconds to wait for the server's next frame.
+        deadline: until when to wait for room at the server, on ``time.monotonic``'s clock.
         reconnect: opens another lane when one is cut in a round of training; None lets it end.
 
     Attributes:
@@ -61,6 +64,7 @@ class SplitModel:
         tail: Part,
         lane: Lane,
         frame_timeout: float,
+        deadline: float | None = None,
         reconnect: Callable[[Lane], Lane] | None = None,
     ) -> None:
         self._head = head
@@ -71,6 +75,7 @@ class SplitModel:
         self._reconnect = reconnect
         self._present: tuple[Sequence[MicroBatch], int] = ((), 0)
         self._frame_timeout = frame_timeout
+        self._deadline = deadline
         self._credits = 1
         self._step = 0
         self._round: ClientRound | None = None
@@ -224,6 +229,17 @@ class SplitModel:
         self._pipeline(len(batches), lambda i: self._forward_head(i, batches[i], {}), answer)
         return [float(loss) for loss in losses]
 
+    @torch.no_grad()
+    def generate(
+        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
+    ) -> torch.Tensor:
+        """Continue prompts; see ``WholeModel.generate``."""
+        self._set_up(training=False)
+        generation = Generation(self._head, self._tail, mask, new_tokens, self._through_body)
+        output = generation.run(tokens, mask, settings)
+        self._lane.send(Kind.STEP)
+        return output
+
     def end(self) -> None:
         """End the round, or the evaluation, and wait until the server has taken note of it."""
         self._lane.send(Kind.END)
@@ -246,6 +262,14 @@ class SplitModel:
             {"side": "right", **counts},
         )
         return hidden
+
+    def _through_body(
+        self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: dict[str, Value]
+    ) -> torch.Tensor:
+        tensors = {"hidden": hidden, "lengths": lengths}
+        self._lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
+        # Others' generations may have to end before there is room for this one.
+        return self._receive(Kind.HIDDEN, None if index else self._deadline).tensors["hidden"]
 
     def _pipeline(
         self, count: int, forward: Callable[[int], object], answer: Callable[[Frame], bool]

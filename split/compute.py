@@ -19,6 +19,7 @@ class Urgency(IntEnum):
     BACKWARD = 1
     STEP = 2
     FORWARD = 3
+    KEEPING = 4  # takes memory for longer than a step
 
 
 class Owner(Protocol):

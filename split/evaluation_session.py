@@ -1,6 +1,7 @@
-"""One client's evaluation of models at the block server: forward passes alone."""
+"""One client's evaluation of models at the block server: forward passes, and generation of text."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -8,9 +9,10 @@ from finetuning.settings import AdapterSettings
 from split.branch import State, load_state
 from split.compute import ComputeThread, Urgency
 from split.frames import Frame, Kind
+from split.key_values import KeyValues
 from split.lane import Lane
-from split.parts import Part
-from split.session import ProtocolError, Session, hidden_of
+from split.parts import Padding, Part
+from split.session import ProtocolError, Session, hidden_of, whole_number
 
 # The body's adapters by the name of the model; None is the body without any.
 Models = Mapping[str, State | None]
@@ -19,6 +21,9 @@ Models = Mapping[str, State | None]
 class EvaluationSession(Session):
     """Serves one client's evaluation; each frame JOIN chooses a model.
 
+    Besides forward passes that have nothing to do with each other the client may generate text: one
+    batch of prompts at a time, of whose keys and values the body's are kept here.
+
     Args:
         lane: to the client; the handshake is over.
         models: what may be chosen.
@@ -26,6 +31,7 @@ class EvaluationSession(Session):
         adapter: rank, scale and targets.
         compute: runs its jobs.
         window: micro-batches that may be under way at once.
+        most_kept: padded tokens whose keys and values may be kept at once.
         frame_timeout: seconds to wait for the client's next frame.
 
     """
@@ -38,6 +44,7 @@ class EvaluationSession(Session):
         adapter: AdapterSettings,
         compute: ComputeThread,
         window: int,
+        most_kept: int,
         frame_timeout: float,
     ) -> None:
         super().__init__(lane, "evaluate", compute, frame_timeout)
@@ -46,7 +53,12 @@ class EvaluationSession(Session):
         self._adapter = adapter
         self._window = window
         self._name: str | None = None
+        self._most_kept = most_kept
         self._received = self._computed = 0  # micro-batches
+        self._generation: _Generation | None = None
+        # Of the compute thread alone: of that generation, and the tokens of the budget it takes.
+        self._key_values: KeyValues | None = None
+        self._kept = 0
 
     def serve(self) -> None:
         """Answer frames until the client has evaluated all it wants.
@@ -64,11 +76,14 @@ class EvaluationSession(Session):
                     chosen = True
                 elif frame.kind is Kind.HIDDEN and chosen:
                     self._take_hidden(frame)
+                elif frame.kind is Kind.STEP and self._generation is not None:
+                    self._end_generation()
                 else:
                     raise ProtocolError(f"a frame {frame.kind.name} came in an evaluation")
             self.lane.send(Kind.END)
         finally:
             self.compute.withdraw(self)
+            self.compute.call(self._forget)
             self.compute.call(self._detach)
 
     def _choose(self, frame: Frame) -> None:
@@ -78,6 +93,7 @@ class EvaluationSession(Session):
                 f"the model {model!r} isn't among those to evaluate: {', '.join(self._models)}"
             )
         state = self._models[model]
+        self._end_generation()
 
         def choose() -> None:
             self._detach()
@@ -91,22 +107,117 @@ class EvaluationSession(Session):
 
     def _take_hidden(self, frame: Frame) -> None:
         hidden, padding = hidden_of(frame)
+        if "new_tokens" in frame.fields:
+            self._begin_generation(frame, hidden, padding)
+            return
+        if self._generation is not None:
+            self._go_on(frame, hidden)
+            return
         self._received += 1
         if self._received - self._computed > self._window:
             raise ProtocolError(f"more than {self._window} micro-batches are under way")
+        self._put(Urgency.FORWARD, frame, lambda: self._body(hidden, padding))
+
+    def _begin_generation(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> None:
+        self._end_generation()
+        rows, columns = hidden.shape[:2]
+        new_tokens = whole_number(frame, "new_tokens")
+        if padding.side != "left" or frame.micro_batch or not new_tokens:
+            raise ProtocolError(
+                f"a generation of {new_tokens} tokens began with number {frame.micro_batch}, and "
+                f"padding on the {padding.side}"
+            )
+        tokens = rows * (columns + new_tokens)
+        if tokens > self._most_kept:
+            raise ProtocolError(
+                f"{rows} texts of {columns} + {new_tokens} tokens were to be generated; agreed on "
+                f"are at most {self._most_kept} tokens together (evaluate.generate, "
+                "evaluate.batch-size, data.max-length, evaluate.max-new-tokens)"
+            )
+        self._generation = _Generation(rows, new_tokens)
+        self._received += 1
+
+        def begin() -> torch.Tensor:
+            self._kept = tokens
+            self._key_values = KeyValues(self._body, padding, columns)
+            return self._key_values.extend(hidden)
+
+        self._put(Urgency.KEEPING, frame, begin, tokens)
+
+    def _go_on(self, frame: Frame, hidden: torch.Tensor) -> None:
+        generation = self._generation
+        assert generation is not None
+        self._refuse_if_under_way("the next token")
+        if hidden.shape[:2] != (generation.rows, 1) or frame.micro_batch != generation.received:
+            raise ProtocolError(
+                f"{hidden.shape[0]} × {hidden.shape[1]} tokens came as number {frame.micro_batch}; "
+                f"{generation.rows} × 1 were due as number {generation.received}"
+            )
+        if generation.received == generation.new_tokens:
+            raise ProtocolError(f"more than the agreed {generation.new_tokens} tokens came")
+        generation.received += 1
+        self._received += 1
+
+        def extend() -> torch.Tensor:
+            assert self._key_values is not None
+            return self._key_values.extend(hidden)
+
+        # Those that wait for room may have to wait for the end of this one.
+        self._put(Urgency.BACKWARD, frame, extend)
+
+    def _end_generation(self) -> None:
+        self._refuse_if_under_way("the end of a generation, or another one,")
+        if self._generation is not None:
+            self._generation = None
+            self.put(Urgency.CLEANING, self._forget)
+
+    def _refuse_if_under_way(self, what: str) -> None:
+        if self._received != self._computed:
+            raise ProtocolError(f"{what} came while a micro-batch is under way")
+
+    def _put(
+        self,
+        urgency: Urgency,
+        frame: Frame,
+        compute: Callable[[], torch.Tensor],
+        tokens: int = 0,
+    ) -> None:
+        """Queue a forward pass with the chosen model, and its answer."""
+        step, index = frame.step, frame.micro_batch
 
         @torch.no_grad()
         def forward() -> None:
             self._body.use(self._name)
             self._body.train(False)
-            output = self._body(hidden, padding)
-            self.account.tokens += hidden.shape[0] * hidden.shape[1]
+            output = compute()
+            self.account.tokens += output.shape[0] * output.shape[1]
             self._computed += 1
-            self.lane.send(Kind.HIDDEN, frame.step, frame.micro_batch, {"hidden": output})
+            self.lane.send(Kind.HIDDEN, step, index, {"hidden": output})
 
-        self.put(Urgency.FORWARD, forward)
+        self.put(urgency, forward, tokens)
+
+    def _forget(self) -> None:
+        self._key_values = None
+        self.compute.release(self._kept)
+        self._kept = 0
 
     def _detach(self) -> None:
         if self._name is not None:
             self._body.remove(self._name)
             self._name = None
+
+
+@dataclass
+class _Generation:
+    """What a client said that it generates, and how far it is.
+
+    Attributes:
+        rows: texts.
+        new_tokens: most that each of them gets.
+        received: frames that came; the prompts' gives the first new token.
+
+    """
+
+    rows: int
+    new_tokens: int
+    received: int = 1

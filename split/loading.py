@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import GenerationConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from finetuning.base_model import (
@@ -33,6 +34,7 @@ from split.partition import (
 from split.parts import Part
 
 _INDEX = "model.safetensors.index.json"
+_GENERATION = "generation_config.json"
 
 
 def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) -> Path:
@@ -105,6 +107,8 @@ def load_parts(
             key: StoredTensor(checkpoint, name, arguments["dtype"]) for key, name in sources.items()
         } | _shared(whole, checkpoint, held, sources, full)
         model = _load(kind, whole.config, state, arguments)
+        if (directory / _GENERATION).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(directory)
         digests = compared(model, checkpoint, sources, settings.quantization != "none")
         prepare(model, settings)
         parts[party] = Part(model, party, cut, digests, arguments["dtype"])

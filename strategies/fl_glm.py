@@ -161,6 +161,7 @@ class FLGLM(Rounds):
             self.progress.lineage,
             self.config.longest,
             self.config.min_nodes,
+            self.config.most_generated,
         )
         try:
             _refuse_clear_text(grid, server.address)

@@ -129,10 +129,12 @@ class RunConfig(Section):
                 f"micro-batch can have train.batch-size × data.max-length = {longest}; raise the "
                 "one or lower the others"
             )
-        if self.evaluate.generate:
+        if self.most_generated > self.split.activation_budget:
             raise ValueError(
-                'evaluate.generate: answers are not generated with strategy = "fl-glm"; set it to '
-                "false, and evaluate the exported adapter"
+                f"split.activation-budget = {self.split.activation_budget} padded tokens, and a "
+                "batch of answers can have evaluate.batch-size × (data.max-length + "
+                f"evaluate.max-new-tokens) = {self.most_generated}; raise the one or lower the "
+                "others"
             )
         return self
 
@@ -141,6 +143,12 @@ class RunConfig(Section):
         """Padded tokens of the largest micro-batch that a client can have."""
         rows = max(self.train.batch_size, self.evaluate.batch_size)
         return rows * self.data.max_length
+
+    @property
+    def most_generated(self) -> int:
+        """Padded tokens of the largest batch of prompts and answers, where any are generated."""
+        longest = self.data.max_length + self.evaluate.max_new_tokens
+        return self.evaluate.batch_size * longest if self.evaluate.generate else 0
 
     @property
     def reply_timeout(self) -> float:

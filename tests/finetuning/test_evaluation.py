@@ -67,6 +67,6 @@ def test_batched_generation_equals_one_by_one(model_and_tokenizer):
 
     model.train()
     for batch_size in (1, 3, 7):
-        answers = generate_answers(model, tokenizer, examples, batch_size, 12)
+        answers = generate_answers(WholeModel(model), tokenizer, examples, batch_size, 12)
         assert answers == expected
     assert model.training

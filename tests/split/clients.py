@@ -29,6 +29,7 @@ from split.block_server import BlockServer
 from split.branch import Graph, load_state
 from split.client import ClientRound, SplitModel
 from split.frames import Kind, Limits
+from split.key_values import KeyValues
 from split.lane import connect
 from split.lane_errors import TicketError
 from split.loading import load_parts
@@ -37,6 +38,7 @@ from split.stacked import Stacked
 
 STEPS = 20
 LONGEST = 4 * 20
+MOST_KEPT = 3 * (11 + 12)
 ADAPTER = AdapterSettings(rank=2, alpha=4, dropout=0.0, targets="q_proj,v_proj,down_proj")
 TRAIN = TrainSettings(
     batch_size=2, accumulation=3, learning_rate=5e-3, max_gradient_norm=0.5, schedule="cosine"
@@ -98,7 +100,7 @@ class Client:
             raise AssertionError("the lane could not be taken up again")
 
         model = SplitModel(
-            self.ends["head"], self.ends["tail"], dial(invitation.ticket), 60.0, reconnect
+            self.ends["head"], self.ends["tail"], dial(invitation.ticket), 60.0, None, reconnect
         )
         try:
             yield model
@@ -134,12 +136,18 @@ class Client:
 
 @contextmanager
 def serving(
-    base: Path, state: State, split: SplitSettings, adapter=ADAPTER, train=TRAIN, minimum=1
+    base: Path,
+    state: State,
+    split: SplitSettings,
+    adapter=ADAPTER,
+    train=TRAIN,
+    minimum=1,
+    most_kept=MOST_KEPT,
 ):
     cut = cut_of(base, split)
     body = load_parts(ModelSettings(), base, cut, ("body",))["body"]
     server = BlockServer(
-        body, take_apart(state, cut), split, adapter, train, "run", LONGEST, minimum
+        body, take_apart(state, cut), split, adapter, train, "run", LONGEST, minimum, most_kept
     )
     try:
         yield server
@@ -282,3 +290,17 @@ def stop_after(step: int, count: int, how: str):
         model.join, lane.receive = joining, receiving
 
     return disturb
+
+
+def bodies_kept() -> int:
+    """Count the bodies' caches that are in memory."""
+    gc.collect()
+    found = [o for o in gc.get_objects() if type(o) is KeyValues]
+    return len([o for o in found if o._part.party == "body"])
+
+
+def send_texts(model, rows=3, columns=11, new_tokens=12, index=0, side="left") -> None:
+    """Send what belongs to a generation, whether it may be sent or not."""
+    tensors = {"hidden": torch.zeros(rows, columns, 32), "lengths": torch.full((rows,), columns)}
+    fields = {"side": side} | ({} if new_tokens is None else {"new_tokens": new_tokens})
+    model._lane.send(Kind.HIDDEN, 0, index, tensors, fields)

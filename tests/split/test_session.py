@@ -1,5 +1,6 @@
 """What a client may not do, and what its lane ends with; nobody else's training is touched."""
 
+import threading
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from split.client import ClientRound
 from split.frames import Kind
 from split.lane_errors import LaneError
-from tests.split.clients import Client, serving, split_settings
+from tests.split.clients import Client, bodies_kept, send_texts, serving, split_settings
 
 
 class Refusals:
@@ -137,3 +138,60 @@ def test_an_evaluation_has_credits_too(base, beginning):
                 for index in range(2000):
                     model._lane.send(Kind.HIDDEN, 0, index, tensors, {"side": "right"})
         assert "under way" in server.finish_lanes()[0].error
+
+
+def answered(model, **changes):
+    send_texts(model, **changes)
+    model._lane.receive(30)
+
+
+def follow(model, count, rows=3):
+    for index in range(1, count):
+        answered(model, rows=rows, columns=1, new_tokens=None, index=index)
+
+
+REFUSED_TEXTS = {
+    "more than agreed": (lambda m: send_texts(m, new_tokens=13), "evaluate.max-new-tokens"),
+    "more tokens": (lambda m: (answered(m), follow(m, 13)), "more than the agreed 12"),
+    "several at once": (lambda m: (answered(m), send_texts(m, 3, 2, None, 1)), "3 × 1 were due"),
+    "other rows": (lambda m: (answered(m), follow(m, 2, rows=2)), "2 × 1 tokens came"),
+    "another number": (lambda m: (answered(m), send_texts(m, 3, 1, None, 2)), "as number 1"),
+    "two under way": (lambda m: [send_texts(m) for _ in range(9)], "under way"),
+    "an early end": (lambda m: (send_texts(m), m._lane.send(Kind.STEP)), "under way"),
+    "an end of nothing": (lambda m: m._lane.send(Kind.STEP), "STEP came in an evaluation"),
+    "padding on the right": (lambda m: send_texts(m, side="right"), "padding on the right"),
+    "nothing": (lambda m: send_texts(m, new_tokens=0), "a generation of 0 tokens"),
+    "what was not agreed": (lambda m: send_texts(m, 1, 1, 1), "evaluate.generate"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_TEXTS)
+def test_what_a_generation_may_not_do_ends_its_lane_alone(base, beginning, what):
+    disturb, reason = REFUSED_TEXTS[what]
+    client = Client("alpha", base, split_settings())
+    agreed = {"most_kept": 0} if what == "what was not agreed" else {}
+
+    def lane():
+        return client.lane(server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0))
+
+    with serving(base, beginning, split_settings(), **agreed) as server:
+        with lane() as model:
+            model.choose("base", None)
+            if reason == "under way":  # and not computed before more comes
+                busy = threading.Thread(target=server._compute.call, args=[lambda: time.sleep(1)])
+                busy.start()
+                time.sleep(0.2)
+            with pytest.raises(LaneError):
+                disturb(model)
+                while True:
+                    model._lane.receive(30.0)
+        (account,) = server.finish_lanes()
+        assert reason in account.error
+        assert not bodies_kept()
+        with lane() as model:
+            model.choose("base", None)
+            tokens = torch.tensor([[5, 6, 7]])
+            if not agreed:
+                model.generate(tokens, torch.ones_like(tokens), 4, do_sample=False)
+            model.end()
+        assert not server.finish_lanes()[0].error

@@ -5,6 +5,7 @@ import shutil
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -89,6 +90,45 @@ def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, tmp_path):
         assert all(torch.equal(kept[name], journal.kept[client][name]) for name in kept)
 
 
+def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tmp_path):
+    """Their scores are: base before the first round, global and personalised after the last."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from finetuning.base_model import load_tokenizer
+    from finetuning.evaluation import generate_answers
+    from finetuning.scoring import score
+    from finetuning.whole_model import WholeModel
+
+    names = ["rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
+    answering = {"generate": True, "generate-examples": 4, "batch-size": 3, "max-new-tokens": 12}
+    values = split_values | {f"evaluate.{key}": value for key, value in answering.items()}
+    # So much that the random model says some of the words.
+    values |= {"adapter.rank": 16, "train.epochs": 8, "train.learning-rate": 2e-2}
+    values |= {"adapter.targets": "q_proj,v_proj,up_proj,down_proj,lm_head"}
+    journal = run(values, tmp_path)
+    measured = {
+        (e["client"], e["model"]): {name: e[name] for name in names}
+        for e in journal.events
+        if e["event"] == "evaluate" and e["round"] in (0, 2)
+    }
+    config = parse_run_config(values)
+    for partition, client in enumerate(("alpha", "beta", "gamma")):
+        institution = open_institution(config, {"partition-id": partition, "num-partitions": 3})
+        tokenizer = load_tokenizer(institution.directory)
+        for kind in ("base", "global", "personalised"):
+            adapter = "global" if kind == "base" else kind
+            (directory,) = (tmp_path / "state").glob(f"*/{client}/adapters/{adapter}")
+            whole = AutoModelForCausalLM.from_pretrained(config.model.name)
+            model = PeftModel.from_pretrained(whole, directory)
+            examples = institution.test[:4]
+            with model.disable_adapter() if kind == "base" else nullcontext():
+                answers = generate_answers(WholeModel(model), tokenizer, examples, 3, 12)
+            scores = score(answers, [example.reference for example in examples])
+            assert {name: scores[name] for name in names} == measured[client, kind]
+    assert max(scores["rouge1"] for scores in measured.values()) > 0
+
+
 @pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
 def test_a_client_that_breaks_off_is_left_out_and_named(
     split_values, tmp_path, schedule, monkeypatch
@@ -144,7 +184,7 @@ def test_a_model_that_cannot_be_split_so_is_refused(split_values, tmp_path, chan
     [
         ({"split.average-every": 5}, "split.average-every"),
         ({"train.batch-size": 64}, "split.activation-budget"),
-        ({"evaluate.generate": True}, "evaluate.generate"),
+        ({"evaluate.generate": True, "evaluate.batch-size": 16}, "evaluate.max-new-tokens"),
         ({"split.listen": "nowhere"}, "must be an address and a port"),
         ({"split.listen": "0.0.0.0:8900"}, "split.advertise"),
         ({"split.advertise": "host:99999"}, "must be an address and a port"),
