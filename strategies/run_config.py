@@ -116,6 +116,11 @@ class RunConfig(Section):
                 'split.average-every is for split.schedule = "hierarchical"; otherwise heads and '
                 "tails are averaged at a round's end, which comes sooner with train.local-steps"
             )
+        if self.evaluate.generate and self.adapter.kind == "prefix":
+            raise ValueError(
+                'evaluate.generate: a split model does not generate with adapter.kind = "prefix"; '
+                "set it to false, and generate with the exported adapter"
+            )
         host = self.split.listen.rpartition(":")[0]
         if host in {"0.0.0.0", "[::]"} and not self.split.advertise:
             raise ValueError(
