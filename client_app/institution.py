@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from flwr.common.logger import log
-from split.exactness import check_exactness
 
 from client_app.data import read_client_data
 from finetuning.adapters import attach_adapter
@@ -17,6 +16,7 @@ from finetuning.data.tokenization import Example, tokenize
 from finetuning.fingerprint import fingerprint
 from finetuning.settings import AdapterSettings, DataSettings, ModelSettings, SplitSettings
 from finetuning.whole_model import WholeModel
+from split.exactness import check_exactness
 from split.loading import load_parts, locate_parts, tensors_of
 from split.partition import PartyName, cut_of
 from split.parts import Part

@@ -18,11 +18,12 @@ from split.client import ClientRound, SplitModel
 from split.frames import Limits
 from split.invitation import Invitation
 from split.lane import Lane, connect
-from split.lane_errors import LaneBusyError
+from split.lane_errors import LaneBusyError, LaneCutError
 from strategies.messages import Instruction
 from strategies.run_config import RunConfig
 
 _RETRY_SECONDS = 1.0
+_CUT_SECONDS = 15.0
 
 
 def train_ends(
@@ -149,7 +150,12 @@ def _split_model(
 
 
 def _open_lane(invitation: Invitation, limits: Limits, deadline: float) -> Lane:
-    """Dial the block server, again and again while it has no room: the ticket stays good."""
+    """Dial the block server, again and again while it has no room: the ticket stays good.
+
+    A server with too many connections ends new ones without a word, so that it takes a while to
+    tell it from one that is not there.
+    """
+    cut_until = min(deadline, time.monotonic() + _CUT_SECONDS)
     while True:
         try:
             return connect(
@@ -161,8 +167,9 @@ def _open_lane(invitation: Invitation, limits: Limits, deadline: float) -> Lane:
                 limits,
                 deadline,
             )
-        except LaneBusyError:
-            if time.monotonic() + _RETRY_SECONDS > deadline:
+        except (LaneBusyError, LaneCutError) as error:
+            until = deadline if isinstance(error, LaneBusyError) else cut_until
+            if time.monotonic() + _RETRY_SECONDS > until:
                 raise
             time.sleep(_RETRY_SECONDS)
 

@@ -47,6 +47,7 @@ class EvaluationSession(Session):
         self._window = window
         self._name: str | None = None
         self._received = self._computed = 0  # micro-batches
+        self._choosing = False
 
     def serve(self) -> None:
         """Answer frames until the client has evaluated all it wants.
@@ -77,7 +78,10 @@ class EvaluationSession(Session):
             raise ProtocolError(
                 f"the model {model!r} isn't among those to evaluate: {', '.join(self._models)}"
             )
+        if self._choosing or self._received > self._computed:
+            raise ProtocolError("another model was chosen before the answers to the last one")
         state = self._models[model]
+        self._choosing = True
 
         def choose() -> None:
             self._detach()
@@ -85,6 +89,7 @@ class EvaluationSession(Session):
                 self._name = f"evaluation {id(self)}"
                 self._body.attach(self._adapter, self._name)
                 load_state(self._body.trainable(self._name), state)
+            self._choosing = False
             self.lane.send(Kind.WELCOME, fields={"credits": self._window})
 
         self.put(Urgency.STEP, choose)

@@ -137,3 +137,14 @@ def test_an_evaluation_has_credits_too(base, beginning):
                 for index in range(2000):
                     model._lane.send(Kind.HIDDEN, 0, index, tensors, {"side": "right"})
         assert "under way" in server.finish_lanes()[0].error
+
+
+def test_models_to_evaluate_are_chosen_one_at_a_time(base, beginning):
+    split = split_settings()
+    client = Client("alpha", base, split)
+    with serving(base, beginning, split) as server:
+        invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
+        with client.lane(invitation) as model, pytest.raises(LaneError):
+            for _ in range(2000):
+                model._lane.send(Kind.JOIN, fields={"model": "base"})
+        assert "before the answers" in server.finish_lanes()[0].error
