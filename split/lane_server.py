@@ -4,7 +4,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future
+from typing import Any
 
 import grpc
 
@@ -72,9 +73,8 @@ class LaneServer:
         self._next_line = 0.0
         # Those that have just lost their place are still there for a moment.
         calls = maximum_lanes + 3 * _HALF_OPEN
-        self._writers = ThreadPoolExecutor(calls, thread_name_prefix="lane writer")
         self._server = grpc.server(
-            self._writers,
+            _ThreadPerCall(),
             options=server_options(calls),
             maximum_concurrent_rpcs=calls,
         )
@@ -109,7 +109,6 @@ class LaneServer:
         for thread in threads.values():
             if thread is not threading.current_thread():
                 thread.join(CLOSE_SECONDS)
-        self._writers.shutdown(wait=False)
 
     def _open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer one call, in the thread that becomes its lane's writer."""
@@ -180,6 +179,23 @@ class LaneServer:
             lane.close()
             with self._lock:
                 del self._threads[lane]
+
+
+class _ThreadPerCall(Executor):
+    """Gives each call a thread of its own. A pool would keep those of a flood for ever."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a function in a new thread."""
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=call, name="lane writer", daemon=True).start()
+        return future
 
 
 def _next(requests: Iterator[bytes]) -> bytes:

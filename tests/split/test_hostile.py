@@ -250,7 +250,7 @@ def test_connections_have_a_number_and_clients_come_again(monkeypatch):
         invitation = Invitation(
             server.address, server.keys.suite, server.keys.public, COURT, server.ticket()
         )
-        lane = client_side._open_lane(invitation, LIMITS, time.monotonic() + SOON)
+        lane = client_side.open_lane(invitation, LIMITS, time.monotonic() + SOON)
         lane.close()
 
 
@@ -382,7 +382,6 @@ def test_nothing_is_left_of_a_flood(server):
         with strangers(server, 40), strangers(server, 40, hello), strangers(server, 20, b"CHLN"):
             time.sleep(0.5)
 
-    flood()
     before = threading.active_count()
     flood()
     until(lambda: not server.server._silent._streams)
