@@ -142,14 +142,14 @@ def _split_model(
     for part in ends.values():
         part.use("default")
     limits = Limits(ends["head"].hidden_size, config.split.wire_dtype, config.longest)
-    lane = _open_lane(invitation, limits, deadline)
+    lane = open_lane(invitation, limits, deadline)
     try:
         yield SplitModel(ends["head"], ends["tail"], lane, config.split.frame_timeout), lane
     finally:
         lane.close()
 
 
-def _open_lane(invitation: Invitation, limits: Limits, deadline: float) -> Lane:
+def open_lane(invitation: Invitation, limits: Limits, deadline: float) -> Lane:
     """Dial the block server, again and again while it has no room: the ticket stays good.
 
     A server with too many connections ends new ones without a word, so that it takes a while to
