@@ -25,7 +25,6 @@ from split.lane import Lane, connect
 from split.lane_errors import (
     LaneBusyError,
     LaneCutError,
-    LaneError,
     LaneTimeoutError,
     TicketError,
 )
@@ -33,6 +32,7 @@ from strategies.messages import Instruction
 from strategies.run_config import RunConfig
 
 _RETRY_SECONDS = 1.0
+_CUT_SECONDS = 15.0
 # When a lane was cut: the server may be out of reach, or not have noticed yet.
 _MAY_PASS = (LaneBusyError, LaneCutError, LaneTimeoutError, TicketError)
 
@@ -161,9 +161,9 @@ def _split_model(
         log(WARNING, "%s was cut; taking it up again", cut)
         end = min(deadline, time.monotonic() + config.split.resume_timeout)
         again = replace(invitation, ticket=cut.resumption)
-        return _open_lane(again, limits, deadline, end, _MAY_PASS)
+        return open_lane(again, limits, deadline, end)
 
-    lane = _open_lane(invitation, limits, deadline, deadline, (LaneBusyError,))
+    lane = open_lane(invitation, limits, deadline)
     timeout = config.split.frame_timeout
     model = SplitModel(ends["head"], ends["tail"], lane, timeout, deadline, reconnect)
     try:
@@ -173,14 +173,22 @@ def _split_model(
             opened.close()
 
 
-def _open_lane(
-    invitation: Invitation,
-    limits: Limits,
-    deadline: float,
-    end: float,
-    may_pass: tuple[type[LaneError], ...],
+def open_lane(
+    invitation: Invitation, limits: Limits, deadline: float, resuming_until: float | None = None
 ) -> Lane:
-    """Dial the block server, again until ``end`` where an error may pass."""
+    """Dial the block server, again and again while it has no room: the ticket stays good.
+
+    A server with too many connections ends new ones without a word, so that it takes a while to
+    tell it from one that is not there.
+
+    Args:
+        invitation: to the server.
+        limits: what it may send.
+        deadline: of the lane, on ``time.monotonic``'s clock.
+        resuming_until: when to give up a lane that was cut before; None for a first one.
+
+    """
+    cut_until = min(deadline, time.monotonic() + _CUT_SECONDS)
     while True:
         try:
             return connect(
@@ -192,8 +200,11 @@ def _open_lane(
                 limits,
                 deadline,
             )
-        except may_pass:
-            if time.monotonic() + _RETRY_SECONDS > end:
+        except _MAY_PASS as error:
+            until = resuming_until
+            if until is None:
+                until = {LaneBusyError: deadline, LaneCutError: cut_until}.get(type(error), 0.0)
+            if time.monotonic() + _RETRY_SECONDS > until:
                 raise
             time.sleep(_RETRY_SECONDS)
 

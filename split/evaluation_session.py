@@ -59,6 +59,7 @@ class EvaluationSession(Session):
         # Of the compute thread alone: of that generation, and the tokens of the budget it takes.
         self._key_values: KeyValues | None = None
         self._kept = 0
+        self._choosing = False
 
     def serve(self) -> None:
         """Answer frames until the client has evaluated all it wants.
@@ -92,8 +93,11 @@ class EvaluationSession(Session):
             raise ProtocolError(
                 f"the model {model!r} isn't among those to evaluate: {', '.join(self._models)}"
             )
+        if self._choosing or self._received > self._computed:
+            raise ProtocolError("another model was chosen before the answers to the last one")
         state = self._models[model]
         self._end_generation()
+        self._choosing = True
 
         def choose() -> None:
             self._detach()
@@ -101,6 +105,7 @@ class EvaluationSession(Session):
                 self._name = f"evaluation {id(self)}"
                 self._body.attach(self._adapter, self._name)
                 load_state(self._body.trainable(self._name), state)
+            self._choosing = False
             self.lane.send(Kind.WELCOME, fields={"credits": self._window})
 
         self.put(Urgency.STEP, choose)

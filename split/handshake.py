@@ -122,10 +122,13 @@ class ServerHandshake:
     def answer(self, hello: bytes) -> bytes:
         """Take M1; give M2. The ticket's MAC is checked before any public-key work.
 
+        No message is answered twice. From then on ``identity`` says what the lane is to be for.
+
         Raises:
             HandshakeError: M1 is malformed, altered, or without the ticket's secret; the server's
                 key or the suite is another one.
             TicketError: the ticket is unknown, expired, used or issued for something else.
+            LaneBusyError: this message has come before; a client's next one is a new one.
 
         """
         message = _read_hello(hello)
@@ -135,6 +138,7 @@ class ServerHandshake:
             raise refused(Refusal.TICKET_FOREIGN)
         if message.suite != SUITE_NUMBERS[self._keys.suite]:
             raise refused(Refusal.SUITE)
+        self._tickets.note_hello(message.ticket, hello[-MAC_BYTES:])
         wrapped = self._keys.unwrap(message.key, message.wrapped)
         private = X25519PrivateKey.generate()
         share = private.public_key().public_bytes_raw()
@@ -143,7 +147,7 @@ class ServerHandshake:
         answer = body + self._schedule.server_finished(hello + body)
         self._transcript = hello + answer
         self._ticket = ticket
-        self._identity = identity
+        self.identity = identity
         return answer
 
     def accept(self, finished: bytes) -> tuple[LaneSecrets, Identity]:
@@ -160,7 +164,7 @@ class ServerHandshake:
         transcript = self._transcript + finished[:-MAC_BYTES]
         _compare(finished[-MAC_BYTES:], self._schedule.client_finished(transcript))
         self._tickets.spend(self._ticket.identifier)
-        return self._schedule.secrets(self._transcript + finished), self._identity
+        return self._schedule.secrets(self._transcript + finished), self.identity
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,9 @@ def _connect_error(error: grpc.RpcError, address: str, in_time: bool) -> LaneErr
         return found
     if not in_time or isinstance(found, LaneDeadlineError):
         return LaneTimeoutError(f"the block server at {address} did not answer")
+    if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.CANCELLED:
+        # By the server: the stream was too slow, or has lost its place to another one.
+        return refused(Refusal.BUSY)
     return LaneCutError(
         f"the block server at {address} can't be reached, or ended the handshake: {found}; clients "
         "reach it at split.advertise, or where it listens if that is empty"

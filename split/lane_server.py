@@ -2,12 +2,15 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future
+from typing import Any
 
 import grpc
 
 from split.frames import Limits
+from split.half_open import AnsweredHandshakes, SilentStreams, host_of
 from split.handshake import ServerHandshake
 from split.keys import ServerKeys
 from split.lane_end import Lane
@@ -17,6 +20,7 @@ from split.lane_transport import (
     HANDSHAKE_SECONDS,
     METHOD,
     SERVICE,
+    SILENT_SECONDS,
     refusal_details,
     server_options,
     wire_bytes,
@@ -24,7 +28,9 @@ from split.lane_transport import (
 from split.tickets import Identity, TicketBook
 
 _LOG = logging.getLogger(__name__)
-_HALF_OPEN = 32  # handshakes under way at once
+_HALF_OPEN = 32  # streams without a message, and as many handshakes that wait for their third
+_OF_ONE_IDENTITY = 4  # of the latter
+_LOG_SECONDS = 10.0
 
 
 class LaneServer:
@@ -57,16 +63,19 @@ class LaneServer:
         self._tickets = tickets
         self._limits = limits
         self._on_lane = on_lane
-        self._half_open = threading.BoundedSemaphore(_HALF_OPEN)
+        self._silent = SilentStreams(_HALF_OPEN, SILENT_SECONDS)
+        self._answered = AnsweredHandshakes(_HALF_OPEN, _OF_ONE_IDENTITY, HANDSHAKE_SECONDS)
         self._maximum_lanes = maximum_lanes
         self._lock = threading.Lock()
         self._threads: dict[Lane, threading.Thread] = {}
         self._stopping = False
-        calls = maximum_lanes + _HALF_OPEN
-        self._writers = ThreadPoolExecutor(calls, thread_name_prefix="lane writer")
+        self._refusals = 0  # that are not in the log yet
+        self._next_line = 0.0
+        # Those that have just lost their place are still there for a moment.
+        calls = maximum_lanes + 3 * _HALF_OPEN
         self._server = grpc.server(
-            self._writers,
-            options=server_options(),
+            _ThreadPerCall(),
+            options=server_options(calls),
             maximum_concurrent_rpcs=calls,
         )
         handler = grpc.stream_stream_rpc_method_handler(self._open)
@@ -100,14 +109,13 @@ class LaneServer:
         for thread in threads.values():
             if thread is not threading.current_thread():
                 thread.join(CLOSE_SECONDS)
-        self._writers.shutdown(wait=False)
 
     def _open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer one call, in the thread that becomes its lane's writer."""
         try:
             lane = yield from self._shake_hands(requests, context)
         except HandshakeError as error:
-            _LOG.info("a handshake was refused: %s", error)
+            self._note_refusal(error)
             code = grpc.StatusCode.UNAUTHENTICATED
             if error.refusal is Refusal.BUSY:
                 code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -121,16 +129,12 @@ class LaneServer:
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Generator[bytes, None, Lane]:
         """Take M1, give M2, take M3, within limits of number and time."""
-        if not self._half_open.acquire(blocking=False):
-            raise refused(Refusal.BUSY)
-        limit = threading.Timer(HANDSHAKE_SECONDS, context.cancel)
-        limit.daemon = True
-        limit.start()
-        try:
+        handshake = ServerHandshake(self._keys, self._tickets)
+        with self._silent.place(host_of(context.peer()), context.cancel):
             self._check_room()
-            handshake = ServerHandshake(self._keys, self._tickets)
             hello = _next(requests)
-            answer = handshake.answer(hello)
+        answer = handshake.answer(hello)
+        with self._answered.place(handshake.identity, context.cancel):
             yield answer
             finished = _next(requests)
             carried = (wire_bytes(answer), wire_bytes(hello) + wire_bytes(finished))
@@ -145,10 +149,17 @@ class LaneServer:
                 )
                 self._threads[lane] = thread
                 thread.start()
-        finally:
-            limit.cancel()
-            self._half_open.release()
         return lane
+
+    def _note_refusal(self, error: HandshakeError) -> None:
+        """Log refusals, but no faster than now and then: anybody can have as many as they like."""
+        with self._lock:
+            self._refusals += 1
+            if time.monotonic() < self._next_line:
+                return
+            count, self._refusals = self._refusals, 0
+            self._next_line = time.monotonic() + _LOG_SECONDS
+        _LOG.info("handshakes refused since the last such line: %d; this one: %s", count, error)
 
     def _check_room(self) -> None:
         if self._stopping or len(self._threads) >= self._maximum_lanes:
@@ -168,6 +179,23 @@ class LaneServer:
             lane.close()
             with self._lock:
                 del self._threads[lane]
+
+
+class _ThreadPerCall(Executor):
+    """Gives each call a thread of its own. A pool would keep those of a flood for ever."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a function in a new thread."""
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=call, name="lane writer", daemon=True).start()
+        return future
 
 
 def _next(requests: Iterator[bytes]) -> bytes:

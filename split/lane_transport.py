@@ -12,11 +12,14 @@ METHOD = "Open"
 _REFUSED = "chambers: "
 # Before this it is not known who is at the other end.
 HANDSHAKE_SECONDS = 10.0
+# An honest client's preface, stream and first message come one right after another.
+SILENT_SECONDS = 3.0
 # How long a lane that was closed may take to send what is left, and to hear the same.
 CLOSE_SECONDS = 5.0
 # 1 Gbit/s with 20 ms each way has 5 MB on its way; gRPC's own 64 KiB would have 0.1% of the line.
 _WINDOW_BYTES = 8 * 2**20
 _HTTP2_FRAME_BYTES = 2**14
+_SPARE_CONNECTIONS = 256  # beyond one for every call
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", LONGEST_RECORD),
     ("grpc.max_send_message_length", LONGEST_RECORD),
@@ -40,14 +43,23 @@ def channel_options(address: str) -> list[tuple[str, int]]:
     return options
 
 
-def server_options() -> list[tuple[str, int]]:
-    """Give the server's options; a port in use is an error, not a share of its connections."""
+def server_options(calls: int) -> list[tuple[str, int]]:
+    """Give the server's options; a port in use is an error, not a share of its connections.
+
+    Args:
+        calls: how many there may be at once.
+
+    """
+    silent = int(SILENT_SECONDS * 1000)
     return [
         *_COMMON,
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
+        # Connections without a stream are anybody's too; each takes memory and a file descriptor.
+        ("grpc.max_allowed_incoming_connections", calls + _SPARE_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", silent),
+        ("grpc.max_connection_idle_ms", silent),
     ]
 
 

@@ -15,6 +15,8 @@ from split.lane_errors import LaneError, LaneTimeoutError
 from split.parts import Padding
 
 POLL_SECONDS = 1.0
+# Hidden states of some models come to 10⁶; squares of 2³⁰ are still far from float32's largest.
+_LARGEST_NUMBER = 2.0**30
 
 
 class ProtocolError(RuntimeError):
@@ -181,6 +183,18 @@ def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
         raise ProtocolError("hidden states came without the lengths of their rows")
     side: Literal["left", "right"] = "left" if frame.fields.get("side") == "left" else "right"
     return frame.tensors["hidden"], Padding(side, frame.tensors["lengths"].long())
+
+
+def check_size(numbers: torch.Tensor, name: str) -> None:
+    """Refuse numbers that could overflow in the body, where others' would be lost with them.
+
+    Raises:
+        ProtocolError: one of them is larger than models' own ever are.
+
+    """
+    least, most = (float(bound) for bound in torch.aminmax(numbers))
+    if not -_LARGEST_NUMBER <= least <= most <= _LARGEST_NUMBER:
+        raise ProtocolError(f"{name!r} came with numbers beyond 2³⁰")
 
 
 def whole_number(frame: Frame, name: str) -> int:

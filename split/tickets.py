@@ -7,6 +7,7 @@ identifier is seen; its secret keys the first message's MAC and enters the lane'
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ SECRET_BYTES = 32
 NAME_BYTES = 255  # longest run or node, in UTF-8
 # How long a ticket that can't be used any more is still refused by its own name.
 _REMEMBERED_SECONDS = 3600.0
+# Only who has its secret can make one of a ticket's first messages.
+_REMEMBERED_HELLOS = 64
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class _Entry:
     secret: bytes = field(repr=False)
     expires: float
     used: bool = False
+    hellos: deque[bytes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_HELLOS))
 
 
 class TicketBook:
@@ -120,6 +124,24 @@ class TicketBook:
             entry = self._valid(identifier)
             return Ticket(identifier, entry.secret), entry.identity
 
+    def note_hello(self, identifier: bytes, mac: bytes) -> None:
+        """Remember a handshake's first message, so that those who heard it can't use it again.
+
+        Args:
+            identifier: of the ticket.
+            mac: the message's; it must have been found right.
+
+        Raises:
+            LaneBusyError: it has come before. The ticket is still good for another one.
+            TicketError: the ticket is unknown, expired or used.
+
+        """
+        with self._lock:
+            hellos = self._valid(identifier).hellos
+            if mac in hellos:
+                raise refused(Refusal.BUSY)
+            hellos.append(mac)
+
     def spend(self, identifier: bytes) -> None:
         """Use a ticket up; of several threads that try, one succeeds.
 
@@ -131,6 +153,7 @@ class TicketBook:
             entry = self._valid(identifier)
             entry.used = True
             entry.secret = bytes(SECRET_BYTES)  # nobody needs it again
+            entry.hellos.clear()
 
     def _valid(self, identifier: bytes) -> _Entry:
         entry = self._entries.get(identifier)

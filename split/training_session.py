@@ -1,6 +1,5 @@
 """One client's round of training at the block server: what it may send when."""
 
-import math
 import queue
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +13,17 @@ from split.lane import Lane
 from split.lane_errors import LaneCutError
 from split.schedules.schedule import Schedule
 from split.seat import Hidden, Place, Seat
-from split.session import POLL_SECONDS, ProtocolError, Session, hidden_of, whole_number
+from split.session import (
+    POLL_SECONDS,
+    ProtocolError,
+    Session,
+    check_size,
+    hidden_of,
+    whole_number,
+)
+
+# Squared; so that a sum over all clients is still a finite number.
+_LARGEST_NORM = 1e30
 
 
 @dataclass(frozen=True)
@@ -232,6 +241,7 @@ class TrainingSession(Session):
         if index - self._returned >= self._credits:
             raise ProtocolError(f"more than {self._credits} micro-batches are under way")
         states, padding = hidden_of(frame)
+        check_size(states, "hidden")
         hidden = Hidden(
             frame.step,
             index,
@@ -259,12 +269,13 @@ class TrainingSession(Session):
             raise ProtocolError(f"the gradient of micro-batch {index} came in the wrong place")
         if gradient.shape != self._shapes[index]:
             raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} came")
+        check_size(gradient, "gradient")
         self._returned += 1
         self._seat.backward(frame.step, index, gradient)
 
     def _take_step(self, frame: Frame) -> None:
         squared_norm = frame.fields.get("squared_norm")
-        if not isinstance(squared_norm, float) or not 0 <= squared_norm < math.inf:
+        if not isinstance(squared_norm, float) or not 0 <= squared_norm <= _LARGEST_NORM:
             raise ProtocolError(f"a step ended with squared_norm = {squared_norm!r}")
         if not self._shapes or not self._returned == len(self._shapes) == self._counts[1]:
             raise ProtocolError("a step ended before all its gradients came")

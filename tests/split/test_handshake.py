@@ -257,13 +257,26 @@ def test_who_heard_everything_can_neither_finish_nor_use_the_ticket_up():
     hello = pair.client.hello()
     honest_answer = pair.server.answer(hello)
     eavesdropper = ServerHandshake(pair.keys, pair.book)
-    eavesdropper.answer(hello)  # the same bytes again, and before the honest client is done
+    # The same bytes again, and before the honest client is done.
+    assert refusal(eavesdropper.answer, hello) is Refusal.BUSY
     finished, mine = pair.client.finish(honest_answer)
-    assert refusal(eavesdropper.accept, finished) is Refusal.AUTHENTICATION
     assert pair.still_good()
     theirs, _ = pair.server.accept(finished)
     assert theirs == mine
     assert refusal(ServerHandshake(pair.keys, pair.book).answer, hello) is Refusal.TICKET_USED
+
+
+def test_who_gets_there_before_the_honest_client_can_neither_finish_nor_use_the_ticket_up():
+    pair = Pair()
+    hello = pair.client.hello()
+    eavesdropper = ServerHandshake(pair.keys, pair.book)
+    eavesdropper.answer(hello)
+    assert refusal(pair.server.answer, hello) is Refusal.BUSY
+    again = ClientHandshake(pair.ticket, COURT, pair.keys.public, pair.keys.suite)
+    finished, mine = again.finish(pair.server.answer(again.hello()))
+    assert refusal(eavesdropper.accept, finished) is Refusal.AUTHENTICATION
+    theirs, _ = pair.server.accept(finished)
+    assert theirs == mine
 
 
 def test_of_two_handshakes_with_one_ticket_one_is_finished():

@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 
-from split import lane_end, lane_server
+from split import lane_end
 from split.handshake import ClientHandshake
 from split.keys import ServerKeys
 from split.lane import (
@@ -32,7 +32,7 @@ from split.lane import (
     connect,
 )
 from split.lane_server import LaneServer
-from split.lane_transport import METHOD, SERVICE, channel_options
+from split.lane_transport import METHOD, SERVICE
 from split.tickets import Identity, Ticket, TicketBook
 
 HYBRID = "ml-kem-768-x25519"
@@ -599,29 +599,6 @@ def test_lanes_have_a_number(server):
                 break
             time.sleep(0.05)
         full.client(ticket=ticket).close()
-
-
-def test_handshakes_under_way_have_a_number_and_a_limit(monkeypatch):
-    monkeypatch.setattr(lane_server, "_HALF_OPEN", 2)
-    monkeypatch.setattr(lane_server, "HANDSHAKE_SECONDS", 1.0)
-    with serving() as server:
-        options = channel_options(server.address)
-        channels = [grpc.insecure_channel(server.address, options) for _ in range(2)]
-        waiting = [queue.SimpleQueue() for _ in range(2)]
-        calls = [
-            channel.stream_stream(f"/{SERVICE}/{METHOD}")(iter(messages.get, None), timeout=SOON)
-            for channel, messages in zip(channels, waiting, strict=True)
-        ]
-        time.sleep(0.3)
-        ticket = server.ticket()
-        assert isinstance(refusal(lambda: server.client(ticket=ticket)), LaneBusyError)
-        for call in calls:
-            with pytest.raises(grpc.RpcError):
-                next(call)
-        server.client(ticket=ticket).close()
-        for channel, messages in zip(channels, waiting, strict=True):
-            messages.put(None)
-            channel.close()
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000, 2**20 + 100])

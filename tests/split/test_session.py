@@ -195,3 +195,14 @@ def test_what_a_generation_may_not_do_ends_its_lane_alone(base, beginning, what)
                 model.generate(tokens, torch.ones_like(tokens), 4, do_sample=False)
             model.end()
         assert not server.finish_lanes()[0].error
+
+
+def test_models_to_evaluate_are_chosen_one_at_a_time(base, beginning):
+    split = split_settings()
+    client = Client("alpha", base, split)
+    with serving(base, beginning, split) as server:
+        invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
+        with client.lane(invitation) as model, pytest.raises(LaneError):
+            for _ in range(2000):
+                model._lane.send(Kind.JOIN, fields={"model": "base"})
+        assert "before the answers" in server.finish_lanes()[0].error
