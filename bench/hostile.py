@@ -11,9 +11,9 @@ disturbed round one more hostile client is invited to train: it joins, and sends
 spoil a stack.
 
 The run fails if the honest clients' or the body's weights differ in a single bit, or if the server
-is left with more file descriptors than after the first round, more than two more threads (gRPC's own
-pool is not always of one size), or more than 8 MB more memory (resident, after collecting garbage
-and giving free memory back to the system).
+is left with more file descriptors than after the first round, more than two more threads (gRPC's
+own pool is not always of one size), or more than 8 MB more memory (resident, after collecting
+garbage and giving free memory back to the system).
 
 What glibc keeps in the heaps of many threads is not counted: as in ``bench.memory --mapped`` they
 share two heaps, and map large blocks.
