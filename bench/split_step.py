@@ -39,7 +39,7 @@ from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
 from split.frames import WireType
 
 ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0, targets="q_proj,k_proj,v_proj")
-_WARM_UP = 2
+WARM_UP = 2
 _COMPARED = 3  # steps whose losses must be equal
 _TOLERANCE = 1e-4
 _DELAY, _GIGABITS = 0.02, 1.0
@@ -158,11 +158,11 @@ def print_ratios(console: Console, sides: Sequence[Side]) -> None:
     for heading in ("median", "minimum", "CPU", "÷", "medians", "minima", "CPU s", "target"):
         table.add_column(heading, justify="right")
     for side in sides:
-        values = _summary(side)
+        values = summary(side)
         cells = [f"{value:.3f}" for value in values]
         if side.against is not None:
             cells.append(f"({sides.index(side.against) + 1})")
-            others = _summary(side.against)
+            others = summary(side.against)
             cells += [f"{a / b:.3f}" for a, b in zip(values, others, strict=True)]
         if side.target is not None:
             cells.append(f"≤ {side.target:g}")
@@ -170,9 +170,9 @@ def print_ratios(console: Console, sides: Sequence[Side]) -> None:
     console.print(table)
 
 
-def _summary(side: Side) -> tuple[float, float, float]:
+def summary(side: Side) -> tuple[float, float, float]:
     """Give median and minimum seconds per step, and mean CPU seconds, without the warm-up."""
-    seconds, cpu = side.seconds[_WARM_UP:], side.cpu[_WARM_UP:]
+    seconds, cpu = side.seconds[WARM_UP:], side.cpu[WARM_UP:]
     return median(seconds), min(seconds), sum(map(sum, cpu)) / len(cpu)
 
 
@@ -237,7 +237,7 @@ def compare(shape: Shape, pairs: int, split: SplitSettings, console: Console) ->
     wire = split.wire_dtype
     train = TrainSettings(batch_size=shape.rows, accumulation=shape.micro_batches)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        job = Job(Path(directory), shape, _WARM_UP + pairs, ADAPTER, train, random_examples)
+        job = Job(Path(directory), shape, WARM_UP + pairs, ADAPTER, train, random_examples)
         shape.save(job.directory)
         exact = None if wire == "float32" else first_losses(job, split, cores[-1])
         sides = start_all(stack, job, split, cores)

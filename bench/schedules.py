@@ -1,0 +1,162 @@
+"""Samples per second of the schedules, against centralised training (FL-GLM, table 3).
+
+    python -m bench.schedules [--clients 2 4 8] [--pairs 15]
+
+For each number of clients K there are client-batch and hierarchical with K clients, serial, and the
+whole model at the stacked batch. All take their steps in turn, bound to one core, with one torch
+thread per process. A turn is a step of every client, the same samples for all: a client's step is
+four micro-batches of 2 × 128 tokens, half of them targets; micro-batch j of the whole model is the
+union of the clients' micro-batches j; serial takes K steps, one after another, as one client does
+in its turn. Everything is float32, lanes are encrypted. A turn is over when clients *and* server
+have taken their optimizer steps.
+
+The servers of all configurations share a process, and so do all clients, who are threads there and
+have heads, tails and optimizers of their own; what doesn't take its turn waits. CPU seconds are
+user and system time of both processes.
+
+In the first step client-batch computes what the whole model does: the run fails if the losses
+differ by more than 1e-4 with ``--wire float32`` (1e-2 with others). Later ones do not, since every
+client trains a head and tail of its own.
+"""
+
+import argparse
+import itertools
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from bench.split_job import SEED, Job, Shape, random_examples
+from bench.split_processes import Group, Worker, serve_groups, train_groups
+from bench.split_step import ADAPTER, WARM_UP, Side, start_whole, summary
+from finetuning.data.tokenization import Example
+from finetuning.settings import SplitSettings, TrainSettings
+from split.frames import WireType
+
+_TARGET = 0.95
+
+
+def stacked(job: Job, clients: int) -> Job:
+    """Give what the whole model trains: the union of the clients' micro-batches."""
+    shape = replace(job.shape, rows=clients * job.shape.rows)
+    train = job.train.model_copy(update={"batch_size": shape.rows})
+    return replace(job, shape=shape, train=train, examples=random_examples)
+
+
+def own_examples(job: Job, client: int, clients: int) -> list[Example]:
+    """Give a client's part of the stacked micro-batches, in their order."""
+    examples = random_examples(stacked(job, clients))
+    return [e for i, e in enumerate(examples) if i // job.shape.rows % clients == client]
+
+
+def groups_of(job: Job, split: SplitSettings, clients: int) -> dict[str, Group]:
+    """Give what trains by each schedule with so many clients; serial is one client's turn."""
+    jobs = [
+        replace(job, examples=partial(own_examples, client=number, clients=clients))
+        for number in range(clients)
+    ]
+    together = {
+        schedule: Group(jobs, split.model_copy(update={"schedule": schedule}))
+        for schedule in ("client-batch", "hierarchical")
+    }
+    return together | {"serial": Group([replace(jobs[0], steps=clients * job.steps)], split)}
+
+
+def start(
+    stack: ExitStack, job: Job, split: SplitSettings, counts: Sequence[int], core: int
+) -> dict[int, list[Side]]:
+    """Start everything on a core, and let all clients join; give the configurations by clients."""
+    groups = {count: groups_of(job, split, count) for count in counts}
+    every = [group for own in groups.values() for group in own.values()]
+    wholes = {count: start_whole(stack, stacked(job, count), core) for count in counts}
+    server = stack.enter_context(Worker(serve_groups, {core}, every))
+    clients = stack.enter_context(Worker(train_groups, {core}, every))
+    clients.ask(server.receive())
+    processes = [psutil.Process(clients.pid), psutil.Process(server.pid)]
+    numbers = itertools.count()
+
+    def step(number: int, times: int) -> float:
+        losses = []
+        for _ in range(times):
+            losses.append(float(clients.ask(number)))
+            server.ask(number)
+        return sum(losses) / times
+
+    sides: dict[int, list[Side]] = {}
+    for count, own in groups.items():
+        wholes[count].name = "centralised"
+        sides[count] = [wholes[count]]
+        for schedule in own:
+            times = count if schedule == "serial" else 1
+            take = partial(step, next(numbers), times)
+            sides[count].append(Side(schedule, processes, take))
+    return sides
+
+
+def check(sides: Sequence[Side], wire: WireType) -> None:
+    """Compare the first losses.
+
+    Raises:
+        SystemExit: client-batch computes something else than the whole model.
+
+    """
+    difference = abs(sides[1].losses[0] - sides[0].losses[0])
+    if not difference <= (1e-4 if wire == "float32" else 1e-2):
+        raise SystemExit(f"the first loss of client-batch differs by {difference:.2e}")
+
+
+def add_rows(table: Table, clients: int, samples: int, sides: Sequence[Side]) -> None:
+    """Add a row for each configuration of so many clients."""
+    values = [summary(side) for side in sides]
+    for side, own in zip(sides, values, strict=True):
+        ratios = [f"{a / b:.3f}" for a, b in zip(values[0], own, strict=True)]
+        target = f"≥ {_TARGET:g}" if side.name == "client-batch" else ""
+        cells = [f"{value:.3f}" for value in own] + [f"{samples / own[0]:.2f}"]
+        table.add_row(str(clients), side.name, *cells, *ratios, target)
+    table.add_section()
+
+
+def main() -> None:
+    """Measure all numbers of clients, one after another."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--pairs", type=int, default=15, help="turns that are measured")
+    parser.add_argument("--wire", choices=get_args(WireType), default="bfloat16")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--columns", type=int, default=128, help="tokens of an example")
+    arguments = parser.parse_args()
+    console, core = Console(width=140), max(os.sched_getaffinity(0))
+    shape = Shape(hidden=arguments.hidden, vocabulary=2000, columns=arguments.columns)
+    split = SplitSettings(wire_dtype=arguments.wire, activation_budget=2**20, frame_timeout=3600.0)
+    table = Table(title="seconds per turn; samples per second ÷ centralised")
+    for heading in ("clients", "", "median", "minimum", "CPU", "samples/s"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for heading in ("medians", "minima", "CPU s", "target"):
+        table.add_column(heading, justify="right")
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        shape.save(Path(directory))
+        train = TrainSettings(batch_size=shape.rows, accumulation=shape.micro_batches)
+        steps = WARM_UP + arguments.pairs
+        job = Job(Path(directory), shape, steps, ADAPTER, train, random_examples)
+        by_clients = start(stack, job, split, arguments.clients, core)
+        for _ in range(steps):
+            for sides in by_clients.values():
+                for side in sides:
+                    side.measure()
+        for clients, sides in by_clients.items():
+            check(sides, split.wire_dtype)
+            add_rows(table, clients, clients * shape.rows * shape.micro_batches, sides)
+    console.print(f"{shape}, {arguments.pairs} turns, wire {arguments.wire}, seed {SEED}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
