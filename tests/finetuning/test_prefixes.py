@@ -163,12 +163,13 @@ def test_generated_answers_are_the_likeliest_tokens_one_by_one(checkpoint, draw_
             expected.append(base.tokenizer.decode(answer, skip_special_tokens=True).strip())
 
     def answers() -> list[str]:
-        return generate_answers(model, base.tokenizer, examples, 3, 6)
+        return generate_answers(whole, base.tokenizer, examples, 3, 6)
 
+    whole = WholeModel(model)
     if adapter:
         assert answers() == expected
     else:
-        with WholeModel(model).without_adapter():
+        with whole.without_adapter():
             assert answers() == expected
 
 

@@ -205,4 +205,6 @@ def test_models_to_evaluate_are_chosen_one_at_a_time(base, beginning):
         with client.lane(invitation) as model, pytest.raises(LaneError):
             for _ in range(2000):
                 model._lane.send(Kind.JOIN, fields={"model": "base"})
+            while True:
+                model._lane.receive(30.0)
         assert "before the answers" in server.finish_lanes()[0].error
