@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--pairs", type=int, default=15, help="turns that are measured")
     parser.add_argument("--wire", choices=get_args(WireType), default="bfloat16")
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--columns", type=int, default=128, help="tokens of an example")
     arguments = parser.parse_args()
     console, core = Console(width=140), max(os.sched_getaffinity(0))

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from finetuning.adapters import trainable_parameters
 from finetuning.data.batching import MicroBatch
 from finetuning.prefixes import columns_of, prefix_cache
-from finetuning.randomness import derive_seed
+from finetuning.randomness import derive_seed, set_seed
 
 # A micro-batch's logits can be larger than everything else in memory. So many targets at once keep
 # a processor's matrix products and a GPU's busy, and for 32,000 tokens take 32 MiB.
@@ -137,7 +137,7 @@ class WholeModel:
         losses = []
         with self._mode(training=True):
             for index, batch in enumerate(batches):
-                torch.manual_seed(derive_seed("dropout", seed, index))
+                set_seed(derive_seed("dropout", seed, index))
                 with self._autocast():
                     hidden = self._hidden(batch)
                     losses.append(add_target_gradient(self._head, hidden, batch, 1 / targets))
