@@ -172,7 +172,9 @@ def _lanes(events: Iterable[Event]) -> list[tuple[str, list[str], list[str]]]:
         own = [lane for lane in lanes if lane["client"] == client]
         sums = [sum(lane[key] for lane in own) / unit for key, _, unit in _LANES]
         texts = [f"{value:,.1f}" if value % 1 else f"{value:,.0f}" for value in sums]
-        errors = [f"round {e['round']}: {e['error']}" for e in own if e["error"]]
+        errors = [
+            f"round {e['round']}, after {e['steps']} steps: {e['error']}" for e in own if e["error"]
+        ]
         rows.append((client, texts, errors))
     return rows
 

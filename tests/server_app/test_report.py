@@ -257,5 +257,5 @@ def test_lanes_are_summed_up_by_client(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     page = write_report(tmp_path).read_text()
     assert "Lanes" in page and "2,400" in page and "4.5" in page
-    assert "round 2: LaneCutError: &lt;b&gt;cut&lt;/b&gt;" in page
+    assert "round 2, after 3 steps: LaneCutError: &lt;b&gt;cut&lt;/b&gt;" in page
     assert "evaluator" not in page and HOSTILE not in page

@@ -15,6 +15,7 @@ from split.loading import load_parts
 from split.partition import PARTIES, Cut
 from split.parts import Padding, Part, left_padding
 from tests.split.clients import ADAPTER
+from tests.split.lanes import Server
 
 VOCABULARY = 64
 SIZES = {
@@ -167,3 +168,11 @@ def beginning(base: Path) -> State:
     state, _ = initial_adapter(str(base), ADAPTER, 5)
     torch.manual_seed(6)
     return {name: 0.2 * torch.randn_like(value) for name, value in state.items()}
+
+
+@pytest.fixture
+def server() -> Any:
+    """Give a server whose lanes the test serves itself."""
+    made = Server()
+    yield made
+    made.stop()

@@ -1,0 +1,204 @@
+"""A lane server whose lanes a test serves itself, and somebody between it and its clients."""
+
+import functools
+import queue
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import grpc
+import pytest
+import torch
+
+from split.keys import ServerKeys
+from split.lane import (
+    HandshakeError,
+    LaneError,
+    LaneTimeoutError,
+    Limits,
+    connect,
+)
+from split.lane_server import LaneServer
+from split.lane_transport import METHOD, SERVICE
+from split.tickets import Identity, TicketBook
+
+HYBRID = "ml-kem-768-x25519"
+HIDDEN = 64
+LIMITS = Limits(HIDDEN, "float32", 65536)
+COURT = Identity("run", 1, "court")
+SOON = 20.0  # seconds in which everything here has happened
+
+
+@functools.cache
+def hybrid_keys():
+    return ServerKeys(HYBRID)
+
+
+class Server:
+    """A lane server whose lanes the test serves itself."""
+
+    def __init__(self, keys=None, limits=LIMITS, maximum_lanes=8):
+        self.keys = keys or hybrid_keys()
+        self.book = TicketBook()
+        self.lanes = queue.SimpleQueue()
+        self.done = threading.Event()
+        self.server = LaneServer(
+            "127.0.0.1:0", self.keys, self.book, lambda _: limits, self.on_lane, maximum_lanes
+        )
+        self.address = self.server.address
+        self.server.start()
+
+    def on_lane(self, lane):
+        self.lanes.put(lane)
+        self.done.wait(SOON)
+
+    def ticket(self, identity=COURT, lifetime=SOON):
+        return self.book.issue(identity, lifetime)
+
+    def client(self, ticket=None, identity=COURT, address=None, limits=LIMITS, seconds=SOON):
+        return connect(
+            address or self.address,
+            ticket or self.ticket(identity),
+            identity,
+            self.keys.public,
+            self.keys.suite,
+            limits,
+            time.monotonic() + seconds,
+        )
+
+    def pair(self, **options):
+        client = self.client(**options)
+        return client, self.lanes.get(timeout=SOON)
+
+    def stop(self):
+        self.done.set()
+        self.server.stop()
+
+
+@contextmanager
+def serving(**options):
+    made = Server(**options)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def ended(lane, kind=LaneError, match=None):
+    """Receive until the lane ends."""
+    with pytest.raises(kind, match=match) as raised:
+        while True:
+            lane.receive(SOON)
+    assert not (isinstance(raised.value, LaneTimeoutError) and kind is LaneError)
+    return raised.value
+
+
+def refusal(call, kind=HandshakeError):
+    """Find out why no lane comes about: ``connect`` says so, or the first ``receive``."""
+    with pytest.raises(kind) as raised:
+        call().receive(SOON)
+    return raised.value
+
+
+def tokens(rows=2, columns=40, seed=0):
+    return torch.randn(rows, columns, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+class Relay:
+    """Somebody between client and server, who sees and may change every message.
+
+    ``up`` and ``down`` take the number and the bytes of a message and give a list of what is
+    passed on in its place; None cuts the stream.
+    """
+
+    def __init__(self, address, up=None, down=None):
+        self.up, self.down = up or (lambda _, message: [message]), down or (lambda _, m: [m])
+        self.heard = []
+        self._channel = grpc.insecure_channel(
+            address, options=[("grpc.max_receive_message_length", -1)]
+        )
+        self._server = grpc.server(
+            ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", -1)]
+        )
+        handler = grpc.stream_stream_rpc_method_handler(self._pass)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)
+        )
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def _altered(self, messages, change):
+        for number, message in enumerate(messages):
+            self.heard.append(message)
+            passed = change(number, message)
+            if passed is None:
+                return
+            yield from passed
+
+    def _pass(self, requests, context):
+        call = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")(
+            self._altered(requests, self.up), timeout=SOON
+        )
+        context.add_callback(call.cancel)
+        try:
+            yield from self._altered(call, self.down)
+        except grpc.RpcError as error:
+            context.abort(error.code(), error.details())
+
+    def stop(self):
+        self._server.stop(0).wait(SOON)
+        self._channel.close()
+
+
+@contextmanager
+def relaying(server, **options):
+    relay = Relay(server.address, **options)
+    try:
+        yield relay
+    finally:
+        relay.stop()
+
+
+def changing(number, change):
+    """Alter the client's message of a number; 0 and 1 are the handshake's."""
+    held = []
+
+    def up(index, message):
+        held.append(message)
+        return change(held, message) if index == number else [message]
+
+    return up
+
+
+class Proxy:
+    """Passes TCP on and counts the bytes."""
+
+    def __init__(self, address):
+        host, port = address.split(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.up = self.down = 0
+        self._sockets = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        near, _ = self._listener.accept()
+        far = socket.create_connection(self._target)
+        self._sockets = [near, far]
+        threading.Thread(target=self._pump, args=(near, far, "up"), daemon=True).start()
+        threading.Thread(target=self._pump, args=(far, near, "down"), daemon=True).start()
+
+    def _pump(self, source, target, name):
+        with suppress(OSError):
+            while content := source.recv(65536):
+                setattr(self, name, getattr(self, name) + len(content))
+                target.sendall(content)
+        self.cut()
+
+    def cut(self):
+        for end in self._sockets:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
