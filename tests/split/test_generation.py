@@ -43,13 +43,14 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 class Scene:
     """A checkpoint with an adapter that does something, whole and in parts."""
 
-    def __init__(self, directory, architecture="Llama", **split) -> None:
+    def __init__(self, directory, architecture="Llama", adapter=None, **split) -> None:
         targets = TARGETS.get(architecture, "q_proj,v_proj")
         self.directory = directory
-        self.adapter = AdapterSettings(rank=2, alpha=4, dropout=0.0, targets=targets)
-        state, _ = initial_adapter(str(directory), self.adapter, 5)
-        torch.manual_seed(6)
-        self.state = {name: 0.2 * torch.randn_like(value) for name, value in state.items()}
+        self.adapter = adapter or AdapterSettings(rank=2, alpha=4, dropout=0.0, targets=targets)
+        self.state, _ = initial_adapter(str(directory), self.adapter, 5, directory)
+        if self.adapter.kind == "lora":
+            torch.manual_seed(6)
+            self.state = {n: 0.2 * torch.randn_like(value) for n, value in self.state.items()}
         self.split = split_settings(**split)
         self.parts = take_apart(self.state, cut_of(directory, self.split))
 
