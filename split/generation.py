@@ -45,9 +45,7 @@ class Generation:
         self._kept: tuple[KeyValues, KeyValues] | None = None
         self._sent = 0
 
-    def run(
-        self, tokens: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any]
-    ) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any]) -> Any:
         """Let ``generate`` do its work on the checkpoint's own class.
 
         Logits processors, sampling and stopping are the library's; of the model it sees the tail's
@@ -59,19 +57,18 @@ class Generation:
             settings: further ones of ``generate``.
 
         Returns:
-            (rows, columns and new tokens).
+            (rows, columns and new tokens), or what else the settings ask for.
 
         """
         model = output_head(self._tail.model)
         setattr(model, model.base_model_prefix, _Backbone(self))
         device = self._tail.device
-        result: torch.Tensor = model.generate(
+        return model.generate(
             input_ids=tokens.to(device),
             attention_mask=mask.to(device),
             max_new_tokens=self._new_tokens,
             **settings,
         )
-        return result
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Give (rows, columns, hidden) after the last block and norm, and remember the tokens.

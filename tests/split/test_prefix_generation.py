@@ -3,7 +3,13 @@
 import pytest
 import torch
 
+from finetuning.base_model import BaseModelError
+from finetuning.prefixes import BlockPrefixes
+from finetuning.settings import ModelSettings
+from split.exactness import check_exactness
+from split.key_values import KeyValues
 from split.lane_errors import LaneError
+from split.partition import Cut
 from tests.split.clients import send_texts
 from tests.split.test_generation import GREEDY, NEW, SAMPLED, Scene, ends_of, generated
 from tests.split.test_prefixes import ARCHITECTURES, PREFIX
@@ -68,6 +74,38 @@ def test_prompts_without_padding_and_of_one_token(architecture, random_checkpoin
                 for each in (whole, model)
             ]
             assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Gemma2", "GPT2", "OPT"])
+@pytest.mark.parametrize("lost", ["positions of the next tokens", "the tail's prefixes"])
+def test_the_check_before_a_run_generates_texts(
+    random_checkpoint, architecture, lost, monkeypatch, tmp_path
+):
+    """What is lost has no part in forward passes without caches."""
+    monkeypatch.setenv("CHAMBERS_CACHE", str(tmp_path))
+    directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
+    settings, cut, prefixes = ModelSettings(name=str(directory)), Cut(4, 1, 1), "prefix" in lost
+    places, fill = KeyValues._places, BlockPrefixes.fill
+
+    def wrong_places(self, columns):
+        result = places(self, columns)
+        if self.columns:
+            result["position_ids"] = result["position_ids"] - 2
+        return result
+
+    def not_at_the_tail(self, cache, *rest):
+        if 3 not in self._blocks:
+            fill(self, cache, *rest)
+
+    with monkeypatch.context() as patch:
+        if prefixes:
+            patch.setattr(BlockPrefixes, "fill", not_at_the_tail)
+        else:
+            patch.setattr(KeyValues, "_places", wrong_places)
+        check_exactness(directory, settings, cut, prefixes)
+        with pytest.raises(BaseModelError, match=r"generates.*evaluate\.generate = true"):
+            check_exactness(directory, settings, cut, prefixes, generation=True)
+    check_exactness(directory, settings, cut, prefixes, generation=True)
 
 
 def test_prefixes_take_their_place_in_the_budget(random_checkpoint):
