@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetuning.prefixes import prefix_cache
 from finetuning.whole_model import output_head
 from split.frames import Value
 from split.key_values import KeyValues
@@ -106,8 +107,14 @@ class Generation:
 
     @property
     def cache(self) -> Any:
-        """The head's keys and values, for ``generate`` to know that there are some."""
-        return None if self._kept is None else self._kept[0].cache
+        """The head's keys and values, for ``generate`` to know how many there are."""
+        if self._kept is None:
+            return None
+        head, config = self._kept[0], self._head.model.config
+        if head.cache is not None:
+            return head.cache
+        # An embedding alone has none. What stands for them has their length and no content.
+        return prefix_cache({}, head.length, config, 1, self._head.dtype)
 
 
 class _Backbone(nn.Module):

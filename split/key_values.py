@@ -44,6 +44,11 @@ class KeyValues:
                 prefixes.fill(self.cache, len(padding.lengths), part.dtype)
         self.columns = 0
 
+    @property
+    def length(self) -> int:
+        """Keys and values of each row so far, those of a prefix and of padding included."""
+        return self._before + self.columns
+
     def extend(self, given: torch.Tensor) -> torch.Tensor:
         """Compute the blocks for the prompts, or for the one token that follows in each row.
 
@@ -72,7 +77,7 @@ class KeyValues:
         inputs = dict(self._prompt)
         mask = inputs.pop("attention_mask")
         if self.columns:
-            follow = self._before + self.columns - mask.shape[1]
+            follow = self.length - mask.shape[1]
             mask = torch.cat([mask, mask.new_ones(len(mask), follow + columns)], dim=1)
             if inputs:
                 inputs["position_ids"] = (self._before + self._lengths + follow)[:, None]
