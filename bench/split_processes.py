@@ -128,6 +128,10 @@ class _Turns:
         self._stages, self._link = stages, link
         self._loss = float("nan")
 
+    @property
+    def columns_before(self) -> int:
+        return self._stages.columns_before
+
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         self.finish()
         self._link.recv()

@@ -63,6 +63,7 @@ def open_institution(config: RunConfig, node: Mapping[str, Scalar]) -> Instituti
         config.model,
         config.adapter,
         split,
+        config.evaluate.generate,
         config.data,
         config.seed,
         tuple(sorted(node.items())),
@@ -108,6 +109,7 @@ def _open(
     model: ModelSettings,
     adapter: AdapterSettings,
     split: SplitSettings | None,
+    generate: bool,
     settings: DataSettings,
     seed: int,
     node: tuple[tuple[str, Scalar], ...],
@@ -118,7 +120,7 @@ def _open(
     else:
         directory = locate_parts(model.name, split, ENDS)
         cut = cut_of(directory, split)
-        check_exactness(directory, model, cut, adapter.kind == "prefix")
+        check_exactness(directory, model, cut, adapter.kind == "prefix", generate)
         digests = fingerprint(directory, tensors_of(directory, cut, ENDS))
     data = read_client_data(settings, dict(node), seed)
     tokenizer = load_tokenizer(directory)

@@ -73,7 +73,7 @@ def train_ends(
                 steps=len(place.steps),
                 first_step=place.first_step,
                 total_steps=place.total_steps,
-                longest=config.train.batch_size * longest,
+                longest=config.train.batch_size * (model.columns_before + longest),
                 average_every=config.split.average_every,
                 deadline=deadline,
             )

@@ -137,17 +137,21 @@ def own_importance(
     )
     order = torch.randperm(len(institution.train), generator=generator)
     examples = [institution.train[i] for i in order[: config.continual.importance_examples]]
-    values = importance(model, _batches(examples, config, padding), config.continual.jacobian)
+    values = importance(
+        model, _batches(examples, config, model.columns_before, padding), config.continual.jacobian
+    )
     names = exported_names(model.peft_model)
     return {names[name]: value.float().cpu() for name, value in values.items()}
 
 
-def _batches(examples: list[Example], config: RunConfig, padding: int) -> list[MicroBatch]:
-    lengths = [len(example.tokens) for example in examples]
-    budget = config.train.batch_size * max(lengths)
+def _batches(
+    examples: list[Example], config: RunConfig, columns_before: int, padding: int
+) -> list[MicroBatch]:
+    columns = [columns_before + len(example.tokens) for example in examples]
+    budget = config.train.batch_size * max(columns)
     return [
         collate([examples[i] for i in group], padding)
-        for group in micro_batches(range(len(examples)), lengths, budget)
+        for group in micro_batches(range(len(examples)), columns, budget)
     ]
 
 

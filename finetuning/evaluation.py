@@ -14,6 +14,11 @@ from finetuning.data.tokenization import Example
 class Measured(Protocol):
     """What measuring a loss needs of a model, wherever its blocks are computed."""
 
+    @property
+    def columns_before(self) -> int:
+        """Places that a prefix in use takes before each row's tokens."""
+        ...
+
     def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
         """Give each micro-batch's summed loss in nats, without dropout."""
         ...
@@ -49,10 +54,10 @@ def held_out_loss(
     model: Measured, examples: Sequence[Example], padding: int, batch_size: int
 ) -> HeldOutLoss:
     """Measure the loss without dropout, ``batch_size`` of the longest examples at once."""
-    lengths = [len(example.tokens) for example in examples]
+    columns = [model.columns_before + len(example.tokens) for example in examples]
     batches = [
         collate([examples[i] for i in group], padding)
-        for group in micro_batches(range(len(examples)), lengths, batch_size * max(lengths))
+        for group in micro_batches(range(len(examples)), columns, batch_size * max(columns))
     ]
     targets = sum(len(batch.labels) for batch in batches)
     loss = sum(model.summed_losses(batches)) / targets

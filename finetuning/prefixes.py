@@ -47,7 +47,6 @@ def prefix_cache(
     """
     from transformers import DynamicCache
 
-    heads, width = key_value_shape(config)
     # Positions and masks are made for the length that the first block has; where that block is
     # another party's, something stands there that has a length and takes no memory.
     device = next((prefix.device for prefix in prefixes.values()), None)
@@ -55,12 +54,20 @@ def prefix_cache(
     layers = []
     for number in range(max(prefixes, default=0) + 1):
         if number in prefixes:
-            prefix = prefixes[number].to(dtype).view(length, 2, heads, width)
-            keys, values = prefix.permute(1, 2, 0, 3)[:, None].expand(-1, rows, -1, -1, -1)
-            layers.append((keys, values))
+            layers.append(_keys_and_values(prefixes[number], config, rows, dtype))
         else:
             layers.append((stand_in, stand_in))
     return DynamicCache(layers)
+
+
+def _keys_and_values(
+    prefix: torch.Tensor, config: Any, rows: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give a block's prefix as (rows, heads, length, width) of keys and of values; no copies."""
+    heads, width = key_value_shape(config)
+    both = prefix.to(dtype).view(len(prefix), 2, heads, width).permute(1, 2, 0, 3)
+    keys, values = both[:, None].expand(-1, rows, -1, -1, -1)
+    return keys, values
 
 
 class BlockPrefixes:
@@ -75,13 +82,14 @@ class BlockPrefixes:
         device: where the blocks are.
 
     Attributes:
+        length: how many places they take.
         parameters: (length, 2 · heads · width) float32 by name, sorted.
 
     """
 
     def __init__(self, config: Any, length: int, blocks: range, device: torch.device) -> None:
         self._config = config
-        self._length = length
+        self.length = length
         shape = (length, columns_of(config))
         self._blocks = {
             number: torch.nn.Parameter(torch.zeros(shape, device=device)) for number in blocks
@@ -98,15 +106,31 @@ class BlockPrefixes:
             dtype: that the blocks compute in.
 
         """
-        cache = prefix_cache(self._blocks, self._length, self._config, rows, dtype)
-        result = {**inputs, "past_key_values": cache}
+        cache = prefix_cache(self._blocks, self.length, self._config, rows, dtype)
+        return {**self.shift(inputs), "past_key_values": cache}
+
+    def shift(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Give a backbone's inputs with mask and positions, if any, moved behind the prefixes."""
+        result = dict(inputs)
         if "attention_mask" in inputs:
             mask = inputs["attention_mask"]
-            seen = torch.ones(rows, self._length, dtype=mask.dtype, device=mask.device)
-            result["attention_mask"] = torch.cat([seen, mask], dim=1)
+            result["attention_mask"] = torch.cat([mask.new_ones(len(mask), self.length), mask], 1)
         if "position_ids" in inputs:
-            result["position_ids"] = inputs["position_ids"] + self._length
+            result["position_ids"] = inputs["position_ids"] + self.length
         return result
+
+    @torch.no_grad()
+    def fill(self, cache: Any, rows: int, dtype: torch.dtype) -> None:
+        """Put the prefixes into a cache that is empty; text can then grow behind them.
+
+        Args:
+            cache: of ``transformers``, that takes blocks by their absolute numbers.
+            rows: of the batch.
+            dtype: of the blocks' keys and values.
+
+        """
+        for number, prefix in self._blocks.items():
+            cache.update(*_keys_and_values(prefix, self._config, rows, dtype), number)
 
 
 def name_of_block(number: int) -> str:

@@ -66,7 +66,9 @@ class AdapterSettings(Section):
         "tokens in every block.",
     )
     prefix_length: PositiveInt = Field(
-        128, description="How many places the keys and values of `prefix` take (FL-GLM)."
+        128,
+        description="How many places the keys and values of `prefix` take (FL-GLM), in memory and "
+        "among the model's positions.",
     )
     rank: PositiveInt = Field(4, description="Rank r of the LoRA matrices.")
     alpha: PositiveInt = Field(16, description="LoRA scale: updates are multiplied by alpha / r.")
@@ -76,6 +78,11 @@ class AdapterSettings(Section):
         description="Names of the adapted modules, separated by commas; empty lets PEFT choose "
         "for the architecture. The paper adapts query, key and value.",
     )
+
+    @property
+    def columns_before(self) -> int:
+        """Places of keys and values before each row's tokens; each takes memory as a token does."""
+        return self.prefix_length if self.kind == "prefix" else 0
 
 
 class DataSettings(Section):
@@ -109,7 +116,8 @@ class DataSettings(Section):
     max_length: int = Field(
         800,
         ge=16,
-        description="Tokens per example. Longer ones lose the end of their inputs first.",
+        description="Tokens per example. Longer ones lose the end of their inputs first. A model "
+        "with a table of positions must have enough of them.",
     )
     skip_bad_rows: bool = Field(
         False, description="Leave malformed rows out, with a warning, instead of refusing to start."
@@ -126,7 +134,7 @@ class TrainSettings(Section):
     batch_size: PositiveInt = Field(
         2,
         description="Longest examples held in memory at once. Shorter ones are combined up to as "
-        "many padded tokens, which changes the speed and not the result.",
+        "many padded tokens, each with its prefix, which changes the speed and not the result.",
     )
     accumulation: PositiveInt = Field(
         8, description="An optimizer step covers `batch-size` × `accumulation` examples."
@@ -219,8 +227,8 @@ class SplitSettings(Section):
     activation_budget: PositiveInt = Field(
         16384,
         description="Padded tokens of all clients whose activations, or keys and values of text "
-        "that is generated, the server holds at once; lower it when the server's memory does not "
-        "suffice.",
+        "that is generated, the server holds at once; each row's prefix counts, too. Lower it when "
+        "the server's memory does not suffice.",
     )
     listen: str = Field(
         "127.0.0.1:0", description="Address and port of the block server; port 0 takes a free one."

@@ -29,6 +29,11 @@ class DeadlineError(TimeoutError):
 class Stages(Protocol):
     """What the loop needs of a model: the stages of a step, wherever its blocks are computed."""
 
+    @property
+    def columns_before(self) -> int:
+        """Places that a prefix in use takes before each row's tokens."""
+        ...
+
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Add the gradient of the step's mean loss per target; give each summed loss in nats."""
         ...
@@ -124,7 +129,8 @@ def train_round(
     optimizer.zero_grad()
     rate = learning_rate(settings, place.total_steps)
     lengths = [len(example.tokens) for example in examples]
-    budget = settings.batch_size * max(lengths)
+    columns = [model.columns_before + length for length in lengths]
+    budget = settings.batch_size * max(columns)
     losses: list[float] = []
     norms: list[float] = []
     pulls = []
@@ -139,7 +145,7 @@ def train_round(
                 )
             batches = [
                 collate([examples[i] for i in group], padding)
-                for group in micro_batches(step, lengths, budget)
+                for group in micro_batches(step, columns, budget)
             ]
             step_targets = sum(len(batch.labels) for batch in batches)
             loss = sum(model.accumulate(batches, derive_seed(place.seed, index))) / step_targets

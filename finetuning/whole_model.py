@@ -120,6 +120,11 @@ class WholeModel:
         self._prefix = encoders["default"].embedding.weight if "default" in encoders else None
         self._mixed_precision = self._device.type == "cuda" and causal_lm.dtype == torch.bfloat16
 
+    @property
+    def columns_before(self) -> int:
+        """Places that a prefix in use takes before each row's tokens."""
+        return 0 if self._prefix is None else len(self._prefix)
+
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Add the gradient of a step's loss to the adapter's ``.grad``.
 

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from finetuning.adapters import initial_adapter
 from finetuning.base_model import locate, reference
 from finetuning.fingerprint import fingerprint
+from finetuning.positions import check_positions
 from finetuning.randomness import derive_seed
 from server_app.checkpoint import Checkpoint, check_base_model, load_checkpoint
 from server_app.results import Results, new_directory
@@ -55,6 +56,7 @@ def _run(
         base = locate_parts(config.model.name, config.split, ("body",))
     else:
         base = locate(config.model.name)
+    check_positions(base, config.row_with_answer)
     digests = fingerprint(base)
     state, peft_config = initial_adapter(
         config.model.name, config.adapter, derive_seed("adapter", config.seed), base

@@ -42,9 +42,9 @@ class BlockServer:
         adapter: rank, scale, dropout and targets.
         train: of the optimizers.
         run: names the run in handshakes.
-        longest: padded tokens of the largest micro-batch that any client may send.
+        longest: padded tokens of the largest micro-batch that any client may send, with prefixes.
         minimum: clients without whom a round is not worth its while.
-        most_kept: padded tokens of the largest batch of texts that a client may generate; they take
+        most_kept: the same of the largest batch of texts that a client may generate; they take
             their place in the activation budget.
 
     Raises:
@@ -70,6 +70,7 @@ class BlockServer:
         self._train = train
         self._run = run
         self._minimum = minimum
+        self._longest = longest
         self._most_kept = most_kept
         self._grants: dict[Identity, int | Models] = {}
         self._accounts: list[Account] = []
@@ -270,7 +271,12 @@ class BlockServer:
 
     def _session(self, lane: Lane, grant: int | Models) -> TrainingSession | EvaluationSession:
         if isinstance(grant, int):
-            terms = Terms(self._split.window, self._split.activation_budget, self._lanes)
+            terms = Terms(
+                self._split.window,
+                self._split.activation_budget,
+                self._lanes,
+                self._adapter.columns_before,
+            )
             return TrainingSession(
                 lane,
                 grant,
@@ -288,6 +294,7 @@ class BlockServer:
             self._adapter,
             self._compute,
             self._split.window,
+            self._longest,
             min(self._most_kept, self._split.activation_budget),
             self._split.frame_timeout,
         )

@@ -27,7 +27,8 @@ class ClientRound:
         steps: optimizer steps in this round.
         first_step: how many steps this client's earlier rounds have.
         total_steps: how many steps all rounds of the run have.
-        longest: padded tokens of the largest micro-batch.
+        longest: padded tokens of the largest micro-batch, the prefix's places before each row
+            included.
         average_every: steps after which all parties' adapters are averaged; 0 for never.
         deadline: on ``time.monotonic``'s clock.
 
@@ -85,6 +86,11 @@ class SplitModel:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The weights that are trained here, by their names in the whole model."""
         return self._head.trainable() | self._tail.trainable()
+
+    @property
+    def columns_before(self) -> int:
+        """Places that a prefix in use takes before each row's tokens."""
+        return self._head.columns_before
 
     def join(self, place: ClientRound) -> None:
         """Begin a round of training."""
@@ -236,7 +242,7 @@ class SplitModel:
         """Continue prompts; see ``WholeModel.generate``."""
         self._set_up(training=False)
         generation = Generation(self._head, self._tail, mask, new_tokens, self._through_body)
-        output = generation.run(tokens, mask, settings)
+        output: torch.Tensor = generation.run(tokens, mask, settings)
         self._lane.send(Kind.STEP)
         return output
 

@@ -31,7 +31,8 @@ class EvaluationSession(Session):
         adapter: rank, scale and targets.
         compute: runs its jobs.
         window: micro-batches that may be under way at once.
-        most_kept: padded tokens whose keys and values may be kept at once.
+        longest: padded tokens of the largest micro-batch, a prefix's places included.
+        most_kept: padded tokens whose keys and values may be kept at once, those of a prefix too.
         frame_timeout: seconds to wait for the client's next frame.
 
     """
@@ -44,6 +45,7 @@ class EvaluationSession(Session):
         adapter: AdapterSettings,
         compute: ComputeThread,
         window: int,
+        longest: int,
         most_kept: int,
         frame_timeout: float,
     ) -> None:
@@ -53,6 +55,8 @@ class EvaluationSession(Session):
         self._adapter = adapter
         self._window = window
         self._name: str | None = None
+        self._columns_before = 0  # places that the chosen model's prefix takes in each row
+        self._longest = longest
         self._most_kept = most_kept
         self._received = self._computed = 0  # micro-batches
         self._generation: _Generation | None = None
@@ -97,6 +101,7 @@ class EvaluationSession(Session):
             raise ProtocolError("another model was chosen before the answers to the last one")
         state = self._models[model]
         self._end_generation()
+        self._columns_before = 0 if state is None else self._adapter.columns_before
         self._choosing = True
 
         def choose() -> None:
@@ -121,6 +126,9 @@ class EvaluationSession(Session):
         self._received += 1
         if self._received - self._computed > self._window:
             raise ProtocolError(f"more than {self._window} micro-batches are under way")
+        tokens = self._places(hidden, 0)
+        if tokens > self._longest:
+            raise ProtocolError(f"{tokens} padded tokens came; {self._longest} were agreed")
         self._put(Urgency.FORWARD, frame, lambda: self._body(hidden, padding))
 
     def _begin_generation(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> None:
@@ -132,12 +140,13 @@ class EvaluationSession(Session):
                 f"a generation of {new_tokens} tokens began with number {frame.micro_batch}, and "
                 f"padding on the {padding.side}"
             )
-        tokens = rows * (columns + new_tokens)
+        tokens = self._places(hidden, new_tokens)
         if tokens > self._most_kept:
             raise ProtocolError(
-                f"{rows} texts of {columns} + {new_tokens} tokens were to be generated; agreed on "
-                f"are at most {self._most_kept} tokens together (evaluate.generate, "
-                "evaluate.batch-size, data.max-length, evaluate.max-new-tokens)"
+                f"{rows} texts of {columns} + {new_tokens} tokens were to be generated, with a "
+                f"prefix of {self._columns_before}; agreed on are at most {self._most_kept} tokens "
+                "together (evaluate.generate, evaluate.batch-size, data.max-length, "
+                "evaluate.max-new-tokens, adapter.prefix-length)"
             )
         self._generation = _Generation(rows, new_tokens)
         self._received += 1
@@ -175,6 +184,11 @@ class EvaluationSession(Session):
         if self._generation is not None:
             self._generation = None
             self.put(Urgency.CLEANING, self._forget)
+
+    def _places(self, hidden: torch.Tensor, new_tokens: int) -> int:
+        """Count what a micro-batch takes: padded tokens, and the prefix's places in each row."""
+        rows, columns = hidden.shape[:2]
+        return rows * (self._columns_before + columns + new_tokens)
 
     def _refuse_if_under_way(self, what: str) -> None:
         if self._received != self._computed:

@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 
+from finetuning.adapters import attach_adapter, load_adapter
 from finetuning.base_model import BaseModelError, refuse_unless_causal
 from finetuning.files import cache_directory, replacing
 from finetuning.fingerprint import config_digest
 from finetuning.prefixes import BlockPrefixes
 from finetuning.settings import AdapterSettings, ModelSettings
+from split.adapters import join_adapters
+from split.generation import Generation
+from split.key_values import KeyValues
 from split.loading import load_parts
 from split.miniature import miniature
 from split.partition import PARTIES, Cut, PartyName, outline
@@ -22,12 +26,22 @@ from split.parts import Padding, Part, left_padding
 _PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
 # Tokens per row, of which some rows have fewer; more than the sliding windows of a miniature.
 _COLUMNS = 9
+_NEW_TOKENS = 4
+# How far logits may be apart that are computed with caches of other sizes, beside the largest one.
+_ROUNDING = 1e-4
 
 
 def check_exactness(
-    directory: Path, settings: ModelSettings, cut: Cut, prefixes: bool = False
+    directory: Path,
+    settings: ModelSettings,
+    cut: Cut,
+    prefixes: bool = False,
+    generation: bool = False,
 ) -> None:
     """Refuse an architecture whose parts don't compute what the whole model does, bit for bit.
+
+    Texts that are generated must be the whole model's token for token, and their logits its own but
+    for rounding.
 
     A random model of the real depth and tiny width goes through the same loading as the real one.
     What was found exact is remembered for the versions of torch and transformers.
@@ -37,17 +51,18 @@ def check_exactness(
         settings: of the model.
         cut: how many blocks each party has.
         prefixes: whether its blocks are to have prefixes, too.
+        generation: whether it is to generate texts, too.
 
     Raises:
         BaseModelError: it isn't exact, isn't causal, or can't be tried; the message names it.
 
     """
-    mark = cache_directory() / "exactness" / _key(directory, cut, prefixes)
+    mark = cache_directory() / "exactness" / _key(directory, cut, prefixes, generation)
     if mark.is_file():
         return
     architecture = type(outline(directory)).__name__
     try:
-        reason = _difference(directory, settings, cut, prefixes)
+        reason = _difference(directory, settings, cut, prefixes, generation)
     except BaseModelError as error:
         reason = str(error)
     except Exception as error:  # Whatever an architecture that doesn't fit may raise.
@@ -62,7 +77,9 @@ def check_exactness(
         aside.write_text(architecture)
 
 
-def _difference(directory: Path, settings: ModelSettings, cut: Cut, prefixes: bool) -> str:
+def _difference(
+    directory: Path, settings: ModelSettings, cut: Cut, prefixes: bool, generation: bool
+) -> str:
     """Say where split and whole differ; empty where they don't."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -85,6 +102,8 @@ def _difference(directory: Path, settings: ModelSettings, cut: Cut, prefixes: bo
                 if not torch.equal(whole_value, split_value):
                     what = f"{name} with prefixes" if chosen else name
                     return f"its {what} are not those of the whole model, padded on the {side}"
+        if generation and (reason := _other_texts(whole, parts, tokens, lengths, bool(chosen))):
+            return f"{reason} (evaluate.generate = true; with false it may do)"
     return ""
 
 
@@ -134,11 +153,58 @@ def _both(
     return [("hidden states", hidden, given[real]), ("logits", logits, split_logits[real])]
 
 
-def _key(directory: Path, cut: Cut, prefixes: bool) -> str:
+def _other_texts(
+    whole: Any,
+    parts: dict[PartyName, Part],
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    prefixes: bool,
+) -> str:
+    """Say how texts that whole and split generate differ; empty where they don't.
+
+    The whole model generates with PEFT's own prefix.
+    """
+    mask = (torch.arange(_COLUMNS) >= _COLUMNS - lengths[:, None]).long()
+    settings = {
+        "do_sample": False,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    body: list[KeyValues] = []
+
+    def exchange(index: int, hidden: torch.Tensor, lengths: torch.Tensor, _: Any) -> torch.Tensor:
+        if not index:
+            body[:] = [KeyValues(parts["body"], Padding("left", lengths), hidden.shape[1])]
+        return body[0].extend(hidden)
+
+    for part in parts.values():
+        part.use("default" if prefixes else None)
+    if prefixes:
+        whole = attach_adapter(whole, _PREFIX, None)
+        load_adapter(whole, join_adapters(part.trainable() for part in parts.values()))
+    what = "texts that it generates" + (" with prefixes" if prefixes else "")
+    try:
+        expected = whole.generate(
+            input_ids=tokens, attention_mask=mask, max_new_tokens=_NEW_TOKENS, **settings
+        )
+        generation = Generation(parts["head"], parts["tail"], mask, _NEW_TOKENS, exchange)
+        found = generation.run(tokens, mask, settings)
+    except Exception as error:  # Whatever an architecture that doesn't fit may raise.
+        return f"the {what} can't be compared: {type(error).__name__}: {error}"
+    if not torch.equal(found.sequences, expected.sequences):
+        return f"the {what} are not those of the whole model"
+    for own, theirs in zip(found.logits, expected.logits, strict=True):
+        if (own - theirs).abs().max() > _ROUNDING * theirs.abs().max():
+            return f"logits of the {what} are not those of the whole model"
+    return ""
+
+
+def _key(directory: Path, cut: Cut, prefixes: bool, generation: bool) -> str:
     import peft
     import transformers
 
-    facts = [config_digest(directory / "config.json"), astuple(cut), prefixes]
+    facts = [config_digest(directory / "config.json"), astuple(cut), prefixes, generation]
     versions = [torch.__version__, transformers.__version__, peft.__version__]
     code = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(json.dumps([facts, versions, code]).encode()).hexdigest()

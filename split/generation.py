@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetuning.prefixes import prefix_cache
 from finetuning.whole_model import output_head
 from split.frames import Value
 from split.key_values import KeyValues
@@ -45,9 +46,7 @@ class Generation:
         self._kept: tuple[KeyValues, KeyValues] | None = None
         self._sent = 0
 
-    def run(
-        self, tokens: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any]
-    ) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any]) -> Any:
         """Let ``generate`` do its work on the checkpoint's own class.
 
         Logits processors, sampling and stopping are the library's; of the model it sees the tail's
@@ -59,19 +58,18 @@ class Generation:
             settings: further ones of ``generate``.
 
         Returns:
-            (rows, columns and new tokens).
+            (rows, columns and new tokens), or what else the settings ask for.
 
         """
         model = output_head(self._tail.model)
         setattr(model, model.base_model_prefix, _Backbone(self))
         device = self._tail.device
-        result: torch.Tensor = model.generate(
+        return model.generate(
             input_ids=tokens.to(device),
             attention_mask=mask.to(device),
             max_new_tokens=self._new_tokens,
             **settings,
         )
-        return result
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Give (rows, columns, hidden) after the last block and norm, and remember the tokens.
@@ -109,8 +107,14 @@ class Generation:
 
     @property
     def cache(self) -> Any:
-        """The head's keys and values, for ``generate`` to know that there are some."""
-        return None if self._kept is None else self._kept[0].cache
+        """The head's keys and values, for ``generate`` to know how many there are."""
+        if self._kept is None:
+            return None
+        head, config = self._kept[0], self._head.model.config
+        if head.cache is not None:
+            return head.cache
+        # An embedding alone has none. What stands for them has their length and no content.
+        return prefix_cache({}, head.length, config, 1, self._head.dtype)
 
 
 class _Backbone(nn.Module):

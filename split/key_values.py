@@ -12,13 +12,19 @@ class KeyValues:
     """What one party's blocks remember of a batch of texts that grow by a token each at a time.
 
     Padding before the prompts is known from their lengths; mask and positions are derived from that
-    as ``generate`` does for a whole model. As there, nothing is computed in mixed precision.
+    as ``generate`` does for a whole model. As there, nothing is computed in mixed precision. Where
+    the adapter in use is a prefix, its keys and values come first, and everything is moved behind
+    them, as PEFT does it (FL-GLM section 3.1).
 
     Args:
         part: whose blocks, with the adapter in use. Rows that end earlier than others go on with
             padding behind them; what they compute is not used.
         padding: of the prompts, on the left.
         columns: tokens and padding of each prompt.
+
+    Attributes:
+        cache: of the blocks; None where there are none.
+        columns: tokens and padding of each row so far.
 
     """
 
@@ -31,7 +37,17 @@ class KeyValues:
         self._lengths = padding.lengths.to(part.device)
         self._padded = bool((padding.lengths < columns).any())
         self._prompt = left_padding(self._backbone, self._lengths, columns)
+        self._before = part.columns_before
+        if (prefixes := part.prefixes) is not None:
+            self._prompt = prefixes.shift(self._prompt)
+            if self.cache is not None:
+                prefixes.fill(self.cache, len(padding.lengths), part.dtype)
         self.columns = 0
+
+    @property
+    def length(self) -> int:
+        """Keys and values of each row so far, those of a prefix and of padding included."""
+        return self._before + self.columns
 
     def extend(self, given: torch.Tensor) -> torch.Tensor:
         """Compute the blocks for the prompts, or for the one token that follows in each row.
@@ -61,10 +77,10 @@ class KeyValues:
         inputs = dict(self._prompt)
         mask = inputs.pop("attention_mask")
         if self.columns:
-            follow = self.columns - mask.shape[1]
+            follow = self.length - mask.shape[1]
             mask = torch.cat([mask, mask.new_ones(len(mask), follow + columns)], dim=1)
             if inputs:
-                inputs["position_ids"] = (self._lengths + follow)[:, None]
+                inputs["position_ids"] = (self._before + self._lengths + follow)[:, None]
         if self._padded and self.cache is not None:
             inputs["attention_mask"] = mask
         return inputs

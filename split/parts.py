@@ -90,11 +90,21 @@ class Part:
         if padding.side == "left" and bool((padding.lengths < columns).any()):
             lengths = padding.lengths.to(self.device)
             inputs |= left_padding(self._backbone, lengths, columns)
-        if self._used in self._prefixes:
-            inputs = self._prefixes[self._used].before(inputs, len(given), self.dtype)
+        if self.prefixes is not None:
+            inputs = self.prefixes.before(inputs, len(given), self.dtype)
         with self.autocast():
             output = self._backbone(**inputs, use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
+
+    @property
+    def prefixes(self) -> BlockPrefixes | None:
+        """The adapter in use, if it is of that kind; without blocks there are none in it."""
+        return self._prefixes.get(self._used)
+
+    @property
+    def columns_before(self) -> int:
+        """Places that a prefix in use takes before each row's tokens."""
+        return 0 if self.prefixes is None else self.prefixes.length
 
     @property
     def output_head(self) -> Any:

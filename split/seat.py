@@ -44,6 +44,7 @@ class Hidden:
         index: of the micro-batch in the step.
         states: (rows, columns, hidden).
         padding: of the rows.
+        columns_before: places that a prefix takes before each row's tokens.
         targets: how many tokens the client predicts in it.
         step_targets: and in the whole step.
         micro_batches: how many the client's step has.
@@ -54,6 +55,7 @@ class Hidden:
     index: int
     states: torch.Tensor
     padding: Padding
+    columns_before: int
     targets: int
     step_targets: int
     micro_batches: int
@@ -62,6 +64,11 @@ class Hidden:
     def tokens(self) -> int:
         """Padded tokens."""
         return self.states.shape[0] * self.states.shape[1]
+
+    @property
+    def places(self) -> int:
+        """Padded tokens and the prefix's places: what it takes of the activation budget."""
+        return self.tokens + self.states.shape[0] * self.columns_before
 
 
 class Seat(Protocol):
@@ -111,7 +118,7 @@ class Alone:
         self._branch = branch
         self._place = place
         self._graphs: dict[int, tuple[Graph, int]] = {}
-        self._held = 0  # padded tokens whose activations exist, or would if a job hadn't failed
+        self._held = 0  # places whose activations exist, or would if a job hadn't failed
 
     def forward(self, hidden: Hidden) -> None:
         """Compute a micro-batch as soon as the activation budget allows."""
@@ -120,22 +127,22 @@ class Alone:
         )
 
         def forward() -> None:
-            self._held += hidden.tokens
+            self._held += hidden.places
             graph = self._branch.forward(
                 hidden.states, hidden.padding, seed, self._place.wants_gradient
             )
-            self._graphs[hidden.index] = (graph, hidden.tokens)
+            self._graphs[hidden.index] = (graph, hidden.places)
             self._session.account.tokens += hidden.tokens
             self._session.answer(hidden.step, hidden.index, graph.output)
 
-        self._session.put(Urgency.FORWARD, forward, hidden.tokens)
+        self._session.put(Urgency.FORWARD, forward, hidden.places)
 
     def backward(self, step: int, index: int, gradient: torch.Tensor) -> None:
         """Compute a micro-batch's backward pass, which frees its activations."""
 
         def backward() -> None:
-            graph, tokens = self._graphs.pop(index)
-            self._release(tokens)
+            graph, places = self._graphs.pop(index)
+            self._release(places)
             result = self._branch.backward(graph, gradient)
             if result is not None:
                 self._session.lane.send(Kind.GRADIENT, step, index, {"gradient": result})
@@ -176,6 +183,6 @@ class Alone:
         self._release(self._held)
         self._branch.forget_gradients()
 
-    def _release(self, tokens: int) -> None:
-        self._held -= tokens
-        self._session.compute.release(tokens)
+    def _release(self, places: int) -> None:
+        self._held -= places
+        self._session.compute.release(places)

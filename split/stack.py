@@ -56,7 +56,7 @@ class Stack:
         self._step = 0
         self._pending = 0  # jobs that are queued or running
         self._progress = time.monotonic()
-        # Of the compute thread alone: targets whose gradients are in the body's, and padded tokens
+        # Of the compute thread alone: targets whose gradients are in the body's, and places
         # whose activations exist.
         self._counted = 0
         self._held = 0
@@ -178,13 +178,13 @@ class Stack:
         self._stacks[index] = stacked
         self._next += 1
         # Padding can make a stack larger than its members agreed on; by itself it may always run.
-        tokens = min(stacked.tokens, self._budget)
+        places = min(stacked.places, self._budget)
         seed = derive_seed("dropout", derive_seed(self._seed, step), index, "body")
         queued = time.perf_counter()
 
         def forward() -> None:
             started = time.perf_counter()
-            self._held += tokens
+            self._held += places
             states, padding = stacked.states()
             wanted = any(member.place.wants_gradient for member in stacked.parts)
             stacked.graph = self._branch.forward(states, padding, seed, wanted)
@@ -195,7 +195,7 @@ class Stack:
                 with suppress(LaneError):  # a lane that has ended is not the others' affair
                     member.session.answer(step, index, rows)
 
-        self._put(Urgency.FORWARD, forward, tokens)
+        self._put(Urgency.FORWARD, forward, places)
 
     def _backward_job(
         self, index: int, stacked: Stacked, gradients: Mapping[Member, torch.Tensor]
@@ -206,9 +206,9 @@ class Stack:
         def backward() -> None:
             started = time.perf_counter()
             graph, stacked.graph = stacked.graph, None
-            tokens = min(stacked.tokens, self._budget)
-            self._held -= tokens
-            self._compute.release(tokens)
+            places = min(stacked.places, self._budget)
+            self._held -= places
+            self._compute.release(places)
             if graph is None or not gradients:
                 return
             together = stacked.gradient(gradients, graph.output)

@@ -49,7 +49,7 @@ class Stacked:
         parts: in the order of their rows.
 
     Attributes:
-        tokens: padded tokens.
+        places: padded tokens and the prefix's places: what it takes of the activation budget.
         graph: between its forward and its backward pass.
 
     """
@@ -58,7 +58,8 @@ class Stacked:
         self.parts = parts
         self._rows = sum(hidden.states.shape[0] for hidden in parts.values())
         self._columns = max(hidden.states.shape[1] for hidden in parts.values())
-        self.tokens = self._rows * self._columns
+        before = max(hidden.columns_before for hidden in parts.values())  # the same for all
+        self.places = self._rows * (before + self._columns)
         self.graph: Graph | None = None
 
     def states(self) -> tuple[torch.Tensor, Padding]:

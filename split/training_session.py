@@ -34,12 +34,14 @@ class Terms:
         window: micro-batches of a lane that may be under way at once.
         activation_budget: padded tokens whose activations may exist at once.
         lanes: how many lanes share them.
+        columns_before: places that a prefix takes before each row's tokens.
 
     """
 
     window: int
     activation_budget: int
     lanes: int
+    columns_before: int
 
     def credits(self, longest: int) -> int:
         """Give how many micro-batches of a lane may be under way, by the longest one's tokens.
@@ -51,8 +53,8 @@ class Terms:
         if longest > self.activation_budget:
             raise ProtocolError(
                 f"a micro-batch of {longest} padded tokens is larger than split.activation-budget "
-                f"= {self.activation_budget}; raise that, or lower train.batch-size or "
-                "data.max-length"
+                f"= {self.activation_budget}; raise that, or lower train.batch-size, "
+                "data.max-length or adapter.prefix-length"
             )
         return max(1, min(self.window, self.activation_budget // (self.lanes * max(1, longest))))
 
@@ -247,6 +249,7 @@ class TrainingSession(Session):
             index,
             states,
             padding,
+            self._terms.columns_before,
             targets=whole_number(frame, "targets"),
             step_targets=whole_number(frame, "step_targets"),
             micro_batches=whole_number(frame, "micro_batches"),
@@ -256,8 +259,8 @@ class TrainingSession(Session):
             raise ProtocolError(f"micro-batch {index} has more than its step of {counts}")
         if index and counts != self._counts:
             raise ProtocolError(f"a step of {self._counts} became one of {counts}")
-        if hidden.tokens > self._longest:
-            raise ProtocolError(f"{hidden.tokens} padded tokens came; {self._longest} were agreed")
+        if hidden.places > self._longest:
+            raise ProtocolError(f"{hidden.places} padded tokens came; {self._longest} were agreed")
         self._counts = counts
         self._shapes.append(states.shape)
         self._seat.forward(hidden)

@@ -150,7 +150,9 @@ class FLGLM(Rounds):
         """Load the body, and start to listen."""
         started = time.monotonic()
         prefixes = self.config.adapter.kind == "prefix"
-        check_exactness(self._directory, self.config.model, self._cut, prefixes)
+        check_exactness(
+            self._directory, self.config.model, self._cut, prefixes, self.config.evaluate.generate
+        )
         body = load_parts(self.config.model, self._directory, self._cut, ("body",))["body"]
         server = BlockServer(
             body,

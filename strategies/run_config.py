@@ -116,44 +116,58 @@ class RunConfig(Section):
                 'split.average-every is for split.schedule = "hierarchical"; otherwise heads and '
                 "tails are averaged at a round's end, which comes sooner with train.local-steps"
             )
-        if self.evaluate.generate and self.adapter.kind == "prefix":
-            raise ValueError(
-                'evaluate.generate: a split model does not generate with adapter.kind = "prefix"; '
-                "set it to false, and generate with the exported adapter"
-            )
         host = self.split.listen.rpartition(":")[0]
         if host in {"0.0.0.0", "[::]"} and not self.split.advertise:
             raise ValueError(
                 f'split.advertise is needed with split.listen = "{self.split.listen}": clients '
                 "can't dial that"
             )
-        longest = self.train.batch_size * self.data.max_length
+        longest = self.train.batch_size * sum(self.row.values())
         if longest > self.split.activation_budget:
             raise ValueError(
                 f"split.activation-budget = {self.split.activation_budget} padded tokens, and one "
-                f"micro-batch can have train.batch-size × data.max-length = {longest}; raise the "
-                "one or lower the others"
+                f"micro-batch can have train.batch-size × ({' + '.join(self.row)}) = {longest}; "
+                "raise the one or lower the others"
             )
         if self.most_generated > self.split.activation_budget:
+            parts = " + ".join(self.row_with_answer)
             raise ValueError(
                 f"split.activation-budget = {self.split.activation_budget} padded tokens, and a "
-                "batch of answers can have evaluate.batch-size × (data.max-length + "
-                f"evaluate.max-new-tokens) = {self.most_generated}; raise the one or lower the "
-                "others"
+                f"batch of answers can have evaluate.batch-size × ({parts}) = "
+                f"{self.most_generated}; raise the one or lower the others"
             )
         return self
 
     @property
+    def row(self) -> dict[str, int]:
+        """Places of the longest row's keys and values, by the keys that set their numbers.
+
+        Those of a prefix take memory and positions, too.
+        """
+        before = self.adapter.columns_before
+        prefix = {"adapter.prefix-length": before} if before else {}
+        return prefix | {"data.max-length": self.data.max_length}
+
+    @property
+    def row_with_answer(self) -> dict[str, int]:
+        """The same of a prompt and its answer, where any are generated."""
+        answer = {"evaluate.max-new-tokens": self.evaluate.max_new_tokens}
+        return self.row | (answer if self.evaluate.generate else {})
+
+    @property
     def longest(self) -> int:
-        """Padded tokens of the largest micro-batch that a client can have."""
-        rows = max(self.train.batch_size, self.evaluate.batch_size)
-        return rows * self.data.max_length
+        """Padded tokens of the largest micro-batch that a client can have, prefixes included."""
+        return max(self.train.batch_size, self.evaluate.batch_size) * sum(self.row.values())
 
     @property
     def most_generated(self) -> int:
-        """Padded tokens of the largest batch of prompts and answers, where any are generated."""
-        longest = self.data.max_length + self.evaluate.max_new_tokens
-        return self.evaluate.batch_size * longest if self.evaluate.generate else 0
+        """Padded tokens of the largest batch of prompts and answers, where any are generated.
+
+        Prefixes are included.
+        """
+        if not self.evaluate.generate:
+            return 0
+        return self.evaluate.batch_size * sum(self.row_with_answer.values())
 
     @property
     def reply_timeout(self) -> float:

@@ -91,16 +91,22 @@ def plan_round(
 
 
 def micro_batches(
-    indices: Sequence[int], lengths: Sequence[int], token_budget: int
+    indices: Sequence[int], columns: Sequence[int], token_budget: int
 ) -> list[list[int]]:
     """Divide a step's examples into micro-batches of at most ``token_budget`` padded tokens.
 
     Sorted by length, so that little is padding, and the largest comes first, so that memory that
     doesn't suffice is noticed at once. An example longer than the budget goes alone.
+
+    Args:
+        indices: of the step's examples.
+        columns: of each example by itself: its tokens, and the places of a prefix before them.
+        token_budget: rows × columns of a micro-batch at most.
+
     """
     groups: list[list[int]] = []
-    for index in sorted(indices, key=lambda index: (-lengths[index], index)):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= token_budget:
+    for index in sorted(indices, key=lambda index: (-columns[index], index)):
+        if groups and (len(groups[-1]) + 1) * columns[groups[-1][0]] <= token_budget:
             groups[-1].append(index)
         else:
             groups.append([index])

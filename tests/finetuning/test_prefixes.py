@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from finetuning.adapters import (
 from finetuning.base_model import BaseModelError, load_base_model
 from finetuning.evaluation import generate_answers, held_out_loss
 from finetuning.prefixes import SAVED
-from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
+from finetuning.training import Round, train_round
 from finetuning.whole_model import WholeModel
 
 PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
@@ -87,6 +89,34 @@ def test_loss_and_gradient_are_those_of_peft_s_own_forward(
     assert without == pytest.approx(base_loss, rel=1e-6)
     assert abs(without - loss.item()) > 1e-3
     assert held_out_loss(ours, examples, 0, 4).loss == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_a_micro_batch_has_as_many_rows_as_fit_with_their_prefixes(random_model, draw_examples):
+    """Without them three times as many short rows as long ones would go together."""
+    examples = draw_examples(40)
+    longest = max(len(example.tokens) for example in examples)
+    taken: list[int] = []
+
+    class Watched(WholeModel):
+        def accumulate(self, batches, seed):
+            taken.extend(len(b.tokens) * (5 + b.tokens.shape[1]) for b in batches)
+            return super().accumulate(batches, seed)
+
+        def summed_losses(self, batches):
+            taken.extend(len(b.tokens) * (self.columns_before + b.tokens.shape[1]) for b in batches)
+            return super().summed_losses(batches)
+
+    model = Watched(prefixed(random_model()))
+    place = Round([list(range(40))], 0, 1, 0, time.monotonic() + 60)
+    parameters = trainable_parameters(model.peft_model)
+    train_round(model, parameters, examples, 0, place, TrainSettings(batch_size=4))
+    held_out_loss(model, examples, 0, 4)
+    assert max(taken) <= 4 * (5 + longest)
+    assert max(taken) > 4 * longest
+    with model.without_adapter():
+        taken.clear()
+        held_out_loss(model, examples, 0, 4)
+    assert max(taken) <= 4 * longest
 
 
 def test_every_block_has_a_prefix_of_its_own(random_model, draw_examples, batches_of):

@@ -122,10 +122,15 @@ class Client:
         with self.lane(invitation) as model:
             disturb(model)
             load_state(model.parameters, {n: state[n] for n in model.parameters})
-            longest = train.batch_size * max(len(example.tokens) for example in examples)
+            longest = max(model.columns_before + len(example.tokens) for example in examples)
             model.join(
                 ClientRound(
-                    steps, 0, STEPS, longest, self.split.average_every, time.monotonic() + 300
+                    steps,
+                    0,
+                    STEPS,
+                    train.batch_size * longest,
+                    self.split.average_every,
+                    time.monotonic() + 300,
                 )
             )
             report, self.optimizer = train_round(model, model.parameters, examples, 0, place, train)

@@ -43,13 +43,14 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 class Scene:
     """A checkpoint with an adapter that does something, whole and in parts."""
 
-    def __init__(self, directory, architecture="Llama", **split) -> None:
+    def __init__(self, directory, architecture="Llama", adapter=None, **split) -> None:
         targets = TARGETS.get(architecture, "q_proj,v_proj")
         self.directory = directory
-        self.adapter = AdapterSettings(rank=2, alpha=4, dropout=0.0, targets=targets)
-        state, _ = initial_adapter(str(directory), self.adapter, 5)
-        torch.manual_seed(6)
-        self.state = {name: 0.2 * torch.randn_like(value) for name, value in state.items()}
+        self.adapter = adapter or AdapterSettings(rank=2, alpha=4, dropout=0.0, targets=targets)
+        self.state, _ = initial_adapter(str(directory), self.adapter, 5, directory)
+        if self.adapter.kind == "lora":
+            torch.manual_seed(6)
+            self.state = {n: 0.2 * torch.randn_like(value) for n, value in self.state.items()}
         self.split = split_settings(**split)
         self.parts = take_apart(self.state, cut_of(directory, self.split))
 
@@ -110,6 +111,31 @@ def test_an_embedding_and_a_head_alone_keep_nothing(architecture, random_checkpo
     with scene.serving() as server, scene.lane(server, client) as model:
         scene.choose(model)
         assert torch.equal(generated(model, **GREEDY), generated(scene.whole(), **GREEDY))
+
+
+@pytest.mark.parametrize("kind", ["lora", "prefix"])
+@pytest.mark.parametrize("blocks", [1, 0])
+@pytest.mark.parametrize("trained_for", [8, 14, 17])
+def test_texts_that_outgrow_what_a_model_was_trained_for(
+    random_checkpoint, kind, blocks, trained_for
+):
+    """They are computed anew where the whole model's are, whatever of it the client has."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}
+    rope |= {"long_factor": [3.0] * 4, "original_max_position_embeddings": trained_for}
+    directory = random_checkpoint(
+        "Phi3", original_max_position_embeddings=trained_for, rope_parameters=rope
+    )
+    prefix = AdapterSettings(kind="prefix", prefix_length=5) if kind == "prefix" else None
+    scene = Scene(directory, "Phi3", prefix, head_blocks=blocks, tail_blocks=blocks)
+    client = scene.client()
+    with (
+        scene.serving(most_kept=MOST_KEPT + 3 * 5) as server,
+        scene.lane(server, client) as model,
+    ):
+        scene.choose(model)
+        for settings in (GREEDY, SAMPLED):
+            expected = generated(scene.whole(), **settings)
+            assert torch.equal(generated(model, **settings), expected)
 
 
 def test_prompts_without_padding_and_of_one_token(random_checkpoint):

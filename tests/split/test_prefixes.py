@@ -6,36 +6,22 @@ from peft import PeftModel
 
 from finetuning.adapters import (
     attach_adapter,
-    export_adapter,
     initial_adapter,
     load_adapter,
     save_adapter,
     trainable_parameters,
 )
 from finetuning.base_model import BaseModelError
-from finetuning.evaluation import held_out_loss
 from finetuning.prefixes import SAVED, BlockPrefixes
 from finetuning.settings import AdapterSettings, ModelSettings
-from finetuning.training import train_round
 from split.adapters import join_adapters, take_apart
 from split.branch import load_state
 from split.exactness import check_exactness
-from split.partition import PARTIES, Cut, cut_of
+from split.partition import PARTIES, Cut
 from split.parts import Padding, left_padding
 from tests.split.clients import (
-    SIZES,
-    STEPS,
     TRAIN,
-    Client,
-    assert_close,
-    draw,
-    place_of,
-    serving,
-    split_settings,
-    train_together,
-    weighted_mean,
 )
-from tests.split.clients import whole_model as trained_whole
 from tests.split.conftest import (
     LENGTHS,
     draw_tokens,
@@ -247,74 +233,3 @@ def test_prefixes_and_gradient_checkpointing_are_refused(base):
         parts["body"].attach(PREFIX)
     assert list(parts["body"].model.parameters())
     parts["body"].attach(LORA)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "head", "tail"),
-    [("serial", 1, 1), ("serial", 2, 1), ("serial", 0, 1), ("client-batch", 1, 1)],
-)
-def test_one_client_equals_centralised_training(base, schedule, head, tail):
-    beginning = random_prefix(base)
-    split = split_settings(schedule=schedule, head_blocks=head, tail_blocks=tail)
-    apart = take_apart(beginning, cut_of(base, split))
-    with serving(base, beginning, split, PREFIX, CLIPPED) as server:
-        server.begin_round({"alpha": 9}, 0)
-        client = Client("alpha", base, split, PREFIX)
-        ends = client.train(server, apart["head"] | apart["tail"], train=CLIPPED)
-        (account,) = server.finish_lanes()
-        body = server.end_round({"alpha": 9})
-    model = trained_whole(base, beginning, PREFIX)
-    examples, place = place_of("alpha")
-    report, _ = train_round(
-        model, trainable_parameters(model.peft_model), examples, 0, place, CLIPPED
-    )
-    assert client.losses == pytest.approx(report.losses, abs=1e-5)
-    final = export_adapter(model.peft_model)
-    assert_close(join_adapters([ends, body]), final)
-    assert (final[SAVED] - beginning[SAVED]).abs().max() > 10 * TRAIN.learning_rate
-    assert report.gradient_norm > CLIPPED.max_gradient_norm  # clipping had something to do
-    assert (account.steps, account.error) == (STEPS, "")
-
-
-def test_hierarchical_equals_separate_trainings_and_their_mean(base):
-    beginning = random_prefix(base)
-    split = split_settings(schedule="hierarchical")
-    apart = take_apart(beginning, cut_of(base, split))
-    clients = [Client(name, base, split, PREFIX) for name in SIZES]
-    steps = dict.fromkeys(SIZES, 6)
-    with serving(base, beginning, split, PREFIX) as server:
-        server.begin_round(SIZES, 0)
-        trained = train_together(clients, server, apart["head"] | apart["tail"], steps)
-        server.finish_lanes()
-        whole = {n: join_adapters([trained[n], server.state_of(n)]) for n in SIZES}
-        body = server.end_round(SIZES)
-    expected = {}
-    for client in clients:
-        model = trained_whole(base, beginning, PREFIX)
-        examples, place = place_of(client.name, 6)
-        parameters = trainable_parameters(model.peft_model)
-        report, _ = train_round(model, parameters, examples, 0, place, TRAIN)
-        expected[client.name] = export_adapter(model.peft_model)
-        assert client.losses == pytest.approx(report.losses, abs=1e-5)
-        assert_close(whole[client.name], expected[client.name])
-    mean = take_apart(weighted_mean(expected), cut_of(base, split))["body"]
-    assert_close(body, mean)
-
-
-def test_a_split_model_measures_the_loss_of_the_whole(base):
-    split, examples, state = split_settings(), draw(17, 1), random_prefix(base)
-    parts = take_apart(state, cut_of(base, split))
-    with serving(base, state, split, PREFIX) as server:
-        client = Client("alpha", base, split, PREFIX)
-        models = {"base": None, "global": parts["body"]}
-        with client.lane(server.invite_to_evaluate("alpha", 0, models, 60.0)) as model:
-            model.choose("global", parts["head"] | parts["tail"])
-            adapted = held_out_loss(model, examples, 0, 3).loss
-            model.choose("base", None)
-            bare = held_out_loss(model, examples, 0, 3).loss
-            model.end()
-    whole = trained_whole(base, state, PREFIX)
-    assert adapted == pytest.approx(held_out_loss(whole, examples, 0, 3).loss, abs=1e-6)
-    with whole.without_adapter():
-        assert bare == pytest.approx(held_out_loss(whole, examples, 0, 3).loss, abs=1e-6)
-    assert abs(adapted - bare) > 1e-3

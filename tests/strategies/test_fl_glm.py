@@ -185,7 +185,10 @@ def test_a_model_that_cannot_be_split_so_is_refused(split_values, tmp_path, chan
         ({"split.average-every": 5}, "split.average-every"),
         ({"train.batch-size": 64}, "split.activation-budget"),
         ({"evaluate.generate": True, "evaluate.batch-size": 16}, "evaluate.max-new-tokens"),
-        ({"evaluate.generate": True, "adapter.kind": "prefix"}, "evaluate.generate"),
+        (
+            {"adapter.kind": "prefix", "split.activation-budget": 1700},
+            r"train.batch-size × \(adapter.prefix-length \+ data.max-length\) = 1856",
+        ),
         ({"split.listen": "nowhere"}, "must be an address and a port"),
         ({"split.listen": "0.0.0.0:8900"}, "split.advertise"),
         ({"split.advertise": "host:99999"}, "must be an address and a port"),

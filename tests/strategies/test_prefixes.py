@@ -47,13 +47,16 @@ def test_fedjudge_with_penalty_learns_prefixes(prefix_values, tmp_path):
 
 @pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
 def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
-    prefix_values, deep_checkpoint, tmp_path, schedule
+    prefix_values, deep_checkpoint, tmp_path, schedule, monkeypatch
 ):
+    """They give the losses and the texts that were measured through lanes."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
+    from client_app import evaluation
     from client_app.institution import open_institution
-    from finetuning.evaluation import held_out_loss
+    from finetuning.base_model import load_tokenizer
+    from finetuning.evaluation import generate_answers, held_out_loss
     from finetuning.whole_model import WholeModel
 
     values = prefix_values | {
@@ -62,7 +65,21 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
         "train.optimizer-state": "keep",
         "split.wire-dtype": "float32",
         "split.schedule": schedule,
+        "evaluate.generate": True,
+        "evaluate.generate-examples": 4,
+        "evaluate.batch-size": 3,
+        "evaluate.max-new-tokens": 12,
     }
+    texts: list[list[str]] = []
+
+    def answers(model, tokenizer, examples):
+        return generate_answers(model, tokenizer, examples[:4], 3, 12)
+
+    def remembered(*given):
+        texts.append(generate_answers(*given))
+        return texts[-1]
+
+    monkeypatch.setattr(evaluation, "generate_answers", remembered)
     journal = run_in_process(values, tmp_path / "state", 3)
     losses, config = losses_of(journal), parse_run_config(values)
     assert not [e for e in journal.events if e["event"] == "lane" and e["error"]]
@@ -78,8 +95,31 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
             model = WholeModel(PeftModel.from_pretrained(whole, directory))
             loss = held_out_loss(model, institution.test, institution.padding, 8).loss
             assert loss == pytest.approx(losses[3, client, kind], abs=1e-5)
+            tokenizer = load_tokenizer(institution.directory)
+            written = answers(model, tokenizer, institution.test)
+            assert written == texts[2 * partition + (kind == "personalised") - 6]
+            with model.without_adapter():
+                bare = answers(model, tokenizer, institution.test)
+            assert bare == texts[partition] != written
         kept = load_file(directory / "adapter_model.safetensors")
         assert torch.equal(kept[SAVED], journal.kept[client][SAVED])
+
+
+def test_prefixes_count_among_the_tokens_of_a_run(prefix_values):
+    generating = {"evaluate.generate": True, "evaluate.batch-size": 3, "evaluate.max-new-tokens": 7}
+    values = prefix_values | generating | {"data.max-length": 50}
+    config = parse_run_config(values)
+    assert (config.longest, config.most_generated) == (3 * (8 + 50), 3 * (8 + 50 + 7))
+    assert config.row_with_answer == {
+        "adapter.prefix-length": 8,
+        "data.max-length": 50,
+        "evaluate.max-new-tokens": 7,
+    }
+    values |= {"adapter.kind": "lora"}
+    config = parse_run_config(values)
+    assert (config.longest, config.most_generated) == (3 * 50, 3 * (50 + 7))
+    config = parse_run_config(values | {"evaluate.generate": False})
+    assert (config.row_with_answer, config.most_generated) == ({"data.max-length": 50}, 0)
 
 
 def test_prefixes_and_gradient_checkpointing_are_refused_by_the_config_check(prefix_values):
