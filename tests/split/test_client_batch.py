@@ -165,7 +165,7 @@ def test_a_client_that_hangs_is_left_behind(base, beginning):
     blocked = []
 
     def hang(model) -> None:
-        receive = model._lane.receive
+        receive = model.lanes[-1].receive
 
         def receiving(timeout):
             frame = receive(timeout)
@@ -175,7 +175,7 @@ def test_a_client_that_hangs_is_left_behind(base, beginning):
                     receive(60.0)
             return frame
 
-        model._lane.receive = receiving
+        model.lanes[-1].receive = receiving
 
     with serving(base, beginning, split) as server:
         server.begin_round(SIZES, 0)

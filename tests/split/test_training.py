@@ -252,15 +252,15 @@ def cut_at(places):
 
             lane.send = sending
 
-        reconnect = model._reconnect
+        reconnect = model._lane._reconnect
 
         def reconnecting(cut):
             lane = reconnect(cut)
             watch(lane)
             return lane
 
-        watch(model._lane)
-        model._reconnect = reconnecting
+        watch(model.lanes[-1])
+        model._lane._reconnect = reconnecting
 
     return disturb
 
