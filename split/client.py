@@ -14,7 +14,6 @@ from split.client_lane import ClientLane
 from split.frames import Frame, Kind, Value
 from split.generation import Generation
 from split.lane import Lane
-from split.lane_errors import LaneCutError
 from split.parts import Padding, Part
 
 
@@ -66,7 +65,6 @@ class SplitModel:
         self._tail = tail
         self._output_head = tail.output_head
         self._lane = ClientLane(lane, frame_timeout, reconnect)
-        self._present: tuple[Sequence[MicroBatch], int] = ((), 0)
         self._deadline = deadline
         self._credits = 1
         self._step = 0
@@ -92,6 +90,7 @@ class SplitModel:
         """Begin a round of training."""
         self._step = 0
         self._average_every, self._until = place.average_every, place.deadline
+        self._lane.outlast_cuts()
         self._lane.send(
             Kind.JOIN,
             fields={
@@ -135,16 +134,6 @@ class SplitModel:
 
         """
         self._average_if_due()
-        self._present = (batches, seed)
-        while True:
-            try:
-                return self._accumulate(batches, seed)
-            except LaneCutError as error:
-                self._lane.resume(error, self._step, self._until)
-                self._forget_gradients()
-
-    def _accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
-        """Do what ``accumulate`` says, as long as the lane lasts."""
         targets = sum(len(batch.labels) for batch in batches)
         wants_gradient = bool(self._head.trainable())
         sent: dict[int, torch.Tensor] = {}
@@ -199,16 +188,8 @@ class SplitModel:
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         squared = sum(float(gradient.square().sum(dtype=torch.float64)) for gradient in gradients)
-        try:
-            self._lane.send(Kind.STEP, self._step, fields={"squared_norm": float(squared)})
-            fields: Mapping[str, Value] = self._lane.receive(Kind.STEP).fields
-        except LaneCutError as error:
-            fields = self._lane.resume(error, self._step, self._until)
-            if fields["step"] == self._step:  # the server hasn't taken the step, and dropped it
-                self._forget_gradients()
-                with torch.enable_grad():
-                    self.accumulate(*self._present)
-                return self.clip(maximum)
+        self._lane.send(Kind.STEP, self._step, fields={"squared_norm": float(squared)})
+        fields = self._lane.receive(Kind.STEP).fields
         if maximum:
             for gradient in gradients:
                 gradient.mul_(float(fields["factor"]))
@@ -291,10 +272,6 @@ class SplitModel:
                 begun += 1
             else:
                 ended += answer(self._lane.receive(Kind.HIDDEN, also=Kind.GRADIENT))
-
-    def _forget_gradients(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
 
     def _average_if_due(self) -> None:
         """Between two steps take over the average of all clients' adapters, where that is due."""

@@ -9,6 +9,7 @@ import torch
 from split.frames import Frame, Kind, Value
 from split.lane import Lane
 from split.lane_errors import LaneCutError, LaneError, LaneTimeoutError
+from split.lasting_lane import LastingLane
 
 
 class ClientLane:
@@ -30,8 +31,14 @@ class ClientLane:
     ) -> None:
         self.lanes = [lane]
         self.seconds_waiting = 0.0
+        self._lane: Lane | LastingLane = lane
         self._frame_timeout = frame_timeout
         self._reconnect = reconnect
+
+    def outlast_cuts(self) -> None:
+        """Take the lane up again from now on when it is cut; the server must know of it."""
+        self._lane = LastingLane(self.lanes[-1])
+        self.lanes = self._lane.lanes
 
     def send(
         self,
@@ -42,7 +49,7 @@ class ClientLane:
         fields: Mapping[str, Value] | None = None,
     ) -> None:
         """Queue a frame; see ``Lane.send``."""
-        self.lanes[-1].send(kind, step, micro_batch, tensors, fields)
+        self._lane.send(kind, step, micro_batch, tensors, fields)
 
     def receive(self, kind: Kind, until: float | None = None, also: Kind | None = None) -> Frame:
         """Wait for a frame of a kind.
@@ -57,43 +64,43 @@ class ClientLane:
 
         """
         started = time.monotonic()
-        timeout = self._frame_timeout if until is None else max(0.0, until - started)
         try:
-            frame = self.lanes[-1].receive(timeout)
-        except LaneTimeoutError:
-            knob = "split.frame-timeout" if until is None else "round-timeout"
-            raise LaneTimeoutError(
-                f"the block server sent nothing for {timeout:.0f} s ({knob})"
-            ) from None
+            frame = self._receive(until)
         finally:
             self.seconds_waiting += time.monotonic() - started
         if frame.kind not in (kind, also):
             raise LaneError(f"the server sent a frame {frame.kind.name} where {kind.name} is due")
         return frame
 
-    def resume(self, error: LaneCutError, step: int, until: float) -> Mapping[str, Value]:
-        """Open another lane, and go on from the last step that was finished.
-
-        Args:
-            error: with which the present lane ended.
-            step: how many steps of the round this client has finished.
-            until: when to stop waiting for the server, on ``time.monotonic``'s clock.
-
-        Returns:
-            The server's ``step``, and its answer to the one before.
-
-        Raises:
-            LaneError: the lane that was cut can't be taken up again.
-
-        """
-        if self._reconnect is None:
-            raise error
-        while True:
-            self.lanes.append(self._reconnect(self.lanes[-1]))
-            with suppress(LaneCutError):  # cut again
-                self.send(Kind.JOIN, fields={"resume": step})
-                return self.receive(Kind.WELCOME, until).fields
-
     def close(self) -> None:
-        """End the present lane in order; those before were cut."""
-        self.lanes[-1].close()
+        """End the lane in order."""
+        self._lane.close()
+
+    def _receive(self, until: float | None) -> Frame:
+        while True:
+            limit = self._frame_timeout
+            timeout = limit if until is None else max(0.0, until - time.monotonic())
+            try:
+                return self._lane.receive(timeout)
+            except LaneTimeoutError:
+                knob = "split.frame-timeout" if until is None else "round-timeout"
+                raise LaneTimeoutError(
+                    f"the block server sent nothing for {timeout:.0f} s ({knob})"
+                ) from None
+            except LaneCutError as error:
+                if self._reconnect is None or not isinstance(self._lane, LastingLane):
+                    raise
+                self._go_on(self._lane, self._reconnect, error)
+
+    def _go_on(
+        self, lasting: LastingLane, reconnect: Callable[[Lane], Lane], cut: LaneCutError
+    ) -> None:
+        """Open another lane, and go on over it with what did not arrive."""
+        while True:
+            try:
+                lane = reconnect(lasting.present)
+            except LaneError as error:
+                raise LaneCutError(f"{cut}, and could not be taken up again: {error}") from error
+            with suppress(LaneCutError):  # again
+                lasting.ask(lane, self._frame_timeout)
+                return

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -83,6 +84,18 @@ def early_end(self, model):
     model.lanes[-1].send(Kind.END)
 
 
+def unseen(self, model):
+    """Go on and on, and never say to have an answer."""
+    self.join(model)
+    tensors = {"gradient": torch.zeros(2, 8, 32)}
+    with suppress(LaneError):
+        for index in range(9):
+            self.send_hidden(model, index, micro_batches=9, step_targets=99)
+            model.lanes[-1].receive(30)
+            model.lanes[-1].send(Kind.GRADIENT, 0, index, tensors)
+            model.lanes[-1].receive(30)
+
+
 def no_lengths(self, model):
     self.join(model)
     model.lanes[-1].send(Kind.HIDDEN, 0, 0, {"hidden": self.hidden}, {"targets": 1})
@@ -95,6 +108,7 @@ REFUSED = {
     "twice": (twice, "in the place of 1"),
     "no targets": (lambda s, m: (s.join(m), s.send_hidden(m, targets=0)), "more than its step"),
     "too large": (larger, "18 padded tokens came"),
+    "without a word of what came": (unseen, "frames went out, and were not seen"),
     "beyond its credits": (beyond_credits, "under way"),
     "a gradient of nothing": (lambda s, m: (s.join(m), s.gradient(m)), "wrong place"),
     "a gradient of another shape": (odd_gradient, "shape"),
