@@ -255,7 +255,7 @@ class SplitSettings(Section):
     resume_timeout: PositiveFloat = Field(
         30.0,
         description="Seconds within which a lane that was cut in a round of training can be taken "
-        "up again; with `client-batch` it can't, and the others go on.",
+        "up again; with `client-batch` the others wait no longer than `gather-timeout` for it.",
     )
     frame_timeout: PositiveFloat = Field(
         300.0, description="Seconds that client and server wait for each other within a step."

@@ -4,7 +4,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
 from split.branch import Branch, State
@@ -263,11 +263,12 @@ class BlockServer:
                 self._open.discard(session)
                 self._changed.notify_all()
 
-    def _expect_again(self, session: TrainingSession, lane: Lane) -> None:
-        """Let the client of a lane that was cut open another one with what both have of it."""
+    def _expect_again(self, session: TrainingSession, lanes: Sequence[Lane]) -> None:
+        """Let the client of lanes that were cut open another one with what both have of one."""
         with self._changed:
-            self._cut[lane.identity] = session
-        self._tickets.register(lane.resumption, lane.identity, self._split.resume_timeout)
+            self._cut[lanes[-1].identity] = session
+        for lane in lanes:
+            self._tickets.register(lane.resumption, lane.identity, self._split.resume_timeout)
 
     def _session(self, lane: Lane, grant: int | Models) -> TrainingSession | EvaluationSession:
         if isinstance(grant, int):

@@ -1,8 +1,6 @@
 """The stages of a step when the middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +10,10 @@ from finetuning.data.batching import MicroBatch
 from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.whole_model import add_target_gradient, target_loss
 from split.branch import load_state
+from split.client_lane import ClientLane
 from split.frames import Frame, Kind, Value
 from split.generation import Generation
 from split.lane import Lane
-from split.lane_errors import LaneCutError, LaneError, LaneTimeoutError
 from split.parts import Padding, Part
 
 
@@ -53,10 +51,6 @@ class SplitModel:
         deadline: until when to wait for room at the server, on ``time.monotonic``'s clock.
         reconnect: opens another lane when one is cut in a round of training; None lets it end.
 
-    Attributes:
-        seconds_waiting: for the server's frames.
-        lanes: all there have been; the last one is the present one.
-
     """
 
     def __init__(
@@ -71,16 +65,22 @@ class SplitModel:
         self._head = head
         self._tail = tail
         self._output_head = tail.output_head
-        self._lane = lane
-        self.lanes = [lane]
-        self._reconnect = reconnect
-        self._present: tuple[Sequence[MicroBatch], int] = ((), 0)
-        self._frame_timeout = frame_timeout
+        self._lane = ClientLane(lane, frame_timeout, reconnect)
         self._deadline = deadline
         self._credits = 1
         self._step = 0
-        self._round: ClientRound | None = None
-        self.seconds_waiting = 0.0
+        self._average_every = 0
+        self._until = 0.0  # when the round is over
+
+    @property
+    def seconds_waiting(self) -> float:
+        """How long this waited for the server's frames."""
+        return self._lane.seconds_waiting
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """All lanes there have been; the last one is the present one."""
+        return self._lane.lanes
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -94,8 +94,9 @@ class SplitModel:
 
     def join(self, place: ClientRound) -> None:
         """Begin a round of training."""
-        self._round = place
         self._step = 0
+        self._average_every, self._until = place.average_every, place.deadline
+        self._lane.outlast_cuts()
         self._lane.send(
             Kind.JOIN,
             fields={
@@ -107,7 +108,7 @@ class SplitModel:
             },
         )
         # Others may have to join first, and the server has a limit of its own for that.
-        self._credits = int(self._receive(Kind.WELCOME, place.deadline).fields["credits"])
+        self._credits = int(self._lane.receive(Kind.WELCOME, place.deadline).fields["credits"])
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Choose which model the next ``summed_losses`` are of.
@@ -122,7 +123,7 @@ class SplitModel:
         if adapters is not None:
             load_state(self.parameters, adapters)
         self._lane.send(Kind.JOIN, fields={"model": model})
-        self._credits = int(self._receive(Kind.WELCOME).fields["credits"])
+        self._credits = int(self._lane.receive(Kind.WELCOME).fields["credits"])
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Add the gradient of a step's loss to the ``.grad`` of head and tail, and at the server.
@@ -139,16 +140,6 @@ class SplitModel:
 
         """
         self._average_if_due()
-        self._present = (batches, seed)
-        while True:
-            try:
-                return self._accumulate(batches, seed)
-            except LaneCutError as error:
-                self._resume(error)
-                self._forget_gradients()
-
-    def _accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
-        """Do what ``accumulate`` says, as long as the lane lasts."""
         targets = sum(len(batch.labels) for batch in batches)
         wants_gradient = bool(self._head.trainable())
         sent: dict[int, torch.Tensor] = {}
@@ -203,16 +194,8 @@ class SplitModel:
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         squared = sum(float(gradient.square().sum(dtype=torch.float64)) for gradient in gradients)
-        try:
-            self._lane.send(Kind.STEP, self._step, fields={"squared_norm": float(squared)})
-            fields: Mapping[str, Value] = self._receive(Kind.STEP).fields
-        except LaneCutError as error:
-            fields = self._resume(error)
-            if fields["step"] == self._step:  # the server hasn't taken the step, and dropped it
-                self._forget_gradients()
-                with torch.enable_grad():
-                    self.accumulate(*self._present)
-                return self.clip(maximum)
+        self._lane.send(Kind.STEP, self._step, fields={"squared_norm": float(squared)})
+        fields = self._lane.receive(Kind.STEP).fields
         if maximum:
             for gradient in gradients:
                 gradient.mul_(float(fields["factor"]))
@@ -249,7 +232,7 @@ class SplitModel:
     def end(self) -> None:
         """End the round, or the evaluation, and wait until the server has taken note of it."""
         self._lane.send(Kind.END)
-        self._receive(Kind.END)
+        self._lane.receive(Kind.END)
         self._lane.close()
 
     def _set_up(self, training: bool) -> None:
@@ -275,7 +258,7 @@ class SplitModel:
         tensors = {"hidden": hidden, "lengths": lengths}
         self._lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
         # Others' generations may have to end before there is room for this one.
-        return self._receive(Kind.HIDDEN, None if index else self._deadline).tensors["hidden"]
+        return self._lane.receive(Kind.HIDDEN, None if index else self._deadline).tensors["hidden"]
 
     def _pipeline(
         self, count: int, forward: Callable[[int], object], answer: Callable[[Frame], bool]
@@ -294,65 +277,15 @@ class SplitModel:
                 forward(begun)
                 begun += 1
             else:
-                ended += answer(self._receive(Kind.HIDDEN, also=Kind.GRADIENT))
-
-    def _resume(self, error: LaneCutError) -> Mapping[str, Value]:
-        """Open another lane, and go on from the last step that was finished.
-
-        Returns:
-            The server's ``step``, and its answer to the one before.
-
-        Raises:
-            LaneError: the lane that was cut can't be taken up again.
-
-        """
-        if self._reconnect is None or self._round is None:
-            raise error
-        while True:
-            self._lane = self._reconnect(self._lane)
-            self.lanes.append(self._lane)
-            with suppress(LaneCutError):  # cut again
-                self._lane.send(Kind.JOIN, fields={"resume": self._step})
-                return self._receive(Kind.WELCOME, self._round.deadline).fields
-
-    def _forget_gradients(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
+                ended += answer(self._lane.receive(Kind.HIDDEN, also=Kind.GRADIENT))
 
     def _average_if_due(self) -> None:
         """Between two steps take over the average of all clients' adapters, where that is due."""
-        place = self._round
-        if place is None or not place.average_every or not self._step:
-            return
-        if self._step % place.average_every == 0:
+        if self._average_every and self._step and self._step % self._average_every == 0:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
             self._lane.send(Kind.AVERAGE, self._step, tensors=own)
             # The others may be far behind; each of them has its own limits.
-            load_state(self.parameters, self._receive(Kind.AVERAGE, place.deadline).tensors)
-
-    def _receive(self, kind: Kind, until: float | None = None, also: Kind | None = None) -> Frame:
-        """Wait for a frame of a kind.
-
-        Args:
-            kind: what is due.
-            until: when to stop waiting, on ``time.monotonic``'s clock; None is ``frame_timeout``.
-            also: another kind that may come.
-
-        """
-        started = time.monotonic()
-        timeout = self._frame_timeout if until is None else max(0.0, until - started)
-        try:
-            frame = self._lane.receive(timeout)
-        except LaneTimeoutError:
-            knob = "split.frame-timeout" if until is None else "round-timeout"
-            raise LaneTimeoutError(
-                f"the block server sent nothing for {timeout:.0f} s ({knob})"
-            ) from None
-        finally:
-            self.seconds_waiting += time.monotonic() - started
-        if frame.kind not in (kind, also):
-            raise LaneError(f"the server sent a frame {frame.kind.name} where {kind.name} is due")
-        return frame
+            load_state(self.parameters, self._lane.receive(Kind.AVERAGE, self._until).tensors)
 
 
 def _padding(batch: MicroBatch) -> Padding:

@@ -21,6 +21,7 @@ SCALE = ".scale"
 _LONGEST_NAME = 256
 _LONGEST_TEXT = 4096
 _MOST_DIMENSIONS = 8
+_ALIGNED = 64
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 _TORCH_TYPES = {
@@ -108,7 +109,9 @@ def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
     if frame.fields:
         content[_METADATA] = {name: json.dumps(value) for name, value in frame.fields.items()}
     text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    # Products round differently by where their factors begin, which no number among the fields may
+    # change: what is sent again after a cut would be computed otherwise.
+    text += b" " * (-(len(text) + _LENGTH.size) % (_ALIGNED if entries else 8))
     if len(text) > LONGEST_DESCRIPTION:
         raise FrameError(f"a frame with {len(entries)} tensors has too long a description")
     text = _LENGTH.pack(len(text)) + text

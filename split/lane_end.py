@@ -123,6 +123,11 @@ class Lane:
             seconds_waiting=self._seconds_waiting,
         )
 
+    def check(self) -> None:
+        """Raise the error that the lane has ended with, if it has."""
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
     def send(
         self,
         kind: Kind,
@@ -148,8 +153,7 @@ class Lane:
         frame = Frame(kind, step, micro_batch, dict(tensors or {}), dict(fields or {}))
         outgoing = Outgoing(frame, self.limits)
         with self._changed:
-            if self._error is not None:
-                raise self._error.with_traceback(None)
+            self.check()
             self._outgoing.append(outgoing)
             self._changed.notify_all()
 
@@ -173,8 +177,7 @@ class Lane:
             if self._incoming:
                 self._changed.notify_all()
                 return self._incoming.popleft()
-            if self._error is not None:
-                raise self._error.with_traceback(None)
+            self.check()
         raise LaneTimeoutError(f"the other side sent nothing for {timeout:.1f} s")
 
     def close(self, error: str | None = None) -> None:

@@ -1,6 +1,5 @@
 """A lane's seat at the body: what becomes of a client's frames that the protocol lets pass."""
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +9,6 @@ from finetuning.randomness import derive_seed
 from split.branch import Branch, Graph
 from split.compute import Urgency
 from split.frames import Kind
-from split.lane_errors import LaneError
 from split.parts import Padding
 from split.session import Session
 
@@ -94,10 +92,6 @@ class Seat(Protocol):
         """Say whether it is not the client's turn to send something."""
         ...
 
-    def rewind(self) -> bool:
-        """Go back to the end of the last finished step; give whether that can be done here."""
-        ...
-
     def leave(self) -> None:
         """Leave nothing of an unfinished step."""
         ...
@@ -154,11 +148,8 @@ class Alone:
 
         def take_step() -> None:
             factor, norm = self._branch.clip(squared_norm)
-            self._session.last_answer = {"factor": factor, "norm": norm}
-            # The client has its answer before the optimizer's work begins. If it doesn't get it,
-            # it asks for it when it has taken the lane up again.
-            with suppress(LaneError):
-                self._session.lane.send(Kind.STEP, step, fields=self._session.last_answer)
+            # The client has its answer before the optimizer's work begins.
+            self._session.lane.send(Kind.STEP, step, fields={"factor": factor, "norm": norm})
             self._branch.step(self._place.first_step + step, self._place.total_steps)
             self._session.account.steps += 1
 
@@ -167,11 +158,6 @@ class Alone:
     def waits(self) -> bool:
         """Say that it is: the session knows of the jobs that wait."""
         return False
-
-    def rewind(self) -> bool:
-        """Drop the activations and gradients of a step that was not finished."""
-        self.leave()
-        return True
 
     def leave(self) -> None:
         """Drop the activations and gradients of a step that was not finished."""

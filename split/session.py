@@ -12,6 +12,7 @@ from split.compute import ComputeThread, Job, Urgency
 from split.frames import Frame, Kind
 from split.lane import Lane
 from split.lane_errors import LaneError, LaneTimeoutError
+from split.lasting_lane import LastingLane
 from split.parts import Padding
 
 POLL_SECONDS = 1.0
@@ -70,38 +71,32 @@ class Session:
 
     Attributes:
         account: what it did and what it cost.
-        lane: the present one.
+        lane: to the client.
         compute: runs its jobs.
         answered: micro-batches of the present step that were answered.
-        last_answer: to the last step that was finished.
         over: set when it has ended.
 
     """
 
     def __init__(
-        self, lane: Lane, purpose: str, compute: ComputeThread, frame_timeout: float
+        self, lane: Lane | LastingLane, purpose: str, compute: ComputeThread, frame_timeout: float
     ) -> None:
         self.account = Account(lane.identity.node, purpose)
         self.lane = lane
         self.compute = compute
         self.answered = 0
-        self.last_answer: dict[str, float] = {}
         self._frame_timeout = frame_timeout
         self.over = threading.Event()
-        self._counted: Lane | None = None
         self._owed = 0
         self._lock = threading.Lock()
 
     def count_traffic(self) -> None:
-        """Add what the present lane has carried to the account, once."""
-        if self._counted is self.lane:
-            return
-        self._counted = self.lane
+        """Put what the lane has carried into the account."""
         traffic = self.lane.traffic
-        self.account.bytes_up += traffic.bytes_up
-        self.account.bytes_down += traffic.bytes_down
-        self.account.seconds_crypto += traffic.seconds_crypto
-        self.account.seconds_serialisation += traffic.seconds_serialisation
+        self.account.bytes_up = traffic.bytes_up
+        self.account.bytes_down = traffic.bytes_down
+        self.account.seconds_crypto = traffic.seconds_crypto
+        self.account.seconds_serialisation = traffic.seconds_serialisation
 
     def failed(self, error: BaseException) -> None:
         """End the lane: one of its jobs raised."""
@@ -110,11 +105,6 @@ class Session:
         # That the lane has ended, its own thread finds out.
         if not isinstance(error, LaneError):
             self.give_up(f"{type(error).__name__}: {error}")
-
-    def forget_owed(self) -> None:
-        """Take note that none of this session's jobs waits any more."""
-        with self._lock:
-            self._owed = 0
 
     def put(self, urgency: Urgency, work: Callable[[], None], tokens: int = 0) -> None:
         """Queue a job whose activations take so many tokens of the budget, and note its times."""

@@ -102,6 +102,8 @@ class TicketBook:
     def register(self, ticket: Ticket, identity: Identity, lifetime: float) -> None:
         """Accept a ticket that both sides derived: a lane's resumption, for reconnecting.
 
+        One that was used may be accepted again: it may be that the client didn't get the lane.
+
         Args:
             ticket: the lane's ``resumption``.
             identity: the lane's ``identity``.
@@ -111,7 +113,10 @@ class TicketBook:
         now = self._clock()
         with self._lock:
             self._forget(now)
-            self._entries[ticket.identifier] = _Entry(identity, ticket.secret, now + lifetime)
+            entry = _Entry(identity, ticket.secret, now + lifetime)
+            if ticket.identifier in self._entries:
+                entry.hellos = self._entries[ticket.identifier].hellos
+            self._entries[ticket.identifier] = entry
 
     def find(self, identifier: bytes) -> tuple[Ticket, Identity]:
         """Look a ticket up that has been presented; it isn't spent by that.
@@ -153,7 +158,6 @@ class TicketBook:
             entry = self._valid(identifier)
             entry.used = True
             entry.secret = bytes(SECRET_BYTES)  # nobody needs it again
-            entry.hellos.clear()
 
     def _valid(self, identifier: bytes) -> _Entry:
         entry = self._entries.get(identifier)

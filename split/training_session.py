@@ -1,16 +1,19 @@
 """One client's round of training at the block server: what it may send when."""
 
 import queue
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
+from split.branch import State
 from split.compute import ComputeThread
 from split.frames import Frame, Kind
 from split.lane import Lane
-from split.lane_errors import LaneCutError
+from split.lane_errors import LaneCutError, LaneError
+from split.lasting_lane import LastingLane
 from split.schedules.schedule import Schedule
 from split.seat import Hidden, Place, Seat
 from split.session import (
@@ -24,6 +27,9 @@ from split.session import (
 
 # Squared; so that a sum over all clients is still a finite number.
 _LARGEST_NORM = 1e30
+# Frames other than those of micro-batches that a client may not have, when it sends something.
+_MOST_OTHERS = 4
+_LANES_IN_DOUBT = 8
 
 
 @dataclass(frozen=True)
@@ -83,14 +89,13 @@ class TrainingSession(Session):
         terms: Terms,
         frame_timeout: float,
         resume_timeout: float,
-        expect_again: "Callable[[TrainingSession, Lane], None]",
+        expect_again: "Callable[[TrainingSession, Sequence[Lane]], None]",
     ) -> None:
-        super().__init__(lane, "train", compute, frame_timeout)
+        self._lasting = LastingLane(lane)
+        super().__init__(self._lasting, "train", compute, frame_timeout)
         self._resume_timeout = resume_timeout
         self._expect_again = expect_again
-        self._lanes: queue.Queue[Lane | None] = queue.Queue()
-        self._cut = LaneCutError()
-        self._is_resumed = False
+        self._lanes: queue.Queue[Lane | str] = queue.Queue()
         self._seed = seed
         self._schedule = schedule
         self._terms = terms
@@ -127,16 +132,19 @@ class TrainingSession(Session):
         self._joined, finished = True, False
         try:
             self.lane.send(Kind.WELCOME, fields={"credits": self._credits})
-            while not self._serve_lane():
-                self._await_lane()
+            while (frame := self.receive()).kind is not Kind.END:
+                self._take(frame)
             self._settle()
             finished = not self._shapes and self._step == self._steps and not super().waits()
             if not finished:
                 raise ProtocolError(f"the round ended in step {self._step} of {self._steps}")
             self.lane.send(Kind.END)
         finally:
+            self._joined = False
             self._seat.leave()
             self._schedule.leave(self.account.client, finished)
+        with suppress(LaneError):  # until the client has the end
+            self.receive()
 
     def continue_on(self, lane: Lane) -> None:
         """Take up a round whose lane was cut; returns when the lane is of no more use."""
@@ -147,61 +155,48 @@ class TrainingSession(Session):
     def abandon(self, reason: str) -> None:
         """End the lane from another thread, or the wait for one."""
         super().abandon(reason)
-        self._lanes.put(None)
+        self._lanes.put(reason)
 
-    def _serve_lane(self) -> bool:
-        """Answer frames until the client ends its round; give False if the lane is cut before."""
-        try:
-            if self._is_resumed:
-                self._welcome_again()
-            while (frame := self.receive()).kind is not Kind.END:
-                self._take(frame)
-        except LaneCutError as error:
-            if not self._seat.rewind():
-                raise
-            self._cut = error
-            return False
-        return True
+    def give_up(self, reason: str) -> None:
+        """End the lane, or the wait for one, and say why."""
+        super().give_up(reason)
+        self._lanes.put(reason)
 
-    def _await_lane(self) -> None:
-        """Wait until the client has opened another lane.
+    def receive(self) -> Frame:
+        """Wait for the client's next frame, over another lane if this one is cut.
 
         Raises:
-            LaneCutError: it hasn't in time.
+            LaneError: the lane broke and was not taken up again in time, or the client was silent
+                for too long.
 
         """
-        self.count_traffic()
-        self._step = self.account.steps
-        self._returned = self.answered = 0
-        self._shapes.clear()
-        self.forget_owed()
-        self._expect_again(self, self.lane)
-        lane = None
-        with suppress(queue.Empty):
-            lane = self._lanes.get(timeout=self._resume_timeout)
-        if lane is None:
-            raise LaneCutError(
-                f"{self._cut}, and was not taken up again within {self._resume_timeout:g} s "
-                "(split.resume-timeout)"
-            )
-        self.lane = lane
-        self._is_resumed = True
-        self.account.resumed += 1
+        while True:
+            try:
+                return super().receive()
+            except LaneCutError as error:
+                self._go_on(error)
 
-    def _welcome_again(self) -> None:
-        """Find out how far the client is, and tell it how far the server is.
+    def _go_on(self, cut: LaneCutError) -> None:
+        """Let the client open another lane, and go on over it with what did not arrive.
 
         Raises:
-            ProtocolError: it is elsewhere than a cut can have left it.
+            LaneError: it hasn't in time, or doesn't say rightly how many frames it has.
 
         """
-        self._is_resumed = False
-        join = self.receive()
-        client_step = whole_number(join, "resume")
-        if join.kind is not Kind.JOIN or self._step - client_step not in {0, 1}:
-            raise ProtocolError(f"step {client_step} was to go on, and {self._step} is due")
-        fields = {"credits": self._credits, "step": self._step, **self.last_answer}
-        self.lane.send(Kind.WELCOME, fields=fields)
+        end = time.monotonic() + self._resume_timeout
+        while True:
+            # The client may not know of the last ones: they were cut before it had an answer.
+            self._expect_again(self, self._lasting.lanes[-_LANES_IN_DOUBT:])
+            late = f"was not taken up again within {self._resume_timeout:g} s"
+            lane: Lane | str = f"{late} (split.resume-timeout)"
+            with suppress(queue.Empty):
+                lane = self._lanes.get(timeout=max(0.0, end - time.monotonic()))
+            if isinstance(lane, str):
+                raise LaneCutError(f"{cut}, and {lane}")
+            with suppress(LaneCutError):  # again
+                self._lasting.accept(lane, self._resume_timeout)
+                self.account.resumed += 1
+                return
 
     def waits(self) -> bool:
         """Say whether it is not the client's turn to send something."""
@@ -217,6 +212,8 @@ class TrainingSession(Session):
         self.compute.call(lambda: None)
 
     def _take(self, frame: Frame) -> None:
+        if self._lasting.unseen > 2 * self._credits + _MOST_OTHERS:
+            raise ProtocolError(f"{self._lasting.unseen} frames went out, and were not seen")
         if frame.step != self._step:
             raise ProtocolError(f"step {frame.step} came in step {self._step}")
         if frame.kind is Kind.HIDDEN:
@@ -229,10 +226,18 @@ class TrainingSession(Session):
             if self._shapes:
                 raise ProtocolError("an average was asked for within a step")
             self._settle()
-            average = self._schedule.average(self, frame.step, dict(frame.tensors))
+            average = self._average(frame)
             self.lane.send(Kind.AVERAGE, frame.step, tensors=average)
         else:
             raise ProtocolError(f"a frame {frame.kind.name} came in a round of training")
+
+    def _average(self, frame: Frame) -> State:
+        own = dict(frame.tensors)
+        while True:
+            try:
+                return self._schedule.average(self, frame.step, own)
+            except LaneCutError as error:
+                self._go_on(error)
 
     def _take_hidden(self, frame: Frame) -> None:
         index = frame.micro_batch

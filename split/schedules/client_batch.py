@@ -103,10 +103,6 @@ class Stacking:
         self._stack.leave_stragglers_behind()
         return self._stack.waits(self._member)
 
-    def rewind(self) -> bool:
-        """Say that it can't be done: the others have gone on."""
-        return False
-
     def leave(self) -> None:
         """Leave the stack."""
         self._stack.remove(self._member)

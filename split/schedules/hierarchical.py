@@ -110,6 +110,9 @@ class Hierarchical:
     def average(self, session: Session, step: int, own: State) -> State:
         """Average all parties' adapters over the clients that train beyond this step.
 
+        If the lane is cut meanwhile, this client's adapters count, and this may be called again
+        with the same for the average.
+
         Args:
             session: of a client's lane.
             step: how many steps of the round are done.
@@ -120,25 +123,16 @@ class Hierarchical:
 
         Raises:
             RuntimeError: no average is due for this client, its adapters are not those of head and
-                tail, or its lane ended.
+                tail.
+            LaneError: its lane ended.
 
         """
         client = session.account.client
         with self._changed:
-            if not self._average_every or step != self._due[client] or step >= self._steps[client]:
-                raise RuntimeError(
-                    f"{client} asked for an average after step {step}, which is not due "
-                    f"(split.average-every = {self._average_every})"
-                )
-            odd = {n for n in own.keys() | self._ends.keys() if not _alike(n, own, self._ends)}
-            if odd:
-                raise RuntimeError(f"{client} sent {min(odd)} otherwise than the adapters have it")
-            self._due[client] += self._average_every
-            self._gathered.setdefault(step, {})[client] = own
-            self._changed.notify_all()
+            if client not in self._averages and client not in self._gathered.get(step, {}):
+                self._hand_in(client, step, own)
             while client not in self._averages and not self._all_at(step):
-                if session.lane.ended:
-                    raise RuntimeError(f"{client}'s lane ended while it waited for the others")
+                session.lane.check()
                 self._changed.wait(_POLL_SECONDS)
             if client not in self._averages:
                 gathered = self._gathered.pop(step)
@@ -167,6 +161,19 @@ class Hierarchical:
             if name not in self._branches:
                 self._branches[name] = self._make_branch()
             self._branches[name].load_optimizer(state)
+
+    def _hand_in(self, client: str, step: int, own: State) -> None:
+        if not self._average_every or step != self._due[client] or step >= self._steps[client]:
+            raise RuntimeError(
+                f"{client} asked for an average after step {step}, which is not due "
+                f"(split.average-every = {self._average_every})"
+            )
+        odd = {n for n in own.keys() | self._ends.keys() if not _alike(n, own, self._ends)}
+        if odd:
+            raise RuntimeError(f"{client} sent {min(odd)} otherwise than the adapters have it")
+        self._due[client] += self._average_every
+        self._gathered.setdefault(step, {})[client] = own
+        self._changed.notify_all()
 
     def _all_at(self, step: int) -> bool:
         expected = {name for name, steps in self._steps.items() if steps > step}

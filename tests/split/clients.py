@@ -275,7 +275,7 @@ def stop_after(step: int, count: int, how: str):
     """Give what makes a client go away: after so many finished micro-batches of a step."""
 
     def disturb(model) -> None:
-        lane, receive = model._lane, model._lane.receive
+        lane, receive = model.lanes[-1], model.lanes[-1].receive
         ended, join, joined = [0], model.join, []
 
         def joining(place):
@@ -308,4 +308,4 @@ def send_texts(model, rows=3, columns=11, new_tokens=12, index=0, side="left") -
     """Send what belongs to a generation, whether it may be sent or not."""
     tensors = {"hidden": torch.zeros(rows, columns, 32), "lengths": torch.full((rows,), columns)}
     fields = {"side": side} | ({} if new_tokens is None else {"new_tokens": new_tokens})
-    model._lane.send(Kind.HIDDEN, 0, index, tensors, fields)
+    model.lanes[-1].send(Kind.HIDDEN, 0, index, tensors, fields)

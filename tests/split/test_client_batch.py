@@ -137,7 +137,7 @@ def test_the_stack_equals_copies_of_head_and_tail_around_one_body(base, beginnin
 def test_a_client_that_goes_away_leaves_what_it_finished(base, beginning, place, how):
     step, count = place
     steps = dict.fromkeys(SIZES, 6)
-    split = split_settings(schedule="client-batch", window=1)
+    split = split_settings(schedule="client-batch", window=1, resume_timeout=0.5)
     clients = [Client(name, base, split) for name in SIZES]
     with serving(base, beginning, split) as server:
         server.begin_round(SIZES, 0)
@@ -165,7 +165,7 @@ def test_a_client_that_hangs_is_left_behind(base, beginning):
     blocked = []
 
     def hang(model) -> None:
-        receive = model._lane.receive
+        receive = model.lanes[-1].receive
 
         def receiving(timeout):
             frame = receive(timeout)
@@ -175,7 +175,7 @@ def test_a_client_that_hangs_is_left_behind(base, beginning):
                     receive(60.0)
             return frame
 
-        model._lane.receive = receiving
+        model.lanes[-1].receive = receiving
 
     with serving(base, beginning, split) as server:
         server.begin_round(SIZES, 0)

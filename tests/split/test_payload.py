@@ -125,6 +125,15 @@ def test_a_scale_out_of_range_is_refused_at_the_receiver(number):
         unpack(content, Kind.HIDDEN, limits("int8"))
 
 
+@pytest.mark.parametrize("seen", [1, 10**3, 10**9, 10**12])
+def test_fields_do_not_move_the_numbers(seen):
+    """By where in memory they begin, products of the same numbers come out otherwise."""
+    frame = hidden_frame(tokens())
+    frame.fields["seen"] = seen
+    content = pack(frame, limits())
+    assert (8 + struct.unpack_from("<Q", content)[0]) % 64 == 0
+
+
 def test_adapters_travel_as_they_are():
     sent = {
         "layers.0.lora_A.weight": torch.randn(4, 16),

@@ -1,7 +1,5 @@
 """Training through lanes equals training in one process: every loss, every final weight."""
 
-import time
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ from finetuning.evaluation import held_out_loss
 from finetuning.optimization import make_optimizer
 from finetuning.training import Round, train_round
 from split.adapters import join_adapters, take_apart
-from split.frames import Kind
 from split.lane_errors import LaneError
 from split.partition import cut_of
 from tests.split.clients import (
@@ -232,75 +229,3 @@ def test_too_few_who_average_are_told_what_to_do(base, beginning):
             with pytest.raises(LaneError, match="client-resources-num-cpus"):
                 Client(name, base, split).train(server, beginning, 5)
         assert len(server.finish_lanes()) == 3
-
-
-def cut_at(places):
-    """Give what cuts the network under a lane: (step, kind of the frame that just went) each."""
-    left = list(places)
-
-    def disturb(model) -> None:
-        def watch(lane) -> None:
-            send = lane.send
-
-            def sending(kind, step=0, micro_batch=0, tensors=None, fields=None):
-                send(kind, step, micro_batch, tensors, fields)
-                if left and (step, kind) == left[0]:
-                    left.pop(0)
-                    if kind is Kind.STEP:
-                        time.sleep(0.3)  # so that the server takes the step, and nobody is told
-                    lane._release()
-
-            lane.send = sending
-
-        reconnect = model._reconnect
-
-        def reconnecting(cut):
-            lane = reconnect(cut)
-            watch(lane)
-            return lane
-
-        watch(model._lane)
-        model._reconnect = reconnecting
-
-    return disturb
-
-
-@pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
-def test_a_lane_that_is_cut_goes_on_from_the_last_finished_step(base, beginning, schedule):
-    split = split_settings(schedule=schedule)
-    places = [
-        (0, Kind.HIDDEN),
-        (2, Kind.GRADIENT),
-        (2, Kind.STEP),
-        (4, Kind.STEP),
-        (5, Kind.HIDDEN),
-    ]
-    results = []
-    for disturb in (lambda model: None, cut_at(places)):
-        with serving(base, beginning, split) as server:
-            server.begin_round({"alpha": 9}, 0)
-            client = Client("alpha", base, split)
-            ends = client.train(server, beginning, 7, disturb=disturb)
-            (account,) = server.finish_lanes()
-            results.append((client.losses, ends | server.end_round({"alpha": 9})))
-        assert (account.steps, account.error) == (7, "")
-    assert account.resumed == len(places)
-    (losses, state), (others, other) = results
-    assert losses == others
-    assert all(torch.equal(state[name], other[name]) for name in state)
-
-
-def test_a_lane_that_stays_cut_names_the_setting(base, beginning):
-    split = split_settings(resume_timeout=0.5)
-    with serving(base, beginning, split) as server:
-        server.begin_round({"alpha": 9}, 0)
-        disturbing = {"alpha": stop_after(1, 1, "cut")}
-        train_together(
-            [Client("alpha", base, split)], server, beginning, {"alpha": 5}, {}, disturbing
-        )
-        time.sleep(1.0)
-        (account,) = server.finish_lanes()
-        assert "split.resume-timeout" in account.error
-        body = server.end_round({})
-    assert all(torch.equal(value, beginning[name]) for name, value in body.items())
-    assert_nothing_is_left()
