@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from finetuning.data.batching import MicroBatch
+from finetuning.optimization import squared_norm
 from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.whole_model import add_target_gradient, target_loss
 from split.branch import load_state
@@ -196,10 +197,10 @@ class SplitModel:
 
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        squared = sum(float(gradient.square().sum(dtype=torch.float64)) for gradient in gradients)
+        fields: Mapping[str, Value] = {"squared_norm": squared_norm(gradients)}
         try:
-            self._lane.send(Kind.STEP, self._step, fields={"squared_norm": float(squared)})
-            fields: Mapping[str, Value] = self._receive(Kind.STEP).fields
+            self._lane.send(Kind.STEP, self._step, fields=fields)
+            fields = self._receive(Kind.STEP).fields
         except LaneCutError as error:
             fields = self._resume(error)
             if fields["step"] == self._step:  # the server hasn't taken the step, and dropped it

@@ -184,10 +184,10 @@ def peak():
 small, large = sys.argv[1:]
 results = []
 for parties in (["head", "tail"], ["body"]):
-    load_parts(ModelSettings(name=small), Path(small), Cut(4, 1, 1), parties, "cpu")
+    load_parts(ModelSettings(name=small), Path(small), Cut(4, 1, 1), parties, ["cpu"])
     Path("/proc/self/clear_refs").write_text("5")
     before = peak()
-    parts = load_parts(ModelSettings(name=large), Path(large), Cut(6, 1, 1), parties, "cpu")
+    parts = load_parts(ModelSettings(name=large), Path(large), Cut(6, 1, 1), parties, ["cpu"])
     storages = {
         p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
         for part in parts.values() for p in part.model.parameters()
