@@ -17,9 +17,17 @@ from typing import Any
 
 import torch
 
-from bench.split_job import LIFETIME, MODEL, SEED, Job, load_body, load_ends, open_lane, serving
-from finetuning.adapters import attach_adapter, load_adapter, trainable_parameters
-from finetuning.base_model import loading_arguments, prepare
+from bench.split_job import (
+    LIFETIME,
+    SEED,
+    Job,
+    load_body,
+    load_ends,
+    load_whole,
+    open_lane,
+    serving,
+)
+from finetuning.adapters import trainable_parameters
 from finetuning.data.batching import MicroBatch
 from finetuning.settings import SplitSettings
 from finetuning.training import Stages, train_round
@@ -139,19 +147,29 @@ class _Turns:
         return self._stages.clip(maximum)
 
     def finish(self) -> None:
+        _wait_for_gpus()
         self._link.send(self._loss)
 
 
-def train_whole(link: Connection, job: Job) -> None:
-    """Train the whole model, a step per message."""
-    from transformers import AutoModelForCausalLM
+def _wait_for_gpus() -> None:
+    """Wait until what is queued on the GPUs that this process uses is done."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for number in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(number)
 
-    model = AutoModelForCausalLM.from_pretrained(job.directory, **loading_arguments(MODEL, "cpu"))
-    prepare(model, MODEL)
-    peft_model = attach_adapter(model, job.adapter, str(job.directory))
-    load_adapter(peft_model, job.state())
+
+def _peak_gpu_memory() -> int:
+    """Give the most bytes that tensors took on GPUs since the process began."""
+    numbers = range(torch.cuda.device_count())
+    return sum(torch.cuda.max_memory_allocated(number) for number in numbers)
+
+
+def train_whole(link: Connection, job: Job) -> None:
+    """Train the whole model, a step per message; the last answer is the peak of GPU memory."""
+    peft_model = load_whole(job)
     _train(link, WholeModel(peft_model), trainable_parameters(peft_model), job)
     link.recv()
+    link.send(_peak_gpu_memory())
 
 
 def train_split(link: Connection, job: Job, split: SplitSettings) -> None:
@@ -199,6 +217,7 @@ def train_groups(link: Connection, groups: Sequence[Group]) -> None:
 
     Each client is a thread with parts of its own. A message lets all clients of a group take a
     step, and the answer is the mean of their losses; the first answer says that all have joined.
+    None asks for the peak of GPU memory.
     """
     links = [[_start(job, group.split) for job in group.jobs] for group in groups]
     for own, invitations in zip(links, link.recv(), strict=True):
@@ -208,10 +227,13 @@ def train_groups(link: Connection, groups: Sequence[Group]) -> None:
         _mean_loss(own)
     link.send(None)
     while True:
-        own = links[link.recv()]
-        for each in own:
+        number = link.recv()
+        if number is None:
+            link.send(_peak_gpu_memory())
+            continue
+        for each in links[number]:
             each.send(None)
-        link.send(_mean_loss(own))
+        link.send(_mean_loss(links[number]))
 
 
 def _start(job: Job, split: SplitSettings) -> Connection:
@@ -270,7 +292,7 @@ def serve_groups(link: Connection, groups: Sequence[Group]) -> None:
     """Serve groups of clients, each by a server of its own.
 
     The first message has the invitations of each. From then on each one names a group, and is
-    answered when all work of its server is done.
+    answered when all work of its server is done, or is None, for the peak of GPU memory.
     """
     with ExitStack() as stack:
         servers = [stack.enter_context(_serving_group(group)) for group in groups]
@@ -282,5 +304,10 @@ def serve_groups(link: Connection, groups: Sequence[Group]) -> None:
         )
         while True:
             number = link.recv()
-            servers[number].end_round(dict.fromkeys(groups[number].names, 1.0))
+            if number is None:
+                link.send(_peak_gpu_memory())
+                continue
+            # Goes through the queue, so that the optimizers' work is done when it answers.
+            servers[number].state_of(groups[number].names[0])
+            _wait_for_gpus()
             link.send(None)

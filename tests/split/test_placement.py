@@ -82,9 +82,12 @@ def test_odd_devices_are_refused(devices):
         SplitSettings(body_devices=devices)
 
 
-def load_body(directory, quantization="none", checkpointing=False):
+def load_body(directory, quantization="none", checkpointing=False, dtype="float32"):
     settings = ModelSettings(
-        name=str(directory), quantization=quantization, gradient_checkpointing=checkpointing
+        name=str(directory),
+        dtype=dtype,
+        quantization=quantization,
+        gradient_checkpointing=checkpointing,
     )
     return load_parts(settings, directory, Cut(6, 1, 1), ["body"], ["cpu"])["body"]
 
@@ -146,11 +149,15 @@ def test_a_dispatched_body_trains_as_one_that_is_not(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", ["none", "nf4", "int8"])
-def test_recomputing_changes_no_branch(random_checkpoint, quantization):
+def test_recomputing_changes_no_branch(random_checkpoint, quantization, dtype):
     directory = random_checkpoint(num_hidden_layers=6, hidden_size=64)
-    expected = train_branches(load_body(directory, quantization), DROPOUT)
-    recomputed = train_branches(load_body(directory, quantization, True), DROPOUT)
+    expected, recomputed = (
+        train_branches(load_body(directory, quantization, checkpointing, dtype), DROPOUT)
+        for checkpointing in (False, True)
+    )
+    assert expected[0].dtype == getattr(torch, dtype)
     for one, other in zip(expected, recomputed, strict=True):
         assert torch.equal(one, other)
 
