@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.schedules import check, groups_of, start
+from bench.split_groups import Group
 from bench.split_job import SEED, Job, Shape, random_examples
-from bench.split_processes import Group
 from bench.split_step import ADAPTER, WARM_UP, Side, summary
 from finetuning.settings import ModelSettings, SplitSettings, TrainSettings
 

@@ -34,8 +34,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench.split_groups import Group, serve_groups, train_groups
 from bench.split_job import SEED, Job, Shape, random_examples
-from bench.split_processes import Group, Worker, serve_groups, train_groups
+from bench.split_processes import Worker
 from bench.split_step import ADAPTER, WARM_UP, Side, start_whole, summary
 from finetuning.data.tokenization import Example
 from finetuning.settings import SplitSettings, TrainSettings

@@ -8,15 +8,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
-from multiprocessing import Pipe, get_context
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from threading import Thread
 from typing import Any
 
 import torch
 
+from bench.gpu_state import peak_gpu_memory, wait_for_gpus
 from bench.split_job import (
     LIFETIME,
     SEED,
@@ -32,7 +31,6 @@ from finetuning.data.batching import MicroBatch
 from finetuning.settings import SplitSettings
 from finetuning.training import Stages, train_round
 from finetuning.whole_model import WholeModel
-from split.block_server import BlockServer
 from split.partition import PartyName
 from split.parts import Part
 
@@ -147,21 +145,8 @@ class _Turns:
         return self._stages.clip(maximum)
 
     def finish(self) -> None:
-        _wait_for_gpus()
+        wait_for_gpus()
         self._link.send(self._loss)
-
-
-def _wait_for_gpus() -> None:
-    """Wait until what is queued on the GPUs that this process uses is done."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for number in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(number)
-
-
-def _peak_gpu_memory() -> int:
-    """Give the most bytes that tensors took on GPUs since the process began."""
-    numbers = range(torch.cuda.device_count())
-    return sum(torch.cuda.max_memory_allocated(number) for number in numbers)
 
 
 def train_whole(link: Connection, job: Job) -> None:
@@ -169,7 +154,7 @@ def train_whole(link: Connection, job: Job) -> None:
     peft_model = load_whole(job)
     _train(link, WholeModel(peft_model), trainable_parameters(peft_model), job)
     link.recv()
-    link.send(_peak_gpu_memory())
+    link.send(peak_gpu_memory())
 
 
 def train_split(link: Connection, job: Job, split: SplitSettings) -> None:
@@ -177,12 +162,13 @@ def train_split(link: Connection, job: Job, split: SplitSettings) -> None:
 
     Its last answer is what the client's round took, beside what the server knows.
     """
-    _train_ends(link, load_ends(job, split), job, split)
+    train_ends(link, load_ends(job, split), job, split)
 
 
-def _train_ends(
+def train_ends(
     link: Connection, ends: Mapping[PartyName, Part], job: Job, split: SplitSettings
 ) -> None:
+    """Train a head and a tail that are loaded; see ``train_split``."""
     model, lane = open_lane(ends, link.recv(), job, split)
     started = time.thread_time()
     _train(link, model, model.parameters, job)
@@ -191,76 +177,6 @@ def _train_ends(
     link.recv()
     waiting = model.seconds_waiting
     link.send(asdict(lane.traffic) | {"seconds_computing": computing, "seconds_waiting": waiting})
-
-
-@dataclass(frozen=True)
-class Group:
-    """Clients who train in one round of a server of their own.
-
-    Attributes:
-        jobs: of each client.
-        split: the server's and the clients' settings.
-
-    """
-
-    jobs: Sequence[Job]
-    split: SplitSettings
-
-    @property
-    def names(self) -> list[str]:
-        """The clients' names."""
-        return [f"client-{number}" for number in range(len(self.jobs))]
-
-
-def train_groups(link: Connection, groups: Sequence[Group]) -> None:
-    """Train groups of clients; the first message has their invitations, each other one a group.
-
-    Each client is a thread with parts of its own. A message lets all clients of a group take a
-    step, and the answer is the mean of their losses; the first answer says that all have joined.
-    None asks for the peak of GPU memory.
-    """
-    links = [[_start(job, group.split) for job in group.jobs] for group in groups]
-    for own, invitations in zip(links, link.recv(), strict=True):
-        for each, invitation in zip(own, invitations, strict=True):
-            each.send(invitation)
-    for own in links:
-        _mean_loss(own)
-    link.send(None)
-    while True:
-        number = link.recv()
-        if number is None:
-            link.send(_peak_gpu_memory())
-            continue
-        for each in links[number]:
-            each.send(None)
-        link.send(_mean_loss(links[number]))
-
-
-def _start(job: Job, split: SplitSettings) -> Connection:
-    """Start a client's thread, and give the end of a pipe to it."""
-    mine, other = Pipe()
-    arguments = (other, load_ends(job, split), job, split)
-    Thread(target=_in_thread, args=arguments, daemon=True).start()
-    return mine
-
-
-def _mean_loss(links: Sequence[Connection]) -> float:
-    losses = [each.recv() for each in links]
-    for loss in losses:
-        if isinstance(loss, Exception):
-            raise loss
-    return float(sum(losses) / len(losses))
-
-
-def _in_thread(
-    link: Connection, ends: Mapping[PartyName, Part], job: Job, split: SplitSettings
-) -> None:
-    try:
-        _train_ends(link, ends, job, split)
-    except (EOFError, BrokenPipeError):
-        pass  # nobody wants anything any more
-    except Exception as error:
-        link.send(error)
 
 
 def _train(
@@ -281,33 +197,3 @@ def serve(link: Connection, job: Job, split: SplitSettings) -> None:
             link.send(None)
         (account,) = server.finish_lanes()
         link.send(asdict(account))
-
-
-def _serving_group(group: Group) -> AbstractContextManager[BlockServer]:
-    job = group.jobs[0]
-    return serving(load_body(job, group.split), job, group.split, group.names)
-
-
-def serve_groups(link: Connection, groups: Sequence[Group]) -> None:
-    """Serve groups of clients, each by a server of its own.
-
-    The first message has the invitations of each. From then on each one names a group, and is
-    answered when all work of its server is done, or is None, for the peak of GPU memory.
-    """
-    with ExitStack() as stack:
-        servers = [stack.enter_context(_serving_group(group)) for group in groups]
-        link.send(
-            [
-                [server.invite_to_train(name, 1, SEED, LIFETIME) for name in group.names]
-                for server, group in zip(servers, groups, strict=True)
-            ]
-        )
-        while True:
-            number = link.recv()
-            if number is None:
-                link.send(_peak_gpu_memory())
-                continue
-            # Goes through the queue, so that the optimizers' work is done when it answers.
-            servers[number].state_of(groups[number].names[0])
-            _wait_for_gpus()
-            link.send(None)

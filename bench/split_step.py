@@ -57,6 +57,7 @@ class Side:
         target: the largest ratio that is aimed at.
         finish: gives the accounts of client and server; None where there is no lane.
         memory: after all steps, gives the peak of GPU memory of each process.
+        peaks: which it gave.
 
     """
 

@@ -8,7 +8,6 @@ import torch
 from finetuning.adapters import export_adapter, load_adapter, trainable_parameters
 from finetuning.evaluation import held_out_loss
 from finetuning.optimization import make_optimizer
-from finetuning.settings import ModelSettings
 from finetuning.training import Round, train_round
 from split.adapters import join_adapters, take_apart
 from split.frames import Kind
@@ -146,26 +145,6 @@ def test_a_window_changes_nothing_with_dropout_and_whatever_the_wire(base, begin
     (losses, state), (others, other) = results
     assert losses == others
     assert all(torch.equal(state[name], other[name]) for name in state)
-
-
-@pytest.mark.parametrize("schedule", ["client-batch", "hierarchical"])
-def test_recomputing_activations_changes_nothing(base, beginning, schedule):
-    adapter = ADAPTER.model_copy(update={"dropout": 0.3})
-    split, names, results = split_settings(schedule=schedule), ["alpha", "beta"], []
-    for checkpointing in (False, True):
-        model = ModelSettings(gradient_checkpointing=checkpointing)
-        with serving(base, beginning, split, adapter, minimum=2, model=model) as server:
-            server.begin_round(dict.fromkeys(names, 1.0), 0)
-            clients = [Client(name, base, split, adapter, model) for name in names]
-            ends = train_together(clients, server, beginning, dict.fromkeys(names, 4))
-            server.finish_lanes()
-            bodies = [server.state_of(name) for name in names]
-        losses = [client.losses for client in clients]
-        results.append((losses, [ends[name] for name in names], bodies))
-    (losses, ends, bodies), others = results[0], results[1]
-    assert losses == others[0]
-    for one, other in zip([*ends, *bodies], [*others[1], *others[2]], strict=True):
-        assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def test_a_split_model_measures_the_loss_of_the_whole(base, beginning):
