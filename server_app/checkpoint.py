@@ -31,6 +31,7 @@ _MAY_CHANGE = {
     "evaluate.max-new-tokens",
     "split.window",
     "split.activation-budget",
+    "split.body-devices",
     "split.listen",
     "split.advertise",
     "split.key-exchange",
