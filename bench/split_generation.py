@@ -27,10 +27,17 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.proxy import proxying
-from bench.split_job import LIFETIME, MODEL, SEED, Job, Shape, load_body, load_ends, random_examples
+from bench.split_job import (
+    LIFETIME,
+    SEED,
+    Job,
+    Shape,
+    load_body,
+    load_ends,
+    load_whole,
+    random_examples,
+)
 from bench.split_processes import Worker
-from finetuning.adapters import attach_adapter, load_adapter
-from finetuning.base_model import loading_arguments, prepare
 from finetuning.evaluation import Answering
 from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
 from finetuning.whole_model import WholeModel
@@ -62,17 +69,6 @@ def serve_texts(link: Connection, job: Job, split: SplitSettings) -> None:
         link.recv()
     finally:
         server.stop()
-
-
-def load_whole(job: Job) -> WholeModel:
-    """Load the whole model with the adapter."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(job.directory, **loading_arguments(MODEL, "cpu"))
-    prepare(model, MODEL)
-    peft_model = attach_adapter(model, job.adapter, str(job.directory))
-    load_adapter(peft_model, job.state())
-    return WholeModel(peft_model)
 
 
 @contextmanager
@@ -174,7 +170,7 @@ def main() -> None:
         line = stack.enter_context(proxying(far.address, _DELAY, _GIGABITS))
         ends = load_ends(job, split)
         sides: dict[str, Answering] = {
-            "whole model": load_whole(job),
+            "whole model": WholeModel(load_whole(job)),
             "split": stack.enter_context(lane_to(near, ends, split)),
             "split, 20 ms each way": stack.enter_context(
                 lane_to(replace(far, address=line[0]), ends, split)

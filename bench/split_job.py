@@ -5,10 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from finetuning.adapters import State, initial_adapter
+from bench.random_weights import save_random
+from finetuning.adapters import State, attach_adapter, initial_adapter, load_adapter
+from finetuning.base_model import loading_arguments, prepare
 from finetuning.data.tokenization import Example
 from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
 from finetuning.training import Round
@@ -23,7 +26,7 @@ from split.loading import load_parts
 from split.partition import PartyName, cut_of
 from split.parts import Part
 
-MODEL = ModelSettings(dtype="float32")
+_MODEL = ModelSettings(dtype="float32")
 # Nothing here takes that long, and lanes have to outlive all steps of the others.
 LIFETIME = 6 * 3600.0
 SEED = 0
@@ -34,12 +37,13 @@ class Shape:
     """A random Llama, and the equal micro-batches that it is trained on.
 
     Attributes:
-        hidden: width; a multiple of 64.
+        hidden: width; a multiple of that of a head.
         blocks: of the whole model.
         vocabulary: tokens.
         rows: of a micro-batch.
         columns: tokens of each row, none of them padding.
         micro_batches: of an optimizer step.
+        head_width: of the attention's heads.
 
     """
 
@@ -49,30 +53,37 @@ class Shape:
     rows: int = 2
     columns: int = 256
     micro_batches: int = 4
+    head_width: int = 64
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.rows * self.columns
 
-    def save(self, directory: Path) -> None:
-        """Write the model with random weights; embedding and output head are two tensors."""
-        from transformers import LlamaConfig, LlamaForCausalLM, logging
+    def save(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write the model with random weights; embedding and output head are two tensors.
+
+        Raises:
+            SystemExit: the disk has no room for it.
+
+        """
+        from transformers import LlamaConfig, logging
 
         logging.disable_progress_bar()
-        torch.manual_seed(SEED)
         config = LlamaConfig(
+            architectures=["LlamaForCausalLM"],
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
             intermediate_size=self.hidden * 11 // 4,
             num_hidden_layers=self.blocks,
-            num_attention_heads=self.hidden // 64,
-            num_key_value_heads=self.hidden // 64,
+            num_attention_heads=self.hidden // self.head_width,
+            num_key_value_heads=self.hidden // self.head_width,
             max_position_embeddings=self.columns,
             tie_word_embeddings=False,
             use_cache=False,
+            dtype=dtype,
         )
-        LlamaForCausalLM(config).save_pretrained(directory)
+        save_random(config, directory, dtype, SEED)
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,9 @@ class Job:
         adapter: of all blocks.
         train: the optimizer's settings.
         examples: gives the text of a job.
+        model: how the weights are held; its name isn't used.
+        client_device: of heads and tails, and of a whole model.
+        server_device: of the blocks between.
 
     """
 
@@ -95,6 +109,9 @@ class Job:
     adapter: AdapterSettings
     train: TrainSettings
     examples: "Callable[[Job], list[Example]]"
+    model: ModelSettings = _MODEL
+    client_device: str = "cpu"
+    server_device: str = "cpu"
 
     def place(self, first_step: int = 0) -> Round:
         """Give which examples each step is made of, in their order and over again."""
@@ -118,10 +135,22 @@ def random_examples(job: Job) -> list[Example]:
     return [Example(row, is_target, prompt, "") for row in rows]
 
 
+def load_whole(job: Job) -> Any:
+    """Load the whole model with the adapter."""
+    from transformers import AutoModelForCausalLM
+
+    arguments = loading_arguments(job.model, job.client_device)
+    model = AutoModelForCausalLM.from_pretrained(job.directory, **arguments)
+    prepare(model, job.model)
+    peft_model = attach_adapter(model, job.adapter, str(job.directory))
+    load_adapter(peft_model, job.state())
+    return peft_model
+
+
 def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
     """Load a client's parts, and attach the adapter that all begin with."""
     cut = cut_of(job.directory, split)
-    ends = load_parts(MODEL, job.directory, cut, ("head", "tail"), "cpu")
+    ends = load_parts(job.model, job.directory, cut, ("head", "tail"), [job.client_device])
     parts = take_apart(job.state(), cut)
     for party, part in ends.items():
         part.attach(job.adapter)
@@ -151,7 +180,7 @@ def open_lane(
 def load_body(job: Job, split: SplitSettings) -> Part:
     """Load the server's part."""
     cut = cut_of(job.directory, split)
-    return load_parts(MODEL, job.directory, cut, ("body",), "cpu")["body"]
+    return load_parts(job.model, job.directory, cut, ("body",), [job.server_device])["body"]
 
 
 @contextmanager

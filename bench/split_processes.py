@@ -8,23 +8,29 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
-from multiprocessing import Pipe, get_context
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from threading import Thread
 from typing import Any
 
 import torch
 
-from bench.split_job import LIFETIME, MODEL, SEED, Job, load_body, load_ends, open_lane, serving
-from finetuning.adapters import attach_adapter, load_adapter, trainable_parameters
-from finetuning.base_model import loading_arguments, prepare
+from bench.gpu_state import peak_gpu_memory, wait_for_gpus
+from bench.split_job import (
+    LIFETIME,
+    SEED,
+    Job,
+    load_body,
+    load_ends,
+    load_whole,
+    open_lane,
+    serving,
+)
+from finetuning.adapters import trainable_parameters
 from finetuning.data.batching import MicroBatch
 from finetuning.settings import SplitSettings
 from finetuning.training import Stages, train_round
 from finetuning.whole_model import WholeModel
-from split.block_server import BlockServer
 from split.partition import PartyName
 from split.parts import Part
 
@@ -143,19 +149,16 @@ class _Turns:
         return self._stages.clip(maximum)
 
     def finish(self) -> None:
+        wait_for_gpus()
         self._link.send(self._loss)
 
 
 def train_whole(link: Connection, job: Job) -> None:
-    """Train the whole model, a step per message."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(job.directory, **loading_arguments(MODEL, "cpu"))
-    prepare(model, MODEL)
-    peft_model = attach_adapter(model, job.adapter, str(job.directory))
-    load_adapter(peft_model, job.state())
+    """Train the whole model, a step per message; the last answer is the peak of GPU memory."""
+    peft_model = load_whole(job)
     _train(link, WholeModel(peft_model), trainable_parameters(peft_model), job)
     link.recv()
+    link.send(peak_gpu_memory())
 
 
 def train_split(link: Connection, job: Job, split: SplitSettings) -> None:
@@ -163,12 +166,13 @@ def train_split(link: Connection, job: Job, split: SplitSettings) -> None:
 
     Its last answer is what the client's round took, beside what the server knows.
     """
-    _train_ends(link, load_ends(job, split), job, split)
+    train_ends(link, load_ends(job, split), job, split)
 
 
-def _train_ends(
+def train_ends(
     link: Connection, ends: Mapping[PartyName, Part], job: Job, split: SplitSettings
 ) -> None:
+    """Train a head and a tail that are loaded; see ``train_split``."""
     model, lane = open_lane(ends, link.recv(), job, split)
     started = time.thread_time()
     _train(link, model, model.parameters, job)
@@ -177,72 +181,6 @@ def _train_ends(
     link.recv()
     waiting = model.seconds_waiting
     link.send(asdict(lane.traffic) | {"seconds_computing": computing, "seconds_waiting": waiting})
-
-
-@dataclass(frozen=True)
-class Group:
-    """Clients who train in one round of a server of their own.
-
-    Attributes:
-        jobs: of each client.
-        split: the server's and the clients' settings.
-
-    """
-
-    jobs: Sequence[Job]
-    split: SplitSettings
-
-    @property
-    def names(self) -> list[str]:
-        """The clients' names."""
-        return [f"client-{number}" for number in range(len(self.jobs))]
-
-
-def train_groups(link: Connection, groups: Sequence[Group]) -> None:
-    """Train groups of clients; the first message has their invitations, each other one a group.
-
-    Each client is a thread with parts of its own. A message lets all clients of a group take a
-    step, and the answer is the mean of their losses; the first answer says that all have joined.
-    """
-    links = [[_start(job, group.split) for job in group.jobs] for group in groups]
-    for own, invitations in zip(links, link.recv(), strict=True):
-        for each, invitation in zip(own, invitations, strict=True):
-            each.send(invitation)
-    for own in links:
-        _mean_loss(own)
-    link.send(None)
-    while True:
-        own = links[link.recv()]
-        for each in own:
-            each.send(None)
-        link.send(_mean_loss(own))
-
-
-def _start(job: Job, split: SplitSettings) -> Connection:
-    """Start a client's thread, and give the end of a pipe to it."""
-    mine, other = Pipe()
-    arguments = (other, load_ends(job, split), job, split)
-    Thread(target=_in_thread, args=arguments, daemon=True).start()
-    return mine
-
-
-def _mean_loss(links: Sequence[Connection]) -> float:
-    losses = [each.recv() for each in links]
-    for loss in losses:
-        if isinstance(loss, Exception):
-            raise loss
-    return float(sum(losses) / len(losses))
-
-
-def _in_thread(
-    link: Connection, ends: Mapping[PartyName, Part], job: Job, split: SplitSettings
-) -> None:
-    try:
-        _train_ends(link, ends, job, split)
-    except (EOFError, BrokenPipeError):
-        pass  # nobody wants anything any more
-    except Exception as error:
-        link.send(error)
 
 
 def _train(
@@ -263,28 +201,3 @@ def serve(link: Connection, job: Job, split: SplitSettings) -> None:
             link.send(None)
         (account,) = server.finish_lanes()
         link.send(asdict(account))
-
-
-def _serving_group(group: Group) -> AbstractContextManager[BlockServer]:
-    job = group.jobs[0]
-    return serving(load_body(job, group.split), job, group.split, group.names)
-
-
-def serve_groups(link: Connection, groups: Sequence[Group]) -> None:
-    """Serve groups of clients, each by a server of its own.
-
-    The first message has the invitations of each. From then on each one names a group, and is
-    answered when all work of its server is done.
-    """
-    with ExitStack() as stack:
-        servers = [stack.enter_context(_serving_group(group)) for group in groups]
-        link.send(
-            [
-                [server.invite_to_train(name, 1, SEED, LIFETIME) for name in group.names]
-                for server, group in zip(servers, groups, strict=True)
-            ]
-        )
-        while True:
-            number = link.recv()
-            servers[number].end_round(dict.fromkeys(groups[number].names, 1.0))
-            link.send(None)

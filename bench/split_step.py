@@ -20,7 +20,7 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,6 +56,8 @@ class Side:
         against: the configuration that its ratios are of; None has none.
         target: the largest ratio that is aimed at.
         finish: gives the accounts of client and server; None where there is no lane.
+        memory: after all steps, gives the peak of GPU memory of each process.
+        peaks: which it gave.
 
     """
 
@@ -65,9 +67,11 @@ class Side:
     against: "Side | None" = None
     target: float | None = None
     finish: Callable[[], tuple[dict[str, Any], dict[str, Any]]] | None = None
+    memory: Callable[[], Sequence[int]] = tuple
     seconds: list[float] = field(default_factory=list)
     cpu: list[list[float]] = field(default_factory=list)  # per step, of each process
     losses: list[float] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
 
     def measure(self) -> None:
         """Take a step."""
@@ -84,11 +88,12 @@ def _cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def start_whole(stack: ExitStack, job: Job, core: int) -> Side:
-    """Start the whole model on one core."""
-    worker = stack.enter_context(Worker(train_whole, {core}, job))
+def start_whole(stack: ExitStack, job: Job, cores: Collection[int]) -> Side:
+    """Start the whole model on some cores."""
+    worker = stack.enter_context(Worker(train_whole, cores, job))
     worker.receive()
-    return Side("centralised, one core", [psutil.Process(worker.pid)], worker.ask)
+    processes = [psutil.Process(worker.pid)]
+    return Side("centralised", processes, worker.ask, memory=lambda: [worker.ask()])
 
 
 def start_split(
@@ -135,7 +140,8 @@ def start_split(
 def start_all(stack: ExitStack, job: Job, split: SplitSettings, cores: Sequence[int]) -> list[Side]:
     """Start every configuration; those with two cores only where there are two."""
     one, other = cores[-1], cores[0]
-    whole = start_whole(stack, job, one)
+    whole = start_whole(stack, job, {one})
+    whole.name = "centralised, one core"
     single = start_split(stack, job, split, (one, one), "split, all on this core")
     single.against, single.target = whole, 1.05
     if one == other:

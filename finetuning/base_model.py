@@ -139,7 +139,7 @@ def loading_arguments(settings: ModelSettings, device: str | None = None) -> dic
     dtype = {
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,
-        "auto": torch.bfloat16 if device == "cuda" else torch.float32,
+        "auto": torch.bfloat16 if device.startswith("cuda") else torch.float32,
     }[settings.dtype]
     return {
         "dtype": dtype,

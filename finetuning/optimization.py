@@ -1,6 +1,6 @@
 """Optimizer, learning-rate schedule, and the optimizer's state as plain tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -35,6 +35,15 @@ def learning_rate(settings: TrainSettings, total_steps: int) -> Callable[[int], 
     )
     factor = scheduler.lr_lambdas[0]
     return lambda step: settings.learning_rate * float(factor(step))
+
+
+def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
+    """Sum the squares of all gradients' numbers; each device is waited for once."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        square = gradient.square().sum(dtype=torch.float64)
+        by_device.setdefault(gradient.device, []).append(square)
+    return float(sum(value for own in by_device.values() for value in torch.stack(own).tolist()))
 
 
 def export_optimizer(

@@ -78,8 +78,7 @@ class BlockPrefixes:
     Args:
         config: of the part; says how many heads there are.
         length: of the prefixes.
-        blocks: absolute numbers.
-        device: where the blocks are.
+        devices: of the blocks, by their absolute numbers.
 
     Attributes:
         length: how many places they take.
@@ -87,12 +86,13 @@ class BlockPrefixes:
 
     """
 
-    def __init__(self, config: Any, length: int, blocks: range, device: torch.device) -> None:
+    def __init__(self, config: Any, length: int, devices: Mapping[int, torch.device]) -> None:
         self._config = config
         self.length = length
         shape = (length, columns_of(config))
         self._blocks = {
-            number: torch.nn.Parameter(torch.zeros(shape, device=device)) for number in blocks
+            number: torch.nn.Parameter(torch.zeros(shape, device=device))
+            for number, device in devices.items()
         }
         named = {name_of_block(number): value for number, value in self._blocks.items()}
         self.parameters = dict(sorted(named.items()))

@@ -4,6 +4,7 @@ Every field carries its description and bounds here, and nowhere else: the run c
 error messages and ``docs/configuration.md`` are all made from these models.
 """
 
+import re
 from typing import Literal
 
 from pydantic import (
@@ -230,6 +231,12 @@ class SplitSettings(Section):
         "that is generated, the server holds at once; each row's prefix counts, too. Lower it when "
         "the server's memory does not suffice.",
     )
+    body_devices: str = Field(
+        "",
+        description="Devices of the server's blocks, which are spread over them in their order and "
+        "by the memory that is free, like `cuda:0,cuda:1`; `cpu` stands alone. Empty: all GPUs of "
+        "the server, or the processor where there is none.",
+    )
     listen: str = Field(
         "127.0.0.1:0", description="Address and port of the block server; port 0 takes a free one."
     )
@@ -260,6 +267,20 @@ class SplitSettings(Section):
     frame_timeout: PositiveFloat = Field(
         300.0, description="Seconds that client and server wait for each other within a step."
     )
+
+    @property
+    def body_device_names(self) -> list[str]:
+        """The devices that ``body_devices`` names, in their order."""
+        return [name.strip() for name in self.body_devices.split(",") if name.strip()]
+
+    @field_validator("body_devices")
+    @classmethod
+    def _are_devices(cls, value: str) -> str:
+        names = [name.strip() for name in value.split(",")] if value.strip() else []
+        are_gpus = all(re.fullmatch(r"cuda:\d+", name) for name in names)
+        if len(set(names)) < len(names) or not (are_gpus or names == ["cpu"]):
+            raise ValueError("must be GPUs, each once, like cuda:0,cuda:1; or cpu; or empty")
+        return value
 
     @field_validator("listen", "advertise")
     @classmethod

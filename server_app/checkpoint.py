@@ -15,7 +15,8 @@ from finetuning.fingerprint import differences
 from strategies.run_config import ConfigError, RunConfig
 
 _KEPT = 2
-# May differ between a run and its resumption: none of them changes what is computed.
+# May differ between a run and its resumption: none of them changes what is computed. (Other devices
+# round otherwise, and have other dropout; but a machine can be another one.)
 _MAY_CHANGE = {
     "min-nodes",
     "node-timeout",
@@ -31,6 +32,7 @@ _MAY_CHANGE = {
     "evaluate.max-new-tokens",
     "split.window",
     "split.activation-budget",
+    "split.body-devices",
     "split.listen",
     "split.advertise",
     "split.key-exchange",

@@ -11,6 +11,7 @@ from finetuning.optimization import (
     learning_rate,
     load_optimizer,
     make_optimizer,
+    squared_norm,
 )
 from finetuning.randomness import drawing_from, drawing_nothing_new
 from finetuning.settings import AdapterSettings, TrainSettings
@@ -97,11 +98,11 @@ class Branch:
                 parameter.grad.mul_(factor)
 
     @torch.no_grad()
-    def clip(self, squared_norm: float) -> tuple[float, float]:
+    def clip(self, others: float) -> tuple[float, float]:
         """Scale the gradients down to the maximum norm over all parties, unless it is 0.
 
         Args:
-            squared_norm: of the gradients of the client's head and tail.
+            others: squared norm of the gradients of the client's head and tail.
 
         Returns:
             The factor, and the norm over all parties before that.
@@ -111,8 +112,7 @@ class Branch:
 
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        own = sum(float(gradient.square().sum(dtype=torch.float64)) for gradient in gradients)
-        norm = (own + squared_norm) ** 0.5
+        norm = (squared_norm(gradients) + others) ** 0.5
         if not norm < float("inf"):
             raise FloatingPointError(f"the gradient's norm is {norm}")
         maximum = self._train.max_gradient_norm

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from finetuning.data.batching import MicroBatch
+from finetuning.optimization import squared_norm
 from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.whole_model import add_target_gradient, target_loss
 from split.branch import load_state
@@ -193,8 +194,8 @@ class SplitModel:
 
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        squared = sum(float(gradient.square().sum(dtype=torch.float64)) for gradient in gradients)
-        self._lane.send(Kind.STEP, self._step, fields={"squared_norm": float(squared)})
+        fields: Mapping[str, Value] = {"squared_norm": squared_norm(gradients)}
+        self._lane.send(Kind.STEP, self._step, fields=fields)
         fields = self._lane.receive(Kind.STEP).fields
         if maximum:
             for gradient in gradients:

@@ -87,7 +87,7 @@ def _difference(
     with TemporaryDirectory() as place:
         miniature(AutoConfig.from_pretrained(directory)).save_pretrained(place)
         whole = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
-        parts = load_parts(plain, Path(place), cut, PARTIES, "cpu")
+        parts = load_parts(plain, Path(place), cut, PARTIES, ["cpu"])
     # Products round differently by where in memory their factors begin; in a mapped file anywhere.
     for parameter in whole.parameters():
         parameter.data = parameter.data.clone()
@@ -110,7 +110,8 @@ def _difference(
 @torch.no_grad()
 def _give_prefixes(whole: Any, parts: dict[PartyName, Part], cut: Cut) -> BlockPrefixes:
     """Attach the same random prefixes to the parts that are given for the whole model."""
-    result = BlockPrefixes(whole.config, _PREFIX.prefix_length, range(cut.blocks), whole.device)
+    devices = dict.fromkeys(range(cut.blocks), whole.device)
+    result = BlockPrefixes(whole.config, _PREFIX.prefix_length, devices)
     generator = torch.Generator().manual_seed(1)
     for value in result.parameters.values():
         value.normal_(generator=generator)

@@ -32,6 +32,7 @@ from split.partition import (
     tensors_of_part,
 )
 from split.parts import Part
+from split.placement import device_map, hand_over
 
 _INDEX = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
@@ -75,7 +76,7 @@ def load_parts(
     directory: Path,
     cut: Cut,
     parties: Sequence[PartyName],
-    device: str | None = None,
+    devices: Sequence[str] = (),
 ) -> dict[PartyName, Part]:
     """Load the parts that one process holds; tied embeddings are one tensor in its memory.
 
@@ -84,14 +85,15 @@ def load_parts(
         directory: of the checkpoint.
         cut: how many blocks each party has.
         parties: whose parts.
-        device: where to; a GPU if there is one when None.
+        devices: over which each part's blocks are spread, in their order; none is the first GPU if
+            there is one.
 
     Raises:
         BaseModelError: a part can't be loaded, or a tensor of it isn't the checkpoint's.
 
     """
     whole = outline(directory)
-    arguments = loading_arguments(settings, device)
+    arguments = loading_arguments(settings, *devices[:1])
     if arguments["quantization_config"] is not None:
         # The last layer isn't quantised; by itself a part would count its own last one as that.
         arguments["quantization_config"].llm_int8_skip_modules = get_keys_to_not_convert(whole)
@@ -106,7 +108,10 @@ def load_parts(
         state = {
             key: StoredTensor(checkpoint, name, arguments["dtype"]) for key, name in sources.items()
         } | _shared(whole, checkpoint, held, sources, full)
+        if devices:
+            arguments["device_map"] = device_map(whole, cut, party, devices)
         model = _load(kind, whole.config, state, arguments)
+        hand_over(model, arguments["device_map"])
         if (directory / _GENERATION).is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
         digests = compared(model, checkpoint, sources, settings.quantization != "none")

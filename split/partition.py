@@ -179,8 +179,20 @@ def stands_before_blocks(name: str) -> bool:
     return _BEFORE_BLOCKS.search(name) is not None
 
 
-def _blocks_of(model: Any, blocks: int) -> tuple[Any, str]:
-    """Find the list of blocks: the module that has it, and its path from the causal model."""
+def blocks_of(model: Any, blocks: int) -> tuple[Any, str]:
+    """Find the list of a causal model's blocks.
+
+    Args:
+        model: whole, or a party's.
+        blocks: how many it has.
+
+    Returns:
+        The module that has the list, and the list's path from the model.
+
+    Raises:
+        BaseModelError: its blocks are not one list.
+
+    """
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == blocks:
             return model.get_submodule(path.rpartition(".")[0]), path
@@ -191,7 +203,7 @@ def _blocks_of(model: Any, blocks: int) -> tuple[Any, str]:
 
 def _keep(model: Any, cut: Cut, party: PartyName) -> None:
     """Take everything out of a model that is not this party's."""
-    container, path = _blocks_of(model, cut.blocks)
+    container, path = blocks_of(model, cut.blocks)
     attribute = path.rpartition(".")[2]
     blocks, own = getattr(container, attribute), nn.ModuleList()
     for number in cut.range_of(party):

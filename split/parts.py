@@ -14,7 +14,7 @@ from finetuning.base_model import BaseModelError
 from finetuning.prefixes import BlockPrefixes
 from finetuning.settings import AdapterSettings
 from finetuning.whole_model import output_head
-from split.partition import Cut, PartyName
+from split.partition import Cut, PartyName, blocks_of
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Padding:
 
 class Part:
     """One party's blocks, with any number of named adapters on the same frozen weights.
+
+    Its blocks may be spread over several devices; an adapter's weights are where their block is.
 
     Args:
         model: the party's ``transformers`` model; see ``split.loading.load_parts``.
@@ -57,6 +59,7 @@ class Part:
         self.cut = cut
         self.digests = dict(digests)
         self.dtype = dtype
+        # Of the first block, where hidden states enter; they leave on that of the last.
         self.device = _device_of(model)
         self.hidden_size = int(model.config.hidden_size)
         self._backbone = model.base_model
@@ -201,8 +204,11 @@ class Part:
             raise BaseModelError(
                 'adapter.kind = "prefix" does not go with model.gradient-checkpointing = true'
             )
-        blocks = self.cut.range_of(self.party)
-        return BlockPrefixes(self.model.config, length, blocks, self.device)
+        numbers = self.cut.range_of(self.party)
+        _, path = blocks_of(self.model, len(numbers))
+        blocks = self.model.get_submodule(path)
+        devices = {n: _device_of(blocks.get_submodule(str(n))) for n in numbers}
+        return BlockPrefixes(self.model.config, length, devices)
 
     def _has_one_of(self, names: Sequence[str]) -> bool:
         paths = {path for path, _ in self.model.named_modules()} - set(self._stand_ins)

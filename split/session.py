@@ -35,7 +35,7 @@ class Account:
         tokens: padded tokens whose forward pass was computed.
         bytes_up: from the client, on the wire.
         bytes_down: to the client.
-        seconds_computing: in the compute thread.
+        seconds_computing: in the compute thread; with a GPU until the work is queued there.
         seconds_queued: that jobs waited for it.
         seconds_crypto: sealing and opening records, at the server.
         seconds_serialisation: packing and unpacking tensors, at the server.

@@ -18,6 +18,7 @@ from split.block_server import BlockServer
 from split.exactness import check_exactness
 from split.loading import load_parts, locate_parts, tensors_of
 from split.partition import PartyName, cut_of
+from split.placement import body_devices
 from strategies.journal import Journal
 from strategies.messages import BODY, LANE, State, from_arrays, lane_record, to_arrays
 from strategies.roster import RefusedError
@@ -153,9 +154,10 @@ class FLGLM(Rounds):
         check_exactness(
             self._directory, self.config.model, self._cut, prefixes, self.config.evaluate.generate
         )
-        body = load_parts(self.config.model, self._directory, self._cut, ("body",))["body"]
+        devices = body_devices(self.config.split)
+        loaded = load_parts(self.config.model, self._directory, self._cut, ("body",), devices)
         server = BlockServer(
-            body,
+            loaded["body"],
             parts,
             self.config.split,
             self.config.adapter,

@@ -39,6 +39,7 @@ from split.stacked import Stacked
 STEPS = 20
 LONGEST = 4 * 20
 MOST_KEPT = 3 * (11 + 12)
+MODEL = ModelSettings()
 ADAPTER = AdapterSettings(rank=2, alpha=4, dropout=0.0, targets="q_proj,v_proj,down_proj")
 TRAIN = TrainSettings(
     batch_size=2, accumulation=3, learning_rate=5e-3, max_gradient_norm=0.5, schedule="cosine"
@@ -69,11 +70,13 @@ def place_of(name: str, steps: int = STEPS) -> tuple[list[Example], Round]:
 class Client:
     """A client with parts of its own, as a process of its own would have."""
 
-    def __init__(self, name: str, base: Path, split: SplitSettings, adapter=ADAPTER) -> None:
+    def __init__(
+        self, name: str, base: Path, split: SplitSettings, adapter=ADAPTER, model=MODEL
+    ) -> None:
         self.name = name
         self.split = split
         cut = cut_of(base, split)
-        self.ends = load_parts(ModelSettings(), base, cut, ("head", "tail"))
+        self.ends = load_parts(model, base, cut, ("head", "tail"))
         for part in self.ends.values():
             part.attach(adapter)
         self.losses: list[float] = []
@@ -148,9 +151,10 @@ def serving(
     train=TRAIN,
     minimum=1,
     most_kept=MOST_KEPT,
+    model=MODEL,
 ):
     cut = cut_of(base, split)
-    body = load_parts(ModelSettings(), base, cut, ("body",))["body"]
+    body = load_parts(model, base, cut, ("body",))["body"]
     server = BlockServer(
         body, take_apart(state, cut), split, adapter, train, "run", LONGEST, minimum, most_kept
     )

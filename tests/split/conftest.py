@@ -107,7 +107,7 @@ def load_all(directory: Path, head: int, tail: int, **settings: Any) -> dict[str
     """Load the three parts of a checkpoint."""
     blocks = transformers.AutoConfig.from_pretrained(directory).num_hidden_layers
     settings = ModelSettings(name=str(directory), **settings)
-    return load_parts(settings, directory, Cut(blocks, head, tail), PARTIES, "cpu")
+    return load_parts(settings, directory, Cut(blocks, head, tail), PARTIES, ["cpu"])
 
 
 def draw_tokens(seed: int = 0) -> torch.Tensor:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import split.checkpoint
-from finetuning.base_model import BaseModelError
+from finetuning.base_model import BaseModelError, load_base_model
 from finetuning.fingerprint import differences, fingerprint
 from finetuning.settings import ModelSettings, SplitSettings
 from split.checkpoint import Checkpoint, compared
@@ -80,6 +80,22 @@ def test_only_a_party_s_tensors_are_read_from_shards(architecture, random_checkp
         assert set(CountingFile.read) == needed < ours.keys()
         digests = {name: d for part in parts.values() for name, d in part.digests.items()}
         assert digests == {name: ours[name] for name in needed}
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_have_the_quantised_weights_of_the_whole(
+    random_checkpoint, checkpoint, quantization, dtype, tmp_path
+):
+    directory = Path(shutil.copytree(random_checkpoint(hidden_size=64), tmp_path / "whole"))
+    for file in checkpoint.glob("tokenizer*"):
+        shutil.copy(file, directory)
+    settings = ModelSettings(name=str(directory), quantization=quantization, dtype=dtype)
+    whole = dict(load_base_model(settings).model.state_dict())
+    for part in load_all(directory, 1, 1, quantization=quantization, dtype=dtype).values():
+        for name, value in part.model.state_dict().items():
+            assert torch.equal(value, whole.pop(name)), name
+    assert not whole
 
 
 def test_shards_of_other_parties_may_be_absent_and_a_party_s_own_not(random_checkpoint, tmp_path):
@@ -184,10 +200,10 @@ def peak():
 small, large = sys.argv[1:]
 results = []
 for parties in (["head", "tail"], ["body"]):
-    load_parts(ModelSettings(name=small), Path(small), Cut(4, 1, 1), parties, "cpu")
+    load_parts(ModelSettings(name=small), Path(small), Cut(4, 1, 1), parties, ["cpu"])
     Path("/proc/self/clear_refs").write_text("5")
     before = peak()
-    parts = load_parts(ModelSettings(name=large), Path(large), Cut(6, 1, 1), parties, "cpu")
+    parts = load_parts(ModelSettings(name=large), Path(large), Cut(6, 1, 1), parties, ["cpu"])
     storages = {
         p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
         for part in parts.values() for p in part.model.parameters()

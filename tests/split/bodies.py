@@ -1,0 +1,56 @@
+"""A body alone, and what comes of training it by two branches in turn."""
+
+import torch
+
+from finetuning.settings import ModelSettings, TrainSettings
+from split.branch import Branch
+from split.loading import load_parts
+from split.partition import Cut
+from split.parts import Padding
+from tests.split.clients import ADAPTER
+from tests.split.conftest import LENGTHS
+
+DROPOUT = ADAPTER.model_copy(update={"dropout": 0.3})
+TRAIN = TrainSettings(learning_rate=1e-2, max_gradient_norm=0.1)
+
+
+def load_body(directory, quantization="none", checkpointing=False, dtype="float32"):
+    settings = ModelSettings(
+        name=str(directory),
+        dtype=dtype,
+        quantization=quantization,
+        gradient_checkpointing=checkpointing,
+    )
+    return load_parts(settings, directory, Cut(6, 1, 1), ["body"], ["cpu"])["body"]
+
+
+def train_branches(body, adapter):
+    """Train two branches in turn, as lanes of their own do; give all that comes of it."""
+    torch.manual_seed(0)
+    width = body.hidden_size
+    given = [0.5 * torch.randn(3, 11, width) for _ in range(2)]
+    branches, results = [], []
+    for number in range(2):
+        body.attach(adapter, "shapes")
+        shapes = {name: value.shape for name, value in body.trainable("shapes").items()}
+        body.remove("shapes")
+        generator = torch.Generator().manual_seed(number)
+        state = {n: 0.2 * torch.randn(s, generator=generator) for n, s in shapes.items()}
+        branches.append(Branch(body, f"Dr. {number}", adapter, TRAIN, state))
+    for step, side in enumerate(["right", "left"]):
+        graphs = [
+            branch.forward(hidden, Padding(side, LENGTHS), 7 + step, True)
+            for branch, hidden in zip(branches, given, strict=True)
+        ]
+        for branch, graph in zip(branches, graphs, strict=True):
+            gradient = branch.backward(graph, graph.output.detach().cos())
+            results += [graph.output.detach(), gradient]
+            results += [value.grad.clone() for value in branch.parameters.values()]
+        for branch in branches:
+            results.append(torch.tensor(branch.clip(1.0)))
+            branch.step(step, 2)
+    for branch in branches:
+        results += [*branch.export().values(), *branch.export_optimizer().values()]
+        branch.close()
+    assert len(results) > 20
+    return results
