@@ -31,7 +31,7 @@ from bench.split_job import LIFETIME, MODEL, SEED, Job, Shape, load_body, load_e
 from bench.split_processes import Worker
 from finetuning.adapters import attach_adapter, load_adapter
 from finetuning.base_model import loading_arguments, prepare
-from finetuning.evaluation import Answering
+from finetuning.generation import Answering
 from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
 from finetuning.whole_model import WholeModel
 from split.adapters import take_apart
