@@ -17,11 +17,13 @@ Without settings three generated clients fine-tune the embedded tiny model.
   chambers train presets/fedjudge.toml data.path=/data/legal model.name=/models/qwen rounds=3
   chambers train strategy=fl-glm split.schedule=client-batch --clients 4
 
-docs/configuration.md has every key. The last lines say where the results are. Runs of real
-institutions are started with: flwr run . deployment --stream
+docs/configuration.md has every key; relative paths begin here. The last lines say where the results
+are. Runs of real institutions are started with: flwr run . deployment --stream
 """
 
 _GENERATED_CLIENTS = 3
+_PATHS_OR_NAMES = {"data.path", "model.name"}
+_PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +83,20 @@ def _config_of(settings: list[str]) -> dict[str, Any]:
             ) from error
         except ValueError as error:
             raise CommandError(f"{setting} is not a file of settings: {error}") from error
-    return presets | keys
+    return _from_here(presets | keys)
+
+
+def _from_here(config: dict[str, Any]) -> dict[str, Any]:
+    """Make relative paths absolute: the app runs in another folder."""
+    result = dict(config)
+    for key in _PATHS & config.keys():
+        path = Path(str(config[key])).expanduser()
+        # A name that nothing here has may be one of the Hugging Face hub.
+        if config[key] and (key not in _PATHS_OR_NAMES or path.exists()):
+            result[key] = str(path.absolute())
+    if config.get("model.name") == "tiny":
+        result["model.name"] = "tiny"
+    return result
 
 
 def _parse_keys(setting: str) -> dict[str, Any]:
