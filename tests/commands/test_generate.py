@@ -146,6 +146,7 @@ def test_two_clients_generate_at_once(run_folder, served, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_the_program_prints_text_alone(run_folder, served, tmp_path):
     done = subprocess.run(
         [
