@@ -114,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
         prompts = tokenize_prompts(rows, tokenizer)
     except (BaseModelError, DataError) as error:
         raise CommandError(str(error)) from error
+    if source.adapter is None:
+        print("without --adapter it is the bare base model that answers", file=sys.stderr)
     _refuse_too_long(rows, [len(p) for p in prompts], source, arguments.max_new_tokens)
     with opened(source) as model, _output(arguments.output) as output:
         for row, text in zip(

@@ -1,14 +1,13 @@
 """Models to generate with: whole on this machine, or with the middle blocks at a block server."""
 
 import argparse
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from commands.errors import CommandError
+from commands.lane_model import LaneModel, explained
 from commands.sources import (
     adapter_of,
     find_run,
@@ -23,18 +22,13 @@ from finetuning.generation import Answering
 from finetuning.saved_adapter import SavedAdapter
 from finetuning.settings import ModelSettings
 from finetuning.whole_model import WholeModel
-from split.client import SplitModel
 from split.exactness import check_exactness
-from split.frames import Limits
-from split.lane import Lane, connect
-from split.lane_errors import HandshakeError, LaneBusyError, LaneCutError, LaneError, Refusal
+from split.lane_errors import LaneError
 from split.loading import load_parts, locate_parts, tensors_of
 from split.partition import PartyName, cut_of
 from split.standing_invitation import InvitationError, StandingInvitation, body_digest
 
 _ENDS: tuple[PartyName, ...] = ("head", "tail")
-_BUSY_SECONDS = 60.0
-_RETRY_SECONDS = 1.0
 _NO_LIMIT = 2**31
 
 
@@ -102,7 +96,7 @@ def opened(source: Source) -> Iterator[Answering]:
         with _split(source, source.invitation) as model:
             yield model
     except LaneError as error:
-        raise _explained(error, source.invitation) from error
+        raise explained(error, source.invitation) from error
 
 
 def _find_ends(
@@ -119,10 +113,11 @@ def _find_ends(
         )
     own = fingerprint(directory, tensors_of(directory, cut, _ENDS))
     refuse_other_base(own, invitation.digests, server_s)
-    check_exactness(directory, settings, cut)
     if adapter is None:
+        check_exactness(directory, settings, cut)
         return Source(settings, directory, None, invitation)
     parts = parts_of(adapter, cut)
+    check_exactness(directory, settings, cut, adapter.settings.kind == "prefix")
     digest = body_digest(adapter.settings, parts["body"])
     chosen = next((name for name, served in invitation.models.items() if served == digest), None)
     if chosen is None:
@@ -154,7 +149,7 @@ def _whole(source: Source) -> WholeModel:
 
 
 @contextmanager
-def _split(source: Source, invitation: StandingInvitation) -> Iterator[SplitModel]:
+def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel]:
     try:
         ends = load_parts(source.settings, source.directory, invitation.cut, _ENDS)
         for part in ends.values():
@@ -162,55 +157,9 @@ def _split(source: Source, invitation: StandingInvitation) -> Iterator[SplitMode
                 part.attach(source.adapter.settings)
     except BaseModelError as error:
         raise CommandError(str(error)) from error
-    limits = Limits(ends["head"].hidden_size, invitation.wire_dtype, invitation.most_tokens)
-    left = (invitation.expires - datetime.now(UTC)).total_seconds()
-    deadline = time.monotonic() + left
-    lane = _dial(invitation, limits, deadline)
-    frame_timeout = invitation.split.frame_timeout
+    model = LaneModel(ends, invitation, source.chosen, source.ends)
     try:
-        model = SplitModel(ends["head"], ends["tail"], lane, frame_timeout, deadline)
-        model.choose(source.chosen, source.ends)
         yield model
         model.end()
     finally:
-        lane.close()
-
-
-def _dial(invitation: StandingInvitation, limits: Limits, deadline: float) -> Lane:
-    """Open a lane; a server that has no room may have some soon."""
-    place, until = invitation.lane, time.monotonic() + _BUSY_SECONDS
-    while True:
-        try:
-            return connect(
-                place.address,
-                place.ticket,
-                place.identity,
-                place.server_key,
-                place.suite,
-                limits,
-                deadline,
-            )
-        except LaneBusyError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(_RETRY_SECONDS)
-        except LaneCutError as error:
-            raise CommandError(
-                f"no block server answers at {place.address}; is `chambers serve` running there, "
-                "and can this machine reach it?"
-            ) from error
-
-
-def _explained(error: LaneError, invitation: StandingInvitation) -> CommandError:
-    """Say what an error of a lane means for who has an invitation in a file."""
-    reason = str(error)
-    if isinstance(error, HandshakeError):
-        new = "ask who serves the model for a new invitation"
-        reason = {
-            Refusal.TICKET_UNKNOWN: f"it was started anew since this invitation was written; {new}",
-            Refusal.SERVER_KEY: f"it was started anew since this invitation was written; {new}",
-            Refusal.TICKET_EXPIRED: f"this invitation has expired; {new}",
-            Refusal.TICKET_FOREIGN: f"the invitation was altered; {new}",
-            Refusal.AUTHENTICATION: f"the invitation was altered; {new}",
-        }.get(error.refusal, reason)
-    return CommandError(f"the block server at {invitation.address}: {reason}")
+        model.close()

@@ -77,13 +77,13 @@ def find(arguments: argparse.Namespace) -> Served:
             own = fingerprint(directory)
             refuse_other_base(own, run.digests, f"that of {run.directory}")
         cut = cut_of(directory, split)
-        check_exactness(directory, settings, cut)
+        common = {} if shared is None else {"global": parts_of(shared, cut)["body"]}
+        prefixes = shared is not None and shared.settings.kind == "prefix"
+        check_exactness(directory, settings, cut, prefixes)
     except BaseModelError as error:
         raise CommandError(str(error)) from error
-    models: dict[str, dict[str, State | None]] = {client: {"base": None} for client in clients}
+    models: dict[str, dict[str, State | None]] = {c: {"base": None, **common} for c in clients}
     for client, own_models in models.items():
-        if shared is not None:
-            own_models["global"] = parts_of(shared, cut)["body"]
         if arguments.run and client in run.clients:  # type: ignore[union-attr]
             personalised = adapter_of(arguments.run / "adapters" / "clients" / client)
             own_models["personalised"] = parts_of(personalised, cut)["body"]

@@ -49,10 +49,12 @@ def model_settings(
 
     """
     config: Mapping[str, Any] = run.config if run else {}
-    names = [config.get("model.name"), offered, adapter.base if adapter else ""]
-    name = arguments.model or next((str(name) for name in names if name), "")
-    if not name:
+    known = [config.get("model.name"), offered, adapter.base if adapter else ""]
+    names = [str(name) for name in ([arguments.model] if arguments.model else known) if name]
+    if not names:
         raise CommandError("which base model? give --model NAME_OR_FOLDER")
+    # Another party's folder need not be on this machine, where one's own adapter may name another.
+    name = next((name for name in names if not _is_missing(name)), names[0])
     here = Path(name).expanduser()
     if name != "tiny" and here.is_dir():
         name = os.path.abspath(here)  # noqa: PTH100 - resolving would undo links of hub caches
@@ -65,6 +67,11 @@ def model_settings(
         dtype=arguments.dtype or config.get("model.dtype", "auto"),
         quantization=arguments.quantization or config.get("model.quantization", "none"),
     )
+
+
+def _is_missing(name: str) -> bool:
+    path = Path(name).expanduser()
+    return path.is_absolute() and not path.is_dir()
 
 
 def find_run(adapter: SavedAdapter | None) -> RunFolder | None:

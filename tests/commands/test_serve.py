@@ -6,7 +6,7 @@ import signal
 import socket
 import stat
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from commands import serve as command
 from commands.serving import find, serving
 from tests.commands.conftest import refused, serve, told, wait_for
+from tests.split.test_lane import Proxy
 
 
 @contextmanager
@@ -69,6 +70,45 @@ def test_an_invitation_is_good_again_and_again_until_it_expires(run_folder, tmp_
         content = json.loads(files["alpha"].read_text())
         files["alpha"].write_text(json.dumps(content | {"expires": "2100-01-01T00:00:00Z"}))
         assert "this invitation has expired; ask" in refused(capsys, *words)
+
+
+class CuttingProxy(Proxy):
+    """Passes TCP on, cuts the first connection when so many bytes have come down, and goes on."""
+
+    def __init__(self, address, bytes_down):
+        self._bytes_down = bytes_down
+        self.connections = 0
+        super().__init__(address)
+
+    def _accept(self):
+        with suppress(OSError):
+            while True:
+                super()._accept()
+                self.connections += 1
+
+    def _pump(self, source, target, name):
+        with suppress(OSError):
+            while content := source.recv(65536):
+                setattr(self, name, getattr(self, name) + len(content))
+                target.sendall(content)
+                if self.connections == 1 and self.down > self._bytes_down:
+                    break
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_lane_that_is_cut_is_replaced(run_folder, tmp_path, capsys):
+    """The batch is done again, and what is drawn is drawn again."""
+    adapter = run_folder / "adapters" / "global"
+    words = ["generate", "--adapter", adapter, "--temperature", 0.8, "--max-new-tokens", 60]
+    words += ["--batch-size", 1, "the court", "a claim", "goods"]
+    with serving_here(tmp_path, run_folder) as (address, files):
+        proxy = CuttingProxy(address, bytes_down=20_000)
+        content = json.loads(files["alpha"].read_text())
+        files["alpha"].write_text(json.dumps(content | {"address": proxy.address}))
+        assert told(capsys, *words, "--invitation", files["alpha"]) == told(capsys, *words)
+        assert proxy.connections > 1
 
 
 def test_starting_anew_revokes_invitations(run_folder, tmp_path, capsys):
