@@ -1,6 +1,7 @@
 """``chambers``, or ``python -m commands``: one tool that trains, serves and generates."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"chambers {given.command}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # who read the output has seen enough
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print(f"chambers {given.command}: interrupted", file=sys.stderr)
