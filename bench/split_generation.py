@@ -38,7 +38,7 @@ from bench.split_job import (
     random_examples,
 )
 from bench.split_processes import Worker
-from finetuning.evaluation import Answering
+from finetuning.generation import Answering
 from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
 from finetuning.whole_model import WholeModel
 from split.adapters import take_apart

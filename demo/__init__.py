@@ -1,1 +1,1 @@
-"""Runs of the app in simulation by one command, on a SuperLink of their own."""
+"""The demonstration: three generated institutions, from nothing to results."""

@@ -8,17 +8,14 @@ and ``runs`` inside the checkout.
 
 import os
 import sys
-import time
 import tomllib
-from pathlib import Path
 
 from flwr.common.config import flatten_dict, parse_config_args
 
-from demo.superlink import private_superlink, run_app
+from commands.simulation import CHECKOUT, simulate
 from strategies.run_config import ConfigError, Scalar, parse_run_config
 
-_CHECKOUT = Path(__file__).resolve().parent.parent
-_PRIVATE = _CHECKOUT / ".chambers"
+_PRIVATE = CHECKOUT / ".chambers"
 _CLIENTS = 3
 
 
@@ -26,9 +23,9 @@ def main(overrides: list[str]) -> int:
     """Run the demonstration; the exit status is 0 only if the run completed."""
     given = parse_config_args([text for text in overrides if text.strip()])
     name = "demo-split.toml" if given.get("strategy") == "fl-glm" else "demo.toml"
-    preset = tomllib.loads((_CHECKOUT / "presets" / name).read_text())
+    preset = tomllib.loads((CHECKOUT / "presets" / name).read_text())
     config: dict[str, Scalar] = {
-        "output-dir": str(_CHECKOUT / "runs"),
+        "output-dir": str(CHECKOUT / "runs"),
         "state-path": str(_PRIVATE / "state"),
         "min-nodes": _CLIENTS,
         **flatten_dict(preset),
@@ -40,15 +37,7 @@ def main(overrides: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     os.environ.setdefault("CHAMBERS_CACHE", str(_PRIVATE / "cache"))
-    started = time.monotonic()
-    try:
-        with private_superlink(_PRIVATE / "flower") as superlink:
-            status = run_app(_CHECKOUT, superlink, config, _CLIENTS)
-    except KeyboardInterrupt:
-        print("interrupted; every process of the run has been ended", file=sys.stderr)
-        return 130
-    print(f"run {status} after {time.monotonic() - started:.0f} s")
-    return 0 if status == "finished:completed" else 1
+    return simulate(config, _CLIENTS, _PRIVATE / "flower")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def attach_adapter(
     """
     from peft import PeftModel, get_peft_model
 
-    config = _peft_config(settings, base, excluded)
+    config = as_peft_config(settings, base, excluded)
     try:
         if isinstance(model, PeftModel):
             model.add_adapter(name, config)
@@ -58,7 +58,10 @@ def attach_adapter(
     return peft_model
 
 
-def _peft_config(settings: AdapterSettings, base: str | None, excluded: Sequence[str]) -> Any:
+def as_peft_config(
+    settings: AdapterSettings, base: str | None = None, excluded: Sequence[str] = ()
+) -> Any:
+    """Give settings in PEFT's form; see ``attach_adapter``."""
     from peft import LoraConfig, PrefixTuningConfig, TaskType
 
     if settings.kind == "prefix":

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from finetuning.data.batching import MicroBatch, collate, micro_batches
 from finetuning.data.tokenization import Example
+from finetuning.generation import GREEDY, Answering, continue_prompts
 
 
 class Measured(Protocol):
@@ -21,16 +20,6 @@ class Measured(Protocol):
 
     def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
         """Give each micro-batch's summed loss in nats, without dropout."""
-        ...
-
-
-class Answering(Protocol):
-    """What answering takes of a model, wherever its blocks are computed."""
-
-    def generate(
-        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
-    ) -> torch.Tensor:
-        """Continue prompts; see ``finetuning.whole_model.WholeModel``."""
         ...
 
 
@@ -86,22 +75,6 @@ def generate_answers(
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
         prompts = [examples[i].tokens[: examples[i].prompt_length] for i in chosen]
-        width = max(len(prompt) for prompt in prompts)
-        tokens = torch.full((len(prompts), width), tokenizer.pad_token_id)
-        mask = torch.zeros_like(tokens)
-        for row, prompt in enumerate(prompts):
-            tokens[row, width - len(prompt) :] = prompt
-            mask[row, width - len(prompt) :] = 1
-        output = model.generate(
-            tokens,
-            mask,
-            max_new,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        texts = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+        texts = continue_prompts(model, tokenizer, prompts, max_new, GREEDY)
         answers.update(zip(chosen, texts, strict=True))
-    return [answers[index].strip() for index in range(len(examples))]
+    return [answers[index] for index in range(len(examples))]

@@ -104,13 +104,14 @@ class WholeModel:
     """A model whose stages all run here.
 
     Args:
-        peft_model: the base model with its adapter.
+        peft_model: the base model with its adapter, or by itself, if nothing is to be trained.
 
     """
 
     def __init__(self, peft_model: Any) -> None:
         self.peft_model = peft_model
-        causal_lm = peft_model.get_base_model()
+        has_adapter = hasattr(peft_model, "get_base_model")
+        causal_lm = peft_model.get_base_model() if has_adapter else peft_model
         self._config, self._dtype = causal_lm.config, causal_lm.dtype
         self._backbone = causal_lm.base_model
         self._head = output_head(causal_lm)

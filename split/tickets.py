@@ -1,13 +1,14 @@
-"""One-time tickets: who may open a lane.
+"""Tickets: who may open a lane.
 
 A ticket travels to its client over a channel that is secret already. On a lane's wire only its
-identifier is seen; its secret keys the first message's MAC and enters the lane's keys.
+identifier is seen; its secret keys the first message's MAC and enters the lane's keys. Most are
+spent by the lane that they open. A standing one opens any number until it expires: the lanes' keys
+differ even so, for each handshake has fresh shares and a fresh wrapped secret.
 """
 
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ NAME_BYTES = 255  # longest run or node, in UTF-8
 _REMEMBERED_SECONDS = 3600.0
 # Only who has its secret can make one of a ticket's first messages.
 _REMEMBERED_HELLOS = 64
+_REMEMBERED_HELLOS_OF_STANDING = 2**14
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Ticket:
-    """The right to open one lane.
+    """The right to open a lane.
 
     Attributes:
         identifier: 16 bytes, seen on the wire.
@@ -70,8 +72,9 @@ class _Entry:
     identity: Identity
     secret: bytes = field(repr=False)
     expires: float
+    standing: bool = False
     used: bool = False
-    hellos: deque[bytes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_HELLOS))
+    hellos: dict[bytes, None] = field(default_factory=dict)  # oldest first
 
 
 class TicketBook:
@@ -87,16 +90,17 @@ class TicketBook:
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
 
-    def issue(self, identity: Identity, lifetime: float) -> Ticket:
+    def issue(self, identity: Identity, lifetime: float, standing: bool = False) -> Ticket:
         """Make a new ticket.
 
         Args:
             identity: whom and what it is for.
             lifetime: seconds until it expires.
+            standing: whether it opens any number of lanes until then, instead of one.
 
         """
         ticket = Ticket(secrets.token_bytes(IDENTIFIER_BYTES), secrets.token_bytes(SECRET_BYTES))
-        self.register(ticket, identity, lifetime)
+        self._register(ticket, identity, lifetime, standing)
         return ticket
 
     def register(self, ticket: Ticket, identity: Identity, lifetime: float) -> None:
@@ -110,13 +114,7 @@ class TicketBook:
             lifetime: seconds until it expires.
 
         """
-        now = self._clock()
-        with self._lock:
-            self._forget(now)
-            entry = _Entry(identity, ticket.secret, now + lifetime)
-            if ticket.identifier in self._entries:
-                entry.hellos = self._entries[ticket.identifier].hellos
-            self._entries[ticket.identifier] = entry
+        self._register(ticket, identity, lifetime, standing=False)
 
     def find(self, identifier: bytes) -> tuple[Ticket, Identity]:
         """Look a ticket up that has been presented; it isn't spent by that.
@@ -142,13 +140,16 @@ class TicketBook:
 
         """
         with self._lock:
-            hellos = self._valid(identifier).hellos
-            if mac in hellos:
+            entry = self._valid(identifier)
+            if mac in entry.hellos:
                 raise refused(Refusal.BUSY)
-            hellos.append(mac)
+            entry.hellos[mac] = None
+            most = _REMEMBERED_HELLOS_OF_STANDING if entry.standing else _REMEMBERED_HELLOS
+            if len(entry.hellos) > most:
+                del entry.hellos[next(iter(entry.hellos))]
 
     def spend(self, identifier: bytes) -> None:
-        """Use a ticket up; of several threads that try, one succeeds.
+        """Use a ticket up, unless it is a standing one; of several threads that try, one succeeds.
 
         Raises:
             TicketError: it is unknown, expired or used.
@@ -156,8 +157,21 @@ class TicketBook:
         """
         with self._lock:
             entry = self._valid(identifier)
+            if entry.standing:
+                return
             entry.used = True
             entry.secret = bytes(SECRET_BYTES)  # nobody needs it again
+
+    def _register(
+        self, ticket: Ticket, identity: Identity, lifetime: float, standing: bool
+    ) -> None:
+        now = self._clock()
+        with self._lock:
+            self._forget(now)
+            entry = _Entry(identity, ticket.secret, now + lifetime, standing)
+            if ticket.identifier in self._entries:
+                entry.hellos = self._entries[ticket.identifier].hellos
+            self._entries[ticket.identifier] = entry
 
     def _valid(self, identifier: bytes) -> _Entry:
         entry = self._entries.get(identifier)

@@ -210,7 +210,8 @@ def configuration_table() -> str:
         "# Run configuration",
         "",
         "Set with `flwr run . --run-config 'rounds=3 train.learning-rate=1e-3'`, with a TOML file "
-        "(`--run-config presets/demo.toml`), or in `[tool.flwr.app.config]` of `pyproject.toml`. "
+        "(`--run-config presets/demo.toml`), or in `[tool.flwr.app.config]` of `pyproject.toml`; "
+        "in simulation also with `chambers train presets/demo.toml rounds=3`. "
         "The defaults are the paper's where it gives one. Every mistake is reported before "
         "anything starts. This page is generated from the code: "
         "`python -m strategies.run_config > docs/configuration.md`.",

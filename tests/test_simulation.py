@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from demo.superlink import private_superlink, run_app
+from commands.superlink import private_superlink, run_app
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
@@ -149,7 +149,7 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
     """Run in a process of its own, and kill it hard once a round's checkpoint is there."""
     code = (
         "import sys, json; from pathlib import Path\n"
-        "from demo.superlink import run_app, private_superlink\n"
+        "from commands.superlink import run_app, private_superlink\n"
         "with private_superlink(Path(sys.argv[1])) as link:\n"
         "    run_app(Path(sys.argv[2]), link, json.loads(sys.argv[3]), 3)\n"
     )

@@ -3,7 +3,7 @@
 import csv
 import glob
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,28 +46,51 @@ def read_rows(path: Path | str, part: str = "train", skip_bad: bool = False) -> 
         DataError: the data is missing or empty, or rows are malformed: file, line and reason.
 
     """
+    advice = "mend them, or set data.skip-bad-rows=true to leave them out"
+    rows, problems = parse_rows(path, part, parse_messages)
+    if not skip_bad:
+        refuse_malformed(problems, len(rows), advice)
+    for problem in problems:
+        print(f"left out: {problem}", flush=True)
+    if not rows:
+        raise DataError(f"no rows in {path}")
+    return rows
+
+
+def parse_rows(
+    path: Path | str, part: str, parse: Callable[[Any], tuple[dict[str, str], ...]]
+) -> tuple[list[Row], list[str]]:
+    """Give a file's rows, and what is wrong with those that aren't among them.
+
+    Args:
+        path: as for ``read_rows``.
+        part: the split to read where ``path`` has several.
+        parse: gives a row's conversation, or raises a ``DataError`` with the reason.
+
+    """
     rows: list[Row] = []
     problems: list[str] = []
     for origin, value in _values(path, part):
         try:
             if isinstance(value, DataError):
                 raise value
-            rows.append(Row(parse_messages(value), origin, value))
+            rows.append(Row(parse(value), origin, value))
         except DataError as error:
             problems.append(f"{origin}: {error}")
-    if problems and not skip_bad:
-        shown = problems[:_SHOWN_PROBLEMS]
-        if len(problems) > len(shown):
-            shown.append(f"… and {len(problems) - len(shown)} more")
-        raise DataError(
-            f"{len(problems)} of {len(problems) + len(rows)} rows are malformed (mend them, or set "
-            "data.skip-bad-rows=true to leave them out):\n  " + "\n  ".join(shown)
-        )
-    for problem in problems:
-        print(f"left out: {problem}", flush=True)
-    if not rows:
-        raise DataError(f"no rows in {path}")
-    return rows
+    return rows, problems
+
+
+def refuse_malformed(problems: list[str], good: int, advice: str) -> None:
+    """Raise a ``DataError`` that lists what is wrong and says what to do, if anything is."""
+    if not problems:
+        return
+    shown = problems[:_SHOWN_PROBLEMS]
+    if len(problems) > len(shown):
+        shown.append(f"… and {len(problems) - len(shown)} more")
+    raise DataError(
+        f"{len(problems)} of {len(problems) + good} rows are malformed ({advice}):\n  "
+        + "\n  ".join(shown)
+    )
 
 
 def find_part(folder: Path, part: str) -> Path | None:

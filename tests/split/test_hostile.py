@@ -23,8 +23,8 @@ from split.lane_errors import LaneError
 from split.lane_transport import METHOD, SERVICE, channel_options
 from split.tickets import Identity
 from tests.split.clients import SIZES, Client, serving, split_settings, train_together
-from tests.split.test_lane import COURT, LIMITS, SOON, Proxy, ended
-from tests.split.test_lane import serving as serving_lanes
+from tests.split.lanes import COURT, LIMITS, SOON, Proxy, ended
+from tests.split.lanes import serving as serving_lanes
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"

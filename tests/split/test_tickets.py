@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from split.lane_errors import Refusal, TicketError
+from split.lane_errors import LaneBusyError, Refusal, TicketError
 from split.tickets import Identity, Ticket, TicketBook
 
 COURT = Identity("run", 3, "court")
@@ -70,6 +70,30 @@ def test_of_many_threads_one_spends_a_ticket():
     for thread in threads:
         thread.join()
     assert sorted(outcomes) == ["spent"] + [Refusal.TICKET_USED] * 7
+
+
+def test_a_standing_ticket_is_not_spent_and_expires():
+    clock = Clock()
+    book = TicketBook(clock)
+    ticket = book.issue(COURT, 60, standing=True)
+    for _ in range(3):
+        assert book.find(ticket.identifier) == (ticket, COURT)
+        book.spend(ticket.identifier)
+    clock.now += 60
+    assert refusal(book.find, ticket.identifier) is Refusal.TICKET_EXPIRED
+    assert refusal(book.spend, ticket.identifier) is Refusal.TICKET_EXPIRED
+
+
+def test_a_standing_ticket_s_first_messages_are_no_good_again():
+    """However often it was used, whoever heard one of them can't begin a handshake with it."""
+    book = TicketBook()
+    ticket = book.issue(COURT, 60, standing=True)
+    hellos = [number.to_bytes(32, "big") for number in range(1000)]
+    for hello in hellos:
+        book.note_hello(ticket.identifier, hello)
+    for hello in hellos[:: len(hellos) - 1]:
+        with pytest.raises(LaneBusyError):
+            book.note_hello(ticket.identifier, hello)
 
 
 def test_a_ticket_shows_its_identifier_only():

@@ -1,0 +1,1 @@
+"""``chambers``: the commands for people. Each is one file; heavy libraries load when it runs."""

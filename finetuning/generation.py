@@ -1,0 +1,88 @@
+"""Text from prompts, wherever the model's blocks are computed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
+class Answering(Protocol):
+    """What answering takes of a model, wherever its blocks are computed."""
+
+    def generate(
+        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
+    ) -> torch.Tensor:
+        """Continue prompts; see ``finetuning.whole_model.WholeModel``."""
+        ...
+
+
+def sampling(temperature: float, top_p: float) -> Mapping[str, Any]:
+    """Give the settings of ``generate`` for a temperature; 0 is greedy.
+
+    Args:
+        temperature: logits are divided by it.
+        top_p: of the tokens, the likeliest that have this probability together are drawn from.
+
+    """
+    if not temperature:
+        return GREEDY
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+
+
+def continue_prompts(
+    model: Answering,
+    tokenizer: Any,
+    prompts: Sequence[torch.Tensor],
+    max_new: int,
+    settings: Mapping[str, Any],
+) -> list[str]:
+    """Continue one batch of prompts.
+
+    Args:
+        model: with its adapter.
+        tokenizer: of the base model.
+        prompts: (tokens,) int64 each.
+        max_new: longest continuation, in tokens.
+        settings: of ``generate``; see ``GREEDY`` and ``sampling``.
+
+    Returns:
+        What follows each prompt as text, without marks and surrounding white space.
+
+    """
+    width = max(len(prompt) for prompt in prompts)
+    tokens = torch.full((len(prompts), width), tokenizer.pad_token_id)
+    mask = torch.zeros_like(tokens)
+    # Padding stands before prompts, where text does not go on.
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    output = model.generate(tokens, mask, max_new, pad_token_id=tokenizer.pad_token_id, **settings)
+    texts = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+    return [text.strip() for text in texts]
+
+
+def batches_by_length(lengths: Sequence[int], size: int, new: int, most: int) -> list[list[int]]:
+    """Group prompts of like length.
+
+    Args:
+        lengths: of the prompts, in tokens.
+        size: most prompts in a batch.
+        new: tokens that each may get.
+        most: padded tokens that a batch may have, new ones included; each prompt fits by itself.
+
+    Returns:
+        Each batch's indices.
+
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        # The first of a batch is its longest.
+        if batches and len(batches[-1]) < size:
+            longest = lengths[batches[-1][0]] + new
+            if (len(batches[-1]) + 1) * longest <= most:
+                batches[-1].append(index)
+                continue
+        batches.append([index])
+    return batches
