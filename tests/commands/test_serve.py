@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import signal
 import socket
 import stat
@@ -138,6 +139,17 @@ def test_what_is_no_invitation_is_refused_without_its_secret(run_folder, tmp_pat
             refusal = refused(capsys, *generating(run_folder, files["alpha"]))
             assert "is not an invitation" in refusal
             assert content["secret"] not in refusal
+
+
+def test_the_base_model_may_lie_elsewhere_at_the_client(run_folder, tmp_path, capsys):
+    """Its own adapter, which is in no run's folder there, says where."""
+    adapter = shutil.copytree(run_folder / "adapters" / "global", tmp_path / "adapter")
+    with serving_here(tmp_path, run_folder) as (_, files):
+        content = json.loads(files["alpha"].read_text())
+        files["alpha"].write_text(json.dumps(content | {"model": "/srv/nowhere"}))
+        words = ["generate", "--invitation", files["alpha"], "--max-new-tokens", "3", "a"]
+        told(capsys, *words, "--adapter", adapter)
+        assert "no base model in /srv/nowhere on this machine" in refused(capsys, *words)
 
 
 def test_a_client_may_have_no_more_than_agreed(run_folder, tmp_path, capsys):
