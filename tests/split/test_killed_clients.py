@@ -110,8 +110,9 @@ def test_a_stack_goes_on_with_what_a_killed_client_had_finished(base, beginning,
     assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("stage", ["in forward", "in backward"])
-@pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
+@pytest.mark.parametrize(
+    ("schedule", "stage"), [("serial", "in backward"), ("hierarchical", "in forward")]
+)
 def test_others_train_as_if_a_killed_client_had_not_been_there(base, beginning, schedule, stage):
     split = split_settings(schedule=schedule, resume_timeout=0.5)
     results = []
