@@ -134,10 +134,11 @@ class Stack:
             self._stack(Stacked({member: member.hidden.pop(self._next) for member in needed}))
         for index, stacked in list(self._stacks.items()):
             present = self._present(stacked)
-            if all(index in member.gradients for member in present):
-                gradients = {member: member.gradients.pop(index) for member in present}
-                del self._stacks[index]
-                self._put(Urgency.BACKWARD, self._backward_job(index, stacked, gradients))
+            if not all(index in member.gradients for member in present):
+                break  # the sum of all gradients is rounded by the order in which they come
+            gradients = {member: member.gradients.pop(index) for member in present}
+            del self._stacks[index]
+            self._put(Urgency.BACKWARD, self._backward_job(index, stacked, gradients))
         if members and all(member.squared_norm is not None for member in members):
             squared_norms = sum(member.squared_norm or 0.0 for member in members)
             for member in members:

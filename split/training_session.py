@@ -30,6 +30,7 @@ _LARGEST_NORM = 1e30
 # Frames other than those of micro-batches that a client may not have, when it sends something.
 _MOST_OTHERS = 4
 _LANES_IN_DOUBT = 8
+_MOST_LANES = 1000  # of a round; each leaves a little behind
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class TrainingSession(Session):
 
         """
         end = time.monotonic() + self._resume_timeout
-        while True:
+        while len(self._lasting.lanes) < _MOST_LANES:
             # The client may not know of the last ones: they were cut before it had an answer.
             self._expect_again(self, self._lasting.lanes[-_LANES_IN_DOUBT:])
             late = f"was not taken up again within {self._resume_timeout:g} s"
@@ -197,6 +198,7 @@ class TrainingSession(Session):
                 self._lasting.accept(lane, self._resume_timeout)
                 self.account.resumed += 1
                 return
+        raise LaneCutError(f"{cut}, as the {_MOST_LANES}th of this round")
 
     def waits(self) -> bool:
         """Say whether it is not the client's turn to send something."""

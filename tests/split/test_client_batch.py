@@ -1,5 +1,6 @@
 """Stacked training equals copies of head and tail around one body, whoever leaves and when."""
 
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -130,6 +131,34 @@ def test_the_stack_equals_copies_of_head_and_tail_around_one_body(base, beginnin
     assert_close(body, {n: p.detach() for n, p in reference.body.items()})
     assert {a.client: a.steps for a in accounts} == steps
     assert not [account for account in accounts if account.error]
+
+
+def test_who_is_slow_changes_nothing(base, beginning):
+    """Gradients are added in the order of micro-batches, of which some clients have fewer."""
+
+    def be_slow(model) -> None:
+        send = model.lanes[-1].send
+
+        def sending(kind, *rest):
+            if kind is Kind.GRADIENT:
+                time.sleep(0.2)
+            send(kind, *rest)
+
+        model.lanes[-1].send = sending
+
+    split = split_settings(schedule="client-batch", window=6)
+    results = []
+    for disturbing in ({}, {"gamma": be_slow}, {"alpha": be_slow}):
+        clients = [Client(name, base, split) for name in SIZES]
+        with serving(base, beginning, split) as server:
+            server.begin_round(SIZES, 0)
+            steps = dict.fromkeys(SIZES, 3)
+            trained = train_together(clients, server, beginning, steps, SETTINGS, disturbing)
+            server.finish_lanes()
+            own = {f"{c}/{n}": v for c, state in trained.items() for n, v in state.items()}
+            results.append(own | server.end_round(SIZES))
+    for other in results[1:]:
+        assert not [n for n, v in results[0].items() if not torch.equal(v, other[n])]
 
 
 @pytest.mark.parametrize("how", ["close", "cut"])

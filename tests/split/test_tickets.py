@@ -32,6 +32,17 @@ def test_an_issued_ticket_is_found_until_it_is_spent():
     assert refusal(book.spend, ticket.identifier) is Refusal.TICKET_USED
 
 
+def test_a_ticket_is_good_again_when_it_is_registered_again_and_remembers_what_came():
+    book = TicketBook()
+    ticket = book.issue(COURT, 60)
+    book.note_hello(ticket.identifier, b"first")
+    book.spend(ticket.identifier)
+    book.register(ticket, COURT, 60)
+    assert book.find(ticket.identifier) == (ticket, COURT)
+    with pytest.raises(LaneBusyError):
+        book.note_hello(ticket.identifier, b"first")
+
+
 def test_an_unknown_ticket_is_named():
     assert refusal(TicketBook().find, bytes(16)) is Refusal.TICKET_UNKNOWN
 
