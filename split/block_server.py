@@ -75,9 +75,10 @@ class BlockServer:
         self._grants: dict[Identity, int | Models] = {}
         self._accounts: list[Account] = []
         self._open: set[TrainingSession | EvaluationSession] = set()
-        self._cut: dict[Identity, TrainingSession] = {}  # that wait for another lane
+        self._training: dict[Identity, TrainingSession] = {}  # whose lanes can be followed
         self._changed = threading.Condition()
         self._lanes = 1
+        self._lifetime = 0.0  # of the round's tickets
         self._compute = ComputeThread(split.activation_budget)
         self._schedule = self._make_schedule(state)
         self._keys = ServerKeys(split.key_exchange)
@@ -223,6 +224,7 @@ class BlockServer:
     ) -> Invitation:
         identity = Identity(f"{self._run}/{purpose}", round_number, client)
         self._grants[identity] = grant
+        self._lifetime = lifetime
         return Invitation(
             self.address,
             self._split.key_exchange,
@@ -232,18 +234,21 @@ class BlockServer:
         )
 
     def _serve(self, lane: Lane) -> None:
-        """Serve a lane in its own thread; one that was cut is taken up by another."""
+        """Serve a lane in its own thread, or let it follow the one before that was cut."""
         with self._changed:
-            cut = self._cut.pop(lane.identity, None)
-            grant = self._grants.get(lane.identity)
-            if grant is None:
-                lane.close("this phase of the round is over (round-timeout)")
-                return
-            if cut is None:
+            training = self._training.get(lane.identity)
+            if training is None:
+                grant = self._grants.pop(lane.identity, None)
+                if grant is None:
+                    lane.close("this phase of the round is over (round-timeout)")
+                    return
                 session = self._session(lane, grant)
                 self._open.add(session)
-        if cut is not None:
-            cut.continue_on(lane)
+                if isinstance(session, TrainingSession):
+                    self._training[lane.identity] = session
+                    self._expect_again([lane])
+        if training is not None:
+            training.continue_on(lane)
             return
         started = time.monotonic()
         try:
@@ -258,17 +263,15 @@ class BlockServer:
             session.count_traffic()
             session.account.seconds = time.monotonic() - started
             with self._changed:
-                self._cut.pop(lane.identity, None)
+                self._training.pop(lane.identity, None)
                 self._accounts.append(session.account)
                 self._open.discard(session)
                 self._changed.notify_all()
 
-    def _expect_again(self, session: TrainingSession, lanes: Sequence[Lane]) -> None:
-        """Let the client of lanes that were cut open another one with what both have of one."""
-        with self._changed:
-            self._cut[lanes[-1].identity] = session
+    def _expect_again(self, lanes: Sequence[Lane]) -> None:
+        """Let the client of lanes open another one with what both have of one of them."""
         for lane in lanes:
-            self._tickets.register(lane.resumption, lane.identity, self._split.resume_timeout)
+            self._tickets.register(lane.resumption, lane.identity, self._lifetime)
 
     def _session(self, lane: Lane, grant: int | Models) -> TrainingSession | EvaluationSession:
         if isinstance(grant, int):

@@ -77,7 +77,7 @@ class TrainingSession(Session):
         terms: of the round.
         frame_timeout: seconds to wait for the client's next frame.
         resume_timeout: seconds within which a lane that was cut can be taken up again.
-        expect_again: lets the client of a lane that was cut open another one.
+        expect_again: lets the client of lanes open another one.
 
     """
 
@@ -90,7 +90,7 @@ class TrainingSession(Session):
         terms: Terms,
         frame_timeout: float,
         resume_timeout: float,
-        expect_again: "Callable[[TrainingSession, Sequence[Lane]], None]",
+        expect_again: Callable[[Sequence[Lane]], None],
     ) -> None:
         self._lasting = LastingLane(lane)
         super().__init__(self._lasting, "train", compute, frame_timeout)
@@ -148,7 +148,11 @@ class TrainingSession(Session):
             self.receive()
 
     def continue_on(self, lane: Lane) -> None:
-        """Take up a round whose lane was cut; returns when the lane is of no more use."""
+        """Go on over a lane that the client has opened; returns when it is of no more use.
+
+        The client may know sooner than the server that the one before was cut.
+        """
+        self._lasting.present.cut("the client has opened another lane")
         self._lanes.put(lane)
         while not lane.ended and not self.over.wait(POLL_SECONDS):
             pass
@@ -186,14 +190,14 @@ class TrainingSession(Session):
         """
         end = time.monotonic() + self._resume_timeout
         while len(self._lasting.lanes) < _MOST_LANES:
-            # The client may not know of the last ones: they were cut before it had an answer.
-            self._expect_again(self, self._lasting.lanes[-_LANES_IN_DOUBT:])
             late = f"was not taken up again within {self._resume_timeout:g} s"
             lane: Lane | str = f"{late} (split.resume-timeout)"
             with suppress(queue.Empty):
                 lane = self._lanes.get(timeout=max(0.0, end - time.monotonic()))
             if isinstance(lane, str):
                 raise LaneCutError(f"{cut}, and {lane}")
+            # The client may not know of the last ones: they may be cut before it has an answer.
+            self._expect_again([*self._lasting.lanes, lane][-_LANES_IN_DOUBT:])
             with suppress(LaneCutError):  # again
                 self._lasting.accept(lane, self._resume_timeout)
                 self.account.resumed += 1

@@ -1,6 +1,10 @@
 """Lanes that are cut and taken up again: the run equals one without a cut, bit for bit."""
 
+import socket
 import time
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from tests.split.clients import (
     stop_after,
     train_together,
 )
+from tests.split.lanes import Proxy
 
 # So that nothing can be computed a second time without being noticed.
 DROPOUT = ADAPTER.model_copy(update={"dropout": 0.3})
@@ -246,3 +251,49 @@ def test_what_a_client_can_t_have_ends_its_lane(base, beginning, frames):
     assert trained.keys() == {"alpha"}
     assert "frames" in accounts["beta"].error or "resume" in accounts["beta"].error
     assert accounts["alpha"].steps == 4 and not accounts["alpha"].error
+
+
+class ForgetfulProxy(Proxy):
+    """Passes TCP on; drops the first connection so that the client alone learns of it."""
+
+    def __init__(self, address, bytes_up):
+        self._bytes_up = bytes_up
+        self.connections = 0
+        super().__init__(address)
+
+    def _accept(self):
+        with suppress(OSError):
+            while True:
+                super()._accept()
+                self.connections += 1
+
+    def _pump(self, source, target, name):
+        first = self.connections == 0
+        with suppress(OSError):
+            while content := source.recv(65536):
+                setattr(self, name, getattr(self, name) + len(content))
+                if first and self.up > self._bytes_up:
+                    self._sockets[0].shutdown(socket.SHUT_RDWR)
+                    return
+                target.sendall(content)
+
+
+def test_the_server_need_not_know_that_a_lane_was_cut(base, beginning):
+    split = split_settings(resume_timeout=10.0)
+    results = []
+    for disturbed in (False, True):
+        with serving(base, beginning, split) as server:
+            server.begin_round({"alpha": 9}, 0)
+            proxy = ForgetfulProxy(server.address, 40_000 if disturbed else 10**9)
+
+            def invite(*arguments, server=server, proxy=proxy):
+                return replace(server.invite_to_train(*arguments), address=proxy.address)
+
+            client = Client("alpha", base, split)
+            own = client.train(SimpleNamespace(invite_to_train=invite), beginning, 7)
+            (account,) = server.finish_lanes()
+            results.append(own | server.end_round({"alpha": 9}))
+        assert (account.steps, account.error, account.resumed) == (7, "", int(disturbed))
+        assert proxy.connections == 1 + disturbed
+    assert_equal(*results)
+    assert_nothing_is_left()
