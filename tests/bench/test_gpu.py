@@ -46,6 +46,7 @@ def test_without_a_gpu_it_says_so():
         devices("cuda")
 
 
+@pytest.mark.slow
 def test_it_runs_from_end_to_end():
     process = subprocess.run(
         [

@@ -6,14 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from commands.__main__ import main
 from finetuning.base_model import load_tokenizer
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from tests.commands.conftest import CLIENTS, ROOT, refused, serve, told, write_run
@@ -127,17 +125,13 @@ def test_two_clients_generate_at_once(run_folder, served, tmp_path, capsys):
         told(capsys, *words(client), "--output", tmp_path / "whole")
         expected[client] = (tmp_path / "whole").read_text()
 
-    def work(client):
+    def start(client):
         own = ["--invitation", str(served / f"{client}.json"), "--output", str(tmp_path / client)]
-        statuses.append(main([*words(client), *own]))
+        command = [sys.executable, "-m", "commands", *words(client), *own]
+        return subprocess.Popen(command, cwd=ROOT)
 
-    statuses: list[int] = []
-    threads = [threading.Thread(target=work, args=(client,)) for client in CLIENTS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert statuses == [0, 0]
+    processes = [start(client) for client in CLIENTS]
+    assert [process.wait(120) for process in processes] == [0, 0]
     assert {client: (tmp_path / client).read_text() for client in CLIENTS} == expected
     foreign = refused(capsys, *words("beta"), "--invitation", served / "alpha.json")
     assert (

@@ -1,7 +1,6 @@
 """A run that stops anywhere goes on as if it had not; what it left is whole."""
 
 import json
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -78,13 +77,13 @@ def events(directory: Path) -> list[dict]:
 @pytest.mark.parametrize(
     ("strategy", "adapter", "optimizer_state", "stop"),
     [
-        *product(["fedjudge-cl"], ["lora"], ["reset", "keep"], [(0, True), (2, False), (2, True)]),
-        ("fedjudge-cl", "prefix", "keep", (2, True)),
+        ("fedjudge-cl", "lora", "reset", (0, True)),
+        ("fedjudge-cl", "lora", "reset", (2, False)),
+        ("fedjudge-cl", "lora", "keep", (2, True)),
+        ("fedjudge-cl", "prefix", "keep", (2, False)),
         ("serial", "lora", "keep", (2, True)),
-        ("serial", "prefix", "keep", (2, True)),
         ("hierarchical", "lora", "keep", (2, False)),
-        ("hierarchical", "lora", "reset", (2, True)),
-        ("hierarchical", "prefix", "keep", (2, False)),
+        ("hierarchical", "prefix", "keep", (2, True)),
     ],
     ids=str,
 )
