@@ -103,12 +103,14 @@ def _keep(
 ) -> None:
     """Save what the institution takes home, in PEFT's format, on its own disk."""
     peft_config = model.peft_model.peft_config["default"]
+    base = str(peft_config.base_model_name_or_path)
+    state.describe(config.flat(), base, institution.fingerprint)
     for kind, adapter in (("global", arrays), ("personalised", personalised)):
         if adapter is not None:
             card = model_card(
                 f"{kind} adapter of {institution.name}",
                 config.model.name,
-                str(peft_config.base_model_name_or_path),
+                base,
                 {institution.name: institution.size},
                 config.rounds,
                 config.flat(),

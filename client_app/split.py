@@ -218,13 +218,15 @@ def _keep(
 ) -> None:
     """Save what the institution takes home, in PEFT's format, on its own disk."""
     _, peft_config = initial_adapter(config.model.name, config.adapter, 0, institution.directory)
+    base = reference(config.model.name, institution.directory)
+    state.describe(config.flat(), base, institution.fingerprint)
     for kind, adapters in models.items():
         if adapters is None or kind not in bodies:
             continue
         card = model_card(
             f"{kind} adapter of {institution.name}",
             config.model.name,
-            reference(config.model.name, institution.directory),
+            base,
             {institution.name: institution.size},
             config.rounds,
             config.flat(),

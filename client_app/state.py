@@ -6,9 +6,11 @@ and the optimizer after that round; two rounds are kept, so that a run that lost
 go on from the one before.
 """
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import torch
@@ -47,6 +49,24 @@ class ClientState:
         for old in self._rounds():
             if old <= round_number - _KEPT_ROUNDS:
                 shutil.rmtree(self._round(old))
+
+    def describe(
+        self, config: Mapping[str, Any], base: str, fingerprint: Mapping[str, str]
+    ) -> None:
+        """Write what the adapters here are of, in the same files as in a run's folder.
+
+        Args:
+            config: the run's, with dotted keys.
+            base: where the base model was loaded from.
+            fingerprint: of it, or of the parts that are held here.
+
+        """
+        for name, content in (
+            ("config.json", dict(config)),
+            ("base-model.json", {"loaded from": base, "digests": dict(fingerprint)}),
+        ):
+            with replacing(self.directory / name) as aside:
+                aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def forget_from(self, round_number: int) -> None:
         """Remove what rounds from this one on left: a run that is resumed does them again."""

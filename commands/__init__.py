@@ -1,1 +1,1 @@
-"""``chambers``: the commands for people. Each is one file; heavy libraries load when it runs."""
+"""``chambers``: the commands for people. Heavy libraries load when one runs."""

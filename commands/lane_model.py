@@ -13,7 +13,16 @@ from finetuning.adapters import State
 from split.client import SplitModel
 from split.frames import Limits
 from split.lane import Lane, connect
-from split.lane_errors import HandshakeError, LaneBusyError, LaneCutError, LaneError, Refusal
+from split.lane_errors import (
+    HandshakeError,
+    LaneBusyError,
+    LaneClosedError,
+    LaneCutError,
+    LaneDeadlineError,
+    LaneError,
+    LaneTimeoutError,
+    Refusal,
+)
 from split.partition import PartyName
 from split.parts import Part
 from split.standing_invitation import StandingInvitation
@@ -25,6 +34,9 @@ _RETRY_SECONDS = 1.0
 
 class LaneModel:
     """Generates through a lane; one that is cut is replaced by another, and its batch done again.
+
+    So is one that the server has closed because nothing came over it for long: texts may go to a
+    reader that is slow.
 
     Args:
         ends: head and tail, with their adapters attached.
@@ -71,7 +83,7 @@ class LaneModel:
 
         try:
             return attempt()
-        except LaneCutError as error:
+        except (LaneCutError, LaneClosedError) as error:
             print(f"{error}; opening another", file=sys.stderr)
         self._lane.close()
         _again(self._open, LaneCutError, _CUT_SECONDS)
@@ -127,12 +139,17 @@ def _again(work: Callable[[], None], passing: type[LaneError], seconds: float) -
 def explained(error: LaneError, invitation: StandingInvitation) -> CommandError:
     """Say what an error of a lane means for who has an invitation in a file."""
     reason = str(error)
-    if isinstance(error, HandshakeError):
-        new = "ask who serves the model for a new invitation"
+    new = "ask who serves the model for a new invitation"
+    if isinstance(error, LaneDeadlineError) or invitation.expires <= datetime.now(UTC):
+        reason = f"this invitation has expired; {new}"
+    elif isinstance(error, LaneTimeoutError):
+        reason = "it has not answered in time; it may be out of reach, or busy: try again later"
+    elif isinstance(error, HandshakeError):
         reason = {
             Refusal.TICKET_UNKNOWN: f"it was started anew since this invitation was written; {new}",
             Refusal.SERVER_KEY: f"it was started anew since this invitation was written; {new}",
             Refusal.TICKET_EXPIRED: f"this invitation has expired; {new}",
+            Refusal.SUITE: f"the invitation was altered; {new}",
             Refusal.TICKET_FOREIGN: f"the invitation was altered; {new}",
             Refusal.AUTHENTICATION: f"the invitation was altered; {new}",
         }.get(error.refusal, reason)

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +107,8 @@ def opened(source: Source) -> Iterator[Answering]:
 def _find_ends(
     arguments: argparse.Namespace, adapter: SavedAdapter | None, invitation: StandingInvitation
 ) -> Source:
-    settings = model_settings(arguments, adapter, find_run(adapter), invitation.model)
+    run = find_run(adapter)
+    settings = model_settings(arguments, adapter, run, invitation.model)
     directory = locate_parts(settings.name, invitation.split, _ENDS)
     cut = cut_of(directory, invitation.split)
     server_s = f"that of the block server at {invitation.address}"
@@ -118,6 +119,8 @@ def _find_ends(
         )
     own = fingerprint(directory, tensors_of(directory, cut, _ENDS))
     refuse_other_base(own, invitation.digests, server_s)
+    if run is not None:
+        refuse_other_base(own, run.digests, f"that of {run.directory}")
     prefixes = adapter is not None and adapter.settings.kind == "prefix"
     check_exactness(directory, settings, cut, prefixes, generation=True)
     if adapter is None:
@@ -165,6 +168,7 @@ def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel
     model = LaneModel(ends, invitation, source.chosen, source.ends)
     try:
         yield model
-        model.end()
+        with suppress(LaneError):  # all texts are there, however the lane ends
+            model.end()
     finally:
         model.close()

@@ -1,4 +1,4 @@
-"""A run's folder of results, read back: which base model its adapters are for, and the settings."""
+"""What a run says of its adapters, at the coordinator or at a client: base model and settings."""
 
 import json
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ class RunFolder:
     """What a run has left.
 
     Attributes:
-        directory: the run's folder.
+        directory: the run's folder, or that of a client's state.
         config: the resolved run config, dotted keys to values.
-        digests: of the base model, as far as the coordinator had it.
+        digests: of the base model, as far as it was there.
 
     """
 
@@ -56,7 +56,7 @@ def read_run(directory: Path) -> RunFolder:
 
 
 def run_of(adapter: Path) -> RunFolder | None:
-    """Give the run whose folder an adapter lies in; None if it lies elsewhere."""
+    """Give the run whose folder, or client's state, an adapter lies in; None if it's elsewhere."""
     for folder in adapter.resolve().parents:
         if folder.name == "adapters" and (folder.parent / _BASE).is_file():
             return read_run(folder.parent)

@@ -22,6 +22,7 @@ themselves. The server runs until it is interrupted.
 """
 
 _DAY_SECONDS = 24 * 60 * 60.0
+_MOST_DAYS = 3650
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how = parser.add_argument_group("how")
     how.add_argument(
+        "--body-devices",
+        metavar="cuda:0,…",
+        help="GPUs that the blocks are spread over, or cpu; default as in the run, else all GPUs",
+    )
+    how.add_argument(
         "--wire-dtype",
         choices=["float32", "bfloat16", "int8"],
         help="how hidden states travel; default as in the run, else bfloat16",
@@ -92,8 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     from commands.serving import find, serving
 
-    if not arguments.valid_for > 0:
-        raise CommandError(f"--valid-for {arguments.valid_for:g}: must be more than 0 days")
+    if not 0 < arguments.valid_for <= _MOST_DAYS:
+        raise CommandError(
+            f"--valid-for {arguments.valid_for:g}: must be more than 0 days, {_MOST_DAYS} at most"
+        )
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )

@@ -111,9 +111,14 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
     try:
         devices = body_devices(served.split)
         parts = load_parts(served.settings, served.directory, served.cut, ("body",), devices)
-        server = ModelServer(parts["body"], served.adapter, served.split, _RUN)
     except BaseModelError as error:
-        raise CommandError(str(error)) from error
+        # Where the model is served there may be other devices than where it was trained.
+        reason = str(error).replace("split.body-devices", "--body-devices")
+        raise CommandError(reason) from error
+    except OSError as error:
+        raise CommandError(f"{served.directory} can't be read: {error}") from error
+    try:
+        server = ModelServer(parts["body"], served.adapter, served.split, _RUN)
     except OSError as error:
         raise CommandError(
             f"--listen {served.split.listen}: the port is in use, or the address is not one of "
@@ -205,6 +210,7 @@ def _split_settings(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
             tail_blocks=chosen("tail_blocks", 1),
             wire_dtype=chosen("wire_dtype", "bfloat16"),
             key_exchange=config.get("split.key-exchange", "ml-kem-768-x25519"),
+            body_devices=chosen("body_devices", ""),
             activation_budget=arguments.most_tokens,
             listen=arguments.listen,
             advertise=arguments.advertise,

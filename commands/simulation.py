@@ -23,6 +23,9 @@ def simulate(config: Mapping[str, Scalar], clients: int, home: Path) -> int:
     Returns:
         The exit status: 0 if the run completed, 1 if it failed, 130 if it was interrupted.
 
+    Raises:
+        CommandError: Flower's SuperLink could not be started, or asked.
+
     """
     # Whoever ends this process means the run, which has processes in sessions of their own.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from commands.errors import CommandError
+
 _START_SECONDS = 120.0
 _END_SECONDS = 15.0
 _MARK = "CHAMBERS_SIMULATION"
@@ -44,7 +46,7 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         simulated: it simulates its SuperNodes; else real ones connect to it.
 
     Raises:
-        RuntimeError: it doesn't come up; the message has the end of its log.
+        CommandError: it doesn't come up; the message has the end of its log.
 
     """
     home.mkdir(parents=True, exist_ok=True)
@@ -109,6 +111,9 @@ def run_app(
     Returns:
         ``"finished:completed"``, or the status and reason of a run that did not complete.
 
+    Raises:
+        CommandError: the SuperLink doesn't say how the run ended.
+
     """
     config = Path(superlink.environment["FLWR_HOME"]) / "run-config.toml"
     config.write_text(
@@ -133,10 +138,14 @@ def _status(superlink: SuperLink) -> str:
     listing = subprocess.run(
         ["flwr", "ls", "--format", "json"],
         env=superlink.environment,
-        check=True,
+        check=False,
         capture_output=True,
         text=True,
     )
+    if listing.returncode != 0:
+        raise CommandError(
+            f"the SuperLink doesn't say how the run ended: {listing.stderr.strip()[-2000:]}"
+        )
     run = json.loads(listing.stdout)["runs"][0]
     return str(run["status"])
 
@@ -157,7 +166,7 @@ def _await(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
             return
         except OSError:
             time.sleep(0.2)
-    raise RuntimeError(f"the SuperLink did not start:\n{log.read_text()[-2000:]}")
+    raise CommandError(f"the SuperLink did not start:\n{log.read_text()[-2000:]}")
 
 
 def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:

@@ -53,7 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
             "with: pip install --editable ."
         )
     config = _config_of(arguments.settings)
-    clients = arguments.clients or _clients_in(str(config.get("data.path", "")))
+    clients = arguments.clients
+    if clients is None:
+        clients = _clients_in(str(config.get("data.path", "")))
     if clients < 1:
         raise CommandError(f"--clients {clients}: there must be at least one")
     config.setdefault("min-nodes", clients)

@@ -12,6 +12,7 @@ import tomllib
 
 from flwr.common.config import flatten_dict, parse_config_args
 
+from commands.errors import CommandError
 from commands.simulation import CHECKOUT, simulate
 from strategies.run_config import ConfigError, Scalar, parse_run_config
 
@@ -37,7 +38,11 @@ def main(overrides: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     os.environ.setdefault("CHAMBERS_CACHE", str(_PRIVATE / "cache"))
-    return simulate(config, _CLIENTS, _PRIVATE / "flower")
+    try:
+        return simulate(config, _CLIENTS, _PRIVATE / "flower")
+    except CommandError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ _INCIDENTAL = {
     "encoder_hidden_size",
     "fan_in_fan_out",
     "inference_mode",
-    "init_lora_weights",
     "lora_dropout",
     "num_attention_heads",
     "num_layers",
@@ -30,8 +29,9 @@ _INCIDENTAL = {
     "task_type",
     "token_dim",
 }
-
-
+# How LoRA's weights may have begun. By other ways (PiSSA, OLoRA, …) PEFT changes the base model's
+# weights whenever it loads the adapter.
+_PLAIN_BEGINNINGS = (True, False, "gaussian")
 _SHOWN = 4
 
 
@@ -71,9 +71,12 @@ def read_adapter(directory: Path) -> SavedAdapter:
         found: Any = PeftConfig.from_pretrained(str(directory))
         settings = _settings_of(found)
         expected = as_peft_config(settings).to_dict()
+        values = found.to_dict()
+        if values.get("init_lora_weights") in _PLAIN_BEGINNINGS:
+            expected["init_lora_weights"] = values["init_lora_weights"]
         odd = {
             name: value
-            for name, value in found.to_dict().items()
+            for name, value in values.items()
             if name not in _INCIDENTAL and _plain(value) != _plain(expected.get(name))
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

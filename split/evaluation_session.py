@@ -31,7 +31,8 @@ class EvaluationSession(Session):
         adapter: rank, scale and targets.
         compute: runs its jobs.
         window: micro-batches that may be under way at once.
-        longest: padded tokens of the largest micro-batch, a prefix's places included.
+        longest: padded tokens of the largest micro-batch, a prefix's places included; 0 allows
+            none but those of a generation.
         most_kept: padded tokens whose keys and values may be kept at once, those of a prefix too.
         frame_timeout: seconds to wait for the client's next frame.
 

@@ -12,7 +12,7 @@ from split.frames import Limits
 from split.invitation import Invitation
 from split.keys import ServerKeys
 from split.lane import Lane
-from split.lane_errors import LaneError
+from split.lane_errors import LaneError, LaneTimeoutError
 from split.lane_server import LaneServer
 from split.parts import Part
 from split.session import ProtocolError
@@ -98,7 +98,7 @@ class ModelServer:
             self._adapter,
             self._compute,
             self._split.window,
-            self._split.activation_budget,
+            0,  # nothing but generation, which alone is counted by the compute thread
             self._split.activation_budget,
             self._split.frame_timeout,
         )
@@ -116,12 +116,16 @@ class ModelServer:
         expiry.start()
         try:
             session.serve()
+        except LaneTimeoutError:
+            # In order: who reads what there is so far may open another lane and go on.
+            session.account.error = f"silent for {self._split.frame_timeout:g} s"
+            session.lane.close()
         except (LaneError, ProtocolError, RuntimeError) as error:
             session.give_up(f"{type(error).__name__}: {error}")
         finally:
             expiry.cancel()
             with self._lock:
-                if self._sessions[lane.identity] is session:
+                if self._sessions.get(lane.identity) is session:
                     del self._sessions[lane.identity]
             account = session.account
             _log.info(

@@ -2,14 +2,21 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
 
 from finetuning.files import replacing
 from finetuning.fingerprint import tensor_digest
@@ -21,7 +28,6 @@ from split.partition import Cut
 from split.tickets import IDENTIFIER_BYTES, NAME_BYTES, SECRET_BYTES, Identity, Ticket
 
 _ROUND = 0  # of every lane that is opened with such an invitation
-_PORT = re.compile(r".+:\d{1,5}")
 
 _Name = Annotated[str, Field(min_length=1, max_length=NAME_BYTES)]
 _Count = Annotated[int, Field(ge=0)]
@@ -63,7 +69,7 @@ class StandingInvitation(BaseModel):
     )
 
     format: Literal["chambers invitation 1"] = "chambers invitation 1"
-    address: str = Field(pattern=_PORT)
+    address: str
     suite: KeyExchange
     server_key: bytes
     run: _Name
@@ -79,6 +85,14 @@ class StandingInvitation(BaseModel):
     wire_dtype: WireType
     most_tokens: PositiveInt
     models: dict[str, str]
+
+    @field_validator("address")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise ValueError("must be an address and a port")
+        return value
 
     @property
     def lane(self) -> Invitation:
@@ -105,7 +119,7 @@ class StandingInvitation(BaseModel):
     def write(self, file: Path) -> None:
         """Write it where nobody but the user can read it; an older file is replaced."""
         with replacing(file) as aside:
-            aside.touch(mode=0o600)
+            aside.touch(mode=0o600, exist_ok=False)
             aside.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
     @classmethod

@@ -12,8 +12,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from client_app.state import ClientState
 from finetuning.base_model import load_tokenizer
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
+from finetuning.fingerprint import fingerprint
+from split.loading import tensors_of
+from split.partition import cut_of
+from strategies.run_config import parse_run_config
 from tests.commands.conftest import CLIENTS, ROOT, refused, serve, told, write_run
 from tests.conftest import write_checkpoint
 
@@ -197,17 +202,30 @@ def test_what_can_t_be_meant_is_refused(capsys, words, reason):
     assert reason in refused(capsys, "generate", *words, *question)
 
 
-def test_adapters_that_do_not_fit_are_refused(run_folder, served, tmp_path, capsys):
+def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path, capsys):
     adapter, other = run_folder / "adapters" / "global", write_checkpoint(tmp_path / "other", 4)
     hint = refused(capsys, "generate", "--adapter", run_folder, "the court")
     assert f"did you mean {run_folder}/adapters/clients/alpha or" in hint
 
+    expected = told(capsys, "generate", "--adapter", adapter, *NEW, "the court")
     # Of the run's folder it is known which base model it is for.
     words = ["--model", other, "the court"]
     refusal = refused(capsys, "generate", "--adapter", adapter, *words)
     assert f"is not that of {run_folder}: lm_head.weight, " in refusal
     refusal = refused(capsys, "generate", "--invitation", served / "alpha.json", *words)
     assert "is not that of the block server at 127.0.0.1" in refusal
+
+    # So it is of a client's state; there the ends of a split model suffice.
+    state = ClientState(str(tmp_path / "state"), "lineage", "alpha")
+    config = parse_run_config({"strategy": "fl-glm", "model.name": str(base)})
+    ends = tensors_of(base, cut_of(base, config.split), ("head", "tail"))
+    state.describe(config.flat(), str(base), fingerprint(base, ends))
+    kept = shutil.copytree(adapter, state.directory / "adapters" / "global")
+    for invitation in ([], ["--invitation", served / "alpha.json"]):
+        own = ["generate", "--adapter", kept, *invitation]
+        assert told(capsys, *own, *NEW, "the court") == expected
+    refusal = refused(capsys, "generate", "--adapter", kept, *words)
+    assert f"is not that of {state.directory}: lm_head.weight, " in refusal
 
     # Elsewhere shapes tell.
     shallow = write_checkpoint(tmp_path / "shallow", 3)
@@ -217,6 +235,13 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, served, tmp_path, caps
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
     assert "use_rslora = True" in refused(capsys, "generate", "--adapter", copy, "the court")
+    (copy / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
+    refusal = refused(capsys, "generate", "--adapter", copy, "the court")
+    assert "init_lora_weights = 'pissa'" in refusal
+    for plain in (False, "gaussian"):
+        changed = json.dumps(config | {"init_lora_weights": plain})
+        (copy / "adapter_config.json").write_text(changed)
+        assert told(capsys, "generate", "--adapter", copy, *NEW, "the court") == expected
     (copy / "adapter_config.json").write_text("{")
     assert "can't be read" in refused(capsys, "generate", "--adapter", copy, "the court")
 

@@ -2,30 +2,39 @@
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import socket
 import stat
+import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import psutil
 import pytest
 
+from commands import generate, models
 from commands import serve as command
+from commands.lane_model import explained
 from commands.serving import find, serving
-from tests.commands.conftest import refused, serve, told, wait_for
+from split.lane_errors import LaneDeadlineError, LaneTimeoutError
+from split.standing_invitation import StandingInvitation
+from tests.commands.conftest import refused, serve, told, wait_for, write_run
 from tests.split.lanes import Proxy
 
 
 @contextmanager
-def serving_here(folder, *words, lifetime=60.0):
+def serving_here(folder, *words, lifetime=60.0, **split):
     """Serve in this process; give the address and the invitations' files."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     arguments = parser.parse_args([*map(str, words), "--invitations", str(folder)])
-    with serving(find(arguments), lifetime) as served:
-        yield served
+    served = find(arguments)
+    changed = replace(served, split=served.split.model_copy(update=split))
+    with serving(changed, lifetime) as opened:
+        yield opened
 
 
 def generating(run_folder, invitation):
@@ -112,6 +121,55 @@ def test_a_lane_that_is_cut_is_replaced(run_folder, tmp_path, capsys):
         assert proxy.connections > 1
 
 
+def test_a_slow_reader_gets_the_rest(run_folder, tmp_path, capsys):
+    """The lane is open and silent for longer than the server waits; then the texts are wanted."""
+    adapter, fifo = run_folder / "adapters" / "global", tmp_path / "fifo"
+    words = ["generate", "--adapter", adapter, "the court", "a claim"]
+    told(capsys, *words, "--output", tmp_path / "whole")
+    os.mkfifo(fifo)
+    read = []
+
+    def slow():
+        time.sleep(3.0)
+        read.append(fifo.read_text())
+
+    with serving_here(tmp_path, run_folder, frame_timeout=1.0) as (_, files):
+        reader = threading.Thread(target=slow)
+        reader.start()
+        told(capsys, *words, "--output", fifo, "--invitation", files["alpha"])
+        reader.join(20)
+    assert read == [(tmp_path / "whole").read_text()]
+
+
+def test_a_cut_after_the_last_text_changes_nothing(run_folder, tmp_path):
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    with serve(run_folder, log=tmp_path / "log") as (process, _):
+        words = generating(run_folder, tmp_path / "invitations" / "alpha.json")[1:]
+        source = models.find(parser.parse_args(list(map(str, words))))
+        with models.opened(source):
+            process.kill()
+            process.wait(20)
+
+
+def test_what_is_said_of_time_names_no_setting_of_a_run(run_folder, tmp_path):
+    with serving_here(tmp_path, run_folder) as (_, files):
+        invitation = StandingInvitation.read(files["alpha"])
+    late = LaneTimeoutError("the block server sent nothing for 300 s (split.frame-timeout)")
+    assert "127.0.0.1" in str(explained(late, invitation))
+    assert "it has not answered in time; " in str(explained(late, invitation))
+    over = LaneDeadlineError("the lane's time is over (round-timeout)")
+    assert "this invitation has expired; ask" in str(explained(over, invitation))
+
+
+def test_devices_are_those_of_the_run_or_the_flag(base, tmp_path, capsys):
+    run = write_run(tmp_path / "run", base, **{"split.body-devices": "cuda:99"})
+    refusal = refused(capsys, "serve", run, "--invitations", tmp_path / "invitations")
+    assert "--body-devices names cuda:99, which the server doesn't have" in refusal
+    with serving_here(tmp_path, run, "--body-devices", "cpu") as (_, files):
+        told(capsys, *generating(run, files["alpha"]))
+
+
 def test_starting_anew_revokes_invitations(run_folder, tmp_path, capsys):
     with serving_here(tmp_path / "one", run_folder) as (address, old):
         pass
@@ -125,7 +183,8 @@ def test_what_is_no_invitation_is_refused_without_its_secret(run_folder, tmp_pat
     with serving_here(tmp_path, run_folder) as (_, files):
         content = json.loads(files["alpha"].read_text())
         changes = {
-            "is not an invitation": [{"format": "other"}, {"secret": 3}, {"secret": "c2hvcnQ="}],
+            "is not an invitation": [{"format": "other"}, {"secret": 3}, {"secret": "c2hvcnQ="}]
+            + [{"address": address} for address in ("here", ":8900", "h:0", "h:65536", "h:1\n")],
             "the invitation was altered": [{"client": "beta"}, {"secret": "A" * 43 + "="}],
         }
         for reason, odd in changes.items():
@@ -186,6 +245,9 @@ def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_pa
         (["RUN", "--head-blocks", "3"], "leave the server none of the 4 blocks"),
         (["RUN", "--most-tokens", "0"], "--most-tokens 0"),
         (["RUN", "--valid-for", "0"], "--valid-for 0"),
+        (["RUN", "--valid-for", "inf"], "--valid-for inf"),
+        (["RUN", "--valid-for", "3651"], "--valid-for 3651"),
+        (["RUN", "--body-devices", "gpu"], "--body-devices gpu"),
         (["RUN", "--clients", "../court"], "can't be a client's name"),
         (["RUN", "--model", "/nowhere"], "there is no base model in /nowhere"),
         (["--model", "BASE"], "who is to be invited?"),

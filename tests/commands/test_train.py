@@ -23,10 +23,32 @@ from tests.test_demo import processes_of_flower_and_ray
         ([str(ROOT / "README.md")], "README.md is not a file of settings"),
         ([str(ROOT / "presets" / "demo.toml"), "rounds=none"], "rounds = 'none'"),
         (["--clients", "-1"], "--clients -1"),
+        (["--clients", "0"], "--clients 0"),
     ],
 )
 def test_what_can_t_be_trained_is_refused(capsys, words, reason):
     assert reason in refused(capsys, "train", *words)
+
+
+@pytest.mark.parametrize(
+    ("superlink", "reason"),
+    [
+        ("echo no such option; exit 1", "the SuperLink did not start:\nno such option"),
+        (f"{sys.executable} -m http.server --bind 127.0.0.1 ${{5#--port=}}", "out of reach"),
+    ],
+)
+def test_what_flower_can_t_do_is_said_in_words(tmp_path, capsys, monkeypatch, superlink, reason):
+    """With other programs in the place of Flower's."""
+    flwr = 'test "$1" = run || { echo out of reach >&2; exit 1; }'
+    for name, script in (("flower-superlink", superlink), ("flwr", flwr)):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert reason in refused(capsys, "train")
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def start(tmp_path, *words) -> psutil.Popen:

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from finetuning.data.batching import collate
 from finetuning.settings import ModelSettings
 from split.lane_errors import LaneError, PeerError, TicketError
 from split.loading import load_parts
 from split.model_server import ModelServer
 from split.partition import cut_of
-from tests.split.clients import LONGEST, assert_nothing_is_left
+from tests.split.clients import LONGEST, assert_nothing_is_left, draw
 from tests.split.test_generation import GREEDY, Scene, generated
 
 
@@ -93,7 +94,7 @@ def test_stopping_ends_lanes_with_a_word(scene):
         stopping.join(20)
 
 
-def test_an_unknown_model_and_too_much_text_end_the_lane_alone(scene):
+def test_an_unknown_model_too_much_text_and_no_generation_end_the_lane_alone(scene):
     client = scene.client()
     with scene.model_server() as server:
         invitation = scene.invite(server, client)
@@ -106,6 +107,10 @@ def test_an_unknown_model_and_too_much_text_end_the_lane_alone(scene):
             scene.choose(model)
             with pytest.raises(PeerError, match=f"agreed on are at most {LONGEST}"):
                 model.generate(torch.ones(3, 11).long(), torch.ones(3, 11).long(), 99)
+        with client.lane(invitation) as model:
+            scene.choose(model)
+            with pytest.raises(PeerError, match="padded tokens came; 0 were agreed"):
+                model.summed_losses([collate(draw(1, 7), 0)])
         with client.lane(invitation) as model:
             scene.choose(model)
             generated(model, **GREEDY)

@@ -1,5 +1,6 @@
 """FedJudge as clients and server play it together: averages, penalty, silence, order."""
 
+import json
 import re
 from pathlib import Path
 
@@ -394,6 +395,11 @@ def test_clients_keep_the_final_adapters_and_two_rounds(values, tmp_path: Path):
     run_in_process(values, tmp_path, 3)
     for name in SIZES:
         folder = tmp_path / "bench" / name
-        assert sorted(p.name for p in folder.iterdir()) == ["adapters", "round-0002", "round-0003"]
+        assert sorted(p.name for p in folder.iterdir()) == [
+            *("adapters", "base-model.json", "config.json", "round-0002", "round-0003"),
+        ]
+        kept = json.loads((folder / "base-model.json").read_text())
+        base = values["model.name"]
+        assert kept == {"loaded from": base, "digests": fingerprint(Path(base))}
         for kind in ("global", "personalised"):
             assert (folder / "adapters" / kind / "adapter_config.json").is_file()

@@ -86,6 +86,8 @@ def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, tmp_path):
             model = WholeModel(PeftModel.from_pretrained(whole, directory))
             loss = held_out_loss(model, institution.test, institution.padding, 8).loss
             assert loss == pytest.approx(measured[client, kind], abs=1e-5)
+        about = json.loads((directory.parent.parent / "base-model.json").read_text())
+        assert about["digests"] == institution.fingerprint
         kept = load_file(directory / "adapter_model.safetensors")
         assert all(torch.equal(kept[name], journal.kept[client][name]) for name in kept)
 
