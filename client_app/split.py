@@ -89,17 +89,17 @@ def train_ends(
             description=f"{institution.name}, round {instruction.round}",
         )
         model.end()
-    traffic = [lane.traffic for lane in model.lanes]
+    traffic = model.lane.traffic
     adapters = {name: p.detach().float().cpu().clone() for name, p in parameters.items()}
     keeps = config.train.optimizer_state == "keep"
     state.save(instruction.round, adapters, optimizer if keeps else {})
     return adapters, training_metrics(report) | {
-        "bytes-up": sum(lane.bytes_up for lane in traffic),
-        "bytes-down": sum(lane.bytes_down for lane in traffic),
-        "lanes": len(traffic),
+        "bytes-up": traffic.bytes_up,
+        "bytes-down": traffic.bytes_down,
+        "lanes": model.lane.opened,
         "seconds-waiting": model.seconds_waiting,
-        "seconds-crypto": sum(lane.seconds_crypto for lane in traffic),
-        "seconds-serialisation": sum(lane.seconds_serialisation for lane in traffic),
+        "seconds-crypto": traffic.seconds_crypto,
+        "seconds-serialisation": traffic.seconds_serialisation,
     }
 
 
@@ -169,8 +169,7 @@ def _split_model(
     try:
         yield model
     finally:
-        for opened in model.lanes:
-            opened.close()
+        model.lane.close()
 
 
 def open_lane(

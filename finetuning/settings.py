@@ -262,7 +262,9 @@ class SplitSettings(Section):
     resume_timeout: PositiveFloat = Field(
         30.0,
         description="Seconds within which a lane that was cut in a round of training can be taken "
-        "up again; with `client-batch` the others wait no longer than `gather-timeout` for it.",
+        "up again; with `client-batch` the others wait no longer than `gather-timeout` for it. A "
+        "client takes it up when it next waits for the server: it has to compute its part of a "
+        "micro-batch in less.",
     )
     frame_timeout: PositiveFloat = Field(
         300.0, description="Seconds that client and server wait for each other within a step."

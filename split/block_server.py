@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
 from split.branch import Branch, State
@@ -18,12 +19,9 @@ from split.lane_errors import LaneError
 from split.lane_server import LaneServer
 from split.partition import PartyName
 from split.parts import Part
-from split.schedules.client_batch import ClientBatch
-from split.schedules.hierarchical import Hierarchical
-from split.schedules.schedule import Schedule
-from split.schedules.serial import Serial
+from split.schedules.chosen import chosen_schedule
 from split.session import Account, ProtocolError
-from split.tickets import Identity, TicketBook
+from split.tickets import Identity, Ticket, TicketBook
 from split.training_session import Terms, TrainingSession
 
 _log = logging.getLogger(__name__)
@@ -69,18 +67,25 @@ class BlockServer:
         self._adapter = adapter
         self._train = train
         self._run = run
-        self._minimum = minimum
         self._longest = longest
         self._most_kept = most_kept
         self._grants: dict[Identity, int | Models] = {}
         self._accounts: list[Account] = []
         self._open: set[TrainingSession | EvaluationSession] = set()
         self._training: dict[Identity, TrainingSession] = {}  # whose lanes can be followed
+        self._ended: dict[Identity, str] = {}  # why, in this phase of the round
         self._changed = threading.Condition()
         self._lanes = 1
         self._lifetime = 0.0  # of the round's tickets
         self._compute = ComputeThread(split.activation_budget)
-        self._schedule = self._make_schedule(state)
+        numbers = itertools.count()
+        self._schedule = chosen_schedule(
+            split,
+            lambda: Branch(body, f"branch-{next(numbers)}", adapter, train, state["body"]),
+            self._compute,
+            state,
+            minimum,
+        )
         self._keys = ServerKeys(split.key_exchange)
         self._tickets = TicketBook()
         ends = sum(t.numel() for party in ("head", "tail") for t in state[party].values())
@@ -148,6 +153,7 @@ class BlockServer:
                 names = sorted(session.account.client for session in self._open)
                 raise RuntimeError(f"lanes did not end within {_END_SECONDS:g} s: {names}")
             accounts, self._accounts = self._accounts, []
+            self._ended.clear()
         return sorted(accounts, key=lambda account: account.client)
 
     def state_of(self, client: str) -> State:
@@ -191,34 +197,6 @@ class BlockServer:
         self._server.stop()
         self._compute.stop()
 
-    def _make_schedule(self, state: Mapping[PartyName, State]) -> Schedule:
-        numbers = itertools.count()
-
-        def make_branch() -> Branch:
-            name = f"branch-{next(numbers)}"
-            return Branch(self._body, name, self._adapter, self._train, state["body"])
-
-        if self._split.schedule == "serial":
-            return Serial(make_branch())
-        if self._split.schedule == "client-batch":
-            return ClientBatch(
-                make_branch(),
-                self._compute,
-                self._split.activation_budget,
-                self._minimum,
-                self._split.join_timeout,
-                self._split.gather_timeout,
-            )
-        return Hierarchical(
-            make_branch,
-            self._compute,
-            state["body"],
-            state["head"] | state["tail"],
-            self._minimum,
-            self._split.average_every,
-            self._split.join_timeout,
-        )
-
     def _invite(
         self, purpose: str, client: str, round_number: int, grant: int | Models, lifetime: float
     ) -> Invitation:
@@ -240,13 +218,14 @@ class BlockServer:
             if training is None:
                 grant = self._grants.pop(lane.identity, None)
                 if grant is None:
-                    lane.close("this phase of the round is over (round-timeout)")
+                    why = self._ended.get(lane.identity)
+                    lane.close(why or "this phase of the round is over (round-timeout)")
                     return
                 session = self._session(lane, grant)
                 self._open.add(session)
                 if isinstance(session, TrainingSession):
                     self._training[lane.identity] = session
-                    self._expect_again([lane])
+                    self._expect_again(lane.identity, [lane.resumption])
         if training is not None:
             training.continue_on(lane)
             return
@@ -264,14 +243,15 @@ class BlockServer:
             session.account.seconds = time.monotonic() - started
             with self._changed:
                 self._training.pop(lane.identity, None)
+                self._ended[lane.identity] = session.account.error
                 self._accounts.append(session.account)
                 self._open.discard(session)
                 self._changed.notify_all()
 
-    def _expect_again(self, lanes: Sequence[Lane]) -> None:
-        """Let the client of lanes open another one with what both have of one of them."""
-        for lane in lanes:
-            self._tickets.register(lane.resumption, lane.identity, self._lifetime)
+    def _expect_again(self, identity: Identity, tickets: Sequence[Ticket]) -> None:
+        """Let a client open another lane with what both have of one before."""
+        for ticket in tickets:
+            self._tickets.register(ticket, identity, self._lifetime)
 
     def _session(self, lane: Lane, grant: int | Models) -> TrainingSession | EvaluationSession:
         if isinstance(grant, int):
@@ -289,7 +269,7 @@ class BlockServer:
                 terms,
                 self._split.frame_timeout,
                 self._split.resume_timeout,
-                self._expect_again,
+                partial(self._expect_again, lane.identity),
             )
         return EvaluationSession(
             lane,

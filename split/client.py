@@ -52,6 +52,9 @@ class SplitModel:
         deadline: until when to wait for room at the server, on ``time.monotonic``'s clock.
         reconnect: opens another lane when one is cut in a round of training; None lets it end.
 
+    Attributes:
+        lane: what frames go over; whoever opened the model closes it.
+
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class SplitModel:
         self._head = head
         self._tail = tail
         self._output_head = tail.output_head
-        self._lane = ClientLane(lane, frame_timeout, reconnect)
+        self.lane = ClientLane(lane, frame_timeout, reconnect)
         self._deadline = deadline
         self._credits = 1
         self._step = 0
@@ -76,12 +79,7 @@ class SplitModel:
     @property
     def seconds_waiting(self) -> float:
         """How long this waited for the server's frames."""
-        return self._lane.seconds_waiting
-
-    @property
-    def lanes(self) -> Sequence[Lane]:
-        """All lanes there have been; the last one is the present one."""
-        return self._lane.lanes
+        return self.lane.seconds_waiting
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -97,8 +95,8 @@ class SplitModel:
         """Begin a round of training."""
         self._step = 0
         self._average_every, self._until = place.average_every, place.deadline
-        self._lane.outlast_cuts()
-        self._lane.send(
+        self.lane.outlast_cuts()
+        self.lane.send(
             Kind.JOIN,
             fields={
                 "steps": place.steps,
@@ -109,7 +107,7 @@ class SplitModel:
             },
         )
         # Others may have to join first, and the server has a limit of its own for that.
-        self._credits = int(self._lane.receive(Kind.WELCOME, place.deadline).fields["credits"])
+        self._credits = int(self.lane.receive(Kind.WELCOME, place.deadline).fields["credits"])
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Choose which model the next ``summed_losses`` are of.
@@ -123,8 +121,8 @@ class SplitModel:
             part.use(None if adapters is None else "default")
         if adapters is not None:
             load_state(self.parameters, adapters)
-        self._lane.send(Kind.JOIN, fields={"model": model})
-        self._credits = int(self._lane.receive(Kind.WELCOME).fields["credits"])
+        self.lane.send(Kind.JOIN, fields={"model": model})
+        self._credits = int(self.lane.receive(Kind.WELCOME).fields["credits"])
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Add the gradient of a step's loss to the ``.grad`` of head and tail, and at the server.
@@ -172,7 +170,7 @@ class SplitModel:
                         )
                 gradient = middle.grad
                 assert gradient is not None  # every micro-batch has targets
-                self._lane.send(Kind.GRADIENT, self._step, index, {"gradient": gradient})
+                self.lane.send(Kind.GRADIENT, self._step, index, {"gradient": gradient})
                 return not wants_gradient
             output = sent.pop(index)
             with drawing_nothing_new():
@@ -195,8 +193,8 @@ class SplitModel:
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         fields: Mapping[str, Value] = {"squared_norm": squared_norm(gradients)}
-        self._lane.send(Kind.STEP, self._step, fields=fields)
-        fields = self._lane.receive(Kind.STEP).fields
+        self.lane.send(Kind.STEP, self._step, fields=fields)
+        fields = self.lane.receive(Kind.STEP).fields
         if maximum:
             for gradient in gradients:
                 gradient.mul_(float(fields["factor"]))
@@ -227,14 +225,14 @@ class SplitModel:
         self._set_up(training=False)
         generation = Generation(self._head, self._tail, mask, new_tokens, self._through_body)
         output: torch.Tensor = generation.run(tokens, mask, settings)
-        self._lane.send(Kind.STEP)
+        self.lane.send(Kind.STEP)
         return output
 
     def end(self) -> None:
         """End the round, or the evaluation, and wait until the server has taken note of it."""
-        self._lane.send(Kind.END)
-        self._lane.receive(Kind.END)
-        self._lane.close()
+        self.lane.send(Kind.END)
+        self.lane.receive(Kind.END)
+        self.lane.close()
 
     def _set_up(self, training: bool) -> None:
         for part in (self._head, self._tail):
@@ -244,7 +242,7 @@ class SplitModel:
         self, index: int, batch: MicroBatch, counts: Mapping[str, int]
     ) -> torch.Tensor:
         hidden = self._head(batch.tokens.to(self._head.device), _padding(batch))
-        self._lane.send(
+        self.lane.send(
             Kind.HIDDEN,
             self._step,
             index,
@@ -257,9 +255,9 @@ class SplitModel:
         self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: dict[str, Value]
     ) -> torch.Tensor:
         tensors = {"hidden": hidden, "lengths": lengths}
-        self._lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
+        self.lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
         # Others' generations may have to end before there is room for this one.
-        return self._lane.receive(Kind.HIDDEN, None if index else self._deadline).tensors["hidden"]
+        return self.lane.receive(Kind.HIDDEN, None if index else self._deadline).tensors["hidden"]
 
     def _pipeline(
         self, count: int, forward: Callable[[int], object], answer: Callable[[Frame], bool]
@@ -278,15 +276,15 @@ class SplitModel:
                 forward(begun)
                 begun += 1
             else:
-                ended += answer(self._lane.receive(Kind.HIDDEN, also=Kind.GRADIENT))
+                ended += answer(self.lane.receive(Kind.HIDDEN, also=Kind.GRADIENT))
 
     def _average_if_due(self) -> None:
         """Between two steps take over the average of all clients' adapters, where that is due."""
         if self._average_every and self._step and self._step % self._average_every == 0:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
-            self._lane.send(Kind.AVERAGE, self._step, tensors=own)
+            self.lane.send(Kind.AVERAGE, self._step, tensors=own)
             # The others may be far behind; each of them has its own limits.
-            load_state(self.parameters, self._lane.receive(Kind.AVERAGE, self._until).tensors)
+            load_state(self.parameters, self.lane.receive(Kind.AVERAGE, self._until).tensors)
 
 
 def _padding(batch: MicroBatch) -> Padding:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 import torch
 
@@ -10,6 +9,7 @@ from split.frames import Frame, Kind, Value
 from split.lane import Lane
 from split.lane_errors import LaneCutError, LaneError, LaneTimeoutError
 from split.lasting_lane import LastingLane
+from split.traffic import Traffic
 
 
 class ClientLane:
@@ -21,7 +21,6 @@ class ClientLane:
         reconnect: opens another lane when one is cut; None lets it end.
 
     Attributes:
-        lanes: all there have been; the last one is the present one.
         seconds_waiting: for the server's frames.
 
     """
@@ -29,16 +28,29 @@ class ClientLane:
     def __init__(
         self, lane: Lane, frame_timeout: float, reconnect: Callable[[Lane], Lane] | None
     ) -> None:
-        self.lanes = [lane]
         self.seconds_waiting = 0.0
         self._lane: Lane | LastingLane = lane
         self._frame_timeout = frame_timeout
         self._reconnect = reconnect
 
+    @property
+    def present(self) -> Lane:
+        """The lane that frames go over."""
+        return self._lane.present if isinstance(self._lane, LastingLane) else self._lane
+
+    @property
+    def opened(self) -> int:
+        """How many lanes there have been."""
+        return self._lane.opened if isinstance(self._lane, LastingLane) else 1
+
+    @property
+    def traffic(self) -> Traffic:
+        """The account of all lanes."""
+        return self._lane.traffic
+
     def outlast_cuts(self) -> None:
         """Take the lane up again from now on when it is cut; the server must know of it."""
-        self._lane = LastingLane(self.lanes[-1])
-        self.lanes = self._lane.lanes
+        self._lane = LastingLane(self.present)
 
     def send(
         self,
@@ -73,7 +85,7 @@ class ClientLane:
         return frame
 
     def close(self) -> None:
-        """End the lane in order."""
+        """End the lane in order, and any that follows."""
         self._lane.close()
 
     def _receive(self, until: float | None) -> Frame:
@@ -101,6 +113,12 @@ class ClientLane:
                 lane = reconnect(lasting.present)
             except LaneError as error:
                 raise LaneCutError(f"{cut}, and could not be taken up again: {error}") from error
-            with suppress(LaneCutError):  # again
-                lasting.ask(lane, self._frame_timeout)
-                return
+            try:
+                return lasting.ask(lane, self._frame_timeout)
+            except LaneTimeoutError:
+                raise LaneTimeoutError(
+                    "the block server did not go on over a lane that was taken up again within "
+                    f"{self._frame_timeout:g} s (split.frame-timeout)"
+                ) from None
+            except LaneCutError:
+                continue

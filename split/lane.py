@@ -10,7 +10,7 @@ import grpc
 from split.frames import Frame, Kind, Limits
 from split.handshake import ClientHandshake
 from split.keys import known_suite
-from split.lane_end import Lane, Traffic
+from split.lane_end import Lane
 from split.lane_errors import (
     FrameError,
     HandshakeError,
@@ -35,6 +35,7 @@ from split.lane_transport import (
     wire_bytes,
 )
 from split.tickets import Identity, Ticket
+from split.traffic import Traffic
 
 __all__ = [
     "Frame",

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -28,31 +27,11 @@ from split.lane_transport import CLOSE_SECONDS, stream_error, wire_bytes
 from split.payload import Outgoing
 from split.records import Opener, Sealer
 from split.tickets import Identity, Ticket
+from split.traffic import Traffic
 
 _LOG = logging.getLogger(__name__)
 _FRAMES_AHEAD = 16
 _LONGEST_ERROR = 1000
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a lane has carried and what that took at this end.
-
-    Attributes:
-        bytes_up: from the client to the server, handshake and all overhead above TCP included
-            but for gRPC's opening and closing headers.
-        bytes_down: from the server to the client.
-        seconds_crypto: encryption and decryption.
-        seconds_serialisation: packing and unpacking tensors.
-        seconds_waiting: inside ``receive``.
-
-    """
-
-    bytes_up: int
-    bytes_down: int
-    seconds_crypto: float
-    seconds_serialisation: float
-    seconds_waiting: float
 
 
 class Lane:
@@ -196,8 +175,13 @@ class Lane:
             self._reader.join(2 * CLOSE_SECONDS)
 
     def cut(self, reason: str) -> None:
-        """End the lane as the network does when it breaks; for who knows that it has broken."""
+        """End the lane as the network does when it breaks; for who knows that it has broken.
+
+        Frames that have come and were not received are dropped, even if it has ended before.
+        """
         self._end(LaneCutError(f"the lane was cut: {reason}"))
+        with self._changed:
+            self._incoming.clear()
 
     def start(self, messages: Iterable[bytes]) -> None:
         """Begin to take messages; for the modules that open lanes."""
@@ -215,6 +199,8 @@ class Lane:
             # Only our own errors' words: those of others might quote what they failed on.
             reason = str(error) if isinstance(error, LaneError) else type(error).__name__
             self._end(FrameError(f"a frame could not be sent: {reason}"), "it failed to send")
+        if isinstance(self._error, LaneCutError):
+            return  # if the other side is still there, it may follow with another lane
         words = self._last_words
         last = Frame(Kind.CLOSE)
         if words is not None:
@@ -254,6 +240,7 @@ class Lane:
             self._end(LaneCutError(f"the lane was cut {where}"))
         except Exception as error:
             self._end(stream_error(error, answered=self._opener.counter > 0))
+        self._opener.drop()
         if self._is_client:
             self.over()
             self._release()
@@ -288,11 +275,11 @@ class Lane:
 
         """
         with self._changed:
+            if here:
+                self._incoming.clear()
             if self._error is not None:
                 return
             self._error, self._last_words = error, words
-            if here:
-                self._incoming.clear()
             if not here or words is not None:
                 self._outgoing.clear()
             self._limit.start()

@@ -6,6 +6,7 @@ neither end's computation notices that there was a cut.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,41 +15,47 @@ import torch
 
 from split.frames import Frame, Kind, Value
 from split.lane import Lane
-from split.lane_end import Traffic
-from split.lane_errors import FrameError, LaneCutError
+from split.lane_errors import FrameError, LaneClosedError, LaneCutError, LaneTimeoutError
+from split.tickets import Ticket
+from split.traffic import Traffic
 
 # Fields: frames that the sender has, in every frame; and in the first ones of a lane that follows.
 SEEN, RESUME = "seen", "resume"
+_TICKETS = 8
 
 
 class LastingLane:
     """One end of lanes that follow each other. Its methods may be called from any thread.
+
+    Of a lane that was followed, or was cut before it could follow, only the account is kept.
 
     Args:
         lane: the first one.
 
     Attributes:
         identity: run, round and node.
-        lanes: all there have been, with those that were cut before anything went over them.
-        present: the one that frames go over.
+        present: the lane that frames go over.
+        opened: how many lanes there have been, with those that were cut before anything went over
+            them.
+        tickets: at the server, those for connecting again of which the client may use one: it may
+            not know of the last lanes, for they may be cut before it has an answer.
 
     """
 
     def __init__(self, lane: Lane) -> None:
         self.identity = lane.identity
-        self.lanes = [lane]
         self.present = lane
-        self._lock = threading.Lock()
+        self.opened = 1
+        self.tickets: tuple[Ticket, ...] = (lane.resumption,)
+        self._changed = threading.Condition()  # goes with all of these
+        self._offered: Lane | None = None  # the newest that the client has opened
+        self._following: Lane | None = None  # of which the ends agree how to go on
+        self._before = Traffic()
         self._kept: deque[Frame] = deque()  # that the other end may not have
         self._seen = 0  # frames before these: the other end has them
         self._received = 0
         self._closed = False
         self._last_words: str | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether there is no lane at present."""
-        return self.present.ended
 
     @property
     def unseen(self) -> int:
@@ -58,8 +65,8 @@ class LastingLane:
     @property
     def traffic(self) -> Traffic:
         """The account of all lanes."""
-        accounts = [vars(lane.traffic) for lane in self.lanes]
-        return Traffic(**{name: sum(each[name] for each in accounts) for name in accounts[0]})
+        with self._changed:
+            return sum((lane.traffic for lane in self._lanes()), self._before)
 
     def send(
         self,
@@ -78,7 +85,7 @@ class LastingLane:
             LaneError: the lane has ended otherwise than by a cut, or doesn't allow the frame.
 
         """
-        with self._lock:
+        with self._changed:
             said = {**(fields or {}), SEEN: self._received}
             frame = Frame(kind, step, micro_batch, dict(tensors or {}), said)
             self._send(frame)
@@ -93,10 +100,10 @@ class LastingLane:
 
         """
         frame = self.present.receive(timeout)
-        with self._lock:
+        with self._changed:
             self._received += 1
-            seen = frame.fields.get(SEEN)
-            if isinstance(seen, int) and seen > self._seen:  # it is less in what was sent again
+            seen = _count(frame, SEEN)
+            if seen is not None and seen > self._seen:  # it is less in what was sent again
                 self._forget(seen)
         return frame
 
@@ -113,39 +120,106 @@ class LastingLane:
 
         Raises:
             LaneCutError: it was cut, too.
+            LaneTimeoutError: no answer came in time.
             LaneError: it ended otherwise, or the server doesn't go on with what this end has.
 
         """
-        self._add(lane)
-        lane.send(Kind.JOIN, fields={RESUME: self._received})
-        self._go_on(lane, lane.receive(timeout))
+        with self._changed:
+            self.opened += 1
+            self._following = lane
+        if self._closed:  # before it was among the others
+            lane.close(self._last_words)
+        try:
+            lane.send(Kind.JOIN, fields={RESUME: self._received})
+            self._go_on(lane, _first(lane, Kind.WELCOME, timeout))
+        except LaneCutError:
+            self._drop(lane)
+            raise
 
-    def accept(self, lane: Lane, timeout: float) -> None:
-        """Go on over another lane, at the server; see ``ask``."""
-        self._add(lane)
-        join = lane.receive(timeout)
-        lane.send(Kind.WELCOME, fields={RESUME: self._received})
-        self._go_on(lane, join)
+    def offer(self, lane: Lane) -> None:
+        """Let a lane that the client has opened follow, at the server; those before it are cut.
+
+        The client may know sooner than the server that they were.
+        """
+        with self._changed:
+            self.opened += 1
+            for before in self._lanes():
+                before.cut("the client has opened another lane")
+            if self._offered is not None:
+                self._before += self._offered.traffic
+            self._offered = lane
+            if self._closed:
+                lane.close(self._last_words)
+            self._changed.notify_all()
+
+    def accept(self, timeout: float) -> None:
+        """Go on over the newest lane that the client has opened, at the server.
+
+        Args:
+            timeout: seconds within which one must be there, and the client have said what it has.
+
+        Raises:
+            LaneTimeoutError: it wasn't.
+            LaneError: this end was closed, the lane ended otherwise than by a cut, or the client
+                doesn't go on with what this end has.
+
+        """
+        end = time.monotonic() + timeout
+        while (lane := self._next(end)) is not None:
+            with suppress(LaneCutError, LaneTimeoutError):
+                join = _first(lane, Kind.JOIN, max(0.0, end - time.monotonic()))
+                # Before the client can have the answer, and use it.
+                self.tickets = (*self.tickets, lane.resumption)[-_TICKETS:]
+                lane.send(Kind.WELCOME, fields={RESUME: self._received})
+                self._go_on(lane, join)
+                return
+            self._drop(lane)
+        raise LaneTimeoutError(f"no other lane came within {timeout:g} s")
 
     def close(self, error: str | None = None) -> None:
         """End all lanes, and any that follows; see ``Lane.close``."""
-        self._closed, self._last_words = True, error
-        for lane in self.lanes:
+        with self._changed:
+            if not self._closed:
+                self._closed, self._last_words = True, error
+            lanes = self._lanes()
+            self._changed.notify_all()
+        for lane in lanes:
             lane.close(error)
 
-    def _add(self, lane: Lane) -> None:
-        self.lanes.append(lane)
-        if self._closed:  # before it was among the others
-            lane.close(self._last_words)
+    def _lanes(self) -> list[Lane]:
+        lanes = (self.present, self._following, self._offered)
+        return [lane for lane in lanes if lane is not None]
+
+    def _next(self, end: float) -> Lane | None:
+        """Wait for a lane that the client opens, at most until ``end``."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._offered is not None or self._closed, end - time.monotonic()
+            )
+            if self._closed:
+                raise LaneClosedError(f"this end has closed the lane: {self._last_words}")
+            if self._offered is None or time.monotonic() >= end:
+                return None
+            self._following, self._offered = self._offered, None
+            return self._following
+
+    def _drop(self, lane: Lane) -> None:
+        """Give a lane up that was to follow."""
+        with self._changed:
+            lane.cut("it could not follow another one")
+            self._before += lane.traffic
+            self._following = None
 
     def _go_on(self, lane: Lane, said: Frame) -> None:
         """Send what the other end lacks, and from now on all the rest, over another lane."""
-        seen = said.fields.get(RESUME)
-        if not isinstance(seen, int):
-            raise FrameError(f"a lane was to resume with {RESUME} = {seen!r}")
-        with self._lock:
+        seen = _count(said, RESUME)
+        if seen is None:
+            raise FrameError(f"a lane was to resume with {RESUME} = {said.fields.get(RESUME)!r}")
+        with self._changed:
             self._forget(seen)
-            self.present = lane
+            self.present.cut("another lane has followed")
+            self._before += self.present.traffic
+            self.present, self._following = lane, None
             for frame in self._kept:
                 self._send(frame)
 
@@ -164,3 +238,15 @@ class LastingLane:
         while self._seen < seen:
             self._kept.popleft()
             self._seen += 1
+
+
+def _first(lane: Lane, kind: Kind, timeout: float) -> Frame:
+    frame = lane.receive(timeout)
+    if frame.kind is not kind:
+        raise FrameError(f"a lane was to resume with {kind.name}, not with {frame.kind.name}")
+    return frame
+
+
+def _count(frame: Frame, name: str) -> int | None:
+    value = frame.fields.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

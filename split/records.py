@@ -183,6 +183,10 @@ class Opener:
         self.seconds_serialisation += time.perf_counter() - started
         return frame
 
+    def drop(self) -> None:
+        """Forget the frame that is not complete: no more records come."""
+        self._partial = None
+
     def _header(self, record: bytes) -> RecordHeader:
         """Parse a record's header and compare it with what has to come now."""
         size = len(record) - HEADER_BYTES - TAG_BYTES

@@ -11,7 +11,7 @@ import torch
 from split.compute import ComputeThread, Job, Urgency
 from split.frames import Frame, Kind
 from split.lane import Lane
-from split.lane_errors import LaneError, LaneTimeoutError
+from split.lane_errors import LaneCutError, LaneError, LaneTimeoutError
 from split.lasting_lane import LastingLane
 from split.parts import Padding
 
@@ -130,6 +130,8 @@ class Session:
     def receive(self) -> Frame:
         """Wait for the client's next frame, without limit while it waits for a job of its own.
 
+        A client is silent as long as no frame comes, whatever becomes of its lane meanwhile.
+
         Raises:
             LaneError: the lane broke, or the client was silent for too long.
 
@@ -138,7 +140,7 @@ class Session:
         while True:
             try:
                 return self.lane.receive(min(self._frame_timeout, POLL_SECONDS))
-            except LaneTimeoutError:
+            except (LaneTimeoutError, LaneCutError) as error:
                 if self.waits():
                     silent_since = time.monotonic()
                 elif time.monotonic() - silent_since >= self._frame_timeout:
@@ -146,6 +148,17 @@ class Session:
                         f"{self.account.client} sent nothing for {self._frame_timeout:g} s "
                         "(split.frame-timeout)"
                     ) from None
+                if isinstance(error, LaneCutError):
+                    self.outlast(error)
+
+    def outlast(self, cut: LaneCutError) -> None:
+        """Go on after the lane was cut, if that is possible.
+
+        Raises:
+            LaneError: it is not.
+
+        """
+        raise cut
 
     def waits(self) -> bool:
         """Say whether it is not the client's turn to send something."""

@@ -1,7 +1,5 @@
 """One client's round of training at the block server: what it may send when."""
 
-import queue
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from split.branch import State
 from split.compute import ComputeThread
 from split.frames import Frame, Kind
 from split.lane import Lane
-from split.lane_errors import LaneCutError, LaneError
+from split.lane_errors import LaneCutError, LaneError, LaneTimeoutError
 from split.lasting_lane import LastingLane
 from split.schedules.schedule import Schedule
 from split.seat import Hidden, Place, Seat
@@ -24,13 +22,13 @@ from split.session import (
     hidden_of,
     whole_number,
 )
+from split.tickets import Ticket
 
 # Squared; so that a sum over all clients is still a finite number.
 _LARGEST_NORM = 1e30
 # Frames other than those of micro-batches that a client may not have, when it sends something.
 _MOST_OTHERS = 4
-_LANES_IN_DOUBT = 8
-_MOST_LANES = 1000  # of a round; each leaves a little behind
+_MOST_LANES = 1000  # of a round; each costs a handshake
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,8 @@ class TrainingSession(Session):
         terms: of the round.
         frame_timeout: seconds to wait for the client's next frame.
         resume_timeout: seconds within which a lane that was cut can be taken up again.
-        expect_again: lets the client of lanes open another one.
+        expect_again: lets the client open another lane with one of these tickets, once more if
+            it was used.
 
     """
 
@@ -90,13 +89,12 @@ class TrainingSession(Session):
         terms: Terms,
         frame_timeout: float,
         resume_timeout: float,
-        expect_again: Callable[[Sequence[Lane]], None],
+        expect_again: Callable[[Sequence[Ticket]], None],
     ) -> None:
         self._lasting = LastingLane(lane)
         super().__init__(self._lasting, "train", compute, frame_timeout)
         self._resume_timeout = resume_timeout
         self._expect_again = expect_again
-        self._lanes: queue.Queue[Lane | str] = queue.Queue()
         self._seed = seed
         self._schedule = schedule
         self._terms = terms
@@ -148,61 +146,30 @@ class TrainingSession(Session):
             self.receive()
 
     def continue_on(self, lane: Lane) -> None:
-        """Go on over a lane that the client has opened; returns when it is of no more use.
-
-        The client may know sooner than the server that the one before was cut.
-        """
-        self._lasting.present.cut("the client has opened another lane")
-        self._lanes.put(lane)
+        """Go on over a lane that the client has opened; returns when it is of no more use."""
+        # The tickets of those before, too: this one may be cut before the client has an answer.
+        self._expect_again([*self._lasting.tickets, lane.resumption])
+        self._lasting.offer(lane)
+        if self._lasting.opened >= _MOST_LANES:
+            self.give_up(f"the lane was cut {_MOST_LANES - 1} times in this round")
         while not lane.ended and not self.over.wait(POLL_SECONDS):
             pass
 
-    def abandon(self, reason: str) -> None:
-        """End the lane from another thread, or the wait for one."""
-        super().abandon(reason)
-        self._lanes.put(reason)
-
-    def give_up(self, reason: str) -> None:
-        """End the lane, or the wait for one, and say why."""
-        super().give_up(reason)
-        self._lanes.put(reason)
-
-    def receive(self) -> Frame:
-        """Wait for the client's next frame, over another lane if this one is cut.
-
-        Raises:
-            LaneError: the lane broke and was not taken up again in time, or the client was silent
-                for too long.
-
-        """
-        while True:
-            try:
-                return super().receive()
-            except LaneCutError as error:
-                self._go_on(error)
-
-    def _go_on(self, cut: LaneCutError) -> None:
+    def outlast(self, cut: LaneCutError) -> None:
         """Let the client open another lane, and go on over it with what did not arrive.
 
         Raises:
             LaneError: it hasn't in time, or doesn't say rightly how many frames it has.
 
         """
-        end = time.monotonic() + self._resume_timeout
-        while len(self._lasting.lanes) < _MOST_LANES:
-            late = f"was not taken up again within {self._resume_timeout:g} s"
-            lane: Lane | str = f"{late} (split.resume-timeout)"
-            with suppress(queue.Empty):
-                lane = self._lanes.get(timeout=max(0.0, end - time.monotonic()))
-            if isinstance(lane, str):
-                raise LaneCutError(f"{cut}, and {lane}")
-            # The client may not know of the last ones: they may be cut before it has an answer.
-            self._expect_again([*self._lasting.lanes, lane][-_LANES_IN_DOUBT:])
-            with suppress(LaneCutError):  # again
-                self._lasting.accept(lane, self._resume_timeout)
-                self.account.resumed += 1
-                return
-        raise LaneCutError(f"{cut}, as the {_MOST_LANES}th of this round")
+        try:
+            self._lasting.accept(self._resume_timeout)
+        except LaneTimeoutError:
+            raise LaneCutError(
+                f"{cut}, and was not taken up again within {self._resume_timeout:g} s "
+                "(split.resume-timeout)"
+            ) from None
+        self.account.resumed += 1
 
     def waits(self) -> bool:
         """Say whether it is not the client's turn to send something."""
@@ -243,7 +210,7 @@ class TrainingSession(Session):
             try:
                 return self._schedule.average(self, frame.step, own)
             except LaneCutError as error:
-                self._go_on(error)
+                self.outlast(error)
 
     def _take_hidden(self, frame: Frame) -> None:
         index = frame.micro_batch

@@ -108,8 +108,7 @@ class Client:
         try:
             yield model
         finally:
-            for lane in model.lanes:
-                lane.close()
+            model.lane.close()
 
     def train(
         self,
@@ -279,7 +278,7 @@ def stop_after(step: int, count: int, how: str):
     """Give what makes a client go away: after so many finished micro-batches of a step."""
 
     def disturb(model) -> None:
-        lane, receive = model.lanes[-1], model.lanes[-1].receive
+        lane, receive = model.lane.present, model.lane.present.receive
         ended, join, joined = [0], model.join, []
 
         def joining(place):
@@ -312,4 +311,4 @@ def send_texts(model, rows=3, columns=11, new_tokens=12, index=0, side="left") -
     """Send what belongs to a generation, whether it may be sent or not."""
     tensors = {"hidden": torch.zeros(rows, columns, 32), "lengths": torch.full((rows,), columns)}
     fields = {"side": side} | ({} if new_tokens is None else {"new_tokens": new_tokens})
-    model.lanes[-1].send(Kind.HIDDEN, 0, index, tensors, fields)
+    model.lane.present.send(Kind.HIDDEN, 0, index, tensors, fields)

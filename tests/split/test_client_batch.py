@@ -137,14 +137,14 @@ def test_who_is_slow_changes_nothing(base, beginning):
     """Gradients are added in the order of micro-batches, of which some clients have fewer."""
 
     def be_slow(model) -> None:
-        send = model.lanes[-1].send
+        send = model.lane.present.send
 
         def sending(kind, *rest):
             if kind is Kind.GRADIENT:
                 time.sleep(0.2)
             send(kind, *rest)
 
-        model.lanes[-1].send = sending
+        model.lane.present.send = sending
 
     split = split_settings(schedule="client-batch", window=6)
     results = []
@@ -194,7 +194,7 @@ def test_a_client_that_hangs_is_left_behind(base, beginning):
     blocked = []
 
     def hang(model) -> None:
-        receive = model.lanes[-1].receive
+        receive = model.lane.present.receive
 
         def receiving(timeout):
             frame = receive(timeout)
@@ -204,7 +204,7 @@ def test_a_client_that_hangs_is_left_behind(base, beginning):
                     receive(60.0)
             return frame
 
-        model.lanes[-1].receive = receiving
+        model.lane.present.receive = receiving
 
     with serving(base, beginning, split) as server:
         server.begin_round(SIZES, 0)

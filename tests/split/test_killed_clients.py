@@ -44,7 +44,7 @@ def train_until(stage: str, base: Path, split: SplitSettings, state: State, link
     how, kind, _ = STAGES[stage]
 
     def disturb(model) -> None:
-        act = getattr(model._lane, how)
+        act = getattr(model.lane, how)
         seen = []
 
         def acting(*arguments, **named):
@@ -57,7 +57,7 @@ def train_until(stage: str, base: Path, split: SplitSettings, state: State, link
                     time.sleep(600)
             return result
 
-        setattr(model._lane, how, acting)
+        setattr(model.lane, how, acting)
 
     invitation = link.recv()
     server = SimpleNamespace(invite_to_train=lambda *_: invitation)

@@ -54,15 +54,15 @@ def cut_at(places, late=()):
 
             lane.send = sending
 
-        reconnect = model._lane._reconnect
+        reconnect = model.lane._reconnect
 
         def reconnecting(cut):
             lane = reconnect(cut)
             watch(lane)
             return lane
 
-        watch(model.lanes[-1])
-        model._lane._reconnect = reconnecting
+        watch(model.lane.present)
+        model.lane._reconnect = reconnecting
 
     disturb.left = left
     return disturb
@@ -229,7 +229,7 @@ def test_what_a_client_can_t_have_ends_its_lane(base, beginning, frames):
 
     def lie(model) -> None:
         cut_at([(1, Kind.HIDDEN, "after")])(model)
-        reconnect = model._lane._reconnect
+        reconnect = model.lane._reconnect
 
         def reconnecting(cut):
             lane = reconnect(cut)
@@ -242,7 +242,7 @@ def test_what_a_client_can_t_have_ends_its_lane(base, beginning, frames):
             lane.send = sending
             return lane
 
-        model._lane._reconnect = reconnecting
+        model.lane._reconnect = reconnecting
 
     with serving(base, beginning, split) as server:
         server.begin_round(dict.fromkeys(steps, 1.0), 0)
@@ -258,22 +258,22 @@ class ForgetfulProxy(Proxy):
 
     def __init__(self, address, bytes_up):
         self._bytes_up = bytes_up
-        self.connections = 0
+        self.clients = []
         super().__init__(address)
 
     def _accept(self):
         with suppress(OSError):
             while True:
                 super()._accept()
-                self.connections += 1
 
     def _pump(self, source, target, name):
-        first = self.connections == 0
+        if name == "up":
+            self.clients.append(source)
         with suppress(OSError):
             while content := source.recv(65536):
                 setattr(self, name, getattr(self, name) + len(content))
-                if first and self.up > self._bytes_up:
-                    self._sockets[0].shutdown(socket.SHUT_RDWR)
+                if source is self.clients[0] and self.up > self._bytes_up:
+                    source.shutdown(socket.SHUT_RDWR)
                     return
                 target.sendall(content)
 
@@ -294,6 +294,6 @@ def test_the_server_need_not_know_that_a_lane_was_cut(base, beginning):
             (account,) = server.finish_lanes()
             results.append(own | server.end_round({"alpha": 9}))
         assert (account.steps, account.error, account.resumed) == (7, "", int(disturbed))
-        assert proxy.connections == 1 + disturbed
+        assert len(proxy.clients) == 1 + disturbed
     assert_equal(*results)
     assert_nothing_is_left()

@@ -1,0 +1,27 @@
+"""What lanes have carried, and what that took."""
+
+from dataclasses import astuple, dataclass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a lane has carried and what that took at this end; sums are of several lanes.
+
+    Attributes:
+        bytes_up: from the client to the server, handshake and all overhead above TCP included
+            but for gRPC's opening and closing headers.
+        bytes_down: from the server to the client.
+        seconds_crypto: encryption and decryption.
+        seconds_serialisation: packing and unpacking tensors.
+        seconds_waiting: inside ``receive``.
+
+    """
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds_crypto: float = 0.0
+    seconds_serialisation: float = 0.0
+    seconds_waiting: float = 0.0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
