@@ -34,7 +34,9 @@ def processes_of_flower_and_ray() -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("overrides", ["", 'strategy="fl-glm" rounds=2 evaluate.generate=false'])
+@pytest.mark.parametrize(
+    "overrides", ["rounds=3", 'strategy="fl-glm" rounds=2 evaluate.generate=false']
+)
 def test_everyone_gains_from_the_demo(tmp_path, overrides):
     before = processes_of_flower_and_ray()
     demo = start_demo(tmp_path, overrides)
