@@ -10,9 +10,10 @@ union of the clients' micro-batches j; serial takes K steps, one after another, 
 in its turn. Everything is float32, lanes are encrypted. A turn is over when clients *and* server
 have taken their optimizer steps.
 
-The servers of all configurations share a process, and so do all clients, who are threads there and
-have heads, tails and optimizers of their own; what doesn't take its turn waits. CPU seconds are
-user and system time of both processes.
+Each schedule has a server's process, and one of all its clients, who are threads there and have
+heads, tails and optimizers of their own; what doesn't take its turn waits. One number of clients is
+measured after another, since what many processes hold slows all of them down. CPU seconds are user
+and system time of both processes.
 
 In the first step client-batch computes what the whole model does: the run fails if the losses
 differ by more than 1e-4 with ``--wire float32`` (1e-2 with others). Later ones do not, since every
@@ -20,7 +21,6 @@ client trains a head and tail of its own.
 """
 
 import argparse
-import itertools
 import os
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -72,45 +72,43 @@ def groups_of(job: Job, split: SplitSettings, clients: int) -> dict[str, Group]:
 
 
 def start(
-    stack: ExitStack,
-    job: Job,
-    groups: Mapping[int, Mapping[str, Group]],
-    cores: Collection[int],
-) -> dict[int, list[Side]]:
-    """Start groups of clients, and let all join; give the configurations by clients.
+    stack: ExitStack, job: Job, clients: int, groups: Mapping[str, Group], cores: Collection[int]
+) -> list[Side]:
+    """Start groups of clients, each in processes of its own, and let all join.
 
     Args:
         stack: ends them.
         job: of one client.
-        groups: by how many clients they have, and by their names.
+        clients: how many there are in each group.
+        groups: by their names.
         cores: that everything may use.
 
     Returns:
-        For each number of clients the whole model at the stacked batch, and the groups.
+        The whole model at the stacked batch, and the groups.
 
     """
-    every = [group for own in groups.values() for group in own.values()]
-    wholes = {count: start_whole(stack, stacked(job, count), cores) for count in groups}
-    server = stack.enter_context(Worker(serve_groups, cores, every))
-    clients = stack.enter_context(Worker(train_groups, cores, every))
-    clients.ask(server.receive())
-    processes = [psutil.Process(clients.pid), psutil.Process(server.pid)]
-    numbers = itertools.count()
+    sides = [start_whole(stack, stacked(job, clients), cores)]
+    for schedule, group in groups.items():
+        server = stack.enter_context(Worker(serve_groups, cores, [group]))
+        trainer = stack.enter_context(Worker(train_groups, cores, [group]))
+        trainer.ask(server.receive())
+        processes = [psutil.Process(trainer.pid), psutil.Process(server.pid)]
 
-    def step(number: int, times: int) -> float:
-        losses = []
-        for _ in range(times):
-            losses.append(float(clients.ask(number)))
-            server.ask(number)
-        return sum(losses) / times
+        def step(
+            times: int = clients if schedule == "serial" else 1,
+            server: Worker = server,
+            trainer: Worker = trainer,
+        ) -> float:
+            losses = []
+            for _ in range(times):
+                losses.append(float(trainer.ask(0)))
+                server.ask(0)
+            return sum(losses) / times
 
-    sides: dict[int, list[Side]] = {}
-    for count, own in groups.items():
-        sides[count] = [wholes[count]]
-        for schedule in own:
-            take = partial(step, next(numbers), count if schedule == "serial" else 1)
-            side = Side(schedule, processes, take, memory=lambda: [clients.ask(), server.ask()])
-            sides[count].append(side)
+        def memory(server: Worker = server, trainer: Worker = trainer) -> list[int]:
+            return [trainer.ask(), server.ask()]
+
+        sides.append(Side(schedule, processes, step, memory=memory))
     return sides
 
 
@@ -155,18 +153,17 @@ def main() -> None:
         table.add_column(heading, justify="right" if heading else "left")
     for heading in ("medians", "minima", "CPU s", "target"):
         table.add_column(heading, justify="right")
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as directory:
         shape.save(Path(directory))
         train = TrainSettings(batch_size=shape.rows, accumulation=shape.micro_batches)
         steps = WARM_UP + arguments.pairs
         job = Job(Path(directory), shape, steps, ADAPTER, train, random_examples)
-        groups = {count: groups_of(job, split, count) for count in arguments.clients}
-        by_clients = start(stack, job, groups, {core})
-        for _ in range(steps):
-            for sides in by_clients.values():
-                for side in sides:
-                    side.measure()
-        for clients, sides in by_clients.items():
+        for clients in arguments.clients:
+            with ExitStack() as stack:
+                sides = start(stack, job, clients, groups_of(job, split, clients), {core})
+                for _ in range(steps):
+                    for side in sides:
+                        side.measure()
             check(sides, 1e-4 if split.wire_dtype == "float32" else 1e-2)
             add_rows(table, clients, clients * shape.rows * shape.micro_batches, sides)
     console.print(f"{shape}, {arguments.pairs} turns, wire {arguments.wire}, seed {SEED}")
