@@ -1,10 +1,8 @@
-"""The demonstration as it is: whole, and interrupted."""
+"""The demonstration as it is; that it can be interrupted is tested with ``chambers train``."""
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -48,17 +46,4 @@ def test_everyone_gains_from_the_demo(tmp_path, overrides):
         assert losses[client, "global"] < losses[client, "base"]
         assert losses[client, "personalised"] <= losses[client, "global"]
     assert "run finished:completed" in (tmp_path / "output").read_text()
-    assert not processes_of_flower_and_ray() - before
-
-
-def test_an_interrupted_demo_ends_everything_that_it_started(tmp_path):
-    before = processes_of_flower_and_ray()
-    demo = start_demo(tmp_path, "rounds=50")
-    end = time.monotonic() + 300
-    while not list(tmp_path.glob("runs/*/metrics.jsonl")):
-        assert demo.poll() is None and time.monotonic() < end
-        time.sleep(0.5)
-    assert len(processes_of_flower_and_ray() - before) > 3
-    demo.send_signal(signal.SIGINT)
-    assert demo.wait(120) == 130
     assert not processes_of_flower_and_ray() - before
