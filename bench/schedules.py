@@ -34,7 +34,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.split_groups import Group, serve_groups, train_groups
+from bench.split_groups import Group, serve_group, train_group
 from bench.split_job import SEED, Job, Shape, random_examples
 from bench.split_processes import Worker
 from bench.split_step import ADAPTER, WARM_UP, Side, start_whole, summary
@@ -89,8 +89,8 @@ def start(
     """
     sides = [start_whole(stack, stacked(job, clients), cores)]
     for schedule, group in groups.items():
-        server = stack.enter_context(Worker(serve_groups, cores, [group]))
-        trainer = stack.enter_context(Worker(train_groups, cores, [group]))
+        server = stack.enter_context(Worker(serve_group, cores, group))
+        trainer = stack.enter_context(Worker(train_group, cores, group))
         trainer.ask(server.receive())
         processes = [psutil.Process(trainer.pid), psutil.Process(server.pid)]
 
@@ -101,12 +101,12 @@ def start(
         ) -> float:
             losses = []
             for _ in range(times):
-                losses.append(float(trainer.ask(0)))
-                server.ask(0)
+                losses.append(float(trainer.ask("step")))
+                server.ask("settle")
             return sum(losses) / times
 
         def memory(server: Worker = server, trainer: Worker = trainer) -> list[int]:
-            return [trainer.ask(), server.ask()]
+            return [trainer.ask("memory"), server.ask("memory")]
 
         sides.append(Side(schedule, processes, step, memory=memory))
     return sides

@@ -1,7 +1,6 @@
-"""Groups of clients with a server each, in two processes, for measurements of the schedules."""
+"""A group of clients and their server, a process each, for measurements of the schedules."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -11,7 +10,6 @@ from bench.gpu_state import peak_gpu_memory, wait_for_gpus
 from bench.split_job import LIFETIME, SEED, Job, load_body, load_ends, serving
 from bench.split_processes import train_ends
 from finetuning.settings import SplitSettings
-from split.block_server import BlockServer
 from split.partition import PartyName
 from split.parts import Part
 
@@ -35,28 +33,25 @@ class Group:
         return [f"client-{number}" for number in range(len(self.jobs))]
 
 
-def train_groups(link: Connection, groups: Sequence[Group]) -> None:
-    """Train groups of clients; the first message has their invitations, each other one a group.
+def train_group(link: Connection, group: Group) -> None:
+    """Train a group of clients; the first message has their invitations.
 
-    Each client is a thread with parts of its own. A message lets all clients of a group take a
-    step, and the answer is the mean of their losses; the first answer says that all have joined.
-    None asks for the peak of GPU memory.
+    Each client is a thread with parts of its own. A message ``step`` lets all of them take one, and
+    the answer is the mean of their losses; the first answer says that all have joined. Any other
+    message asks for the peak of GPU memory, in bytes.
     """
-    links = [[_start(job, group.split) for job in group.jobs] for group in groups]
-    for own, invitations in zip(links, link.recv(), strict=True):
-        for each, invitation in zip(own, invitations, strict=True):
-            each.send(invitation)
-    for own in links:
-        _mean_loss(own)
+    links = [_start(job, group.split) for job in group.jobs]
+    for each, invitation in zip(links, link.recv(), strict=True):
+        each.send(invitation)
+    _mean_loss(links)
     link.send(None)
     while True:
-        number = link.recv()
-        if number is None:
+        if link.recv() != "step":
             link.send(peak_gpu_memory())
             continue
-        for each in links[number]:
+        for each in links:
             each.send(None)
-        link.send(_mean_loss(links[number]))
+        link.send(_mean_loss(links))
 
 
 def _start(job: Job, split: SplitSettings) -> Connection:
@@ -86,31 +81,20 @@ def _in_thread(
         link.send(error)
 
 
-def _serving_group(group: Group) -> AbstractContextManager[BlockServer]:
-    job = group.jobs[0]
-    return serving(load_body(job, group.split), job, group.split, group.names)
+def serve_group(link: Connection, group: Group) -> None:
+    """Serve a group of clients.
 
-
-def serve_groups(link: Connection, groups: Sequence[Group]) -> None:
-    """Serve groups of clients, each by a server of its own.
-
-    The first message has the invitations of each. From then on each one names a group, and is
-    answered when all work of its server is done, or is None, for the peak of GPU memory.
+    The first message has their invitations. From then on ``settle`` is answered when all work is
+    done, and any other message with the peak of GPU memory, in bytes.
     """
-    with ExitStack() as stack:
-        servers = [stack.enter_context(_serving_group(group)) for group in groups]
-        link.send(
-            [
-                [server.invite_to_train(name, 1, SEED, LIFETIME) for name in group.names]
-                for server, group in zip(servers, groups, strict=True)
-            ]
-        )
+    job = group.jobs[0]
+    with serving(load_body(job, group.split), job, group.split, group.names) as server:
+        link.send([server.invite_to_train(name, 1, SEED, LIFETIME) for name in group.names])
         while True:
-            number = link.recv()
-            if number is None:
+            if link.recv() != "settle":
                 link.send(peak_gpu_memory())
                 continue
             # Goes through the queue, so that the optimizers' work is done when it answers.
-            servers[number].state_of(groups[number].names[0])
+            server.state_of(group.names[0])
             wait_for_gpus()
             link.send(None)

@@ -24,10 +24,10 @@ def derive_seed(*parts: str | int) -> int:
 
 
 def set_seed(seed: int) -> None:
-    """Set the generators of the CPU, and of GPUs where they are in use.
+    """Set the generators of the CPU, and of CUDA's GPUs where they are in use.
 
-    ``torch.manual_seed`` does the same, and formats the stack of its caller each time on a machine
-    without a GPU, which takes longer than all else here.
+    ``torch.manual_seed`` does so too, but formats the stack of its caller each time on a machine
+    without a GPU, which takes a hundred times as long.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
