@@ -68,7 +68,7 @@ def measure(job: Job, clients: int, schedule: str, group: Group) -> list[Side]:
     """Let the whole model and a schedule take their steps in turn."""
     with ExitStack() as stack:
         cores = os.sched_getaffinity(0)
-        sides = start(stack, job, clients, {schedule: group}, cores)
+        sides = start(stack, job, clients, {schedule: group}, cores, together=True)
         for turn in range(job.steps):
             for side in sides:
                 side.measure()

@@ -5,15 +5,16 @@
 For each number of clients K there are client-batch and hierarchical with K clients, serial, and the
 whole model at the stacked batch. All take their steps in turn, bound to one core, with one torch
 thread per process. A turn is a step of every client, the same samples for all: a client's step is
-four micro-batches of 2 × 128 tokens, half of them targets; micro-batch j of the whole model is the
+four micro-batches of 2 × 256 tokens, half of them targets; micro-batch j of the whole model is the
 union of the clients' micro-batches j; serial takes K steps, one after another, as one client does
 in its turn. Everything is float32, lanes are encrypted. A turn is over when clients *and* server
 have taken their optimizer steps.
 
-Each schedule has a server's process, and one of all its clients, who are threads there and have
-heads, tails and optimizers of their own; what doesn't take its turn waits. One number of clients is
-measured after another, since what many processes hold slows all of them down. CPU seconds are user
-and system time of both processes.
+Each schedule has processes of its own: a server's, and one for each client with its head, tail and
+optimizer; what doesn't take its turn waits. One number of clients is measured after another, since
+what many processes hold slows all of them down. They are scheduled as batch work (as by ``chrt
+--batch``), so that none of them interrupts another that computes, each time losing what the core's
+cache holds. CPU seconds are user and system time of all of a schedule's processes.
 
 In the first step client-batch computes what the whole model does: the run fails if the losses
 differ by more than 1e-4 with ``--wire float32`` (1e-2 with others). Later ones do not, since every
@@ -28,7 +29,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import psutil
 from rich.console import Console
@@ -72,7 +73,12 @@ def groups_of(job: Job, split: SplitSettings, clients: int) -> dict[str, Group]:
 
 
 def start(
-    stack: ExitStack, job: Job, clients: int, groups: Mapping[str, Group], cores: Collection[int]
+    stack: ExitStack,
+    job: Job,
+    clients: int,
+    groups: Mapping[str, Group],
+    cores: Collection[int],
+    together: bool = False,
 ) -> list[Side]:
     """Start groups of clients, each in processes of its own, and let all join.
 
@@ -82,6 +88,7 @@ def start(
         clients: how many there are in each group.
         groups: by their names.
         cores: that everything may use.
+        together: whether a group's clients are threads of one process.
 
     Returns:
         The whole model at the stacked batch, and the groups.
@@ -90,26 +97,37 @@ def start(
     sides = [start_whole(stack, stacked(job, clients), cores)]
     for schedule, group in groups.items():
         server = stack.enter_context(Worker(serve_group, cores, group))
-        trainer = stack.enter_context(Worker(train_group, cores, group))
-        trainer.ask(server.receive())
-        processes = [psutil.Process(trainer.pid), psutil.Process(server.pid)]
+        parts = [group] if together else [replace(group, jobs=[job]) for job in group.jobs]
+        trainers = [stack.enter_context(Worker(train_group, cores, part)) for part in parts]
+        invitations = iter(server.receive())
+        _ask(trainers, [[next(invitations) for _ in part.jobs] for part in parts])
+        processes = [psutil.Process(worker.pid) for worker in (*trainers, server)]
 
         def step(
             times: int = clients if schedule == "serial" else 1,
             server: Worker = server,
-            trainer: Worker = trainer,
+            trainers: Sequence[Worker] = trainers,
         ) -> float:
             losses = []
             for _ in range(times):
-                losses.append(float(trainer.ask("step")))
+                losses += _ask(trainers, ["step"] * len(trainers))
                 server.ask("settle")
-            return sum(losses) / times
+            return sum(losses) / len(losses)
 
-        def memory(server: Worker = server, trainer: Worker = trainer) -> list[int]:
-            return [trainer.ask("memory"), server.ask("memory")]
+        def memory(
+            server: Worker = server, trainers: Sequence[Worker] = trainers
+        ) -> tuple[int, int]:
+            return sum(_ask(trainers, ["memory"] * len(trainers))), server.ask("memory")
 
         sides.append(Side(schedule, processes, step, memory=memory))
     return sides
+
+
+def _ask(workers: Sequence[Worker], messages: Sequence[Any]) -> list[Any]:
+    """Send each process a message before waiting for any answer."""
+    for worker, message in zip(workers, messages, strict=True):
+        worker.send(message)
+    return [worker.receive() for worker in workers]
 
 
 def check(sides: Sequence[Side], tolerance: float) -> None:
@@ -143,9 +161,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="turns that are measured")
     parser.add_argument("--wire", choices=get_args(WireType), default="bfloat16")
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--columns", type=int, default=128, help="tokens of an example")
+    parser.add_argument("--columns", type=int, default=256, help="tokens of an example")
     arguments = parser.parse_args()
     console, core = Console(width=140), max(os.sched_getaffinity(0))
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # processes inherit it
     shape = Shape(hidden=arguments.hidden, vocabulary=2000, columns=arguments.columns)
     split = SplitSettings(wire_dtype=arguments.wire, activation_budget=2**20, frame_timeout=3600.0)
     table = Table(title="seconds per turn; samples per second ÷ centralised")
