@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 	@$(BIN)/python -m demo "$$ARGS"
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST)
+	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 $(PYTEST)
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow $(PYTEST)

@@ -12,9 +12,10 @@ have taken their optimizer steps.
 
 Each schedule has processes of its own: a server's, and one for each client with its head, tail and
 optimizer; what doesn't take its turn waits. One number of clients is measured after another, since
-what many processes hold slows all of them down. They are scheduled as batch work (as by ``chrt
---batch``), so that none of them interrupts another that computes, each time losing what the core's
-cache holds. CPU seconds are user and system time of all of a schedule's processes.
+what many processes hold slows all of them down. They take turns on the core in slices of 100 ms,
+which Linux 6.12 and later grant: with its own of a few milliseconds clients who in earnest have a
+machine each lose time to each other's use of the cache (see ``bench.long_slices``). CPU seconds are
+user and system time of all of a schedule's processes.
 
 In the first step client-batch computes what the whole model does: the run fails if the losses
 differ by more than 1e-4 with ``--wire float32`` (1e-2 with others). Later ones do not, since every
@@ -35,6 +36,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench.long_slices import take_long_slices
 from bench.split_groups import Group, serve_group, train_group
 from bench.split_job import SEED, Job, Shape, random_examples
 from bench.split_processes import Worker
@@ -164,7 +166,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=256, help="tokens of an example")
     arguments = parser.parse_args()
     console, core = Console(width=140), max(os.sched_getaffinity(0))
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # processes inherit it
+    take_long_slices()
     shape = Shape(hidden=arguments.hidden, vocabulary=2000, columns=arguments.columns)
     split = SplitSettings(wire_dtype=arguments.wire, activation_budget=2**20, frame_timeout=3600.0)
     table = Table(title="seconds per turn; samples per second ÷ centralised")
