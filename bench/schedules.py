@@ -110,7 +110,7 @@ def start(
             server: Worker = server,
             trainers: Sequence[Worker] = trainers,
         ) -> float:
-            losses = []
+            losses: list[float] = []
             for _ in range(times):
                 losses += _ask(trainers, ["step"] * len(trainers))
                 server.ask("settle")
