@@ -33,7 +33,7 @@ def processes_of_flower_and_ray() -> set[int]:
 
 
 @pytest.mark.parametrize(
-    "overrides", ["rounds=3", 'strategy="fl-glm" rounds=2 evaluate.generate=false']
+    "overrides", ["rounds=2", 'strategy="fl-glm" rounds=2 evaluate.generate=false']
 )
 def test_everyone_gains_from_the_demo(tmp_path, overrides):
     before = processes_of_flower_and_ray()
