@@ -14,8 +14,8 @@ Each schedule has processes of its own: a server's, and one for each client with
 optimizer; what doesn't take its turn waits. One number of clients is measured after another, since
 what many processes hold slows all of them down. They take turns on the core in slices of 100 ms,
 which Linux 6.12 and later grant: with its own of a few milliseconds clients who in earnest have a
-machine each may lose time to each other's use of the cache (see ``bench.long_slices``). CPU seconds are
-user and system time of all of a schedule's processes.
+machine each may lose time to each other's use of the cache (see ``bench.long_slices``). CPU seconds
+are user and system time of all of a schedule's processes.
 
 In the first step client-batch computes what the whole model does: the run fails if the losses
 differ by more than 1e-4 with ``--wire float32`` (1e-2 with others). Later ones do not, since every
