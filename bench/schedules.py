@@ -99,7 +99,7 @@ def start(
     sides = [start_whole(stack, stacked(job, clients), cores)]
     for schedule, group in groups.items():
         server = stack.enter_context(Worker(serve_group, cores, group))
-        parts = [group] if together else [replace(group, jobs=[job]) for job in group.jobs]
+        parts = [group] if together else [replace(group, jobs=[each]) for each in group.jobs]
         trainers = [stack.enter_context(Worker(train_group, cores, part)) for part in parts]
         invitations = iter(server.receive())
         _ask(trainers, [[next(invitations) for _ in part.jobs] for part in parts])

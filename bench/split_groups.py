@@ -1,4 +1,4 @@
-"""A group of clients and their server, a process each, for measurements of the schedules."""
+"""A group of clients in one process or several, and their server, for measuring schedules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Group:
 
 
 def train_group(link: Connection, group: Group) -> None:
-    """Train a group of clients; the first message has their invitations.
+    """Train a group of clients, or some of it; the first message has their invitations.
 
     Each client is a thread with parts of its own. A message ``step`` lets all of them take one, and
     the answer is the mean of their losses; the first answer says that all have joined. Any other
