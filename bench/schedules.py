@@ -12,10 +12,9 @@ have taken their optimizer steps.
 
 Each schedule has processes of its own: a server's, and one for each client with its head, tail and
 optimizer; what doesn't take its turn waits. One number of clients is measured after another, since
-what many processes hold slows all of them down. They take turns on the core in slices of 100 ms,
-which Linux 6.12 and later grant: with its own of a few milliseconds clients who in earnest have a
-machine each may lose time to each other's use of the cache (see ``bench.long_slices``). CPU seconds
-are user and system time of all of a schedule's processes.
+what many processes hold slows all of them down. CPU seconds are user and system time of all of a
+schedule's processes. Beside the ratios of medians, minima and CPU seconds stands the median of the
+ratios within a round of turns ("pairs"): what slows the machine down for minutes isn't in it.
 
 In the first step client-batch computes what the whole model does: the run fails if the losses
 differ by more than 1e-4 with ``--wire float32`` (1e-2 with others). Later ones do not, since every
@@ -30,13 +29,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, get_args
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.long_slices import take_long_slices
 from bench.split_groups import Group, serve_group, train_group
 from bench.split_job import SEED, Job, Shape, random_examples
 from bench.split_processes import Worker
@@ -150,10 +149,17 @@ def add_rows(table: Table, clients: int, samples: int, sides: Sequence[Side]) ->
     values = [summary(side) for side in sides]
     for side, own in zip(sides, values, strict=True):
         ratios = [f"{a / b:.3f}" for a, b in zip(values[0], own, strict=True)]
+        ratios.append(f"{paired(sides[0], side):.3f}")
         target = f"≥ {_TARGET:g}" if side.name == "client-batch" else ""
         cells = [f"{value:.3f}" for value in own] + [f"{samples / own[0]:.2f}"]
         table.add_row(str(clients), side.name, *cells, *ratios, target)
     table.add_section()
+
+
+def paired(whole: Side, side: Side) -> float:
+    """Give the median of the whole model's seconds ÷ the schedule's in the same round."""
+    both = zip(whole.seconds[WARM_UP:], side.seconds[WARM_UP:], strict=True)
+    return median(a / b for a, b in both)
 
 
 def main() -> None:
@@ -166,13 +172,12 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=256, help="tokens of an example")
     arguments = parser.parse_args()
     console, core = Console(width=140), max(os.sched_getaffinity(0))
-    take_long_slices()
     shape = Shape(hidden=arguments.hidden, vocabulary=2000, columns=arguments.columns)
     split = SplitSettings(wire_dtype=arguments.wire, activation_budget=2**20, frame_timeout=3600.0)
     table = Table(title="seconds per turn; samples per second ÷ centralised")
     for heading in ("clients", "", "median", "minimum", "CPU", "samples/s"):
         table.add_column(heading, justify="right" if heading else "left")
-    for heading in ("medians", "minima", "CPU s", "target"):
+    for heading in ("medians", "minima", "CPU s", "pairs", "target"):
         table.add_column(heading, justify="right")
     with tempfile.TemporaryDirectory() as directory:
         shape.save(Path(directory))
