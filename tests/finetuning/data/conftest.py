@@ -1,5 +1,6 @@
 """Small tokenizers of the kinds that models have, written and loaded in Hugging Face format."""
 
+import copy
 import json
 
 import pytest
@@ -148,3 +149,16 @@ def tokenizers_by_kind(tmp_path_factory):
         ).save_pretrained(directory)
         loaded[name] = load_tokenizer(directory)
     return loaded
+
+
+@pytest.fixture(scope="session")
+def tokenizer_of(tokenizers_by_kind):
+    made = {}
+
+    def give(kind, template=None):
+        if (kind, template) not in made:
+            made[kind, template] = copy.deepcopy(tokenizers_by_kind[kind])
+            made[kind, template].chat_template = template
+        return made[kind, template]
+
+    return give

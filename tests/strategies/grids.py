@@ -1,0 +1,45 @@
+"""Runs of FedJudge in one process, and a grid that shows and changes what crosses it."""
+
+import torch
+
+from bench.in_process import InProcessGrid, MemoryJournal
+from finetuning.adapters import initial_adapter
+from finetuning.base_model import locate
+from finetuning.fingerprint import fingerprint
+from finetuning.randomness import derive_seed
+from strategies.fedjudge import FedJudgeBase, FedJudgeCL
+from strategies.messages import to_arrays
+from strategies.rounds import Progress
+from strategies.run_config import parse_run_config
+
+NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
+
+
+def start(values: dict, grid, journal: MemoryJournal):
+    config = parse_run_config(values)
+    state, _ = initial_adapter(
+        config.model.name, config.adapter, derive_seed("adapter", config.seed)
+    )
+    kind = FedJudgeCL if config.strategy == "fedjudge-cl" else FedJudgeBase
+    strategy = kind(config, fingerprint(locate(config.model.name)), Progress("test"), journal)
+    strategy.start(grid, to_arrays(state), config.rounds)
+    return strategy
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+class SpyingGrid(InProcessGrid):
+    """Keeps what crosses it, and lets a test change or drop replies on the way."""
+
+    def __init__(self, values, change=lambda reply: reply):
+        super().__init__(values, NODES)
+        self.sent, self.received, self.change = [], [], change
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        self.sent += messages
+        replies = [self.change(reply) for reply in super().send_and_receive(messages)]
+        self.received += replies
+        return [reply for reply in replies if reply is not None]

@@ -1,0 +1,230 @@
+"""Clients that answer oddly, late or not at all are left out by name, and the others go on."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, MetricRecord
+
+from bench.in_process import MemoryJournal
+from strategies.messages import ARRAYS, METRICS, SIZE
+from strategies.roster import RefusedError, TooFewClientsError
+from tests.strategies.grids import SpyingGrid, start
+
+
+def spoil(name: str, how):
+    """Change the train replies of one client."""
+
+    def change(reply):
+        config = reply.content.config_records["config"]
+        if reply.metadata.message_type == "train" and config["name"] == name:
+            return how(reply)
+        return reply
+
+    return change
+
+
+def put(value: np.ndarray):
+    def how(reply):
+        arrays = reply.content[ARRAYS]
+        arrays[next(iter(arrays))] = Array(value)
+        return reply
+
+    return how
+
+
+def rename(reply):
+    arrays = dict(reply.content[ARRAYS])
+    arrays["other"] = arrays.pop(next(iter(arrays)))
+    reply.content[ARRAYS] = ArrayRecord(arrays)
+    return reply
+
+
+def without_arrays(reply):
+    del reply.content[ARRAYS]
+    return reply
+
+
+def lie(reply):
+    """Announce the right shape and send other bytes."""
+    arrays = reply.content[ARRAYS]
+    array = arrays[next(iter(arrays))]
+    array.data = array.data[: len(array.data) // 2]
+    return reply
+
+
+def with_config(key, value):
+    def how(reply):
+        reply.content["config"][key] = value
+        return reply
+
+    return how
+
+
+def with_metric(key, value):
+    def how(reply):
+        reply.content[METRICS][key] = value
+        return reply
+
+    return how
+
+
+def with_more(key, record):
+    def how(reply):
+        reply.content[key] = record
+        return reply
+
+    return how
+
+
+ODD = {
+    "NaN": (put(np.full((4, 32), np.nan, np.float32)), "finite"),
+    "infinity": (put(np.full((4, 32), np.inf, np.float32)), "finite"),
+    "shape": (put(np.zeros((5, 32), np.float32)), r"float32\[5, 32\]"),
+    "dtype": (put(np.zeros((4, 32), np.float64)), "float64"),
+    "keys": (rename, "not the adapter's"),
+    "nothing": (without_arrays, "no arrays"),
+    "bytes": (lie, "can't be read"),
+    "fingerprint": (with_config("base", "0" * 64), "base model"),
+    "name": (with_config("name", "mallory"), "mallory"),
+    "size": (with_metric(SIZE, 0), SIZE),
+    "loss": (with_metric("loss", float("nan")), "loss"),
+    "text for a number": (with_metric("loss", [1.0, 2.0]), "loss"),
+    "more arrays": (with_more("more", ArrayRecord()), "more than was asked for"),
+    "more metrics": (with_more("a", MetricRecord({SIZE: 10**9})), "more than was asked for"),
+    "silence": (lambda reply: None, "no reply within"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_reply_is_left_out_by_name_and_the_others_count(values, tmp_path, kind):
+    how, reason = ODD[kind]
+    own = values | {"state-path": str(tmp_path), "rounds": 2, "min-nodes": 2}
+    journal = MemoryJournal()
+    start(own, SpyingGrid(own, spoil("beta", how)), journal)
+    rounds = [e for e in journal.events if e["event"] == "round"]
+    assert [e["participants"] for e in rounds] == [["alpha", "gamma"]] * 2
+    for event in rounds:
+        (left_out,) = event["left_out"]
+        assert left_out["client"] == "beta"
+        assert re.search(reason, left_out["reason"])
+    assert all(torch.isfinite(v).all() for v in journal.adapters[2].values())
+    assert set(journal.kept) == {"alpha", "gamma"}
+
+
+def test_importance_that_pushes_away_is_refused(values, tmp_path):
+    def change(reply):
+        arrays = reply.content.array_records.get(ARRAYS)
+        name = reply.content["config"]["name"]
+        if reply.metadata.message_type == "evaluate" and arrays and name == "beta":
+            first = next(iter(arrays))
+            arrays[first] = Array(-arrays[first].numpy() - 1)
+        return reply
+
+    own = values | {"state-path": str(tmp_path), "rounds": 2}
+    grid, journal = SpyingGrid(own, change), MemoryJournal()
+    start(own, grid, journal)
+    (event,) = (e for e in journal.events if e["event"] == "evaluation-missing")
+    assert event["left_out"][0]["client"] == "beta"
+    assert "below 0" in event["left_out"][0]["reason"]
+    trained = [m for m in grid.sent if m.metadata.message_type == "train"]
+    assert all(a.numpy().min() >= 0 for a in trained[-1].content["importance"].values())
+
+
+def test_a_client_that_vanishes_is_named(values, tmp_path):
+    class Vanishing(SpyingGrid):
+        def get_node_ids(self):
+            gone = any(m.metadata.message_type == "train" for m in self.sent)
+            return [1, 3] if gone else [1, 2, 3]
+
+    own = values | {"state-path": str(tmp_path), "rounds": 2, "min-nodes": 2}
+    journal = MemoryJournal()
+    start(own, Vanishing(own), journal)
+    rounds = [e for e in journal.events if e["event"] == "round"]
+    assert [e["participants"] for e in rounds] == [["alpha", "beta", "gamma"], ["alpha", "gamma"]]
+    assert rounds[1]["left_out"] == [{"client": "beta", "reason": "its SuperNode is not connected"}]
+
+
+def test_one_who_joins_later_is_asked_first_and_a_silent_one_only_once(values, tmp_path):
+    class Growing(SpyingGrid):
+        def get_node_ids(self):
+            trained = any(m.metadata.message_type == "train" for m in self.sent)
+            return [1, 2, 3] if trained else [1, 2]
+
+    own = values | {"state-path": str(tmp_path), "min-nodes": 2}
+    journal = MemoryJournal()
+    start(own, Growing(own), journal)
+    rounds = [e["participants"] for e in journal.events if e["event"] == "round"]
+    assert rounds == [["alpha", "beta"], ["alpha", "beta", "gamma"], ["alpha", "beta", "gamma"]]
+
+    def silent(reply):
+        third = reply.metadata.src_node_id == 3
+        return None if third and reply.metadata.message_type == "query" else reply
+
+    own["state-path"] = str(tmp_path / "silent")
+    grid = Growing(own, silent)
+    start(own, grid, MemoryJournal())
+    asked = [m for m in grid.sent if m.metadata.message_type == "query"]
+    assert [m.metadata.dst_node_id for m in asked] == [1, 2, 3]
+
+
+def test_too_few_valid_replies_end_the_run_with_names_and_reasons(values, tmp_path):
+    own = values | {"state-path": str(tmp_path)}
+    grid = SpyingGrid(own, spoil("beta", ODD["NaN"][0]))
+    with pytest.raises(TooFewClientsError, match=r"2 valid replies.*min-nodes = 3[\s\S]*beta: "):
+        start(own, grid, MemoryJournal())
+
+
+def test_too_few_nodes_within_the_wait(values, tmp_path):
+    own = values | {"state-path": str(tmp_path), "min-nodes": 4, "node-timeout": 0.2}
+    with pytest.raises(TooFewClientsError, match="num-supernodes=4"):
+        start(own, SpyingGrid(own), MemoryJournal())
+
+
+def test_a_client_over_its_time_says_so(values, tmp_path):
+    own = values | {"state-path": str(tmp_path), "round-timeout": 1e-6}
+    with pytest.raises(TooFewClientsError, match="round-timeout"):
+        start(own, SpyingGrid(own), MemoryJournal())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("name", "alpha", "another SuperNode is named 'alpha'"),
+        ("name", "../alpha", "must be letters"),
+        ("name", "", "must be letters"),
+        ("digests", None, "its base model is not the run's: .* differ"),
+        ("tensors", "text", "which base model"),
+        ("problem", "disk on fire", "disk on fire"),
+    ],
+)
+def test_nobody_trains_while_someone_can_not(values, tmp_path, key, value, reason):
+    def change(reply):
+        config = reply.content["config"]
+        if reply.metadata.message_type == "query" and config["name"] == "beta":
+            config[key] = [d[::-1] for d in config["digests"]] if value is None else value
+        return reply
+
+    own = values | {"state-path": str(tmp_path)}
+    grid = SpyingGrid(own, change)
+    with pytest.raises(RefusedError, match=reason):
+        start(own, grid, MemoryJournal())
+    assert {m.metadata.message_type for m in grid.sent} == {"query"}
+
+
+def test_malformed_rows_are_refused_before_training_by_file_and_line(values, tmp_path):
+    for name in ("alpha", "beta", "gamma"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "train.jsonl").write_text(
+            '{"instruction": "a", "output": "b"}\n' * 4
+        )
+    bad = tmp_path / "data" / "beta" / "train.jsonl"
+    bad.write_text(bad.read_text() + '{"instruction": "a"}\n')
+    own = values | {"state-path": str(tmp_path), "data.path": str(tmp_path / "data")}
+    with pytest.raises(RefusedError, match=r"beta/train\.jsonl:5: has neither"):
+        start(own, SpyingGrid(own), MemoryJournal())
+    journal = MemoryJournal()
+    own |= {"data.skip-bad-rows": True, "rounds": 1}
+    start(own, SpyingGrid(own), journal)
+    assert 1 in journal.adapters
