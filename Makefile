@@ -15,7 +15,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 $(PYTEST)
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -m slow $(PYTEST)
+	$(BIN)/python -m pytest -m slow -n auto --maxprocesses 4 $(PYTEST)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -1,10 +1,13 @@
 """What many tests share: a small random checkpoint in Hugging Face format, and clients' files."""
 
+import ctypes
 import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -44,6 +47,26 @@ WORDS = [
     "to",
     "town",
 ]
+
+
+_PR_SET_CHILD_SUBREAPER = 36  # see prctl(2)
+
+
+@pytest.fixture
+def left_over():
+    """Give what finds the processes, orphans too, that a test has started and that don't end."""
+    # Whoever loses its parent becomes a child of this process, not of the system's first.
+    become_subreaper: Callable[[int, int], int] = ctypes.CDLL(None).prctl
+    become_subreaper(_PR_SET_CHILD_SUBREAPER, 1)
+    own = psutil.Process()
+    before = own.children(recursive=True)
+
+    def find() -> list[psutil.Process]:
+        started = [p for p in own.children(recursive=True) if p not in before]
+        return psutil.wait_procs(started, timeout=5)[1]
+
+    yield find
+    become_subreaper(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 @pytest.fixture(scope="session", autouse=True)

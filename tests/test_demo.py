@@ -22,21 +22,10 @@ def start_demo(tmp_path: Path, overrides: str = "") -> psutil.Popen:
     )
 
 
-def processes_of_flower_and_ray() -> set[int]:
-    """Find them by name: Ray's agents write their title over their environment."""
-    found = set()
-    for process in psutil.process_iter(["cmdline"]):
-        command = " ".join(process.info["cmdline"] or [])
-        if any(part in command for part in ("ray::", "raylet", "gcs_server", "flwr", "flower-")):
-            found.add(process.pid)
-    return found
-
-
 @pytest.mark.parametrize(
     "overrides", ["rounds=2", 'strategy="fl-glm" rounds=2 evaluate.generate=false']
 )
-def test_everyone_gains_from_the_demo(tmp_path, overrides):
-    before = processes_of_flower_and_ray()
+def test_everyone_gains_from_the_demo(tmp_path, left_over, overrides):
     demo = start_demo(tmp_path, overrides)
     assert demo.wait(1500) == 0, (tmp_path / "output").read_text()[-3000:]
     (directory,) = (tmp_path / "runs").iterdir()
@@ -46,4 +35,4 @@ def test_everyone_gains_from_the_demo(tmp_path, overrides):
         assert losses[client, "global"] < losses[client, "base"]
         assert losses[client, "personalised"] <= losses[client, "global"]
     assert "run finished:completed" in (tmp_path / "output").read_text()
-    assert not processes_of_flower_and_ray() - before
+    assert not left_over()

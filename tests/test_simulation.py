@@ -199,14 +199,7 @@ def test_the_demo_names_an_unknown_key():
     assert "train.batchsize = 1: unknown key; did you mean train.batch-size?" in demo.stderr
 
 
-def test_nothing_is_left_running_after_the_superlink_ends(tmp_path):
-    before = {p.pid for p in psutil.process_iter()}
+def test_nothing_is_left_running_after_the_superlink_ends(tmp_path, left_over):
     with private_superlink(tmp_path):
-        pass
-    left = [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if p.pid not in before
-        and any("flower-superlink" in part or "ray" in part for part in p.info["cmdline"] or [])
-    ]
-    assert not left
+        assert left_over()
+    assert not left_over()

@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from tests.commands.conftest import ROOT, refused, serve, told
-from tests.test_demo import processes_of_flower_and_ray
 
 
 @pytest.mark.parametrize(
@@ -84,8 +83,7 @@ def test_what_was_trained_is_served_and_used(deep_checkpoint, client_folders, tm
 
 
 @pytest.mark.slow
-def test_ending_it_ends_the_run(checkpoint, client_folders, tmp_path):
-    before = processes_of_flower_and_ray()
+def test_ending_it_ends_the_run(checkpoint, client_folders, tmp_path, left_over):
     settings = (f"model.name={checkpoint}", f"data.path={client_folders}", "rounds=500")
     training = start(tmp_path, *settings)
     end = time.monotonic() + 200
@@ -94,4 +92,4 @@ def test_ending_it_ends_the_run(checkpoint, client_folders, tmp_path):
         time.sleep(0.5)
     training.send_signal(signal.SIGTERM)
     assert training.wait(120) == 130
-    assert not processes_of_flower_and_ray() - before
+    assert not left_over()
