@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.schedules import check, groups_of, start
+from bench.schedules import SCHEDULES, check, groups_of, start
 from bench.split_groups import Group
 from bench.split_job import SEED, Job, Shape, random_examples
 from bench.split_step import ADAPTER, WARM_UP, Side, summary
@@ -42,7 +42,6 @@ SIZES = {
     "3b": Shape(hidden=3200, blocks=26, vocabulary=32000),
     "7b": Shape(hidden=4096, blocks=32, vocabulary=32000, head_width=128),
 }
-_SCHEDULES = ("client-batch", "hierarchical", "serial")
 _TOLERANCE = 0.05
 _TARGET = 0.95
 
@@ -137,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, nargs="+", default=["1b", "3b", "7b"])
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--schedules", choices=_SCHEDULES, nargs="+", default=_SCHEDULES)
+    parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=SCHEDULES)
     parser.add_argument("--pairs", type=int, default=15, help="turns that are measured")
     parser.add_argument("--quantization", choices=["none", "nf4", "int8"], default="none")
     parser.add_argument("--gradient-checkpointing", action="store_true")

@@ -1,6 +1,6 @@
 """Samples per second of the schedules, against centralised training (FL-GLM, table 3).
 
-    python -m bench.schedules [--clients 2 4 8] [--pairs 15]
+    python -m bench.schedules [--clients 2 4 8] [--schedules client-batch …] [--pairs 15]
 
 For each number of clients K there are client-batch and hierarchical with K clients, serial, and the
 whole model at the stacked batch. All take their steps in turn, bound to one core, with one torch
@@ -45,6 +45,7 @@ from finetuning.settings import SplitSettings, TrainSettings
 from split.frames import WireType
 
 _TARGET = 0.95
+SCHEDULES = ("client-batch", "hierarchical", "serial")
 
 
 def stacked(job: Job, clients: int) -> Job:
@@ -166,6 +167,7 @@ def main() -> None:
     """Measure all numbers of clients, one after another."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=SCHEDULES)
     parser.add_argument("--pairs", type=int, default=15, help="turns that are measured")
     parser.add_argument("--wire", choices=get_args(WireType), default="bfloat16")
     parser.add_argument("--hidden", type=int, default=512)
@@ -185,8 +187,10 @@ def main() -> None:
         steps = WARM_UP + arguments.pairs
         job = Job(Path(directory), shape, steps, ADAPTER, train, random_examples)
         for clients in arguments.clients:
+            groups = groups_of(job, split, clients)
+            chosen = {name: groups[name] for name in arguments.schedules}
             with ExitStack() as stack:
-                sides = start(stack, job, clients, groups_of(job, split, clients), {core})
+                sides = start(stack, job, clients, chosen, {core})
                 for _ in range(steps):
                     for side in sides:
                         side.measure()
