@@ -39,6 +39,7 @@ def start_supernode(link, name: str, data: Path, log: Path) -> subprocess.Popen:
 def test_three_supernodes_train_together(checkpoint, client_folders, tmp_path, capfd):
     config = {
         "rounds": 2,
+        "evaluate.every": 2,
         "min-nodes": 3,
         "model.name": str(checkpoint),
         "adapter.rank": RANK,
