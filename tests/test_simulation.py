@@ -175,10 +175,11 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
     [
         ({"rounds": 0}, "rounds = 0"),
         ({"model.name": "/nowhere"}, "no config.json in /nowhere"),
+        ({"min-nodes": 4, "node-timeout": 1.0}, "num-supernodes=4"),
         ({"output-dir": "/proc/nowhere"}, "can't be written to"),
         ({"data.path": "/nowhere"}, "/nowhere"),
     ],
-    ids=["bad value", "no model", "no output", "no data"],
+    ids=["bad value", "no model", "too few nodes", "no output", "no data"],
 )
 def test_refused_before_training_with_a_failed_status(superlink, config, capfd, change, reason):
     assert run_app(ROOT, superlink, config | change, 3).startswith("finished:failed")

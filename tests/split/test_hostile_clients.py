@@ -84,10 +84,8 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("what", SPOILT)
-def test_numbers_that_could_spoil_the_stack_end_their_lane_alone(base, beginning, what):
-    """Without limits the stack's gradients would be NaN, and all its lanes would end."""
-    disturb, reason = SPOILT[what]
+def train_beside(base, beginning, disturb):
+    """Train a stack in which beta's frames are disturbed; give who finished, and accounts."""
     split = split_settings(schedule="client-batch")
     clients = [Client(name, base, split) for name in SIZES]
     with serving(base, beginning, split) as server:
@@ -96,24 +94,24 @@ def test_numbers_that_could_spoil_the_stack_end_their_lane_alone(base, beginning
         trained = train_together(clients, server, beginning, steps, disturbing={"beta": disturb})
         accounts = {account.client: account for account in server.finish_lanes()}
         assert all(v.isfinite().all() for v in server.end_round(SIZES).values())
+    return trained, accounts
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_numbers_that_could_spoil_the_stack_end_their_lane_alone(base, beginning, what):
+    """Without limits the stack's gradients would be NaN, and all its lanes would end."""
+    disturb, reason = SPOILT[what]
+    trained, accounts = train_beside(base, beginning, disturb)
     assert set(trained) == {"alpha", "gamma"}
     assert reason in accounts["beta"].error
     assert not accounts["alpha"].error and not accounts["gamma"].error
 
 
 def test_the_largest_numbers_that_may_come_leave_the_stack_finite(base, beginning):
-    split = split_settings(schedule="client-batch")
-    clients = [Client(name, base, split) for name in SIZES]
-
     def disturb(model):
         huge(Kind.HIDDEN, 2.0**30)(model)
         huge(Kind.GRADIENT, 2.0**30)(model)
 
-    with serving(base, beginning, split) as server:
-        server.begin_round(SIZES, 0)
-        steps = dict.fromkeys(SIZES, 3)
-        trained = train_together(clients, server, beginning, steps, disturbing={"beta": disturb})
-        accounts = {account.client: account for account in server.finish_lanes()}
-        assert all(v.isfinite().all() for v in server.end_round(SIZES).values())
+    trained, accounts = train_beside(base, beginning, disturb)
     assert {"alpha", "gamma"} <= set(trained)
     assert not accounts["alpha"].error and not accounts["gamma"].error

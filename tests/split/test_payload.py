@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from split.frames import Frame, Kind
 from split.lane_errors import FrameError
 from split.payload import Outgoing
-from tests.split.payloads import hidden_frame, limits, pack, round_trip, tokens, unpack
-
-HIDDEN = 256
+from tests.split.payloads import HIDDEN, hidden_frame, limits, pack, round_trip, tokens, unpack
 
 
 def test_float32_travels_exactly():
