@@ -9,7 +9,7 @@ export ARGS
 .PHONY: demo test test-slow lint clean
 
 demo: $(VENV)/installed
-	@$(BIN)/python -m demo "$$ARGS"
+	@$(BIN)/python -m chambers.demo "$$ARGS"
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 $(PYTEST)

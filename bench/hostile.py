@@ -45,12 +45,12 @@ from bench.hostile_rounds import HONEST, serve_rounds, train_honest
 from bench.split_job import Job, Shape, random_examples
 from bench.split_processes import Worker
 from bench.split_step import ADAPTER
-from finetuning.adapters import State
+from finetuning.adapters.adapter import State
 from finetuning.settings import SplitSettings, TrainSettings
-from split.frames import Value
-from split.handshake import ClientHandshake
-from split.invitation import Invitation
-from split.keys import known_suite
+from split.protocol.frames import Value
+from split.protocol.handshake import ClientHandshake
+from split.protocol.invitation import Invitation
+from split.protocol.keys import known_suite
 
 Schedule = Literal["serial", "client-batch"]
 _SHAPE = Shape(hidden=64, blocks=4, vocabulary=256, columns=32, micro_batches=2)

@@ -13,13 +13,13 @@ from queue import SimpleQueue
 import grpc
 import torch
 
-from split.frames import Frame, Kind, Limits, Value
-from split.handshake import ClientHandshake
-from split.invitation import Invitation
-from split.keys import known_suite
-from split.lane_transport import METHOD, SERVICE, channel_options
-from split.payload import Outgoing
-from split.records import LONGEST_RECORD, Sealer
+from split.lane.transport import METHOD, SERVICE, channel_options
+from split.protocol.frames import Frame, Kind, Limits, Value
+from split.protocol.handshake import ClientHandshake
+from split.protocol.invitation import Invitation
+from split.protocol.keys import known_suite
+from split.protocol.payload import Outgoing
+from split.protocol.records import LONGEST_RECORD, Sealer
 
 _PATIENCE = 20.0
 

@@ -14,7 +14,7 @@ import grpc
 
 from bench.hostile_members import MEMBERS, Member
 from bench.hostile_strangers import STRANGERS
-from split.invitation import Invitation
+from split.protocol.invitation import Invitation
 
 _OPEN_AT_ONCE = 150  # connections of strangers
 _PATIENCE = 20.0

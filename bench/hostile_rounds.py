@@ -11,13 +11,13 @@ from threading import Thread
 from bench.split_job import LIFETIME, SEED, Job, load_body, load_ends, serving
 from client_app.split import open_lane
 from finetuning.settings import SplitSettings
-from finetuning.training import train_round
-from split.branch import load_state
-from split.client import ClientRound, SplitModel
-from split.frames import Limits
-from split.invitation import Invitation
-from split.partition import PartyName
-from split.parts import Part
+from finetuning.training.loop import train_round
+from split.client.split_model import ClientRound, SplitModel
+from split.model.adapters import load_state
+from split.model.cut import PartyName
+from split.model.part import Part
+from split.protocol.frames import Limits
+from split.protocol.invitation import Invitation
 
 HONEST = ["alpha", "beta", "gamma"]
 _HOSTILE = "mallory"

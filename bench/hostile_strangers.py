@@ -7,8 +7,8 @@ import random
 import struct
 from collections.abc import Callable
 
-from split.lane_transport import METHOD, SERVICE
-from split.records import LONGEST_RECORD
+from split.lane.transport import METHOD, SERVICE
+from split.protocol.records import LONGEST_RECORD
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS = 0, 1, 3, 4

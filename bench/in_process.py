@@ -12,9 +12,9 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from client_app.main import app as client_app
-from finetuning.adapters import State, initial_adapter
-from finetuning.base_model import locate
-from finetuning.fingerprint import fingerprint
+from finetuning.adapters.adapter import State, initial_adapter
+from finetuning.model.base_model import locate
+from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from server_app.main import STRATEGIES
 from strategies.messages import to_arrays

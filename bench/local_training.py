@@ -33,12 +33,12 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from finetuning.adapters import trainable_parameters
+from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.tokenization import Example
-from finetuning.optimization import OptimizerState
+from finetuning.model.whole_model import WholeModel
 from finetuning.settings import TrainSettings
-from finetuning.training import Round, train_round
-from finetuning.whole_model import WholeModel
+from finetuning.training.loop import Round, train_round
+from finetuning.training.optimization import OptimizerState
 
 # FedJudge's table 1: the mean tokens of input and output of court, consultation and reasoning.
 _KINDS = ((480, 288), (57, 209), (136, 221))

@@ -42,7 +42,7 @@ from bench.split_processes import Worker
 from bench.split_step import ADAPTER, WARM_UP, Side, start_whole, summary
 from finetuning.data.tokenization import Example
 from finetuning.settings import SplitSettings, TrainSettings
-from split.frames import WireType
+from split.protocol.frames import WireType
 
 _TARGET = 0.95
 SCHEDULES = ("client-batch", "hierarchical", "serial")

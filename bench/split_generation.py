@@ -38,17 +38,17 @@ from bench.split_job import (
     random_examples,
 )
 from bench.split_processes import Worker
-from finetuning.generation import Answering
+from finetuning.evaluation.generation import Answering
+from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
-from finetuning.whole_model import WholeModel
-from split.adapters import take_apart
-from split.block_server import BlockServer
-from split.client import SplitModel
-from split.frames import Limits, WireType
-from split.invitation import Invitation
-from split.lane import connect
-from split.partition import PartyName
-from split.parts import Part
+from split.client.split_model import SplitModel
+from split.lane.dialling import connect
+from split.model.adapters import take_apart
+from split.model.cut import PartyName
+from split.model.part import Part
+from split.protocol.frames import Limits, WireType
+from split.protocol.invitation import Invitation
+from split.server.block_server import BlockServer
 
 ROWS, PROMPT, NEW = 8, 64, 64
 _ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0, targets="q_proj,k_proj,v_proj")

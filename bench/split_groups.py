@@ -10,8 +10,8 @@ from bench.gpu_state import peak_gpu_memory, wait_for_gpus
 from bench.split_job import LIFETIME, SEED, Job, load_body, load_ends, serving
 from bench.split_processes import train_ends
 from finetuning.settings import SplitSettings
-from split.partition import PartyName
-from split.parts import Part
+from split.model.cut import PartyName
+from split.model.part import Part
 
 
 @dataclass(frozen=True)

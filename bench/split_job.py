@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 from bench.random_weights import save_random
-from finetuning.adapters import State, attach_adapter, initial_adapter, load_adapter
-from finetuning.base_model import loading_arguments, prepare
+from finetuning.adapters.adapter import State, attach_adapter, initial_adapter, load_adapter
 from finetuning.data.tokenization import Example
+from finetuning.model.base_model import loading_arguments, prepare
 from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
-from finetuning.training import Round
-from split.adapters import take_apart
-from split.block_server import BlockServer
-from split.branch import load_state
-from split.client import ClientRound, SplitModel
-from split.frames import Limits
-from split.invitation import Invitation
-from split.lane import Lane, connect
-from split.loading import load_parts
-from split.partition import PartyName, cut_of
-from split.parts import Part
+from finetuning.training.loop import Round
+from split.client.split_model import ClientRound, SplitModel
+from split.lane.dialling import connect
+from split.lane.lane import Lane
+from split.model.adapters import load_state, take_apart
+from split.model.cut import PartyName, cut_of
+from split.model.loading import load_parts
+from split.model.part import Part
+from split.protocol.frames import Limits
+from split.protocol.invitation import Invitation
+from split.server.block_server import BlockServer
 
 _MODEL = ModelSettings(dtype="float32")
 # Nothing here takes that long, and lanes have to outlive all steps of the others.

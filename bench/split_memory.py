@@ -13,9 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bench.split_job import LIFETIME, SEED, Job, load_body, load_ends, open_lane, serving
 from finetuning.settings import SplitSettings
-from finetuning.training import train_round
-from split.client import SplitModel
-from split.invitation import Invitation
+from finetuning.training.loop import train_round
+from split.client.split_model import SplitModel
+from split.protocol.invitation import Invitation
 
 
 class Memory:

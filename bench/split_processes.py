@@ -26,13 +26,13 @@ from bench.split_job import (
     open_lane,
     serving,
 )
-from finetuning.adapters import trainable_parameters
+from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.batching import MicroBatch
+from finetuning.model.whole_model import WholeModel
 from finetuning.settings import SplitSettings
-from finetuning.training import Stages, train_round
-from finetuning.whole_model import WholeModel
-from split.partition import PartyName
-from split.parts import Part
+from finetuning.training.loop import Stages, train_round
+from split.model.cut import PartyName
+from split.model.part import Part
 
 _PATIENCE = 900.0
 _STOP_SECONDS = 10.0

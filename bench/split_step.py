@@ -36,7 +36,7 @@ from bench.split_job import SEED, Job, Shape, random_examples
 from bench.split_processes import Worker, serve, train_split, train_whole
 from bench.split_wires import compare_wires
 from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
-from split.frames import WireType
+from split.protocol.frames import WireType
 
 ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0, targets="q_proj,k_proj,v_proj")
 WARM_UP = 2

@@ -21,7 +21,7 @@ from bench.split_job import SEED, Job, Shape
 from bench.split_processes import Worker, serve, train_split, train_whole
 from finetuning.data.tokenization import Example
 from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
-from split.frames import WireType
+from split.protocol.frames import WireType
 
 _SHAPE = Shape(hidden=256, blocks=6, vocabulary=1000, rows=2, columns=128, micro_batches=4)
 _STEPS = 100

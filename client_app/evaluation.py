@@ -5,11 +5,11 @@ from typing import Any
 from client_app.institution import Institution, load_model
 from client_app.state import ClientState
 from client_app.training import own_importance
-from finetuning.adapters import State, load_adapter, save_adapter
-from finetuning.evaluation import generate_answers, held_out_loss
-from finetuning.model_card import model_card
-from finetuning.whole_model import WholeModel
-from split.client import SplitModel
+from finetuning.adapters.adapter import State, load_adapter, save_adapter
+from finetuning.adapters.model_card import model_card
+from finetuning.evaluation.held_out import generate_answers, held_out_loss
+from finetuning.model.whole_model import WholeModel
+from split.client.split_model import SplitModel
 from strategies.messages import Instruction
 from strategies.run_config import RunConfig
 
@@ -83,7 +83,7 @@ def measured(
         "target-tokens": held_out.target_tokens,
     }
     if settings.generate:
-        from finetuning.scoring import score
+        from finetuning.evaluation.scoring import score
 
         examples = institution.test[: settings.generate_examples]
         answers = generate_answers(

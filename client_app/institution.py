@@ -10,16 +10,16 @@ from typing import Any
 from flwr.common.logger import log
 
 from client_app.data import read_client_data
-from finetuning.adapters import attach_adapter
-from finetuning.base_model import load_base_model, load_tokenizer, locate
+from finetuning.adapters.adapter import attach_adapter
 from finetuning.data.tokenization import Example, tokenize
-from finetuning.fingerprint import fingerprint
+from finetuning.model.base_model import load_base_model, load_tokenizer, locate
+from finetuning.model.fingerprint import fingerprint
+from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, DataSettings, ModelSettings, SplitSettings
-from finetuning.whole_model import WholeModel
-from split.exactness import check_exactness
-from split.loading import load_parts, locate_parts, tensors_of
-from split.partition import PartyName, cut_of
-from split.parts import Part
+from split.model.cut import PartyName, cut_of
+from split.model.exactness import check_exactness
+from split.model.loading import load_parts, locate_parts, tensors_of
+from split.model.part import Part
 from strategies.run_config import RunConfig, Scalar
 
 # What a client holds of a split model.

@@ -15,12 +15,12 @@ from client_app.institution import Institution, open_institution
 from client_app.split import evaluate_split_models, train_ends
 from client_app.state import ClientState
 from client_app.training import train_adapter
-from finetuning.adapters import State
-from finetuning.base_model import BaseModelError
+from finetuning.adapters.adapter import State
 from finetuning.data.rows import DataError
-from finetuning.fingerprint import digest
-from finetuning.training import DeadlineError
-from split.lane_errors import LaneError
+from finetuning.model.base_model import BaseModelError
+from finetuning.model.fingerprint import digest
+from finetuning.training.loop import DeadlineError
+from split.protocol.errors import LaneError
 from strategies.messages import (
     ARRAYS,
     BODY,

@@ -8,20 +8,20 @@ from flwr.common.logger import log
 
 from client_app.institution import Institution, load_model
 from client_app.state import ClientState
-from finetuning.adapters import (
+from finetuning.adapters.adapter import (
     State,
     export_adapter,
     exported_names,
     load_adapter,
     trainable_parameters,
 )
-from finetuning.continual import Penalty, importance
 from finetuning.data.batching import MicroBatch, collate, micro_batches, plan_round, steps_per_round
 from finetuning.data.tokenization import Example
-from finetuning.optimization import OptimizerState
+from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import derive_seed
-from finetuning.training import Round, TrainingReport, train_round
-from finetuning.whole_model import WholeModel
+from finetuning.training.continual import Penalty, importance
+from finetuning.training.loop import Round, TrainingReport, train_round
+from finetuning.training.optimization import OptimizerState
 from strategies.messages import Instruction
 from strategies.run_config import RunConfig
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from finetuning.adapters import State
+from finetuning.adapters.adapter import State
 from finetuning.files import replacing
-from finetuning.fingerprint import differences
+from finetuning.model.fingerprint import differences
 from strategies.run_config import ConfigError, RunConfig
 
 _KEPT = 2

@@ -9,15 +9,15 @@ from flwr.app import Context
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
-from finetuning.adapters import initial_adapter
-from finetuning.base_model import locate, reference
-from finetuning.fingerprint import fingerprint
-from finetuning.positions import check_positions
+from finetuning.adapters.adapter import initial_adapter
+from finetuning.model.base_model import locate, reference
+from finetuning.model.fingerprint import fingerprint
+from finetuning.model.positions import check_positions
 from finetuning.randomness import derive_seed
 from server_app.checkpoint import Checkpoint, check_base_model, load_checkpoint
 from server_app.results import Results, new_directory
 from server_app.summary import summary
-from split.loading import locate_parts
+from split.model.loading import locate_parts
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL
 from strategies.fl_glm import FLGLM
 from strategies.messages import to_arrays

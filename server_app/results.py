@@ -14,9 +14,9 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from finetuning.adapters import State, save_adapter
+from finetuning.adapters.adapter import State, save_adapter
+from finetuning.adapters.model_card import model_card
 from finetuning.files import replacing
-from finetuning.model_card import model_card
 from server_app.checkpoint import Checkpoint, save_checkpoint
 from server_app.report import write_report
 from strategies.run_config import ConfigError, RunConfig

@@ -11,14 +11,14 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from finetuning.fingerprint import PARTIES_SHARE
+from finetuning.model.fingerprint import PARTIES_SHARE
 from finetuning.randomness import derive_seed
-from split.adapters import join_adapters, take_apart
-from split.block_server import BlockServer
-from split.exactness import check_exactness
-from split.loading import load_parts, locate_parts, tensors_of
-from split.partition import PartyName, cut_of
-from split.placement import body_devices
+from split.model.adapters import join_adapters, take_apart
+from split.model.cut import PartyName, cut_of
+from split.model.devices import body_devices
+from split.model.exactness import check_exactness
+from split.model.loading import load_parts, locate_parts, tensors_of
+from split.server.block_server import BlockServer
 from strategies.journal import Journal
 from strategies.messages import BODY, LANE, State, from_arrays, lane_record, to_arrays
 from strategies.roster import RefusedError

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from split.invitation import Invitation
-from split.tickets import Identity, Ticket
+from split.protocol.invitation import Invitation
+from split.protocol.tickets import Identity, Ticket
 
 ARRAYS = "arrays"
 IMPORTANCE = "importance"

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, Message, MessageType, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
-from finetuning.fingerprint import differences, digest
+from finetuning.model.fingerprint import differences, digest
 from strategies.messages import CONFIG, NAME, SIZE, Instruction, config_of, metrics_of, problem_of
 from strategies.refusals import reason_to_refuse
 from strategies.run_config import RunConfig

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def start_demo(tmp_path: Path, overrides: str = "") -> psutil.Popen:
     folders = f'output-dir="{tmp_path / "runs"}" state-path="{tmp_path / "state"}"'
     return psutil.Popen(
-        [sys.executable, "-m", "demo", f"{folders} {overrides}"],
+        [sys.executable, "-m", "chambers.demo", f"{folders} {overrides}"],
         cwd=ROOT,
         stdout=(tmp_path / "output").open("wb"),
         stderr=subprocess.STDOUT,

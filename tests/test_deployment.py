@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from commands.superlink import private_superlink, run_app
+from chambers.superlink import private_superlink, run_app
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("alpha", "beta", "gamma")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from commands.superlink import private_superlink, run_app
+from chambers.superlink import private_superlink, run_app
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
@@ -107,8 +107,8 @@ def check_adapters_load_elsewhere(
     directory: Path, checkpoint: Path, tmp_path: Path, rounds: int = 3
 ) -> None:
     """Load each adapter in a process that knows nothing of this project; compare logits."""
-    from finetuning.adapters import attach_adapter, load_adapter
-    from finetuning.base_model import load_base_model
+    from finetuning.adapters.adapter import attach_adapter, load_adapter
+    from finetuning.model.base_model import load_base_model
     from finetuning.settings import AdapterSettings, ModelSettings
 
     base = load_base_model(ModelSettings(name=str(checkpoint)))
@@ -149,7 +149,7 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
     """Run in a process of its own, and kill it hard once a round's checkpoint is there."""
     code = (
         "import sys, json; from pathlib import Path\n"
-        "from commands.superlink import run_app, private_superlink\n"
+        "from chambers.superlink import run_app, private_superlink\n"
         "with private_superlink(Path(sys.argv[1])) as link:\n"
         "    run_app(Path(sys.argv[2]), link, json.loads(sys.argv[3]), 3)\n"
     )
@@ -189,7 +189,7 @@ def test_refused_before_training_with_a_failed_status(superlink, config, capfd, 
 
 def test_the_demo_names_an_unknown_key():
     demo = subprocess.run(
-        [sys.executable, "-m", "demo", "train.batchsize=1"],
+        [sys.executable, "-m", "chambers.demo", "train.batchsize=1"],
         cwd=ROOT,
         capture_output=True,
         text=True,

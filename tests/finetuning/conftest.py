@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetuning.adapters import attach_adapter, trainable_parameters
+from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.data.batching import MicroBatch, collate, micro_batches
 from finetuning.data.tokenization import Example
 from finetuning.settings import AdapterSettings

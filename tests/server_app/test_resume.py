@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from bench.in_process import InProcessGrid
-from finetuning.adapters import initial_adapter
-from finetuning.base_model import locate
-from finetuning.fingerprint import fingerprint
+from finetuning.adapters.adapter import initial_adapter
+from finetuning.model.base_model import locate
+from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from server_app.checkpoint import load_checkpoint
 from server_app.main import STRATEGIES, place

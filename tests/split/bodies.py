@@ -3,10 +3,10 @@
 import torch
 
 from finetuning.settings import ModelSettings, TrainSettings
-from split.branch import Branch
-from split.loading import load_parts
-from split.partition import Cut
-from split.parts import Padding
+from split.model.cut import Cut
+from split.model.loading import load_parts
+from split.model.part import Padding
+from split.server.branch import Branch
 from tests.split.clients import ADAPTER
 from tests.split.conftest import LENGTHS
 

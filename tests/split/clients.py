@@ -9,32 +9,32 @@ from pathlib import Path
 
 import torch
 
-from finetuning.adapters import (
+from finetuning.adapters.adapter import (
     State,
     attach_adapter,
     exported_names,
     load_adapter,
     trainable_parameters,
 )
-from finetuning.base_model import load_base_model
 from finetuning.data.batching import collate, micro_batches
 from finetuning.data.tokenization import Example
-from finetuning.optimization import learning_rate, make_optimizer
+from finetuning.model.base_model import load_base_model
+from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import derive_seed
 from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
-from finetuning.training import Round, train_round
-from finetuning.whole_model import WholeModel
-from split.adapters import join_adapters, take_apart
-from split.block_server import BlockServer
-from split.branch import Graph, load_state
-from split.client import ClientRound, SplitModel
-from split.frames import Kind, Limits
-from split.key_values import KeyValues
-from split.lane import connect
-from split.lane_errors import TicketError
-from split.loading import load_parts
-from split.partition import cut_of
-from split.stacked import Stacked
+from finetuning.training.loop import Round, train_round
+from finetuning.training.optimization import learning_rate, make_optimizer
+from split.client.split_model import ClientRound, SplitModel
+from split.lane.dialling import connect
+from split.model.adapters import join_adapters, load_state, take_apart
+from split.model.cut import cut_of
+from split.model.key_values import KeyValues
+from split.model.loading import load_parts
+from split.protocol.errors import TicketError
+from split.protocol.frames import Kind, Limits
+from split.server.block_server import BlockServer
+from split.server.branch import Graph
+from split.server.stacked import Stacked
 
 STEPS = 20
 LONGEST = 4 * 20

@@ -9,11 +9,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from finetuning.adapters import State, initial_adapter
+from finetuning.adapters.adapter import State, initial_adapter
 from finetuning.settings import ModelSettings
-from split.loading import load_parts
-from split.partition import PARTIES, Cut
-from split.parts import Padding, Part, left_padding
+from split.model.cut import PARTIES, Cut
+from split.model.loading import load_parts
+from split.model.part import Padding, Part, left_padding
 from tests.split.clients import ADAPTER
 from tests.split.lanes import Server
 

@@ -12,17 +12,13 @@ import grpc
 import pytest
 import torch
 
-from split.keys import ServerKeys
-from split.lane import (
-    HandshakeError,
-    LaneError,
-    LaneTimeoutError,
-    Limits,
-    connect,
-)
-from split.lane_server import LaneServer
-from split.lane_transport import METHOD, SERVICE
-from split.tickets import Identity, TicketBook
+from split.lane.dialling import connect
+from split.lane.listening import LaneServer
+from split.lane.transport import METHOD, SERVICE
+from split.protocol.errors import HandshakeError, LaneError, LaneTimeoutError
+from split.protocol.frames import Limits
+from split.protocol.keys import ServerKeys
+from split.protocol.tickets import Identity, TicketBook
 
 HYBRID = "ml-kem-768-x25519"
 HIDDEN = 64

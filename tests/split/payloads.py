@@ -2,10 +2,10 @@
 
 import torch
 
-from split import payload
-from split.description import read_description
-from split.frames import Frame, Kind, Limits
-from split.payload import Outgoing
+from split.protocol import payload
+from split.protocol.description import read_description
+from split.protocol.frames import Frame, Kind, Limits
+from split.protocol.payload import Outgoing
 
 HIDDEN = 256
 

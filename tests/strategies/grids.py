@@ -3,9 +3,9 @@
 import torch
 
 from bench.in_process import InProcessGrid, MemoryJournal
-from finetuning.adapters import initial_adapter
-from finetuning.base_model import locate
-from finetuning.fingerprint import fingerprint
+from finetuning.adapters.adapter import initial_adapter
+from finetuning.model.base_model import locate
+from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL
 from strategies.messages import to_arrays

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench.in_process import MemoryJournal, run_in_process
-from finetuning.fingerprint import fingerprint
+from finetuning.model.fingerprint import fingerprint
 from strategies.messages import ARRAYS, METRICS, SIZE
 from tests.strategies.grids import SpyingGrid, same, start
 

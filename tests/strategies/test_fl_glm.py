@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.in_process import InProcessGrid, run_in_process
 from client_app.institution import open_institution
-from finetuning.base_model import BaseModelError
+from finetuning.model.base_model import BaseModelError
 from strategies.roster import RefusedError
 from strategies.run_config import ConfigError, parse_run_config
 
@@ -66,8 +66,8 @@ def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from finetuning.evaluation import held_out_loss
-    from finetuning.whole_model import WholeModel
+    from finetuning.evaluation.held_out import held_out_loss
+    from finetuning.model.whole_model import WholeModel
 
     journal = run(split_values, tmp_path)
     measured = {
@@ -97,10 +97,10 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from finetuning.base_model import load_tokenizer
-    from finetuning.evaluation import generate_answers
-    from finetuning.scoring import score
-    from finetuning.whole_model import WholeModel
+    from finetuning.evaluation.held_out import generate_answers
+    from finetuning.evaluation.scoring import score
+    from finetuning.model.base_model import load_tokenizer
+    from finetuning.model.whole_model import WholeModel
 
     names = ["rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
     answering = {"generate": True, "generate-examples": 4, "batch-size": 3, "max-new-tokens": 12}

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from bench.in_process import run_in_process
-from finetuning.adapters import initial_adapter
-from finetuning.prefixes import SAVED
+from finetuning.adapters.adapter import initial_adapter
+from finetuning.adapters.prefixes import SAVED
 from strategies.run_config import ConfigError, parse_run_config
 
 CLIENTS = ("alpha", "beta", "gamma")
@@ -55,9 +55,9 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
 
     from client_app import evaluation
     from client_app.institution import open_institution
-    from finetuning.base_model import load_tokenizer
-    from finetuning.evaluation import generate_answers, held_out_loss
-    from finetuning.whole_model import WholeModel
+    from finetuning.evaluation.held_out import generate_answers, held_out_loss
+    from finetuning.model.base_model import load_tokenizer
+    from finetuning.model.whole_model import WholeModel
 
     values = prefix_values | {
         "strategy": "fl-glm",

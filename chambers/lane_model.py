@@ -1,0 +1,157 @@
+"""A model of which head and tail are here, and the middle blocks at a block server."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from chambers.errors import CommandError
+from finetuning.adapters.adapter import State
+from split.client.split_model import SplitModel
+from split.lane.dialling import connect
+from split.lane.lane import Lane
+from split.model.cut import PartyName
+from split.model.part import Part
+from split.protocol.errors import (
+    HandshakeError,
+    LaneBusyError,
+    LaneClosedError,
+    LaneCutError,
+    LaneDeadlineError,
+    LaneError,
+    LaneTimeoutError,
+    Refusal,
+)
+from split.protocol.frames import Limits
+from split.protocol.standing_invitation import StandingInvitation
+
+_BUSY_SECONDS = 60.0
+_CUT_SECONDS = 60.0
+_RETRY_SECONDS = 1.0
+
+
+class LaneModel:
+    """Generates through a lane; one that is cut is replaced by another, and its batch done again.
+
+    So is one that the server has closed because nothing came over it for long: texts may go to a
+    reader that is slow.
+
+    Args:
+        ends: head and tail, with their adapters attached.
+        invitation: to the block server.
+        chosen: the server's name of the model.
+        adapters: of head and tail; None is none.
+
+    Raises:
+        CommandError: no server answers at the address.
+        LaneError: it doesn't let the client in.
+
+    """
+
+    def __init__(
+        self,
+        ends: Mapping[PartyName, Part],
+        invitation: StandingInvitation,
+        chosen: str,
+        adapters: State | None,
+    ) -> None:
+        self._ends = ends
+        self._invitation = invitation
+        self._chosen = chosen
+        self._adapters = adapters
+        left = (invitation.expires - datetime.now(UTC)).total_seconds()
+        self._deadline = time.monotonic() + left
+        self._lane: Lane
+        self._model: SplitModel
+        try:
+            self._open()
+        except LaneCutError as error:
+            raise CommandError(
+                f"no block server answers at {invitation.address}; is `chambers serve` running "
+                "there, and can this machine reach it?"
+            ) from error
+
+    def generate(
+        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
+    ) -> torch.Tensor:
+        """Continue prompts; see ``finetuning.whole_model.WholeModel``."""
+
+        def attempt() -> torch.Tensor:
+            return self._model.generate(tokens, mask, new_tokens, **settings)
+
+        try:
+            return attempt()
+        except (LaneCutError, LaneClosedError) as error:
+            print(f"{error}; opening another", file=sys.stderr)
+        self._lane.close()
+        _again(self._open, LaneCutError, _CUT_SECONDS)
+        # What was drawn is to be drawn again: each batch begins with a seed.
+        torch.manual_seed(torch.initial_seed())
+        return attempt()
+
+    def end(self) -> None:
+        """Take leave of the server."""
+        self._model.end()
+
+    def close(self) -> None:
+        """End the lane, however that comes."""
+        self._lane.close()
+
+    def _open(self) -> None:
+        _again(self._dial, LaneBusyError, _BUSY_SECONDS)
+        timeout = self._invitation.split.frame_timeout
+        head, tail = self._ends["head"], self._ends["tail"]
+        self._model = SplitModel(head, tail, self._lane, timeout, self._deadline)
+        try:
+            self._model.choose(self._chosen, self._adapters)
+        except BaseException:
+            self._lane.close()
+            raise
+
+    def _dial(self) -> None:
+        place, wire_dtype = self._invitation.lane, self._invitation.wire_dtype
+        limits = Limits(self._ends["head"].hidden_size, wire_dtype, self._invitation.most_tokens)
+        self._lane = connect(
+            place.address,
+            place.ticket,
+            place.identity,
+            place.server_key,
+            place.suite,
+            limits,
+            self._deadline,
+        )
+
+
+def _again(work: Callable[[], None], passing: type[LaneError], seconds: float) -> None:
+    """Try again for a while, as long as it fails with an error that may pass."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return work()
+        except passing:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_RETRY_SECONDS)
+
+
+def explained(error: LaneError, invitation: StandingInvitation) -> CommandError:
+    """Say what an error of a lane means for who has an invitation in a file."""
+    reason = str(error)
+    new = "ask who serves the model for a new invitation"
+    if isinstance(error, LaneDeadlineError) or invitation.expires <= datetime.now(UTC):
+        reason = f"this invitation has expired; {new}"
+    elif isinstance(error, LaneTimeoutError):
+        reason = "it has not answered in time; it may be out of reach, or busy: try again later"
+    elif isinstance(error, HandshakeError):
+        reason = {
+            Refusal.TICKET_UNKNOWN: f"it was started anew since this invitation was written; {new}",
+            Refusal.SERVER_KEY: f"it was started anew since this invitation was written; {new}",
+            Refusal.TICKET_EXPIRED: f"this invitation has expired; {new}",
+            Refusal.SUITE: f"the invitation was altered; {new}",
+            Refusal.TICKET_FOREIGN: f"the invitation was altered; {new}",
+            Refusal.AUTHENTICATION: f"the invitation was altered; {new}",
+        }.get(error.refusal, reason)
+    return CommandError(f"the block server at {invitation.address}: {reason}")

@@ -1,0 +1,179 @@
+"""Models to generate with: whole on this machine, or with the middle blocks at a block server."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from chambers.errors import CommandError
+from chambers.lane_model import LaneModel, explained
+from chambers.sources import (
+    adapter_of,
+    find_run,
+    model_settings,
+    parts_of,
+    refuse_other_base,
+)
+from finetuning.adapters.adapter import State, attach_adapter, load_adapter
+from finetuning.adapters.saved import SavedAdapter
+from finetuning.evaluation.generation import Answering
+from finetuning.model.base_model import BaseModelError, load_base_model, locate, reference
+from finetuning.model.fingerprint import fingerprint
+from finetuning.model.whole_model import WholeModel
+from finetuning.settings import ModelSettings
+from split.model.adapters import body_digest
+from split.model.cut import Cut, PartyName, cut_of
+from split.model.exactness import check_exactness
+from split.model.loading import load_parts, locate_parts, tensors_of
+from split.protocol.errors import LaneError
+from split.protocol.standing_invitation import InvitationError, StandingInvitation
+
+_ENDS: tuple[PartyName, ...] = ("head", "tail")
+_NO_LIMIT = 2**31
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model of which nothing large has been read yet.
+
+    Attributes:
+        settings: of the base model.
+        directory: of the base model, or of as much of it as is needed here.
+        adapter: None for the bare base model.
+        invitation: to a block server; None if the whole model is here.
+        chosen: the server's name of the model.
+        ends: the adapter of head and tail; None is none.
+
+    """
+
+    settings: ModelSettings
+    directory: Path
+    adapter: SavedAdapter | None = None
+    invitation: StandingInvitation | None = None
+    chosen: str = "base"
+    ends: State | None = None
+
+    @property
+    def columns_before(self) -> int:
+        """Places that a prefix takes before each row's tokens."""
+        return self.adapter.settings.columns_before if self.adapter else 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Padded tokens that a batch of prefixes, prompts and answers may take."""
+        return self.invitation.most_tokens if self.invitation else _NO_LIMIT
+
+
+def find(arguments: argparse.Namespace) -> Source:
+    """Find what the arguments name, and check that it belongs together.
+
+    Raises:
+        CommandError: something is missing, or doesn't belong to the rest.
+
+    """
+    adapter = adapter_of(arguments.adapter) if arguments.adapter else None
+    try:
+        if arguments.invitation:
+            invitation = StandingInvitation.read(arguments.invitation)
+            return _find_ends(arguments, adapter, invitation)
+        run = find_run(adapter)
+        settings = model_settings(arguments, adapter, run)
+        directory = locate(settings.name)
+        if run is not None:
+            refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
+        return Source(settings, directory, adapter)
+    except (BaseModelError, InvitationError) as error:
+        raise CommandError(str(error)) from error
+
+
+@contextmanager
+def opened(source: Source) -> Iterator[Answering]:
+    """Load the model, or what is here of it, and dial the block server.
+
+    Raises:
+        CommandError: it can't be loaded, or the server can't be used.
+
+    """
+    if source.invitation is None:
+        yield _whole(source)
+        return
+    try:
+        with _split(source, source.invitation) as model:
+            yield model
+    except LaneError as error:
+        raise explained(error, source.invitation) from error
+
+
+def _find_ends(
+    arguments: argparse.Namespace, adapter: SavedAdapter | None, invitation: StandingInvitation
+) -> Source:
+    run = find_run(adapter)
+    settings = model_settings(arguments, adapter, run, invitation.model)
+    directory = locate_parts(settings.name, invitation.split, _ENDS)
+    cut = cut_of(directory, invitation.split)
+    server_s = f"that of the block server at {invitation.address}"
+    if cut != _cut_of(invitation):
+        raise CommandError(
+            f"the base model here is not {server_s}: it has {cut.blocks} blocks, and not "
+            f"{invitation.blocks}; give --model the same checkpoint ({invitation.model})"
+        )
+    own = fingerprint(directory, tensors_of(directory, cut, _ENDS))
+    refuse_other_base(own, invitation.digests, server_s)
+    if run is not None:
+        refuse_other_base(own, run.digests, f"that of {run.directory}")
+    prefixes = adapter is not None and adapter.settings.kind == "prefix"
+    check_exactness(directory, settings, cut, prefixes, generation=True)
+    if adapter is None:
+        return Source(settings, directory, None, invitation)
+    parts = parts_of(adapter, cut)
+    digest = body_digest(adapter.settings, parts["body"])
+    chosen = next((name for name, served in invitation.models.items() if served == digest), None)
+    if chosen is None:
+        raise CommandError(
+            f"the adapter in {adapter.directory} is of none of the models that the block server "
+            f"has for {invitation.client} ({', '.join(invitation.models)}): its middle blocks' "
+            "weights are others. Take the global or your personalised adapter of the run that is "
+            "served, or ask for that run to be served"
+        )
+    ends = parts["head"] | parts["tail"]
+    return Source(settings, directory, adapter, invitation, chosen, ends)
+
+
+def _whole(source: Source) -> WholeModel:
+    try:
+        base = load_base_model(source.settings)
+        if source.adapter is None:
+            return WholeModel(base.model)
+        loadable = reference(source.settings.name, source.directory)
+        model = attach_adapter(base.model, source.adapter.settings, loadable)
+        load_adapter(model, source.adapter.state)
+    except ValueError as error:  # BaseModelError among them
+        where = f"the adapter in {source.adapter.directory}" if source.adapter else "it"
+        raise CommandError(
+            f"the base model {source.settings.name} can't be used, or {where} is of another base "
+            f"model: {error}"
+        ) from error
+    return WholeModel(model)
+
+
+@contextmanager
+def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel]:
+    try:
+        ends = load_parts(source.settings, source.directory, _cut_of(invitation), _ENDS)
+        for part in ends.values():
+            if source.adapter is not None:
+                part.attach(source.adapter.settings)
+    except BaseModelError as error:
+        raise CommandError(str(error)) from error
+    model = LaneModel(ends, invitation, source.chosen, source.ends)
+    try:
+        yield model
+        with suppress(LaneError):  # all texts are there, however the lane ends
+            model.end()
+    finally:
+        model.close()
+
+
+def _cut_of(invitation: StandingInvitation) -> Cut:
+    return Cut(invitation.blocks, invitation.head_blocks, invitation.tail_blocks)

@@ -1,0 +1,224 @@
+"""What ``chambers serve`` serves, and the server."""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from chambers.errors import CommandError
+from chambers.run_folder import RunFolder, read_run
+from chambers.sources import (
+    adapter_of,
+    find_run,
+    model_settings,
+    parts_of,
+    refuse_other_base,
+)
+from finetuning.adapters.adapter import State
+from finetuning.adapters.saved import SavedAdapter
+from finetuning.model.base_model import BaseModelError
+from finetuning.model.fingerprint import PARTIES_SHARE, fingerprint
+from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings
+from split.model.adapters import body_digest
+from split.model.cut import Cut, cut_of
+from split.model.devices import body_devices
+from split.model.exactness import check_exactness
+from split.model.loading import load_parts, locate_parts, tensors_of
+from split.protocol.standing_invitation import StandingInvitation
+from split.server.model_server import ModelServer
+from strategies.messages import NAME
+
+_RUN = "chambers serve"
+
+
+@dataclass(frozen=True)
+class Served:
+    """Models that are to be served.
+
+    Attributes:
+        settings: of the base model.
+        split: addresses, cut, wire type, and tokens held at once.
+        cut: how many blocks each party has.
+        directory: of the base model, or of as much of it as is needed here.
+        adapter: kind and scale of all adapters.
+        models: by client, the body's adapters by the name of the model; None is the bare body.
+        folder: for the invitations.
+
+    """
+
+    settings: ModelSettings
+    split: SplitSettings
+    cut: Cut
+    directory: Path
+    adapter: AdapterSettings
+    models: Mapping[str, Mapping[str, State | None]]
+    folder: Path
+
+
+def find(arguments: argparse.Namespace) -> Served:
+    """Find what the arguments name, and check that it belongs together.
+
+    Raises:
+        CommandError: something is missing, or doesn't belong to the rest.
+
+    """
+    run = read_run(arguments.run.expanduser()) if arguments.run else None
+    shared = _shared_adapter(arguments, run)
+    run = run or find_run(shared)
+    split = _split_settings(arguments, run.config if run else {})
+    clients = _clients(arguments, run)
+    try:
+        settings = model_settings(arguments, shared, run)
+        directory = locate_parts(settings.name, split, ("body",))
+        if run is not None:
+            own = fingerprint(directory)
+            refuse_other_base(own, run.digests, f"that of {run.directory}")
+        cut = cut_of(directory, split)
+        common = {} if shared is None else {"global": parts_of(shared, cut)["body"]}
+        prefixes = shared is not None and shared.settings.kind == "prefix"
+        check_exactness(directory, settings, cut, prefixes, generation=True)
+    except BaseModelError as error:
+        raise CommandError(str(error)) from error
+    models: dict[str, dict[str, State | None]] = {c: {"base": None, **common} for c in clients}
+    for client, own_models in models.items():
+        if arguments.run and client in run.clients:  # type: ignore[union-attr]
+            personalised = adapter_of(arguments.run / "adapters" / "clients" / client)
+            own_models["personalised"] = parts_of(personalised, cut)["body"]
+    adapter = shared.settings if shared else AdapterSettings()
+    return Served(settings, split, cut, directory, adapter, models, arguments.invitations)
+
+
+@contextmanager
+def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Path]]]:
+    """Load the body, listen, and write an invitation for each client.
+
+    Args:
+        served: what to serve.
+        lifetime: seconds for which the invitations are good.
+
+    Yields:
+        The address, and the invitations' files by client.
+
+    Raises:
+        CommandError: it can't be loaded, the address can't be listened on, or no invitation can be
+            written.
+
+    """
+    try:
+        devices = body_devices(served.split)
+        parts = load_parts(served.settings, served.directory, served.cut, ("body",), devices)
+    except BaseModelError as error:
+        # Where the model is served there may be other devices than where it was trained.
+        reason = str(error).replace("split.body-devices", "--body-devices")
+        raise CommandError(reason) from error
+    except OSError as error:
+        raise CommandError(f"{served.directory} can't be read: {error}") from error
+    try:
+        server = ModelServer(parts["body"], served.adapter, served.split, _RUN)
+    except OSError as error:
+        raise CommandError(
+            f"--listen {served.split.listen}: the port is in use, or the address is not one of "
+            "this machine"
+        ) from error
+    try:
+        yield server.address, _invite(server, served, lifetime)
+    finally:
+        server.stop()
+
+
+def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, Path]:
+    """Write the invitations."""
+    digests = fingerprint(served.directory)
+    theirs = tensors_of(served.directory, served.cut, ("head", "tail"))
+    needed = {name: digests[name] for name in {*PARTIES_SHARE, *theirs} if name in digests}
+    files = {}
+    for client, models in served.models.items():
+        invitation = server.invite(client, models, lifetime)
+        content = StandingInvitation(
+            address=invitation.address,
+            suite=served.split.key_exchange,
+            server_key=invitation.server_key,
+            run=invitation.identity.run,
+            client=client,
+            ticket=invitation.ticket.identifier,
+            secret=invitation.ticket.secret,
+            expires=datetime.now(UTC) + timedelta(seconds=lifetime),
+            model=served.settings.name,
+            digests=dict(sorted(needed.items())),
+            blocks=served.cut.blocks,
+            head_blocks=served.cut.head,
+            tail_blocks=served.cut.tail,
+            wire_dtype=served.split.wire_dtype,
+            most_tokens=served.split.activation_budget,
+            models={name: body_digest(served.adapter, state) for name, state in models.items()},
+        )
+        files[client] = served.folder / f"{client}.json"
+        try:
+            content.write(files[client])
+        except OSError as error:
+            raise CommandError(
+                f"the invitation {files[client]} can't be written: {error.strerror}"
+            ) from error
+    return files
+
+
+def _shared_adapter(arguments: argparse.Namespace, run: RunFolder | None) -> SavedAdapter | None:
+    """Give the adapter that all clients may use."""
+    if run is not None and arguments.adapter:
+        raise CommandError("give a run's folder, or --adapter, not both")
+    if arguments.adapter:
+        return adapter_of(arguments.adapter)
+    if run is None:
+        if not arguments.model:
+            raise CommandError("what is to be served? give a run's folder, --adapter or --model")
+        return None
+    directory = run.directory / "adapters" / "global"
+    if not directory.is_dir():
+        raise CommandError(f"{run.directory} has no adapters/global: no round was finished")
+    return adapter_of(directory)
+
+
+def _clients(arguments: argparse.Namespace, run: RunFolder | None) -> list[str]:
+    clients = arguments.clients or (run.clients if run else [])
+    if not clients:
+        raise CommandError("who is to be invited? give --clients NAME …")
+    for name in clients:
+        if not NAME.fullmatch(name):
+            raise CommandError(
+                f"--clients {name!r} can't be a client's name: letters, digits, ' ', '.', '-'"
+            )
+    return list(dict.fromkeys(clients))
+
+
+def _split_settings(arguments: argparse.Namespace, config: Mapping[str, Any]) -> SplitSettings:
+    def chosen(name: str, default: Any) -> Any:
+        given = vars(arguments)[name]
+        return config.get(f"split.{name.replace('_', '-')}", default) if given is None else given
+
+    if arguments.listen.rpartition(":")[0] in {"0.0.0.0", "[::]"} and not arguments.advertise:
+        raise CommandError(
+            f"--advertise HOST:PORT is needed with --listen {arguments.listen}: clients can't dial "
+            "that"
+        )
+    try:
+        return SplitSettings(
+            head_blocks=chosen("head_blocks", 1),
+            tail_blocks=chosen("tail_blocks", 1),
+            wire_dtype=chosen("wire_dtype", "bfloat16"),
+            key_exchange=config.get("split.key-exchange", "ml-kem-768-x25519"),
+            body_devices=chosen("body_devices", ""),
+            activation_budget=arguments.most_tokens,
+            listen=arguments.listen,
+            advertise=arguments.advertise,
+        )
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = str(problem["loc"][0]).replace("activation-budget", "most-tokens")
+        name = name.replace("activation_budget", "most-tokens").replace("_", "-")
+        reason = problem["msg"].removeprefix("Value error, ")
+        raise CommandError(f"--{name} {problem['input']}: {reason}") from error

@@ -1,1 +1,0 @@
-"""The demonstration: three generated institutions, from nothing to results."""

@@ -1,0 +1,1 @@
+"""Adapters: attached, exchanged, saved and read back."""

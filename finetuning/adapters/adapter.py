@@ -1,0 +1,217 @@
+"""Adapters: attached to a base model, exchanged as plain tensors, saved in PEFT's format."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from finetuning.adapters.prefixes import SAVED, key_value_shape, refuse_without_prefix
+from finetuning.files import replacing
+from finetuning.model.base_model import BaseModelError, locate, reference
+from finetuning.settings import AdapterSettings
+
+State = dict[str, torch.Tensor]
+
+# PEFT's name in a model of what it saves as ``prompt_embeddings``.
+_PREFIX = "prompt_encoder.default.embedding.weight"
+
+
+def attach_adapter(
+    model: Any,
+    settings: AdapterSettings,
+    base: str | None,
+    name: str = "default",
+    excluded: Sequence[str] = (),
+) -> Any:
+    """Wrap a base model with an adapter whose weights are float32 and require gradients.
+
+    Args:
+        model: a ``transformers`` causal language model, which is changed in place, or one that has
+            adapters already.
+        settings: its kind; rank, scale, dropout and targets, or the prefix's length.
+        base: the base model's id or directory; noted in the saved adapter.
+        name: of the adapter among those of this model; it has no dots.
+        excluded: paths of modules that are not adapted though they have a target's name.
+
+    Raises:
+        BaseModelError: the targets, or prefixes, don't fit the architecture.
+
+    """
+    from peft import PeftModel, get_peft_model
+
+    config = as_peft_config(settings, base, excluded)
+    try:
+        if isinstance(model, PeftModel):
+            model.add_adapter(name, config)
+            peft_model = model
+        else:
+            peft_model = get_peft_model(model, config, adapter_name=name)
+    except ValueError as error:
+        setting = f'adapter.targets = "{settings.targets}"'
+        if settings.kind == "prefix":
+            setting = 'adapter.kind = "prefix"'
+        raise BaseModelError(f"{setting} does not fit this model: {error}") from error
+    for parameter in trainable_parameters(peft_model).values():
+        parameter.data = parameter.data.float()
+    return peft_model
+
+
+def as_peft_config(
+    settings: AdapterSettings, base: str | None = None, excluded: Sequence[str] = ()
+) -> Any:
+    """Give settings in PEFT's form; see ``attach_adapter``."""
+    from peft import LoraConfig, PrefixTuningConfig, TaskType
+
+    if settings.kind == "prefix":
+        return PrefixTuningConfig(
+            num_virtual_tokens=settings.prefix_length,
+            prefix_projection=False,
+            task_type=TaskType.CAUSAL_LM,
+            base_model_name_or_path=base,
+        )
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=target_names(settings) or None,
+        exclude_modules=list(excluded) or None,
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=base,
+    )
+
+
+def target_names(settings: AdapterSettings) -> list[str]:
+    """Give the names of the adapted modules; none where PEFT is to choose."""
+    return [name.strip() for name in settings.targets.split(",") if name.strip()]
+
+
+def initial_adapter(
+    name: str, settings: AdapterSettings, seed: int, directory: Path | None = None
+) -> tuple[State, Any]:
+    """Make round 1's global adapter without reading the base model's weights.
+
+    Args:
+        name: the base model, as in ``model.name``.
+        settings: its kind; rank, scale, dropout and targets, or the prefix's length.
+        seed: of the random half of LoRA's matrices; the other half is zero, so that nothing changes
+            at first. Prefixes are all random, as PEFT begins with them.
+        directory: where the base model's configuration is; None finds it by the name.
+
+    Returns:
+        The adapter's float32 tensors, and its PEFT configuration with the targets spelt out.
+
+    Raises:
+        BaseModelError: no such model, or the targets, or prefixes, don't fit it.
+
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = directory or locate(name)
+    if settings.kind == "prefix":
+        return _initial_prefix(directory, settings, seed, reference(name, directory))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+        peft_model = attach_adapter(model, settings, reference(name, directory))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in peft_model.modules():
+            if isinstance(module, BaseTunerLayer):
+                for part in module.adapter_layer_names:
+                    getattr(module, part).to_empty(device="cpu")
+                module.reset_lora_parameters("default", init_lora_weights=True)
+    return export_adapter(peft_model), peft_model.peft_config["default"]
+
+
+def _initial_prefix(
+    directory: Path, settings: AdapterSettings, seed: int, base: str
+) -> tuple[State, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        refuse_without_prefix(model, settings.prefix_length)
+        peft_config = attach_adapter(model, settings, base).peft_config["default"]
+    heads = peft_config.num_attention_heads
+    shape = (peft_config.num_layers, heads, peft_config.token_dim // heads)
+    if shape != (config.num_hidden_layers, *key_value_shape(config)):
+        raise BaseModelError(
+            f'adapter.kind = "prefix" is not for {type(model).__name__}: PEFT would make its '
+            f"prefixes of another shape {shape} than its blocks have; use another adapter.kind"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    columns = 2 * peft_config.num_layers * peft_config.token_dim
+    values = torch.randn(settings.prefix_length, columns, generator=generator)
+    return {SAVED: values}, peft_config
+
+
+def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Give the parameters that are trained, by their names in the model, in a fixed order."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def exported_names(peft_model: Any) -> dict[str, str]:
+    """Map names of trainable parameters in the model to their names in PEFT's saved format."""
+    return {
+        name: SAVED if name == _PREFIX else name.replace(".default", "")
+        for name in trainable_parameters(peft_model)
+    }
+
+
+def export_adapter(peft_model: Any) -> State:
+    """Copy the adapter out as float32 tensors in CPU memory, under PEFT's saved names.
+
+    The copies share no storage with the model or with one another.
+    """
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
+    return {
+        name: value.detach().to("cpu", torch.float32, copy=True).contiguous()
+        for name, value in sorted(state.items())
+    }
+
+
+def load_adapter(peft_model: Any, state: Mapping[str, torch.Tensor]) -> None:
+    """Set the adapter's weights.
+
+    Raises:
+        ValueError: names or shapes are not exactly those of the adapter; nothing was changed.
+
+    """
+    names = exported_names(peft_model)
+    parameters = trainable_parameters(peft_model)
+    if set(names.values()) != set(state):
+        odd = sorted(set(names.values()) ^ set(state))
+        raise ValueError(f"the adapter's tensors are not those of this model: {odd[:3]} …")
+    for name, parameter in parameters.items():
+        shape = state[names[name]].shape
+        if shape != parameter.shape:
+            raise ValueError(
+                f"{names[name]} has shape {tuple(shape)}, not {tuple(parameter.shape)}"
+            )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state[names[name]])
+
+
+def save_adapter(
+    directory: Path, state: Mapping[str, torch.Tensor], config: Any, card: str
+) -> None:
+    """Write an adapter that ``PeftModel.from_pretrained(base, directory)`` loads.
+
+    Args:
+        directory: replaced as a whole; an interrupted write leaves the old one.
+        state: the tensors under PEFT's saved names.
+        config: the adapter's PEFT configuration.
+        card: the model card's Markdown, with its metadata block.
+
+    """
+    with replacing(directory) as aside:
+        aside.mkdir(parents=True)
+        save_file(dict(state), aside / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(aside)
+        (aside / "README.md").write_text(card, encoding="utf-8")

@@ -1,0 +1,125 @@
+"""Adapters as runs export them, read back: PEFT's format, strictly."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from finetuning.adapters.adapter import State, as_peft_config
+from finetuning.settings import AdapterSettings
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+# Where an adapter's configuration may differ from that of a new one without computing otherwise:
+# notes, what is only for training, and what PEFT fills in from the base model.
+_INCIDENTAL = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "encoder_hidden_size",
+    "fan_in_fan_out",
+    "inference_mode",
+    "lora_dropout",
+    "num_attention_heads",
+    "num_layers",
+    "num_transformer_submodules",
+    "peft_version",
+    "revision",
+    "task_type",
+    "token_dim",
+}
+# How LoRA's weights may have begun. By other ways (PiSSA, OLoRA, …) PEFT changes the base model's
+# weights whenever it loads the adapter.
+_PLAIN_BEGINNINGS = (True, False, "gaussian")
+_SHOWN = 4
+
+
+class AdapterError(ValueError):
+    """A folder is not an adapter that can be used here; the message says why."""
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter of a whole model.
+
+    Attributes:
+        directory: where it lies.
+        settings: its kind, rank, scale and targets, or its prefix's length; without dropout.
+        state: its float tensors under PEFT's saved names.
+        base: the base model that it says it is for: a Hugging Face id or a directory.
+
+    """
+
+    directory: Path
+    settings: AdapterSettings
+    state: State
+    base: str
+
+
+def read_adapter(directory: Path) -> SavedAdapter:
+    """Read an adapter that a run has exported: LoRA or a prefix, in PEFT's format.
+
+    Raises:
+        AdapterError: it isn't one, or uses what this project's adapters don't have.
+
+    """
+    from peft import PeftConfig
+
+    _refuse_other_folders(directory)
+    try:
+        found: Any = PeftConfig.from_pretrained(str(directory))
+        settings = _settings_of(found)
+        expected = as_peft_config(settings).to_dict()
+        values = found.to_dict()
+        if values.get("init_lora_weights") in _PLAIN_BEGINNINGS:
+            expected["init_lora_weights"] = values["init_lora_weights"]
+        odd = {
+            name: value
+            for name, value in values.items()
+            if name not in _INCIDENTAL and _plain(value) != _plain(expected.get(name))
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise AdapterError(f"{directory / _CONFIG} can't be read: {error}") from error
+    if odd:
+        name, value = next(iter(sorted(odd.items())))
+        raise AdapterError(
+            f"the adapter in {directory} has {name} = {value!r}; only plain LoRA and prefixes, as "
+            "runs export them, can be used. Load other adapters with PEFT itself"
+        )
+    try:
+        state = load_file(directory / _WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{directory / _WEIGHTS} can't be read: {error}") from error
+    return SavedAdapter(directory, settings, state, str(found.base_model_name_or_path or ""))
+
+
+def _refuse_other_folders(directory: Path) -> None:
+    missing = [name for name in (_CONFIG, _WEIGHTS) if not (directory / name).is_file()]
+    if not missing:
+        return
+    if not directory.is_dir():
+        raise AdapterError(f"there is no folder {directory}")
+    places = ("*", "adapters/*", "adapters/clients/*")
+    inside = sorted(str(f.parent) for place in places for f in directory.glob(f"{place}/{_CONFIG}"))
+    hint = f"; did you mean {' or '.join(inside[:_SHOWN])}?" if inside else ""
+    raise AdapterError(
+        f"{directory} is not an adapter's folder: it has no {' and no '.join(missing)}{hint}"
+    )
+
+
+def _settings_of(config: Any) -> AdapterSettings:
+    if config.peft_type == "PREFIX_TUNING":
+        return AdapterSettings(kind="prefix", prefix_length=config.num_virtual_tokens)
+    if config.peft_type != "LORA":
+        raise ValueError(f"{config.peft_type} is neither LORA nor PREFIX_TUNING")
+    targets = config.target_modules
+    names = targets if isinstance(targets, str) else ",".join(sorted(targets))
+    return AdapterSettings(rank=config.r, alpha=config.lora_alpha, dropout=0.0, targets=names)
+
+
+def _plain(value: Any) -> Any:
+    """Give a value so that what is written in several ways compares equal."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return sorted(map(str, value)) or None
+    return value or None

@@ -1,0 +1,1 @@
+"""Held-out losses, generated answers and their scores."""

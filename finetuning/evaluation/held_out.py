@@ -1,0 +1,80 @@
+"""How good a model is on held-out examples: loss, perplexity and generated answers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from finetuning.data.batching import MicroBatch, collate, micro_batches
+from finetuning.data.tokenization import Example
+from finetuning.evaluation.generation import GREEDY, Answering, continue_prompts
+
+
+class Measured(Protocol):
+    """What measuring a loss needs of a model, wherever its blocks are computed."""
+
+    @property
+    def columns_before(self) -> int:
+        """Places that a prefix in use takes before each row's tokens."""
+        ...
+
+    def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """Give each micro-batch's summed loss in nats, without dropout."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Loss on held-out examples.
+
+    Attributes:
+        loss: mean over all target tokens, in nats.
+        perplexity: exp(loss).
+        target_tokens: how many were predicted.
+
+    """
+
+    loss: float
+    perplexity: float
+    target_tokens: int
+
+
+def held_out_loss(
+    model: Measured, examples: Sequence[Example], padding: int, batch_size: int
+) -> HeldOutLoss:
+    """Measure the loss without dropout, ``batch_size`` of the longest examples at once."""
+    columns = [model.columns_before + len(example.tokens) for example in examples]
+    batches = [
+        collate([examples[i] for i in group], padding)
+        for group in micro_batches(range(len(examples)), columns, batch_size * max(columns))
+    ]
+    targets = sum(len(batch.labels) for batch in batches)
+    loss = sum(model.summed_losses(batches)) / targets
+    return HeldOutLoss(loss, math.exp(min(loss, 700.0)), targets)
+
+
+def generate_answers(
+    model: Answering, tokenizer: Any, examples: Sequence[Example], batch_size: int, max_new: int
+) -> list[str]:
+    """Answer each example's prompt greedily.
+
+    Args:
+        model: with its adapter.
+        tokenizer: of the base model.
+        examples: their tokens before the last answer are the prompts.
+        batch_size: prompts answered at once.
+        max_new: longest answer, in tokens.
+
+    Returns:
+        The answers as text, in the order of the examples.
+
+    """
+    answers: dict[int, str] = {}
+    # Prompts of like length share a batch, and padding stands before them, where text goes on.
+    order = sorted(range(len(examples)), key=lambda index: examples[index].prompt_length)
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        prompts = [examples[i].tokens[: examples[i].prompt_length] for i in chosen]
+        texts = continue_prompts(model, tokenizer, prompts, max_new, GREEDY)
+        answers.update(zip(chosen, texts, strict=True))
+    return [answers[index] for index in range(len(examples))]

@@ -1,0 +1,1 @@
+"""The base model and what is computed with all of it."""

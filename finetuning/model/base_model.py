@@ -1,0 +1,229 @@
+"""The frozen base model and its tokenizer: found, checked and loaded."""
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetuning.model.tiny import build_tiny
+from finetuning.settings import ModelSettings
+
+# The names that `save_pretrained` gives; other files beside them hold the same weights again.
+WEIGHTS = "model*.safetensors"
+DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
+FILES = (WEIGHTS, *DESCRIPTIONS)
+# How much a causal model's earlier logits may change with the last token, beside the last ones.
+_CAUSAL_CHANGE = 0.2
+
+
+# The first says at every import that it uses its own kernels, the second at every product that it
+# computes in float16: neither is news to who asks for quantisation, nor to who doesn't.
+for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+# PEFT and this file use names that are there until transformers 6; the new ones came within 5.
+warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
+
+
+class BaseModelError(ValueError):
+    """The base model can't be found or used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A loaded checkpoint.
+
+    Attributes:
+        model: the ``transformers`` causal language model; its weights don't require gradients.
+        tokenizer: its ``transformers`` tokenizer; it has a padding token.
+        directory: where the checkpoint lies.
+        reference: what others can load it by: its Hugging Face id, else the directory.
+
+    """
+
+    model: Any
+    tokenizer: Any
+    directory: Path
+    reference: str
+
+
+def locate(name: str) -> Path:
+    """Give the directory of a checkpoint: ``tiny``, an absolute path, or a Hugging Face id.
+
+    ``tiny`` is built on first use, and an id's safetensors files are fetched on first use.
+
+    Raises:
+        BaseModelError: there is no such checkpoint, or it isn't in safetensors format.
+
+    """
+    if name == "tiny":
+        return build_tiny()
+    path = Path(name).expanduser()
+    if not path.is_absolute():
+        path = fetch(name)
+    if not (path / "config.json").is_file():
+        raise BaseModelError(
+            f'model.name = "{name}": no config.json in {path}; it must be a checkpoint directory '
+            "in Hugging Face format"
+        )
+    if not any(path.glob(WEIGHTS)):
+        raise BaseModelError(
+            f'model.name = "{name}": no {WEIGHTS} in {path}; other formats can run code when '
+            "they are loaded, so convert the checkpoint with save_pretrained first"
+        )
+    return path
+
+
+def reference(name: str, directory: Path) -> str:
+    """Give what others can load a base model by: its Hugging Face id, else its directory."""
+    is_id = name != "tiny" and not Path(name).expanduser().is_absolute()
+    return name if is_id else str(directory)
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Load a checkpoint's fast tokenizer; its padding token falls back to the end-of-text one.
+
+    Raises:
+        BaseModelError: there is none, or it can't map tokens to characters (not a fast one).
+
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise BaseModelError(f"no usable tokenizer in {directory}: {error}") from error
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise BaseModelError(
+            f"the tokenizer in {directory} must be a fast one (tokenizer.json) with an "
+            "end-of-text token"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_base_model(settings: ModelSettings) -> BaseModel:
+    """Load the checkpoint that the settings name, on a GPU if there is one, weights frozen.
+
+    Raises:
+        BaseModelError: it can't be found or loaded, or isn't causal.
+
+    """
+    from transformers import AutoModelForCausalLM
+
+    directory = locate(settings.name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, **loading_arguments(settings))
+    except (OSError, ValueError, KeyError) as error:
+        raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
+    prepare(model, settings)
+    refuse_unless_causal(model, directory)
+    return BaseModel(
+        model, load_tokenizer(directory), directory, reference(settings.name, directory)
+    )
+
+
+def loading_arguments(settings: ModelSettings, device: str | None = None) -> dict[str, Any]:
+    """Give ``from_pretrained`` the precision, place and quantisation of the weights.
+
+    Args:
+        settings: of the model.
+        device: where to; a GPU if there is one when None.
+
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "auto": torch.bfloat16 if device.startswith("cuda") else torch.float32,
+    }[settings.dtype]
+    return {
+        "dtype": dtype,
+        "device_map": {"": device},
+        "quantization_config": _quantization(settings.quantization, dtype),
+    }
+
+
+def prepare(model: Any, settings: ModelSettings) -> None:
+    """Freeze a loaded model; make sure that gradients pass through it, in the memory asked for."""
+    model.requires_grad_(False)
+    if settings.quantization == "nf4" and model.device.type == "cpu":
+        _keep_differentiable(model)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def fetch(name: str, files: Sequence[str] = FILES) -> Path:
+    """Bring a Hugging Face id's files into the hub's cache; from the cache alone when offline.
+
+    Args:
+        name: the id.
+        files: patterns of those that are needed.
+
+    Raises:
+        BaseModelError: neither the cache nor the hub has them.
+
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(files)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise BaseModelError(
+            f'model.name = "{name}" is not an absolute path, and as a Hugging Face id it was found '
+            f"neither in the local cache nor on the hub: {error}"
+        ) from error
+
+
+@torch.no_grad()
+def refuse_unless_causal(model: Any, directory: Path) -> None:
+    """Check that no token sees later ones: training relies on it, and pads without a mask.
+
+    Raises:
+        BaseModelError: some does.
+
+    """
+    tokens = torch.tensor([[3, 5, 7, 9]], device=model.device)
+    other = tokens.clone()
+    other[0, -1] = 11
+    model.eval()
+    one, two = (model(input_ids=ids, use_cache=False).logits[0].float() for ids in (tokens, other))
+    change = (one - two).abs().mean(dim=1)
+    # Not exactly 0: a token's quantised products round differently by what stands beside it.
+    if change[:-1].max() > _CAUSAL_CHANGE * change[-1]:
+        raise BaseModelError(
+            f"the model in {directory} is not causal: its tokens see later ones, so it can't be "
+            "fine-tuned as one that predicts the next token"
+        )
+
+
+def _keep_differentiable(model: Any) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights on a processor with AVX512-BF16.
+
+    It does so when a layer is first used in evaluation mode, and from then on no gradient passes
+    through that layer, in training mode either, without an error.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def _quantization(kind: str, compute_dtype: torch.dtype) -> Any:
+    """Give the bitsandbytes configuration: QLoRA's double-quantised nf4, or LLM.int8()."""
+    from transformers import BitsAndBytesConfig
+
+    if kind == "nf4":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute_dtype,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True) if kind == "int8" else None

@@ -1,0 +1,106 @@
+"""Which base model this is: a digest per tensor, so that two institutions can compare theirs."""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from safetensors import safe_open
+
+from finetuning.files import cache_directory, replacing
+from finetuning.model.base_model import WEIGHTS
+
+# What a fingerprint has beside digests of tensors, and every party of a split model has.
+PARTIES_SHARE = ("config.json", "tokenizer.json", "chat template")
+# Written by the library that saved the checkpoint, or by the place it was saved to.
+_INCIDENTAL = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
+
+
+def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[str, str]:
+    """Give the SHA-256 digests of every tensor, the configuration, tokenizer and chat template.
+
+    Equal checkpoints have equal fingerprints however they are sharded. Digests are cached by the
+    files' paths, sizes and times, since reading gigabytes takes a while.
+
+    Args:
+        directory: of the checkpoint.
+        names: of the tensors that count; None is all that are there. Others aren't read.
+
+    Returns:
+        Tensor names, ``config.json``, ``tokenizer.json`` and ``chat template`` to hexadecimal
+        digests.
+
+    """
+    files = sorted(directory.glob(WEIGHTS))
+    stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    wanted = None if names is None else sorted(names)
+    key = hashlib.sha256(json.dumps([stamps, wanted]).encode()).hexdigest()
+    cached = cache_directory() / "fingerprints" / f"{key}.json"
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(cached.with_suffix(".lock")):
+        if not cached.is_file():
+            tensors = {n: value for file in files for n, value in _tensor_digests(file, wanted)}
+            with replacing(cached) as aside:
+                aside.write_text(json.dumps(tensors))
+    digests: dict[str, str] = json.loads(cached.read_text())
+    digests["config.json"] = config_digest(directory / "config.json")
+    tokenizer = directory / "tokenizer.json"
+    if tokenizer.is_file():
+        digests["tokenizer.json"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    digests["chat template"] = hashlib.sha256(_chat_template(directory).encode()).hexdigest()
+    return digests
+
+
+def digest(fingerprint: Mapping[str, str]) -> str:
+    """Condense a fingerprint into one SHA-256 digest."""
+    return hashlib.sha256(json.dumps(dict(fingerprint), sort_keys=True).encode()).hexdigest()
+
+
+def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """Name what differs or is missing on either side, sorted."""
+    return sorted(
+        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+    )
+
+
+def _tensor_digests(file: Path, wanted: Collection[str] | None) -> list[tuple[str, str]]:
+    """Digest the wanted tensors of a file, one in memory at a time."""
+    result = []
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - safe_open isn't a mapping
+            if wanted is not None and name not in wanted:
+                continue
+            tensor = tensors.get_tensor(name)
+            result.append((name, tensor_digest(tensor.dtype, tensor.shape, [tensor])))
+    return result
+
+
+def tensor_digest(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[torch.Tensor]) -> str:
+    """Digest a tensor's dtype, shape and values.
+
+    Args:
+        dtype: of the tensor.
+        shape: of the whole tensor.
+        pieces: that make up the tensor when they are put together in their order.
+
+    """
+    state = hashlib.sha256(f"{dtype} {tuple(shape)}".encode())
+    for piece in pieces:
+        state.update(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def _chat_template(directory: Path) -> str:
+    """Give the template from either of the places where checkpoints keep it; empty without one."""
+    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    return str(json.loads(config.read_text()).get("chat_template", "")) if config.is_file() else ""
+
+
+def config_digest(path: Path) -> str:
+    """Digest a ``config.json`` without what is written by the place or library that saved it."""
+    config = {k: v for k, v in json.loads(path.read_text()).items() if k not in _INCIDENTAL}
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

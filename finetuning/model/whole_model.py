@@ -1,0 +1,264 @@
+"""The stages of a training step when one process holds every block of the model."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from finetuning.adapters.adapter import trainable_parameters
+from finetuning.adapters.prefixes import columns_of, prefix_cache
+from finetuning.data.batching import MicroBatch
+from finetuning.randomness import derive_seed, set_seed
+
+# A micro-batch's logits can be larger than everything else in memory. So many targets at once keep
+# a processor's matrix products and a GPU's busy, and for 32,000 tokens take 32 MiB.
+_TARGETS_AT_ONCE = 256
+
+
+class _GivenHiddenStates(torch.nn.Module):
+    """Stands where a model has its blocks, and returns hidden states that are computed already."""
+
+    def forward(self, *_: None, inputs_embeds: torch.Tensor, **__: Any) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        output = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        output.cross_attentions = None  # GPT-2 passes them on.
+        return output
+
+    @property
+    def decoder(self) -> "_GivenHiddenStates":
+        """OPT calls its blocks under this name."""
+        return self
+
+
+def output_head(causal_lm: Any) -> Any:
+    """Give the checkpoint's own model class with everything before the output head taken out.
+
+    Fed (1, targets, hidden) as ``inputs_embeds`` it returns their logits, with whatever scaling or
+    capping the architecture has. Its modules are the model's own, not copies.
+    """
+    head = copy.copy(causal_lm)
+    head._modules = dict(causal_lm._modules)
+    setattr(head, causal_lm.base_model_prefix, _GivenHiddenStates())
+    return head
+
+
+def target_loss(head: Any, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Sum the cross-entropy over a micro-batch's targets (Eq. 1); other positions cost nothing.
+
+    Args:
+        head: see ``output_head``.
+        hidden: (rows, columns, hidden) after the last block and norm.
+        batch: says which positions predict which labels.
+
+    Returns:
+        A float32 scalar, in nats.
+
+    """
+    parts = zip(*_targets(hidden, batch), strict=True)
+    return torch.stack([_part_loss(head, chosen, labels) for chosen, labels in parts]).sum()
+
+
+def add_target_gradient(
+    head: Any, hidden: torch.Tensor, batch: MicroBatch, scale: float
+) -> torch.Tensor:
+    """Compute ``target_loss``, and add the gradient of ``scale`` times it to every ``.grad``.
+
+    The head's gradient is taken part by part, so that the logits of one part alone exist.
+
+    Returns:
+        The loss without the scale, detached.
+
+    """
+    gradients, losses = [], []
+    parts, labels = _targets(hidden, batch)
+    for part, label in zip(parts, labels, strict=True):
+        chosen = part.detach().requires_grad_()
+        loss = _part_loss(head, chosen, label)
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        gradients.append(chosen.grad)
+        losses.append(loss.detach())
+    if hidden.requires_grad:
+        torch.autograd.backward(parts, gradients)
+    return torch.stack(losses).sum()
+
+
+def _targets(
+    hidden: torch.Tensor, batch: MicroBatch
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Give, in parts, the hidden states that predict targets, and the targets."""
+    chosen = hidden.flatten(0, 1).index_select(0, batch.positions.to(hidden.device))
+    labels = batch.labels.to(hidden.device)
+    return torch.split(chosen, _TARGETS_AT_ONCE), torch.split(labels, _TARGETS_AT_ONCE)
+
+
+def _part_loss(head: Any, chosen: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = head(inputs_embeds=chosen[None], use_cache=False).logits[0]
+    return cross_entropy(logits.float(), labels, reduction="sum")
+
+
+class WholeModel:
+    """A model whose stages all run here.
+
+    Args:
+        peft_model: the base model with its adapter, or by itself, if nothing is to be trained.
+
+    """
+
+    def __init__(self, peft_model: Any) -> None:
+        self.peft_model = peft_model
+        has_adapter = hasattr(peft_model, "get_base_model")
+        causal_lm = peft_model.get_base_model() if has_adapter else peft_model
+        self._config, self._dtype = causal_lm.config, causal_lm.dtype
+        self._backbone = causal_lm.base_model
+        self._head = output_head(causal_lm)
+        self._device = peft_model.device
+        # LoRA computes in the blocks by itself; a prefix has to be given to them.
+        encoders = getattr(peft_model, "prompt_encoder", {})
+        self._prefix = encoders["default"].embedding.weight if "default" in encoders else None
+        self._mixed_precision = self._device.type == "cuda" and causal_lm.dtype == torch.bfloat16
+
+    @property
+    def columns_before(self) -> int:
+        """Places that a prefix in use takes before each row's tokens."""
+        return 0 if self._prefix is None else len(self._prefix)
+
+    def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
+        """Add the gradient of a step's loss to the adapter's ``.grad``.
+
+        The loss of a step is the mean over its targets, so each micro-batch counts by its share.
+
+        Args:
+            batches: the step's micro-batches.
+            seed: of the step; each micro-batch's dropout derives its own from it.
+
+        Returns:
+            Each micro-batch's summed loss in nats.
+
+        """
+        targets = sum(len(batch.labels) for batch in batches)
+        losses = []
+        with self._mode(training=True):
+            for index, batch in enumerate(batches):
+                set_seed(derive_seed("dropout", seed, index))
+                with self._autocast():
+                    hidden = self._hidden(batch)
+                    losses.append(add_target_gradient(self._head, hidden, batch, 1 / targets))
+        return [float(loss) for loss in losses]
+
+    def clip(self, maximum: float) -> float:
+        """Scale the adapter's gradients down to the maximum norm, unless it is 0.
+
+        Returns:
+            The norm before that.
+
+        """
+        parameters = trainable_parameters(self.peft_model).values()
+        return float(torch.nn.utils.clip_grad_norm_(parameters, maximum or float("inf")))
+
+    @torch.no_grad()
+    def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """Give each micro-batch's summed loss in nats, without dropout."""
+        with self._mode(training=False):
+            return [float(self._forward(batch)) for batch in batches]
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
+    ) -> torch.Tensor:
+        """Continue prompts, without dropout.
+
+        Args:
+            tokens: (rows, columns) of prompts, with padding before them.
+            mask: (rows, columns), 0 for padding and 1 for the prompts.
+            new_tokens: most tokens that a row gets.
+            settings: others of ``generate`` in transformers.
+
+        Returns:
+            (rows, columns and new tokens), with padding behind rows that end earlier than others.
+
+        """
+        with self._mode(training=False):
+            result: torch.Tensor = self.peft_model.generate(
+                input_ids=tokens.to(self._device),
+                attention_mask=mask.to(self._device),
+                max_new_tokens=new_tokens,
+                **settings,
+            )
+        return result
+
+    def gradients_of(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Give ∂L/∂W of a micro-batch's mean loss, without dropout, for every adapter weight."""
+        parameters = {n: p for n, p in self.peft_model.named_parameters() if p.requires_grad}
+        with self._mode(training=False), self._recomputing_blocks():
+            loss = self._forward(batch) / len(batch.labels)
+            gradients = torch.autograd.grad(loss, list(parameters.values()))
+        return dict(zip(parameters, gradients, strict=True))
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Be the bare base model meanwhile."""
+        prefix, self._prefix = self._prefix, None
+        try:
+            with self.peft_model.disable_adapter():
+                yield
+        finally:
+            self._prefix = prefix
+
+    def _forward(self, batch: MicroBatch) -> torch.Tensor:
+        with self._autocast():
+            return target_loss(self._head, self._hidden(batch), batch)
+
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """Give (rows, columns, hidden) after the last block and norm.
+
+        Padding stands after a row's tokens, where causal attention doesn't look, and predicts
+        nothing. So no mask is needed, and without one attention skips what is above the diagonal.
+        With prefixes the tokens' positions are counted from the prefixes' end.
+        """
+        inputs = {"input_ids": batch.tokens.to(self._device)}
+        if self._prefix is not None:
+            blocks = dict(enumerate(self._prefix.split(columns_of(self._config), dim=1)))
+            inputs["past_key_values"] = prefix_cache(
+                blocks, len(self._prefix), self._config, len(batch.tokens), self._dtype
+            )
+        output = self._backbone(**inputs, use_cache=False)
+        return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cuda", torch.bfloat16) if self._mixed_precision else nullcontext()
+
+    @contextmanager
+    def _mode(self, training: bool) -> Iterator[None]:
+        before = self.peft_model.training
+        self.peft_model.train(training)
+        try:
+            yield
+        finally:
+            self.peft_model.train(before)
+
+    @contextmanager
+    def _recomputing_blocks(self) -> Iterator[None]:
+        """Let blocks recompute activations in evaluation mode, if that was asked for at all.
+
+        They do so only in training mode. This puts the block itself into it and not what it
+        consists of, and takes the rate from blocks that apply dropout by themselves (OPT's).
+        """
+        blocks = [
+            m for m in self.peft_model.modules() if getattr(m, "gradient_checkpointing", False)
+        ]
+        rates = [(b, b.dropout) for b in blocks if isinstance(getattr(b, "dropout", None), float)]
+        for block in blocks:
+            block.training = True
+        for block, _ in rates:
+            block.dropout = 0.0
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.training = False
+            for block, rate in rates:
+                block.dropout = rate

@@ -1,0 +1,116 @@
+"""FedJudge's continual-learning penalty (Eq. 3 and 4, after Zhou et al., CVPR 2021).
+
+With Ŵ the global adapter just received, J ≥ 0 the importance of its weights and δ = W − Ŵ,
+the paper's Jᵀ|δ| + |δ|ᵀJᵀJ|δ| is s + s² with s = Σ J·|δ| over all adapter weights.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from finetuning.data.batching import MicroBatch
+from finetuning.model.whole_model import WholeModel
+
+Jacobian = Literal["mean-absolute", "mean-gradient"]
+
+
+def importance(
+    model: WholeModel, batches: Iterable[MicroBatch], jacobian: Jacobian
+) -> dict[str, torch.Tensor]:
+    """Compute J at the adapter's present weights.
+
+    Args:
+        model: the model with the global adapter loaded.
+        batches: training examples; at least one micro-batch.
+        jacobian: ``mean-absolute`` averages |∂L/∂W| over micro-batches, ``mean-gradient`` takes
+            the absolute value of the average.
+
+    Returns:
+        A float32 tensor of non-negative values for every trainable parameter, by name.
+
+    """
+    total: dict[str, torch.Tensor] = {}
+    count = 0
+    for batch in batches:
+        for name, gradient in model.gradients_of(batch).items():
+            value = gradient.abs() if jacobian == "mean-absolute" else gradient
+            total[name] = total[name] + value if name in total else value
+        count += 1
+    return {name: (value / count).abs() for name, value in total.items()}
+
+
+@dataclass(frozen=True)
+class Pull:
+    """What the penalty did in one step.
+
+    Attributes:
+        distance: s, before the step.
+        gradient_share: |penalty's gradient| ÷ (|penalty's gradient| + |loss's gradient|).
+
+    """
+
+    distance: float
+    gradient_share: float
+
+
+class Penalty:
+    """λ·(s + s²), whose gradient is added where the loss's gradient lies.
+
+    Args:
+        parameters: the trained weights W by name.
+        anchor: Ŵ by name; copied.
+        importance: J by name.
+        weight: λ; with 0 gradients stay as they are, bit for bit, and s is still measured.
+
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        anchor: Mapping[str, torch.Tensor],
+        importance: Mapping[str, torch.Tensor],
+        weight: float,
+    ) -> None:
+        self.weight = weight
+        self._terms = [
+            (
+                parameter,
+                anchor[name].detach().to(parameter, copy=True),
+                importance[name].detach().to(parameter, copy=True),
+            )
+            for name, parameter in parameters.items()
+        ]
+
+    @torch.no_grad()
+    def distance(self) -> float:
+        """Give s = Σ J·|W − Ŵ|."""
+        return float(sum((j * (w - anchor).abs()).sum() for w, anchor, j in self._terms))
+
+    def value(self) -> float:
+        """Give λ·(s + s²)."""
+        s = self.distance()
+        return self.weight * (s + s * s)
+
+    @torch.no_grad()
+    def add_gradient(self) -> Pull:
+        """Add λ·(1 + 2s)·J·sign(W − Ŵ) to every parameter's ``.grad``.
+
+        The gradient of |δ| at 0 is taken as 0, as autograd does.
+        """
+        s = self.distance()
+        if self.weight == 0:
+            return Pull(s, 0.0)
+        slope = self.weight * (1 + 2 * s)
+        ours = theirs = 0.0
+        for w, anchor, j in self._terms:
+            gradient = slope * j * (w - anchor).sign()
+            ours += float(gradient.square().sum())
+            if w.grad is None:
+                w.grad = gradient
+            else:
+                theirs += float(w.grad.square().sum())
+                w.grad += gradient
+        ours, theirs = ours**0.5, theirs**0.5
+        return Pull(s, ours / (ours + theirs) if ours + theirs else 0.0)

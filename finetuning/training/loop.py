@@ -1,0 +1,178 @@
+"""One round of local training: a plain loop over optimizer steps."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from finetuning.data.batching import MicroBatch, collate, micro_batches
+from finetuning.data.tokenization import Example
+from finetuning.progress import progress_bar
+from finetuning.randomness import derive_seed
+from finetuning.settings import TrainSettings
+from finetuning.training.continual import Penalty
+from finetuning.training.optimization import (
+    OptimizerState,
+    export_optimizer,
+    learning_rate,
+    load_optimizer,
+    make_optimizer,
+)
+
+
+class DeadlineError(TimeoutError):
+    """The round's time is over before its training is."""
+
+
+class Stages(Protocol):
+    """What the loop needs of a model: the stages of a step, wherever its blocks are computed."""
+
+    @property
+    def columns_before(self) -> int:
+        """Places that a prefix in use takes before each row's tokens."""
+        ...
+
+    def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
+        """Add the gradient of the step's mean loss per target; give each summed loss in nats."""
+        ...
+
+    def clip(self, maximum: float) -> float:
+        """Scale the gradients of all blocks to the maximum norm, unless it is 0; give the norm."""
+        ...
+
+
+@dataclass(frozen=True)
+class Round:
+    """Where in a run a round stands.
+
+    Attributes:
+        steps: the examples of each optimizer step, as indices.
+        first_step: how many steps this client's earlier rounds have, whether it took part or not.
+        total_steps: how many steps all rounds of the run have.
+        seed: of this client in this round.
+        deadline: on ``time.monotonic``'s clock.
+
+    """
+
+    steps: Sequence[Sequence[int]]
+    first_step: int
+    total_steps: int
+    seed: int
+    deadline: float
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What a round of local training did.
+
+    Attributes:
+        losses: each step's mean loss per target token in nats, before its update.
+        tokens: tokens processed, padding not counted.
+        target_tokens: those of them that were predicted.
+        seconds: wall-clock time of the steps.
+        gradient_norm: mean over steps, before clipping.
+        learning_rate: of the last step.
+        distance: mean over steps of the penalty's s, before each update; None without a penalty.
+        final_distance: s after the last step; None without a penalty.
+        penalty_gradient_share: mean over steps; None without a penalty.
+
+    """
+
+    losses: list[float]
+    tokens: int
+    target_tokens: int
+    seconds: float
+    gradient_norm: float
+    learning_rate: float
+    distance: float | None = None
+    final_distance: float | None = None
+    penalty_gradient_share: float | None = None
+
+
+def train_round(
+    model: Stages,
+    parameters: Mapping[str, torch.nn.Parameter],
+    examples: Sequence[Example],
+    padding: int,
+    place: Round,
+    settings: TrainSettings,
+    penalty: Penalty | None = None,
+    optimizer_state: OptimizerState | None = None,
+    description: str = "training",
+) -> tuple[TrainingReport, OptimizerState]:
+    """Train the adapter for one round.
+
+    Args:
+        model: computes gradients.
+        parameters: the adapter's weights by name; changed in place.
+        examples: the client's training examples.
+        padding: the padding token.
+        place: which examples, in which order, until when.
+        settings: optimizer, schedule and batch sizes.
+        penalty: the continual-learning penalty, if any.
+        optimizer_state: to go on with; None starts anew.
+        description: stands before the progress bar.
+
+    Returns:
+        The report, and the optimizer's state after the last step.
+
+    Raises:
+        DeadlineError: the deadline passed; the adapter holds what was trained until then.
+        FloatingPointError: a loss is not a finite number.
+
+    """
+    optimizer = make_optimizer(parameters, settings)
+    load_optimizer(optimizer, parameters, optimizer_state or {})
+    # A round that broke off in this process may have left gradients of another client.
+    optimizer.zero_grad()
+    rate = learning_rate(settings, place.total_steps)
+    lengths = [len(example.tokens) for example in examples]
+    columns = [model.columns_before + length for length in lengths]
+    budget = settings.batch_size * max(columns)
+    losses: list[float] = []
+    norms: list[float] = []
+    pulls = []
+    tokens = targets = 0
+    started = time.perf_counter()
+    with progress_bar(total=len(place.steps), description=description) as bar:
+        for index, step in enumerate(place.steps):
+            if time.monotonic() > place.deadline:
+                raise DeadlineError(
+                    f"{index} of {len(place.steps)} steps were done when the round's time was "
+                    "over; raise round-timeout, or train less per round (train.local-steps)"
+                )
+            batches = [
+                collate([examples[i] for i in group], padding)
+                for group in micro_batches(step, columns, budget)
+            ]
+            step_targets = sum(len(batch.labels) for batch in batches)
+            loss = sum(model.accumulate(batches, derive_seed(place.seed, index))) / step_targets
+            if not loss < float("inf"):
+                raise FloatingPointError(f"the loss of step {index + 1} is {loss}")
+            if penalty is not None:
+                pulls.append(penalty.add_gradient())
+            norms.append(model.clip(settings.max_gradient_norm))
+            optimizer.param_groups[0]["lr"] = rate(place.first_step + index)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+            tokens += sum(lengths[i] for i in step)
+            targets += step_targets
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            bar.update()
+    report = TrainingReport(
+        losses=losses,
+        tokens=tokens,
+        target_tokens=targets,
+        seconds=time.perf_counter() - started,
+        gradient_norm=sum(norms) / len(norms),
+        learning_rate=optimizer.param_groups[0]["lr"],
+        distance=sum(pull.distance for pull in pulls) / len(pulls) if pulls else None,
+        final_distance=penalty.distance() if penalty is not None else None,
+        penalty_gradient_share=(
+            sum(pull.gradient_share for pull in pulls) / len(pulls) if pulls else None
+        ),
+    )
+    return report, export_optimizer(optimizer, parameters)

@@ -1,0 +1,1 @@
+"""The split model as the training loop and generation use it."""

@@ -1,0 +1,291 @@
+"""The stages of a step when the middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from finetuning.data.batching import MicroBatch
+from finetuning.model.whole_model import add_target_gradient, target_loss
+from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
+from finetuning.training.optimization import squared_norm
+from split.client.client_lane import ClientLane
+from split.lane.lane import Lane
+from split.model.adapters import load_state
+from split.model.generation import Generation
+from split.model.part import Padding, Part
+from split.protocol.frames import Frame, Kind, Value
+
+
+@dataclass(frozen=True)
+class ClientRound:
+    """What the server must know of a client's round.
+
+    Attributes:
+        steps: optimizer steps in this round.
+        first_step: how many steps this client's earlier rounds have.
+        total_steps: how many steps all rounds of the run have.
+        longest: padded tokens of the largest micro-batch, the prefix's places before each row
+            included.
+        average_every: steps after which all parties' adapters are averaged; 0 for never.
+        deadline: on ``time.monotonic``'s clock.
+
+    """
+
+    steps: int
+    first_step: int
+    total_steps: int
+    longest: int
+    average_every: int
+    deadline: float
+
+
+class SplitModel:
+    """A model whose head and tail are here, and whose body is at the end of a lane.
+
+    Args:
+        head: embedding and first blocks, its adapter attached.
+        tail: last blocks, norm and output head, its adapter attached.
+        lane: to the block server.
+        frame_timeout: seconds to wait for the server's next frame.
+        deadline: until when to wait for room at the server, on ``time.monotonic``'s clock.
+        reconnect: opens another lane when one is cut in a round of training; None lets it end.
+
+    Attributes:
+        lane: what frames go over; whoever opened the model closes it.
+
+    """
+
+    def __init__(
+        self,
+        head: Part,
+        tail: Part,
+        lane: Lane,
+        frame_timeout: float,
+        deadline: float | None = None,
+        reconnect: Callable[[Lane], Lane] | None = None,
+    ) -> None:
+        self._head = head
+        self._tail = tail
+        self._output_head = tail.output_head
+        self.lane = ClientLane(lane, frame_timeout, reconnect)
+        self._deadline = deadline
+        self._credits = 1
+        self._step = 0
+        self._average_every = 0
+        self._until = 0.0  # when the round is over
+
+    @property
+    def seconds_waiting(self) -> float:
+        """How long this waited for the server's frames."""
+        return self.lane.seconds_waiting
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The weights that are trained here, by their names in the whole model."""
+        return self._head.trainable() | self._tail.trainable()
+
+    @property
+    def columns_before(self) -> int:
+        """Places that a prefix in use takes before each row's tokens."""
+        return self._head.columns_before
+
+    def join(self, place: ClientRound) -> None:
+        """Begin a round of training."""
+        self._step = 0
+        self._average_every, self._until = place.average_every, place.deadline
+        self.lane.outlast_cuts()
+        self.lane.send(
+            Kind.JOIN,
+            fields={
+                "steps": place.steps,
+                "first_step": place.first_step,
+                "total_steps": place.total_steps,
+                "longest": place.longest,
+                "wants_gradient": bool(self._head.trainable()),
+            },
+        )
+        # Others may have to join first, and the server has a limit of its own for that.
+        self._credits = int(self.lane.receive(Kind.WELCOME, place.deadline).fields["credits"])
+
+    def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
+        """Choose which model the next ``summed_losses`` are of.
+
+        Args:
+            model: the server's name of it.
+            adapters: of head and tail; None is none.
+
+        """
+        for part in (self._head, self._tail):
+            part.use(None if adapters is None else "default")
+        if adapters is not None:
+            load_state(self.parameters, adapters)
+        self.lane.send(Kind.JOIN, fields={"model": model})
+        self._credits = int(self.lane.receive(Kind.WELCOME).fields["credits"])
+
+    def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
+        """Add the gradient of a step's loss to the ``.grad`` of head and tail, and at the server.
+
+        Micro-batches depend on nothing but each other's sums, so as many are under way as the
+        server gave credits for, and each party adds their gradients in their order.
+
+        Args:
+            batches: the step's micro-batches.
+            seed: of the step; each party derives its own for every micro-batch.
+
+        Returns:
+            Each micro-batch's summed loss in nats.
+
+        """
+        self._average_if_due()
+        targets = sum(len(batch.labels) for batch in batches)
+        wants_gradient = bool(self._head.trainable())
+        sent: dict[int, torch.Tensor] = {}
+        losses = []
+        self._set_up(training=True)
+
+        def forward(index: int) -> None:
+            counts = {
+                "targets": len(batches[index].labels),
+                "step_targets": targets,
+                "micro_batches": len(batches),
+            }
+            with drawing_from(derive_seed("dropout", seed, index, "head")):
+                hidden = self._forward_head(index, batches[index], counts)
+            if wants_gradient:
+                sent[index] = hidden
+
+        def answer(frame: Frame) -> bool:
+            index = frame.micro_batch
+            if frame.kind is Kind.HIDDEN:
+                middle = frame.tensors["hidden"].to(self._tail.device).requires_grad_()
+                with drawing_from(derive_seed("dropout", seed, index, "tail")):
+                    hidden = self._tail(middle, _padding(batches[index]))
+                    with self._tail.autocast():
+                        losses.append(
+                            add_target_gradient(
+                                self._output_head, hidden, batches[index], 1 / targets
+                            )
+                        )
+                gradient = middle.grad
+                assert gradient is not None  # every micro-batch has targets
+                self.lane.send(Kind.GRADIENT, self._step, index, {"gradient": gradient})
+                return not wants_gradient
+            output = sent.pop(index)
+            with drawing_nothing_new():
+                output.backward(frame.tensors["gradient"].to(output))  # type: ignore[no-untyped-call]
+            return True
+
+        self._pipeline(len(batches), forward, answer)
+        return [float(loss) for loss in losses]
+
+    @torch.no_grad()
+    def clip(self, maximum: float) -> float:
+        """Scale all parties' gradients to the maximum norm; the server gives the factor.
+
+        Args:
+            maximum: the server has the same setting; here only 0, for no limit, matters.
+
+        Returns:
+            The norm over all parties before that.
+
+        """
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        fields: Mapping[str, Value] = {"squared_norm": squared_norm(gradients)}
+        self.lane.send(Kind.STEP, self._step, fields=fields)
+        fields = self.lane.receive(Kind.STEP).fields
+        if maximum:
+            for gradient in gradients:
+                gradient.mul_(float(fields["factor"]))
+        self._step += 1
+        return float(fields["norm"])
+
+    @torch.no_grad()
+    def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """Give each micro-batch's summed loss in nats, without dropout."""
+        losses = []
+        self._set_up(training=False)
+
+        def answer(frame: Frame) -> bool:
+            batch = batches[frame.micro_batch]
+            hidden = self._tail(frame.tensors["hidden"].to(self._tail.device), _padding(batch))
+            with self._tail.autocast():
+                losses.append(target_loss(self._output_head, hidden, batch))
+            return True
+
+        self._pipeline(len(batches), lambda i: self._forward_head(i, batches[i], {}), answer)
+        return [float(loss) for loss in losses]
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
+    ) -> torch.Tensor:
+        """Continue prompts; see ``WholeModel.generate``."""
+        self._set_up(training=False)
+        generation = Generation(self._head, self._tail, mask, new_tokens, self._through_body)
+        output: torch.Tensor = generation.run(tokens, mask, settings)
+        self.lane.send(Kind.STEP)
+        return output
+
+    def end(self) -> None:
+        """End the round, or the evaluation, and wait until the server has taken note of it."""
+        self.lane.send(Kind.END)
+        self.lane.receive(Kind.END)
+        self.lane.close()
+
+    def _set_up(self, training: bool) -> None:
+        for part in (self._head, self._tail):
+            part.train(training)
+
+    def _forward_head(
+        self, index: int, batch: MicroBatch, counts: Mapping[str, int]
+    ) -> torch.Tensor:
+        hidden = self._head(batch.tokens.to(self._head.device), _padding(batch))
+        self.lane.send(
+            Kind.HIDDEN,
+            self._step,
+            index,
+            {"hidden": hidden.detach(), "lengths": batch.lengths},
+            {"side": "right", **counts},
+        )
+        return hidden
+
+    def _through_body(
+        self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: dict[str, Value]
+    ) -> torch.Tensor:
+        tensors = {"hidden": hidden, "lengths": lengths}
+        self.lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
+        # Others' generations may have to end before there is room for this one.
+        return self.lane.receive(Kind.HIDDEN, None if index else self._deadline).tensors["hidden"]
+
+    def _pipeline(
+        self, count: int, forward: Callable[[int], object], answer: Callable[[Frame], bool]
+    ) -> None:
+        """Keep as many micro-batches under way as there are credits.
+
+        Args:
+            count: of micro-batches.
+            forward: sends one on its way.
+            answer: takes a frame of one; gives whether that was its last.
+
+        """
+        begun = ended = 0
+        while ended < count:
+            if begun < count and begun - ended < self._credits:
+                forward(begun)
+                begun += 1
+            else:
+                ended += answer(self.lane.receive(Kind.HIDDEN, also=Kind.GRADIENT))
+
+    def _average_if_due(self) -> None:
+        """Between two steps take over the average of all clients' adapters, where that is due."""
+        if self._average_every and self._step and self._step % self._average_every == 0:
+            own = {name: parameter.detach() for name, parameter in self.parameters.items()}
+            self.lane.send(Kind.AVERAGE, self._step, tensors=own)
+            # The others may be far behind; each of them has its own limits.
+            load_state(self.parameters, self.lane.receive(Kind.AVERAGE, self._until).tensors)
+
+
+def _padding(batch: MicroBatch) -> Padding:
+    return Padding("right", batch.lengths)

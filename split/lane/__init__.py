@@ -1,0 +1,1 @@
+"""Lanes: the protocol over gRPC, with the threads it takes."""

@@ -1,0 +1,135 @@
+"""Adapters of the whole model from those of its parts, and the way back."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from finetuning.adapters.adapter import State
+from finetuning.adapters.prefixes import SAVED, name_of_block
+from finetuning.model.fingerprint import tensor_digest
+from finetuning.settings import AdapterSettings
+from split.model.cut import PARTIES, Cut, PartyName, stands_before_blocks
+
+# The first number in a name is its block's; further ones count experts.
+_BLOCK = re.compile(r"\.(\d+)\.")
+_PREFIX = re.compile(rf"{SAVED}\.(\d+)")
+# Some architectures call their output head an embedding.
+_OUTPUT_HEADS = re.compile(r"lm_head|embed_out|output_projection")
+
+
+def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
+    """Join the adapters of parts to one that fits the whole model.
+
+    Args:
+        parts: all of a model's, under whole-model names, as ``Part.trainable`` gives them.
+
+    Returns:
+        All tensors, sorted by name; they are not copied, except that the prefixes of the blocks
+        become one tensor.
+
+    Raises:
+        ValueError: two parts have a tensor of the same name, or a block's prefix is missing.
+
+    """
+    joined: State = {}
+    for part in parts:
+        twice = sorted(joined.keys() & part.keys())
+        if twice:
+            raise ValueError(
+                f"two parts have the adapter tensor {twice[0]}: their blocks overlap, so they were "
+                "not cut by the same settings"
+            )
+        joined |= part
+    return dict(sorted(_with_one_prefix(joined).items()))
+
+
+def take_apart(state: Mapping[str, torch.Tensor], cut: Cut) -> dict[PartyName, State]:
+    """Give each party its blocks' tensors of a whole model's adapter.
+
+    They are not copied, except that a prefix becomes one tensor for each block.
+
+    Raises:
+        ValueError: a tensor belongs to no block of the model.
+
+    """
+    result: dict[PartyName, State] = {party: {} for party in PARTIES}
+    for name, tensor in sorted(state.items()):
+        if name == SAVED:
+            for block, prefix in enumerate(_prefix_of_each(tensor, cut.blocks)):
+                party = cut.party_of(block)
+                assert party is not None
+                result[party][name_of_block(block)] = prefix
+        else:
+            result[_party_of(name, cut)][name] = tensor
+    return result
+
+
+def body_digest(settings: AdapterSettings, state: Mapping[str, torch.Tensor] | None) -> str:
+    """Give the digest by which two sides find that they mean the same adapters of the body.
+
+    Args:
+        settings: the adapters' kind and scale.
+        state: their weights under whole-model names; None or nothing is the bare body.
+
+    """
+    if not state:
+        return "none"
+    facts = [settings.kind, settings.alpha if settings.kind == "lora" else 0]
+    digests = {
+        name: tensor_digest(value.dtype, value.shape, [value]) for name, value in state.items()
+    }
+    return hashlib.sha256(json.dumps([facts, digests], sort_keys=True).encode()).hexdigest()
+
+
+@torch.no_grad()
+def load_state(
+    parameters: Mapping[str, torch.nn.Parameter], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Set weights by name.
+
+    Raises:
+        ValueError: names are not exactly those of the parameters; nothing was changed.
+
+    """
+    if set(state) != set(parameters):
+        odd = sorted(set(state) ^ set(parameters))
+        raise ValueError(f"the tensors are not those of the party's adapters: {odd[:3]} …")
+    for name, parameter in parameters.items():
+        parameter.copy_(state[name])
+
+
+def _with_one_prefix(state: State) -> State:
+    """Put the prefixes of blocks side by side, as PEFT saves them."""
+    prefixes = {int(m[1]): state[m[0]] for name in state if (m := _PREFIX.fullmatch(name))}
+    if not prefixes:
+        return state
+    missing = set(range(max(prefixes))) - prefixes.keys()
+    if missing:
+        raise ValueError(f"no part has the prefix of block {min(missing)}")
+    others = {name: tensor for name, tensor in state.items() if not _PREFIX.fullmatch(name)}
+    return {**others, SAVED: torch.cat([prefixes[block] for block in sorted(prefixes)], dim=1)}
+
+
+def _prefix_of_each(whole: torch.Tensor, blocks: int) -> list[torch.Tensor]:
+    if whole.shape[1] % blocks:
+        raise ValueError(
+            f"a prefix of {whole.shape[1]} columns is not of a model of {blocks} blocks"
+        )
+    return [part.contiguous() for part in whole.chunk(blocks, dim=1)]
+
+
+def _party_of(name: str, cut: Cut) -> PartyName:
+    block = _BLOCK.search(name)
+    if block is None:
+        if _OUTPUT_HEADS.search(name):
+            return "tail"
+        # Not PEFT's own words, which are before and after the adapted module's name.
+        module = re.sub(r"\.lora_.*", "", name)
+        return "head" if stands_before_blocks(module.rpartition(".")[2]) else "tail"
+    party = cut.party_of(int(block[1]))
+    if party is None:
+        raise ValueError(f"{name} is of a block that this model of {cut.blocks} blocks hasn't")
+    return party

@@ -1,0 +1,213 @@
+"""The check before a run that an architecture computes in parts exactly what it does as a whole."""
+
+import hashlib
+import json
+from dataclasses import astuple
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+import finetuning
+from finetuning.adapters.adapter import attach_adapter, load_adapter
+from finetuning.adapters.prefixes import BlockPrefixes
+from finetuning.files import cache_directory, replacing
+from finetuning.model.base_model import BaseModelError, refuse_unless_causal
+from finetuning.model.fingerprint import config_digest
+from finetuning.settings import AdapterSettings, ModelSettings
+from split.model.adapters import join_adapters
+from split.model.cut import PARTIES, Cut, PartyName, outline
+from split.model.generation import Generation
+from split.model.key_values import KeyValues
+from split.model.loading import load_parts
+from split.model.miniature import miniature
+from split.model.part import Padding, Part, left_padding
+
+_PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
+# Tokens per row, of which some rows have fewer; more than the sliding windows of a miniature.
+_COLUMNS = 9
+_NEW_TOKENS = 4
+# How far logits may be apart that are computed with caches of other sizes, beside the largest one.
+_ROUNDING = 1e-4
+
+
+def check_exactness(
+    directory: Path,
+    settings: ModelSettings,
+    cut: Cut,
+    prefixes: bool = False,
+    generation: bool = False,
+) -> None:
+    """Refuse an architecture whose parts don't compute what the whole model does, bit for bit.
+
+    Texts that are generated must be the whole model's token for token, and their logits its own but
+    for rounding.
+
+    A random model of the real depth and tiny width goes through the same loading as the real one.
+    What was found exact is remembered for the versions of torch and transformers.
+
+    Args:
+        directory: of the checkpoint.
+        settings: of the model.
+        cut: how many blocks each party has.
+        prefixes: whether its blocks are to have prefixes, too.
+        generation: whether it is to generate texts, too.
+
+    Raises:
+        BaseModelError: it isn't exact, isn't causal, or can't be tried; the message names it.
+
+    """
+    mark = cache_directory() / "exactness" / _key(directory, cut, prefixes, generation)
+    if mark.is_file():
+        return
+    architecture = type(outline(directory)).__name__
+    try:
+        reason = _difference(directory, settings, cut, prefixes, generation)
+    except BaseModelError as error:
+        reason = str(error)
+    except Exception as error:  # Whatever an architecture that doesn't fit may raise.
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        raise BaseModelError(
+            f"{architecture} can't be used in split learning, cut into {cut.head}, "
+            f"{cut.blocks - cut.head - cut.tail} and {cut.tail} blocks: {reason}. Use another base "
+            "model, or a strategy that keeps it whole"
+        )
+    with replacing(mark) as aside:
+        aside.write_text(architecture)
+
+
+def _difference(
+    directory: Path, settings: ModelSettings, cut: Cut, prefixes: bool, generation: bool
+) -> str:
+    """Say where split and whole differ; empty where they don't."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    plain = settings.model_copy(update={"dtype": "float32", "quantization": "none"})
+    with TemporaryDirectory() as place:
+        miniature(AutoConfig.from_pretrained(directory)).save_pretrained(place)
+        whole = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        parts = load_parts(plain, Path(place), cut, PARTIES, ["cpu"])
+    # Products round differently by where in memory their factors begin; in a mapped file anywhere.
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.clone()
+    refuse_unless_causal(whole, directory)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, 60, (3, _COLUMNS), generator=generator)
+    lengths = torch.tensor([_COLUMNS, _COLUMNS - 2, 3])
+    for chosen in [None, _give_prefixes(whole, parts, cut)] if prefixes else [None]:
+        for side in ("right", "left"):
+            padding = Padding(side, lengths)
+            for name, whole_value, split_value in _both(whole, parts, tokens, padding, chosen):
+                if not torch.equal(whole_value, split_value):
+                    what = f"{name} with prefixes" if chosen else name
+                    return f"its {what} are not those of the whole model, padded on the {side}"
+        if generation and (reason := _other_texts(whole, parts, tokens, lengths, bool(chosen))):
+            return f"{reason} (evaluate.generate = true; with false it may do)"
+    return ""
+
+
+@torch.no_grad()
+def _give_prefixes(whole: Any, parts: dict[PartyName, Part], cut: Cut) -> BlockPrefixes:
+    """Attach the same random prefixes to the parts that are given for the whole model."""
+    devices = dict.fromkeys(range(cut.blocks), whole.device)
+    result = BlockPrefixes(whole.config, _PREFIX.prefix_length, devices)
+    generator = torch.Generator().manual_seed(1)
+    for value in result.parameters.values():
+        value.normal_(generator=generator)
+    for part in parts.values():
+        part.attach(_PREFIX)
+        for name, value in part.trainable().items():
+            value.copy_(result.parameters[name])
+        part.use(None)
+    return result
+
+
+@torch.no_grad()
+def _both(
+    whole: Any,
+    parts: dict[PartyName, Part],
+    tokens: torch.Tensor,
+    padding: Padding,
+    prefixes: BlockPrefixes | None,
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Compute hidden states and logits of the tokens that aren't padding, whole and split."""
+    columns = torch.arange(tokens.shape[1])
+    if padding.side == "right":
+        inputs, real = {}, columns < padding.lengths[:, None]
+    else:
+        inputs = left_padding(whole.base_model, padding.lengths, tokens.shape[1])
+        real = inputs["attention_mask"].bool()
+
+    def given_to_whole() -> dict[str, Any]:
+        given = {"input_ids": tokens, "use_cache": False, **inputs}
+        return prefixes.before(given, len(tokens), torch.float32) if prefixes else given
+
+    hidden = whole.base_model(**given_to_whole()).last_hidden_state[real]
+    logits = whole(**given_to_whole()).logits[real]
+    given = tokens
+    for party in PARTIES:
+        parts[party].use("default" if prefixes else None)
+        given = parts[party](given, padding)
+    # In the shape that the whole model's have: other shapes may be multiplied in another order.
+    split_logits = parts["tail"].output_head(inputs_embeds=given, use_cache=False).logits
+    return [("hidden states", hidden, given[real]), ("logits", logits, split_logits[real])]
+
+
+def _other_texts(
+    whole: Any,
+    parts: dict[PartyName, Part],
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    prefixes: bool,
+) -> str:
+    """Say how texts that whole and split generate differ; empty where they don't.
+
+    The whole model generates with PEFT's own prefix.
+    """
+    mask = (torch.arange(_COLUMNS) >= _COLUMNS - lengths[:, None]).long()
+    settings = {
+        "do_sample": False,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    body: list[KeyValues] = []
+
+    def exchange(index: int, hidden: torch.Tensor, lengths: torch.Tensor, _: Any) -> torch.Tensor:
+        if not index:
+            body[:] = [KeyValues(parts["body"], Padding("left", lengths), hidden.shape[1])]
+        return body[0].extend(hidden)
+
+    for part in parts.values():
+        part.use("default" if prefixes else None)
+    if prefixes:
+        whole = attach_adapter(whole, _PREFIX, None)
+        load_adapter(whole, join_adapters(part.trainable() for part in parts.values()))
+    what = "texts that it generates" + (" with prefixes" if prefixes else "")
+    try:
+        expected = whole.generate(
+            input_ids=tokens, attention_mask=mask, max_new_tokens=_NEW_TOKENS, **settings
+        )
+        generation = Generation(parts["head"], parts["tail"], mask, _NEW_TOKENS, exchange)
+        found = generation.run(tokens, mask, settings)
+    except Exception as error:  # Whatever an architecture that doesn't fit may raise.
+        return f"the {what} can't be compared: {type(error).__name__}: {error}"
+    if not torch.equal(found.sequences, expected.sequences):
+        return f"the {what} are not those of the whole model"
+    for own, theirs in zip(found.logits, expected.logits, strict=True):
+        if (own - theirs).abs().max() > _ROUNDING * theirs.abs().max():
+            return f"logits of the {what} are not those of the whole model"
+    return ""
+
+
+def _key(directory: Path, cut: Cut, prefixes: bool, generation: bool) -> str:
+    import peft
+    import transformers
+
+    facts = [config_digest(directory / "config.json"), astuple(cut), prefixes, generation]
+    versions = [torch.__version__, transformers.__version__, peft.__version__]
+    sources = [Path(__file__).parent, Path(finetuning.__file__).parent]
+    code = [file.read_text() for folder in sources for file in sorted(folder.rglob("*.py"))]
+    return hashlib.sha256(json.dumps([facts, versions, code]).encode()).hexdigest()

@@ -1,0 +1,116 @@
+"""One party's share of a generation: the keys and values of its blocks, and how it goes on."""
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from split.model.part import Padding, Part, left_padding
+
+
+class KeyValues:
+    """What one party's blocks remember of a batch of texts that grow by a token each at a time.
+
+    Padding before the prompts is known from their lengths; mask and positions are derived from that
+    as ``generate`` does for a whole model. As there, nothing is computed in mixed precision. Where
+    the adapter in use is a prefix, its keys and values come first, and everything is moved behind
+    them, as PEFT does it (FL-GLM section 3.1).
+
+    Args:
+        part: whose blocks, with the adapter in use. Rows that end earlier than others go on with
+            padding behind them; what they compute is not used.
+        padding: of the prompts, on the left.
+        columns: tokens and padding of each prompt.
+
+    Attributes:
+        cache: of the blocks; None where there are none.
+        columns: tokens and padding of each row so far.
+
+    """
+
+    def __init__(self, part: Part, padding: Padding, columns: int) -> None:
+        blocks = part.cut.range_of(part.party)
+        self._part = part
+        self._backbone = part.model.base_model
+        # The embedding and the output head alone have nothing to remember.
+        self.cache = _OwnBlocks(part.model.config, blocks.start) if blocks else None
+        self._lengths = padding.lengths.to(part.device)
+        self._padded = bool((padding.lengths < columns).any())
+        self._prompt = left_padding(self._backbone, self._lengths, columns)
+        self._before = part.columns_before
+        if (prefixes := part.prefixes) is not None:
+            self._prompt = prefixes.shift(self._prompt)
+            if self.cache is not None:
+                prefixes.fill(self.cache, len(padding.lengths), part.dtype)
+        self.columns = 0
+
+    @property
+    def length(self) -> int:
+        """Keys and values of each row so far, those of a prefix and of padding included."""
+        return self._before + self.columns
+
+    def extend(self, given: torch.Tensor) -> torch.Tensor:
+        """Compute the blocks for the prompts, or for the one token that follows in each row.
+
+        Args:
+            given: (rows, columns) int64 tokens for the head, else (rows, columns, hidden).
+
+        Returns:
+            (rows, columns, hidden) after the party's last block; after the final norm too for the
+            tail.
+
+        """
+        part = self._part
+        if part.party == "head":
+            inputs = {"input_ids": given.to(part.device)}
+        else:
+            inputs = {"inputs_embeds": given.to(part.device, part.dtype)}
+        inputs |= self._places(given.shape[1])
+        self.columns += given.shape[1]
+        output = self._backbone(
+            **inputs, past_key_values=self.cache, use_cache=self.cache is not None
+        )
+        return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def _places(self, columns: int) -> dict[str, torch.Tensor]:
+        """Give positions, and a mask where there is padding to be masked and a block to do it."""
+        inputs = dict(self._prompt)
+        mask = inputs.pop("attention_mask")
+        if self.columns:
+            follow = self.length - mask.shape[1]
+            mask = torch.cat([mask, mask.new_ones(len(mask), follow + columns)], dim=1)
+            if inputs:
+                inputs["position_ids"] = (self._before + self._lengths + follow)[:, None]
+        if self._padded and self.cache is not None:
+            inputs["attention_mask"] = mask
+        return inputs
+
+
+class _OwnBlocks(DynamicCache):  # type: ignore[misc]  # transformers has no types
+    """The library's cache for a party's blocks alone.
+
+    Each block knows its absolute number; in the cache, and in the configuration from which the
+    kinds of attention are read, they are counted from the party's first.
+    """
+
+    def __init__(self, config: Any, first: int) -> None:
+        super().__init__(config=config)
+        self._first = first
+
+    def update(self, keys: Any, values: Any, block: int, *more: Any, **others: Any) -> Any:
+        return super().update(keys, values, block - self._first, *more, **others)
+
+    def update_conv_state(self, states: Any, block: int, *more: Any, **others: Any) -> Any:
+        return super().update_conv_state(states, block - self._first, *more, **others)
+
+    def update_recurrent_state(self, states: Any, block: int, *more: Any, **others: Any) -> Any:
+        return super().update_recurrent_state(states, block - self._first, *more, **others)
+
+    def has_previous_state(self, layer_idx: int | None = None, *more: Any) -> Any:
+        own = None if layer_idx is None else layer_idx - self._first
+        return super().has_previous_state(own, *more)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise NotImplementedError(
+            "beam search can't be used with a split model: set num_beams to 1"
+        )

@@ -1,0 +1,184 @@
+"""Loading a party's part: only its own tensors are fetched, read and held, and all are compared."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import GenerationConfig
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from finetuning.model.base_model import (
+    DESCRIPTIONS,
+    WEIGHTS,
+    BaseModelError,
+    fetch,
+    loading_arguments,
+    locate,
+    prepare,
+)
+from finetuning.settings import ModelSettings, SplitSettings
+from split.model.checkpoint import Checkpoint, StoredTensor, compared, same
+from split.model.cut import (
+    PARTIES,
+    Cut,
+    PartyName,
+    cut_of,
+    full_names,
+    outline,
+    part_class,
+    tensors_of_part,
+)
+from split.model.devices import device_map, hand_over
+from split.model.part import Part
+
+_INDEX = "model.safetensors.index.json"
+_GENERATION = "generation_config.json"
+
+
+def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) -> Path:
+    """Give a checkpoint's directory; from a hub only the files with these parties' tensors come.
+
+    Args:
+        name: as in ``model.name``.
+        split: how many blocks each party has.
+        parties: who is here.
+
+    Raises:
+        BaseModelError: there is no such checkpoint, or it isn't in safetensors format.
+
+    """
+    if name == "tiny" or Path(name).expanduser().is_absolute():
+        return locate(name)
+    directory = fetch(name, DESCRIPTIONS)
+    if (directory / _INDEX).is_file():
+        needed = tensors_of(directory, cut_of(directory, split), parties)
+        shards = json.loads((directory / _INDEX).read_text())["weight_map"]
+        return fetch(name, [*DESCRIPTIONS, *sorted({shards[tensor] for tensor in needed})])
+    return locate(name)
+
+
+def tensors_of(directory: Path, cut: Cut, parties: Sequence[PartyName]) -> set[str]:
+    """Name the checkpoint's tensors that these parties' parts are loaded from.
+
+    Files that an index names need not be there.
+    """
+    whole = outline(directory)
+    full = full_names(whole, _names(directory))
+    parts = [tensors_of_part(whole, full, cut, party) for party in parties]
+    return {name for part in parts for name in part.values()}
+
+
+def load_parts(
+    settings: ModelSettings,
+    directory: Path,
+    cut: Cut,
+    parties: Sequence[PartyName],
+    devices: Sequence[str] = (),
+) -> dict[PartyName, Part]:
+    """Load the parts that one process holds; tied embeddings are one tensor in its memory.
+
+    Args:
+        settings: precision, quantisation and gradient checkpointing.
+        directory: of the checkpoint.
+        cut: how many blocks each party has.
+        parties: whose parts.
+        devices: over which each part's blocks are spread, in their order; none is the first GPU if
+            there is one.
+
+    Raises:
+        BaseModelError: a part can't be loaded, or a tensor of it isn't the checkpoint's.
+
+    """
+    whole = outline(directory)
+    arguments = loading_arguments(settings, *devices[:1])
+    if arguments["quantization_config"] is not None:
+        # The last layer isn't quantised; by itself a part would count its own last one as that.
+        arguments["quantization_config"].llm_int8_skip_modules = get_keys_to_not_convert(whole)
+    full = full_names(whole, _names(directory))
+    parts: dict[PartyName, Part] = {}
+    held: dict[str, tuple[str, torch.Tensor]] = {}
+    checkpoint = Checkpoint(directory)
+    for party in (party for party in PARTIES if party in parties):
+        sources = tensors_of_part(whole, full, cut, party)
+        _refuse_absent(checkpoint, set(sources.values()), directory)
+        kind = part_class(whole, cut, party)
+        state = {
+            key: StoredTensor(checkpoint, name, arguments["dtype"]) for key, name in sources.items()
+        } | _shared(whole, checkpoint, held, sources, full)
+        if devices:
+            arguments["device_map"] = device_map(whole, cut, party, devices)
+        model = _load(kind, whole.config, state, arguments)
+        hand_over(model, arguments["device_map"])
+        if (directory / _GENERATION).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(directory)
+        digests = compared(model, checkpoint, sources, settings.quantization != "none")
+        prepare(model, settings)
+        parts[party] = Part(model, party, cut, digests, arguments["dtype"])
+        held |= _tied(whole, model, sources, full)
+    return parts
+
+
+def _names(directory: Path) -> set[str]:
+    """Name all tensors of a checkpoint, from the index alone if it has one."""
+    if (directory / _INDEX).is_file():
+        return set(json.loads((directory / _INDEX).read_text())["weight_map"])
+    return set(Checkpoint(directory).files)
+
+
+def _refuse_absent(checkpoint: Checkpoint, needed: set[str], directory: Path) -> None:
+    absent = sorted(needed - checkpoint.files.keys())
+    if absent:
+        raise BaseModelError(
+            f"{len(absent)} tensors, {absent[0]} among them, are in none of the {WEIGHTS} in "
+            f"{directory}; the checkpoint is incomplete, so fetch it again"
+        )
+
+
+def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str, Any]) -> Any:
+    """Let ``transformers`` load a part from tensors that are read when it comes to them."""
+    try:
+        model, report = kind.from_pretrained(
+            None, config=config, state_dict=state, output_loading_info=True, **arguments
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise BaseModelError(f"{kind.__name__} can't be loaded in parts: {error}") from error
+    if report["missing_keys"]:
+        raise BaseModelError(
+            f"{min(report['missing_keys'])} of {kind.__name__} is not in the checkpoint's files"
+        )
+    return model
+
+
+def _tied(
+    whole: Any, model: Any, sources: Mapping[str, str], full: Mapping[str, str]
+) -> dict[str, tuple[str, torch.Tensor]]:
+    """Give this part's tensors that another may have too: by the model's name, the checkpoint's."""
+    names = {full.get(key, key): name for key, name in sources.items()}
+    tied = {key for pair in whole.all_tied_weights_keys.items() for key in pair}
+    own = model.named_parameters()
+    return {key: (names[key], value.detach()) for key, value in own if key in tied & names.keys()}
+
+
+def _shared(
+    whole: Any,
+    checkpoint: Checkpoint,
+    held: Mapping[str, tuple[str, torch.Tensor]],
+    sources: Mapping[str, str],
+    full: Mapping[str, str],
+) -> dict[str, torch.Tensor]:
+    """Give those of a part's tensors that an earlier part holds, by the keys of its sources.
+
+    Some checkpoints have tied tensors twice; they are tied only if they are equal.
+    """
+    pairs = list(whole.all_tied_weights_keys.items())
+    result = {}
+    for one, other in pairs + [pair[::-1] for pair in pairs]:
+        for key, name in sources.items():
+            if full.get(key, key) == one and other in held:
+                held_name, tensor = held[other]
+                if name == held_name or same(tensor, checkpoint, name):
+                    result[key] = tensor
+    return result

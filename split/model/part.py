@@ -1,0 +1,253 @@
+"""A party's part of the model: its frozen blocks, and the adapters that compute with them."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from finetuning.adapters.adapter import attach_adapter, target_names
+from finetuning.adapters.prefixes import BlockPrefixes
+from finetuning.model.base_model import BaseModelError
+from finetuning.model.whole_model import output_head
+from finetuning.settings import AdapterSettings
+from split.model.cut import Cut, PartyName, blocks_of
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Where the padding of a micro-batch is; it travels instead of a mask.
+
+    Attributes:
+        side: of each row's tokens. On the right causal attention doesn't look at padding, so that
+            no mask is needed; generation pads on the left.
+        lengths: (rows,) int64; how many tokens of each row are not padding.
+
+    """
+
+    side: Literal["right", "left"]
+    lengths: torch.Tensor
+
+
+class Part:
+    """One party's blocks, with any number of named adapters on the same frozen weights.
+
+    Its blocks may be spread over several devices; an adapter's weights are where their block is.
+
+    Args:
+        model: the party's ``transformers`` model; see ``split.loading.load_parts``.
+        party: whose it is.
+        cut: how many blocks each party has.
+        digests: SHA-256 of each tensor it was loaded from, by the checkpoint's names.
+        dtype: what the frozen blocks compute in.
+
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        party: PartyName,
+        cut: Cut,
+        digests: Mapping[str, str],
+        dtype: torch.dtype,
+    ) -> None:
+        self.model = model
+        self.party = party
+        self.cut = cut
+        self.digests = dict(digests)
+        self.dtype = dtype
+        # Of the first block, where hidden states enter; they leave on that of the last.
+        self.device = _device_of(model)
+        self.hidden_size = int(model.config.hidden_size)
+        self._backbone = model.base_model
+        # Of what other parties have; an adapter's target can have their names.
+        self._stand_ins = [p for p, m in model.named_modules() if isinstance(m, nn.Identity)]
+        self._peft_model: Any = None
+        # PEFT's names of the adapters can't have dots in them, and clients' names can.
+        self._slots: dict[str, str] = {}
+        self._attached = 0
+        self._layers: list[Any] = []
+        self._prefixes: dict[str | None, BlockPrefixes] = {}
+        self._used: str | None = None
+
+    def __call__(self, given: torch.Tensor, padding: Padding) -> torch.Tensor:
+        """Compute this party's blocks with the adapter in use.
+
+        Args:
+            given: (rows, columns) int64 tokens for the head, else (rows, columns, hidden).
+            padding: of the rows.
+
+        Returns:
+            (rows, columns, hidden) after the party's last block; after the final norm too for the
+            tail. Gradients flow to ``given``.
+
+        """
+        if self.party == "head":
+            inputs = {"input_ids": given.to(self.device)}
+        else:
+            inputs = {"inputs_embeds": given.to(self.device, self.dtype)}
+        columns = given.shape[1]
+        if padding.side == "left" and bool((padding.lengths < columns).any()):
+            lengths = padding.lengths.to(self.device)
+            inputs |= left_padding(self._backbone, lengths, columns)
+        if self.prefixes is not None:
+            inputs = self.prefixes.before(inputs, len(given), self.dtype)
+        with self.autocast():
+            output = self._backbone(**inputs, use_cache=False)
+        return output.last_hidden_state  # type: ignore[no-any-return]
+
+    @property
+    def prefixes(self) -> BlockPrefixes | None:
+        """The adapter in use, if it is of that kind; without blocks there are none in it."""
+        return self._prefixes.get(self._used)
+
+    @property
+    def columns_before(self) -> int:
+        """Places that a prefix in use takes before each row's tokens."""
+        return 0 if self.prefixes is None else self.prefixes.length
+
+    @property
+    def output_head(self) -> Any:
+        """What the tail's hidden states become logits with; see ``finetuning.whole_model``."""
+        if self.party != "tail":
+            raise ValueError(f"the {self.party} has no output head; only the tail has")
+        return output_head(self.model)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Compute as the whole model does: in mixed precision on a GPU.
+
+        Calling the part does so by itself; computing logits and loss should be put into it.
+        """
+        mixed = self.device.type == "cuda" and self.dtype == torch.bfloat16
+        return torch.autocast("cuda", torch.bfloat16) if mixed else nullcontext()
+
+    def attach(self, settings: AdapterSettings, name: str = "default") -> None:
+        """Add an adapter, and use it. Without a module to adapt here it has no weights.
+
+        Args:
+            settings: its kind; rank, scale, dropout and targets, or the prefix's length.
+            name: of the adapter among this part's.
+
+        Raises:
+            BaseModelError: a target can't be adapted, or prefixes would be lost.
+            ValueError: there is an adapter of this name.
+
+        """
+        if name in self._slots:
+            raise ValueError(f"there is an adapter {name!r} already")
+        slot = f"adapter{self._attached}"
+        self._attached += 1
+        if settings.kind == "prefix":
+            self._prefixes[name] = self._make_prefixes(settings.prefix_length)
+            self._slots[name] = slot
+            self._select(name)
+            return
+        model = self._peft_model or self.model
+        try:
+            self._peft_model = attach_adapter(model, settings, None, slot, self._stand_ins)
+        except BaseModelError:
+            # That targets fit nowhere in the whole model is found when its adapter is made.
+            if self._has_one_of(target_names(settings)):
+                raise
+        self._slots[name] = slot
+        self._find_adapted_layers()
+        self.model.train(self.model.training)
+        self._select(name)
+
+    def use(self, name: str | None) -> None:
+        """Choose the adapter that computes from now on; None is the bare model.
+
+        With gradient checkpointing a backward pass computes its blocks again, so before it the
+        adapter of its forward pass must be chosen again.
+        """
+        if name != self._used:
+            self._select(name)
+
+    def trainable(self, name: str = "default") -> dict[str, torch.nn.Parameter]:
+        """Give an adapter's weights, sorted by their names in a saved adapter of the whole model.
+
+        There are none where this party has nothing to train.
+        """
+        slot = self._slots[name]
+        if name in self._prefixes:
+            return self._prefixes[name].parameters
+        if self._peft_model is None:
+            return {}
+        return {
+            ".".join(part for part in path.split(".") if part != slot): parameter
+            for path, parameter in sorted(self._peft_model.named_parameters())
+            if slot in path.split(".")
+        }
+
+    def remove(self, name: str) -> None:
+        """Take an adapter out, and free its memory; if it was in use, the bare model is."""
+        is_prefix = self._prefixes.pop(name, None) is not None
+        has_weights = not is_prefix and bool(self.trainable(name))
+        slot, used = self._slots.pop(name), self._used
+        if has_weights:
+            if self._slots:  # or PEFT would warn that it chooses another one itself
+                self._select(next(iter(self._slots)))
+            self._peft_model.delete_adapter(slot)
+            self._find_adapted_layers()
+        self._select(None if used == name else used)
+
+    def train(self, mode: bool) -> None:
+        """Switch dropout, and recomputing activations if that was asked for, on or off."""
+        if self.model.training != mode:
+            self.model.train(mode)
+
+    def _make_prefixes(self, length: int) -> BlockPrefixes:
+        if any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules()):
+            raise BaseModelError(
+                'adapter.kind = "prefix" does not go with model.gradient-checkpointing = true'
+            )
+        numbers = self.cut.range_of(self.party)
+        _, path = blocks_of(self.model, len(numbers))
+        blocks = self.model.get_submodule(path)
+        devices = {n: _device_of(blocks.get_submodule(str(n))) for n in numbers}
+        return BlockPrefixes(self.model.config, length, devices)
+
+    def _has_one_of(self, names: Sequence[str]) -> bool:
+        paths = {path for path, _ in self.model.named_modules()} - set(self._stand_ins)
+        return any(f".{path}".endswith(f".{name}") for path in paths for name in names)
+
+    def _select(self, name: str | None) -> None:
+        # PEFT's own way of choosing goes through all adapters of a layer, and freezes those that
+        # aren't chosen, which loses the gradients that their earlier passes are still to give.
+        slot = None if name is None else self._slots[name]
+        for layer in self._layers:
+            layer._disable_adapters = slot is None
+            layer._active_adapter = [slot]
+        self._used = name
+
+    def _find_adapted_layers(self) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
+        for path, parameter in self.model.named_parameters():
+            if "lora_" in path:
+                parameter.requires_grad_(True)
+
+
+def left_padding(backbone: Any, lengths: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
+    """Give the mask, and positions counted from each row's first token, as ``generate`` does.
+
+    Args:
+        backbone: the model that is to take them; not all take positions.
+        lengths: (rows,) int64; tokens of each row.
+        columns: tokens and padding of each row.
+
+    """
+    places = torch.arange(columns, device=lengths.device)
+    mask = (places >= columns - lengths[:, None]).long()
+    if "position_ids" not in inspect.signature(backbone.forward).parameters:
+        return {"attention_mask": mask}
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+
+def _device_of(model: Any) -> torch.device:
+    tensor = next(model.parameters(), None)
+    return torch.device("cpu") if tensor is None else tensor.device

@@ -1,0 +1,132 @@
+"""What travels over a lane: frames, their kinds, and the limits they keep to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from split.protocol.errors import FrameError
+
+WireType = Literal["float32", "bfloat16", "int8"]
+Value = str | int | float | bool
+
+SMALL_PAYLOAD_BYTES = 2**16
+ADAPTER_PAYLOAD_BYTES = 2**28
+_BYTES_PER_ELEMENT: dict[WireType, int] = {"float32": 4, "bfloat16": 2, "int8": 1}
+_TOKEN_TENSORS = {"hidden", "gradient"}
+
+
+class Kind(IntEnum):
+    """What a frame is; one byte on the wire. ``docs/wire.md`` has the table."""
+
+    JOIN = 1
+    WELCOME = 2
+    HIDDEN = 3
+    GRADIENT = 4
+    STEP = 5
+    AVERAGE = 6
+    END = 7
+    ERROR = 8  # the last frame of a side that gives up; field "message"
+    CLOSE = 9  # the last frame of a side that is done; lanes send and take it themselves
+
+
+TENSOR_OF_KIND = {Kind.HIDDEN: "hidden", Kind.GRADIENT: "gradient"}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message of a lane.
+
+    Attributes:
+        kind: what it is.
+        step: optimizer step it belongs to, below 2³².
+        micro_batch: micro-batch within the step, below 2³².
+        tensors: by name, on the CPU. In ``HIDDEN`` and ``GRADIENT`` frames ``hidden`` and
+            ``gradient`` have shape (rows, columns, hidden), and ``lengths``, if there, (rows,).
+        fields: small facts beside the tensors.
+
+    """
+
+    kind: Kind
+    step: int = 0
+    micro_batch: int = 0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    fields: dict[str, Value] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Name what is in the frame, and none of the values."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        return (
+            f"Frame({self.kind.name}, step={self.step}, micro_batch={self.micro_batch}, "
+            f"tensors={shapes}, fields={list(self.fields)})"
+        )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a lane lets the other side send, agreed on before it opens.
+
+    Attributes:
+        hidden: width of the hidden states.
+        wire_dtype: how hidden states and gradients travel, in both directions.
+        maximum_tokens: largest rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame.
+        payload_bytes: largest payload per kind. Kinds that aren't named here have 64 KiB,
+            ``AVERAGE`` 256 MiB; ``HIDDEN`` and ``GRADIENT`` what ``maximum_tokens`` take.
+
+    """
+
+    hidden: int
+    wire_dtype: WireType
+    maximum_tokens: int
+    payload_bytes: Mapping[Kind, int] = field(default_factory=dict)
+
+    def largest(self, kind: Kind) -> int:
+        """Give the largest payload of a kind, in bytes."""
+        if kind in TENSOR_OF_KIND:
+            scale = 4 if self.wire_dtype == "int8" else 0
+            length = 4  # of a row, which has at least one token
+            token = self.hidden * _BYTES_PER_ELEMENT[self.wire_dtype] + scale + length
+            return SMALL_PAYLOAD_BYTES + self.maximum_tokens * token
+        usual = ADAPTER_PAYLOAD_BYTES if kind is Kind.AVERAGE else SMALL_PAYLOAD_BYTES
+        return self.payload_bytes.get(kind, usual)
+
+    def check_shape(self, kind: Kind, shape: tuple[int, ...]) -> None:
+        """Check the shape of a ``HIDDEN`` or ``GRADIENT`` frame's tensor.
+
+        Raises:
+            FrameError: it isn't (rows, columns, hidden), or has more than the agreed tokens.
+
+        """
+        if len(shape) != 3 or shape[2] != self.hidden or 0 in shape:
+            raise FrameError(
+                f"a {kind.name} frame has shape {shape}; agreed on is "
+                f"(rows, columns, {self.hidden}): do both sides have the same base model?"
+            )
+        if shape[0] * shape[1] > self.maximum_tokens:
+            raise FrameError(
+                f"a {kind.name} frame has {shape[0]} × {shape[1]} tokens; agreed on are at most "
+                f"{self.maximum_tokens}"
+            )
+
+
+def check_padding(frame: Frame) -> None:
+    """Check the row lengths and the side of a frame, where it has them.
+
+    Raises:
+        FrameError: a length is not within 1 and the columns, or the side is not left or right.
+
+    """
+    lengths = frame.tensors.get("lengths")
+    if frame.kind not in TENSOR_OF_KIND or lengths is None:
+        return
+    rows, columns = frame.tensors[TENSOR_OF_KIND[frame.kind]].shape[:2]
+    if lengths.shape != (rows,) or lengths.is_floating_point() or lengths.dtype is torch.bool:
+        raise FrameError(f"the lengths of {rows} rows came as {lengths.dtype} {lengths.shape}")
+    shortest, longest = (int(bound) for bound in torch.aminmax(lengths))
+    if not 1 <= shortest <= longest <= columns:
+        raise FrameError(f"the lengths of rows with {columns} columns are {shortest} to {longest}")
+    if frame.fields.get("side") not in ("left", "right"):
+        raise FrameError('a frame with lengths needs a field "side", "left" or "right"')

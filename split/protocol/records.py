@@ -1,0 +1,263 @@
+"""Frames cut into records, and each record sealed by itself.
+
+A record is a header of 32 bytes, at most 1 MiB of payload under AES-256-GCM, and the tag of 16
+bytes; the header is authenticated with it. The nonce is the header's counter, which begins at 0 in
+each direction and has to come without a gap: a record that was lost, repeated or moved is noticed
+before it is decrypted, one that was altered or comes from another lane or direction by its tag.
+"""
+
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from split.protocol import payload
+from split.protocol.description import Description, read_description
+from split.protocol.errors import FrameError
+from split.protocol.frames import Frame, Kind, Limits
+
+VERSION = 1
+RECORD_BYTES = 2**20  # of payload
+TAG_BYTES = 16
+_FINAL = 1
+# version, kind, flags, zero; step, micro-batch, zero; counter, total payload.
+_HEADER = struct.Struct(">BBBxIIxxxxQQ")
+HEADER_BYTES = _HEADER.size
+LONGEST_RECORD = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
+# With 2³² records of 2¹⁶ blocks under one key, GCM is still as good as it is said to be.
+MOST_RECORDS = 2**32
+
+
+@dataclass(frozen=True)
+class RecordHeader:
+    """What stands before a record's payload, in the clear and authenticated.
+
+    Attributes:
+        kind: of the frame.
+        final: whether the frame ends with this record.
+        step: of the frame.
+        micro_batch: of the frame.
+        counter: of the record, in its direction of the lane.
+        total: payload of the whole frame in bytes.
+
+    """
+
+    kind: Kind
+    final: bool
+    step: int
+    micro_batch: int
+    counter: int
+    total: int
+
+    def pack(self) -> bytes:
+        """Give the header's 32 bytes."""
+        return _HEADER.pack(
+            VERSION,
+            self.kind,
+            _FINAL if self.final else 0,
+            self.step,
+            self.micro_batch,
+            self.counter,
+            self.total,
+        )
+
+
+class Sealer:
+    """Encrypts one direction of a lane.
+
+    Args:
+        key: AES-256 key, used for nothing else.
+        counter: of the first record.
+
+    Attributes:
+        seconds: spent on encryption.
+
+    """
+
+    def __init__(self, key: bytes, counter: int = 0) -> None:
+        self._cipher = AESGCM(key)
+        self._counter = counter
+        self._scratch = bytearray()  # as large as the largest record so far
+        self.seconds = 0.0
+
+    def seal(self, kind: Kind, step: int, micro_batch: int, content: memoryview) -> Iterator[bytes]:
+        """Give the records of a frame's payload, one after another.
+
+        Raises:
+            FrameError: the key has sealed all the records it may.
+
+        """
+        total = len(content)
+        for begin in range(0, total, RECORD_BYTES):
+            if self._counter >= MOST_RECORDS:
+                raise FrameError("the lane has sent all the records it may; open a new one")
+            started = time.perf_counter()
+            piece = content[begin : begin + RECORD_BYTES]
+            final = begin + len(piece) == total
+            header = RecordHeader(kind, final, step, micro_batch, self._counter, total).pack()
+            size = HEADER_BYTES + len(piece) + TAG_BYTES
+            if len(self._scratch) < size:
+                self._scratch = bytearray(size)
+            scratch = memoryview(self._scratch)[:size]
+            scratch[:HEADER_BYTES] = header
+            nonce = _nonce(self._counter)
+            self._counter += 1
+            self._cipher.encrypt_into(nonce, piece, header, scratch[HEADER_BYTES:])
+            record = bytes(scratch)  # gRPC takes nothing else
+            self.seconds += time.perf_counter() - started
+            yield record
+
+
+class Opener:
+    """Decrypts one direction of a lane and puts its frames together.
+
+    Args:
+        key: AES-256 key of that direction.
+        limits: what the other side may send.
+        counter: of the first record.
+
+    Attributes:
+        seconds_crypto: spent on decryption.
+        seconds_serialisation: spent on reading payloads.
+
+    """
+
+    def __init__(self, key: bytes, limits: Limits, counter: int = 0) -> None:
+        self._cipher = AESGCM(key)
+        self._limits = limits
+        self._counter = counter
+        self._partial: _Partial | None = None
+        self.seconds_crypto = 0.0
+        self.seconds_serialisation = 0.0
+
+    @property
+    def counter(self) -> int:
+        """Counter of the next record."""
+        return self._counter
+
+    @property
+    def mid_frame(self) -> bool:
+        """Whether the last frame is not complete."""
+        return self._partial is not None
+
+    def open(self, record: bytes) -> Frame | None:
+        """Take the next record; give the frame that it completes.
+
+        After an error the opener is of no use any more.
+
+        Raises:
+            FrameError: the record was altered, repeated, moved or left out, belongs to another
+                lane, or the frame is not one that the lane allows.
+
+        """
+        header = self._header(record)
+        size = len(record) - HEADER_BYTES - TAG_BYTES
+        partial = self._partial
+        if partial is None:
+            # Nothing about the frame is known for certain yet: take only what this record needs.
+            buffer = torch.empty(size, dtype=torch.uint8)
+            self._decrypt(record, header, buffer.numpy().data)
+            started = time.perf_counter()
+            description = read_description(
+                buffer.numpy().data, header.total, header.kind, self._limits
+            )
+            partial = _Partial(header, description, buffer, size)
+            self.seconds_serialisation += time.perf_counter() - started
+        else:
+            begin = partial.received
+            target = partial.buffer.numpy().data[begin : begin + size]
+            self._decrypt(record, header, target)
+            partial.received += size
+        if not header.final:
+            self._partial = partial
+            return None
+        self._partial = None
+        started = time.perf_counter()
+        frame = payload.read(
+            partial.description, partial.buffer, header.kind, header.step, header.micro_batch
+        )
+        self.seconds_serialisation += time.perf_counter() - started
+        return frame
+
+    def drop(self) -> None:
+        """Forget the frame that is not complete: no more records come."""
+        self._partial = None
+
+    def _header(self, record: bytes) -> RecordHeader:
+        """Parse a record's header and compare it with what has to come now."""
+        size = len(record) - HEADER_BYTES - TAG_BYTES
+        if not 1 <= size <= RECORD_BYTES:
+            raise FrameError(f"a record of {len(record)} bytes is too short or too long")
+        version, number, flags, step, micro_batch, counter, total = _HEADER.unpack_from(record)
+        if version != VERSION:
+            raise FrameError(f"a record has version {version}, not {VERSION}")
+        if number not in Kind.__members__.values():
+            raise FrameError(f"there is no frame of kind {number}")
+        header = RecordHeader(Kind(number), flags == _FINAL, step, micro_batch, counter, total)
+        if header.pack() != record[:HEADER_BYTES]:
+            raise FrameError("a record's header has bits set that mean nothing")
+        if counter != self._counter:
+            raise FrameError(
+                f"record {counter} came where {self._counter} was due: repeated, moved or left out"
+            )
+        received = 0
+        if self._partial is not None:
+            received = self._partial.received
+            if not self._partial.continues(header):
+                raise FrameError("a frame was cut off by another one")
+        elif total > self._limits.largest(header.kind):
+            raise FrameError(
+                f"a {header.kind.name} frame has {total} bytes; agreed on are at most "
+                f"{self._limits.largest(header.kind)}"
+            )
+        if size != min(total - received, RECORD_BYTES) or header.final != (
+            received + size == total
+        ):
+            raise FrameError("a record's length doesn't fit its frame")
+        return header
+
+    def _decrypt(self, record: bytes, header: RecordHeader, target: memoryview) -> None:
+        started = time.perf_counter()
+        try:
+            self._cipher.decrypt_into(
+                _nonce(header.counter),
+                memoryview(record)[HEADER_BYTES:],
+                memoryview(record)[:HEADER_BYTES],
+                target,
+            )
+        except InvalidTag:
+            raise FrameError("a record was altered, or is of another lane or direction") from None
+        self._counter += 1
+        self.seconds_crypto += time.perf_counter() - started
+
+
+class _Partial:
+    """A frame of which the first records have come."""
+
+    def __init__(
+        self, header: RecordHeader, description: Description, first: torch.Tensor, received: int
+    ) -> None:
+        self._header = header
+        self.description = description
+        self.received = received
+        self.buffer = first
+        if not header.final:
+            self.buffer = torch.empty(header.total, dtype=torch.uint8)
+            self.buffer[:received] = first
+
+    def continues(self, header: RecordHeader) -> bool:
+        mine, other = self._header, header
+        return (mine.kind, mine.step, mine.micro_batch, mine.total) == (
+            other.kind,
+            other.step,
+            other.micro_batch,
+            other.total,
+        )
+
+
+def _nonce(counter: int) -> bytes:
+    return counter.to_bytes(12, "big")

@@ -1,0 +1,138 @@
+"""The file that lets a client generate with a served model as often as it likes, for a while."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
+
+from finetuning.files import replacing
+from finetuning.settings import SplitSettings
+from split.protocol.frames import WireType
+from split.protocol.invitation import Invitation
+from split.protocol.keys import KeyExchange
+from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, SECRET_BYTES, Identity, Ticket
+
+_ROUND = 0  # of every lane that is opened with such an invitation
+
+_Name = Annotated[str, Field(min_length=1, max_length=NAME_BYTES)]
+_Count = Annotated[int, Field(ge=0)]
+
+
+class InvitationError(ValueError):
+    """A file is not an invitation, or not a valid one any more; the message says what to do."""
+
+
+class StandingInvitation(BaseModel):
+    """What a client needs to use a served model. It holds a secret and must reach nobody else.
+
+    Attributes:
+        address: of the block server, as host:port.
+        suite: of the key exchange.
+        server_key: the server's public key.
+        run: names the server in handshakes.
+        client: whose invitation it is.
+        ticket: identifier of a standing ticket.
+        secret: of that ticket.
+        expires: when it does; it ends with the server, too.
+        model: the base model, by the name that the server knows it under.
+        digests: of the base model, as far as the server has what the client needs of it.
+        blocks: of the whole model.
+        head_blocks: of those, the first at the client.
+        tail_blocks: the last at the client.
+        wire_dtype: how hidden states travel.
+        most_tokens: padded tokens that a batch of prompts and answers may take.
+        models: the digest of the body's adapters by the name of the model; see ``body_digest``.
+
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        hide_input_in_errors=True,  # there is a secret in it
+        ser_json_bytes="base64",
+        val_json_bytes="base64",
+    )
+
+    format: Literal["chambers invitation 1"] = "chambers invitation 1"
+    address: str
+    suite: KeyExchange
+    server_key: bytes
+    run: _Name
+    client: _Name
+    ticket: bytes = Field(min_length=IDENTIFIER_BYTES, max_length=IDENTIFIER_BYTES)
+    secret: bytes = Field(min_length=SECRET_BYTES, max_length=SECRET_BYTES, repr=False)
+    expires: AwareDatetime
+    model: str
+    digests: dict[str, str]
+    blocks: PositiveInt
+    head_blocks: _Count
+    tail_blocks: _Count
+    wire_dtype: WireType
+    most_tokens: PositiveInt
+    models: dict[str, str]
+
+    @field_validator("address")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise ValueError("must be an address and a port")
+        return value
+
+    @property
+    def lane(self) -> Invitation:
+        """What opens a lane."""
+        identity = Identity(self.run, _ROUND, self.client)
+        ticket = Ticket(self.ticket, self.secret)
+        return Invitation(self.address, self.suite, self.server_key, identity, ticket)
+
+    @property
+    def split(self) -> SplitSettings:
+        """The settings that server and client have in common."""
+        return SplitSettings(
+            head_blocks=self.head_blocks,
+            tail_blocks=self.tail_blocks,
+            wire_dtype=self.wire_dtype,
+            key_exchange=self.suite,
+        )
+
+    def write(self, file: Path) -> None:
+        """Write it where nobody but the user can read it; an older file is replaced."""
+        with replacing(file) as aside:
+            aside.touch(mode=0o600, exist_ok=False)
+            aside.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, file: Path) -> "StandingInvitation":
+        """Read it.
+
+        Raises:
+            InvitationError: it can't be read, isn't an invitation, or has expired.
+
+        """
+        try:
+            found = cls.model_validate_json(file.read_bytes())
+        except OSError as error:
+            raise InvitationError(f"the invitation {file} can't be read: {error}") from error
+        except ValidationError as error:
+            problem = error.errors(include_input=False, include_url=False)[0]
+            where = ".".join(str(part) for part in problem["loc"])
+            raise InvitationError(
+                f"{file} is not an invitation that `chambers serve` has written "
+                f"({f'{where}: ' if where else ''}{problem['msg']}); ask for the file again"
+            ) from None
+        if found.expires <= datetime.now(UTC):
+            raise InvitationError(
+                f"the invitation {file} expired on {found.expires:%Y-%m-%d at %H:%M} UTC; ask who "
+                "serves the model for a new one"
+            )
+        return found

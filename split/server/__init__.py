@@ -1,0 +1,1 @@
+"""The block server: sessions, the compute thread, stacks and schedules."""

@@ -1,0 +1,285 @@
+"""The block server: holds the body, lets invited clients train and evaluate through it."""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from finetuning.adapters.adapter import State
+from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
+from split.lane.lane import Lane
+from split.lane.listening import LaneServer
+from split.model.cut import PartyName
+from split.model.part import Part
+from split.protocol.errors import LaneError
+from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
+from split.protocol.invitation import Invitation
+from split.protocol.keys import ServerKeys
+from split.protocol.tickets import Identity, Ticket, TicketBook
+from split.server.branch import Branch
+from split.server.compute import ComputeThread
+from split.server.evaluation_session import EvaluationSession, Models
+from split.server.schedules.chosen import chosen_schedule
+from split.server.session import Account, ProtocolError
+from split.server.training_session import Terms, TrainingSession
+
+_log = logging.getLogger(__name__)
+_MOST_LANES = 256
+# A lane ends when the job that it is at does.
+_END_SECONDS = 600.0
+
+
+class BlockServer:
+    """Holds the body; lives as long as the run. Its methods are called from one thread.
+
+    Args:
+        body: the frozen blocks.
+        state: the whole model's adapters to begin with, by party.
+        split: schedule, limits and addresses.
+        adapter: rank, scale, dropout and targets.
+        train: of the optimizers.
+        run: names the run in handshakes.
+        longest: padded tokens of the largest micro-batch that any client may send, with prefixes.
+        minimum: clients without whom a round is not worth its while.
+        most_kept: the same of the largest batch of texts that a client may generate; they take
+            their place in the activation budget.
+
+    Raises:
+        OSError: the address in ``split.listen`` can't be listened on.
+
+    """
+
+    def __init__(
+        self,
+        body: Part,
+        state: Mapping[PartyName, State],
+        split: SplitSettings,
+        adapter: AdapterSettings,
+        train: TrainSettings,
+        run: str,
+        longest: int,
+        minimum: int,
+        most_kept: int = 0,
+    ) -> None:
+        self._body = body
+        self._split = split
+        self._adapter = adapter
+        self._train = train
+        self._run = run
+        self._longest = longest
+        self._most_kept = most_kept
+        self._grants: dict[Identity, int | Models] = {}
+        self._accounts: list[Account] = []
+        self._open: set[TrainingSession | EvaluationSession] = set()
+        self._training: dict[Identity, TrainingSession] = {}  # whose lanes can be followed
+        self._ended: dict[Identity, str] = {}  # why, in this phase of the round
+        self._changed = threading.Condition()
+        self._lanes = 1
+        self._lifetime = 0.0  # of the round's tickets
+        self._compute = ComputeThread(split.activation_budget)
+        numbers = itertools.count()
+        self._schedule = chosen_schedule(
+            split,
+            lambda: Branch(body, f"branch-{next(numbers)}", adapter, train, state["body"]),
+            self._compute,
+            state,
+            minimum,
+        )
+        self._keys = ServerKeys(split.key_exchange)
+        self._tickets = TicketBook()
+        ends = sum(t.numel() for party in ("head", "tail") for t in state[party].values())
+        # Names and shapes take little beside float32 weights; where nothing is averaged, nothing.
+        average = {Kind.AVERAGE: 8 * ends + SMALL_PAYLOAD_BYTES} if split.average_every else {}
+        none = {Kind.AVERAGE: SMALL_PAYLOAD_BYTES}
+        limits = Limits(body.hidden_size, split.wire_dtype, longest, average or none)
+        self._server = LaneServer(
+            split.listen, self._keys, self._tickets, lambda _: limits, self._serve, _MOST_LANES
+        )
+        self._server.start()
+
+    @property
+    def address(self) -> str:
+        """Where clients reach the server, as host:port."""
+        return self._split.advertise or self._server.address
+
+    def begin_round(self, weights: Mapping[str, float], seed: int) -> None:
+        """Prepare for a round of training.
+
+        Args:
+            weights: of the clients that will be invited, by name.
+            seed: of what all of them train together in this round.
+
+        """
+        self._lanes = 1 if self._split.schedule == "serial" else len(weights)
+        keep = self._train.optimizer_state == "keep"
+        self._compute.call(lambda: self._schedule.begin_round(weights, keep, seed))
+
+    def invite_to_train(
+        self, client: str, round_number: int, seed: int, lifetime: float
+    ) -> Invitation:
+        """Let a client train for a round.
+
+        Args:
+            client: who.
+            round_number: counted from 1.
+            seed: of the client's training in this round.
+            lifetime: seconds for which the ticket is good.
+
+        """
+        return self._invite("train", client, round_number, seed, lifetime)
+
+    def invite_to_evaluate(
+        self, client: str, round_number: int, models: Models, lifetime: float
+    ) -> Invitation:
+        """Let a client evaluate models.
+
+        Args:
+            client: who.
+            round_number: after which; 0 is before the first.
+            models: the body's adapters by the name of the model; None is no adapter.
+            lifetime: seconds for which the ticket is good.
+
+        """
+        return self._invite("evaluate", client, round_number, models, lifetime)
+
+    def finish_lanes(self) -> list[Account]:
+        """End every lane that is still open, and take tickets back; give all lanes' accounts."""
+        with self._changed:
+            self._grants.clear()
+            for session in self._open:
+                session.abandon("this phase of the round is over (round-timeout)")
+            if not self._changed.wait_for(lambda: not self._open, _END_SECONDS):
+                names = sorted(session.account.client for session in self._open)
+                raise RuntimeError(f"lanes did not end within {_END_SECONDS:g} s: {names}")
+            accounts, self._accounts = self._accounts, []
+            self._ended.clear()
+        return sorted(accounts, key=lambda account: account.client)
+
+    def state_of(self, client: str) -> State:
+        """Give the body's adapters of a client, after its lane and before ``end_round``."""
+        return self._compute.call(lambda: self._schedule.state_of(client))
+
+    def end_round(self, weights: Mapping[str, float]) -> State:
+        """Give the body's adapters that the next round begins with.
+
+        Args:
+            weights: of the clients whose round counts, by name; at least one.
+
+        """
+        return self._compute.call(lambda: self._schedule.end_round(weights))
+
+    def export_optimizers(self) -> State:
+        """Give all optimizers' states, under ``<client or body>/<weight>:<moment>``.
+
+        There are none where optimizers start anew in every round.
+        """
+        if self._train.optimizer_state != "keep":
+            return {}
+        states = self._compute.call(self._schedule.export_optimizers)
+        return {f"{key}/{n}": value for key, state in states.items() for n, value in state.items()}
+
+    def load_optimizers(self, states: State) -> None:
+        """Put back what ``export_optimizers`` gave."""
+        by_key: dict[str, State] = {}
+        for name, value in states.items():
+            key, _, rest = name.partition("/")
+            by_key.setdefault(key, {})[rest] = value
+        self._compute.call(lambda: self._schedule.load_optimizers(by_key))
+
+    def rotate_keys(self) -> None:
+        """Make the server a new key; invitations with the old one are no longer good."""
+        self._keys.rotate()
+
+    def stop(self) -> None:
+        """End all lanes and threads."""
+        self.finish_lanes()
+        self._server.stop()
+        self._compute.stop()
+
+    def _invite(
+        self, purpose: str, client: str, round_number: int, grant: int | Models, lifetime: float
+    ) -> Invitation:
+        identity = Identity(f"{self._run}/{purpose}", round_number, client)
+        self._grants[identity] = grant
+        self._lifetime = lifetime
+        return Invitation(
+            self.address,
+            self._split.key_exchange,
+            self._keys.public,
+            identity,
+            self._tickets.issue(identity, lifetime),
+        )
+
+    def _serve(self, lane: Lane) -> None:
+        """Serve a lane in its own thread, or let it follow the one before that was cut."""
+        with self._changed:
+            training = self._training.get(lane.identity)
+            if training is None:
+                grant = self._grants.pop(lane.identity, None)
+                if grant is None:
+                    why = self._ended.get(lane.identity)
+                    lane.close(why or "this phase of the round is over (round-timeout)")
+                    return
+                session = self._session(lane, grant)
+                self._open.add(session)
+                if isinstance(session, TrainingSession):
+                    self._training[lane.identity] = session
+                    self._expect_again(lane.identity, [lane.resumption])
+        if training is not None:
+            training.continue_on(lane)
+            return
+        started = time.monotonic()
+        try:
+            session.serve()
+        except (LaneError, ProtocolError, RuntimeError) as error:
+            session.give_up(f"{type(error).__name__}: {error}")
+        except Exception as error:
+            _log.exception("serving %r failed", lane)
+            session.give_up(f"the server failed ({type(error).__name__})")
+        finally:
+            session.over.set()
+            session.count_traffic()
+            session.account.seconds = time.monotonic() - started
+            with self._changed:
+                self._training.pop(lane.identity, None)
+                self._ended[lane.identity] = session.account.error
+                self._accounts.append(session.account)
+                self._open.discard(session)
+                self._changed.notify_all()
+
+    def _expect_again(self, identity: Identity, tickets: Sequence[Ticket]) -> None:
+        """Let a client open another lane with what both have of one before."""
+        for ticket in tickets:
+            self._tickets.register(ticket, identity, self._lifetime)
+
+    def _session(self, lane: Lane, grant: int | Models) -> TrainingSession | EvaluationSession:
+        if isinstance(grant, int):
+            terms = Terms(
+                self._split.window,
+                self._split.activation_budget,
+                self._lanes,
+                self._adapter.columns_before,
+            )
+            return TrainingSession(
+                lane,
+                grant,
+                self._schedule,
+                self._compute,
+                terms,
+                self._split.frame_timeout,
+                self._split.resume_timeout,
+                partial(self._expect_again, lane.identity),
+            )
+        return EvaluationSession(
+            lane,
+            grant,
+            self._body,
+            self._adapter,
+            self._compute,
+            self._split.window,
+            self._longest,
+            min(self._most_kept, self._split.activation_budget),
+            self._split.frame_timeout,
+        )

@@ -1,0 +1,165 @@
+"""One set of the body's adapters with its optimizer: what a lane trains at the server."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from finetuning.adapters.adapter import State
+from finetuning.randomness import drawing_from, drawing_nothing_new
+from finetuning.settings import AdapterSettings, TrainSettings
+from finetuning.training.optimization import (
+    OptimizerState,
+    export_optimizer,
+    learning_rate,
+    load_optimizer,
+    make_optimizer,
+    squared_norm,
+)
+from split.model.adapters import load_state
+from split.model.part import Padding, Part
+
+# As in torch.nn.utils.clip_grad_norm_: a norm of 0 must not be divided by.
+_TINY_NORM = 1e-6
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A micro-batch between its forward and its backward pass.
+
+    Attributes:
+        given: (rows, columns, hidden) as it came from the client; a leaf.
+        output: of the body's last block; holds every activation in between.
+
+    """
+
+    given: torch.Tensor
+    output: torch.Tensor
+
+
+class Branch:
+    """The body under one set of adapters; used by the compute thread alone.
+
+    Args:
+        body: the frozen blocks, which all branches share.
+        name: of the adapters; unique among the branches.
+        adapter: rank, scale, dropout and targets.
+        train: of the optimizer.
+        state: the adapters' weights, under whole-model names.
+
+    """
+
+    def __init__(
+        self,
+        body: Part,
+        name: str,
+        adapter: AdapterSettings,
+        train: TrainSettings,
+        state: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.name = name
+        self._body = body
+        self._train = train
+        body.attach(adapter, name)
+        self.parameters = body.trainable(name)
+        self.load(state)
+        self._optimizer = make_optimizer(self.parameters, train)
+        self._rates: dict[int, Callable[[int], float]] = {}
+
+    def forward(self, hidden: torch.Tensor, padding: Padding, seed: int, grad: bool) -> Graph:
+        """Compute the body's blocks in training mode.
+
+        Args:
+            hidden: (rows, columns, hidden) from the client's head.
+            padding: of its rows.
+            seed: of the dropout.
+            grad: whether the client wants the gradient of ``hidden``.
+
+        """
+        given = hidden.detach().requires_grad_(grad)
+        self._body.use(self.name)
+        self._body.train(True)
+        with drawing_from(seed):
+            return Graph(given, self._body(given, padding))
+
+    def backward(self, graph: Graph, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Add to the adapters' gradients; give that of ``given`` where it was wanted."""
+        if graph.output.requires_grad:
+            self._body.use(self.name)
+            self._body.train(True)
+            with drawing_nothing_new():
+                graph.output.backward(gradient.to(graph.output))  # type: ignore[no-untyped-call]
+        return graph.given.grad
+
+    def scale(self, factor: float) -> None:
+        """Scale what the gradients have come to."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    @torch.no_grad()
+    def clip(self, others: float) -> tuple[float, float]:
+        """Scale the gradients down to the maximum norm over all parties, unless it is 0.
+
+        Args:
+            others: squared norm of the gradients of the client's head and tail.
+
+        Returns:
+            The factor, and the norm over all parties before that.
+
+        Raises:
+            FloatingPointError: the norm is not a finite number.
+
+        """
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = (squared_norm(gradients) + others) ** 0.5
+        if not norm < float("inf"):
+            raise FloatingPointError(f"the gradient's norm is {norm}")
+        maximum = self._train.max_gradient_norm
+        factor = min(1.0, maximum / (norm + _TINY_NORM)) if maximum else 1.0
+        if factor < 1:
+            for gradient in gradients:
+                gradient.mul_(factor)
+        return factor, norm
+
+    def step(self, index: int, total: int) -> None:
+        """Take an optimizer step at the learning rate of the client's step.
+
+        Args:
+            index: of the step in the whole run, counted from 0.
+            total: how many steps the client's whole run has.
+
+        """
+        if total not in self._rates:
+            self._rates[total] = learning_rate(self._train, total)
+        self._optimizer.param_groups[0]["lr"] = self._rates[total](index)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def forget_gradients(self) -> None:
+        """Drop what an unfinished step has added."""
+        self._optimizer.zero_grad()
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set the adapters' weights; names must be exactly theirs."""
+        load_state(self.parameters, state)
+
+    def export(self) -> State:
+        """Copy the adapters' weights out as float32 in CPU memory."""
+        return {
+            name: parameter.detach().to("cpu", torch.float32, copy=True)
+            for name, parameter in self.parameters.items()
+        }
+
+    def export_optimizer(self) -> OptimizerState:
+        """Copy the optimizer's moments and step counts out."""
+        return export_optimizer(self._optimizer, self.parameters)
+
+    def load_optimizer(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put the optimizer's state back; an empty one starts anew."""
+        self._optimizer = make_optimizer(self.parameters, self._train)
+        load_optimizer(self._optimizer, self.parameters, state)
+
+    def close(self) -> None:
+        """Take the adapters off the body."""
+        self._body.remove(self.name)

@@ -1,0 +1,244 @@
+"""One client's evaluation of models at the block server: forward passes, and generation of text."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from finetuning.adapters.adapter import State
+from finetuning.settings import AdapterSettings
+from split.lane.lane import Lane
+from split.model.adapters import load_state
+from split.model.key_values import KeyValues
+from split.model.part import Padding, Part
+from split.protocol.frames import Frame, Kind
+from split.server.compute import ComputeThread, Urgency
+from split.server.session import ProtocolError, Session, hidden_of, whole_number
+
+# The body's adapters by the name of the model; None is the body without any.
+Models = Mapping[str, State | None]
+
+
+class EvaluationSession(Session):
+    """Serves one client's evaluation; each frame JOIN chooses a model.
+
+    Besides forward passes that have nothing to do with each other the client may generate text: one
+    batch of prompts at a time, of whose keys and values the body's are kept here.
+
+    Args:
+        lane: to the client; the handshake is over.
+        models: what may be chosen.
+        body: the frozen blocks.
+        adapter: rank, scale and targets.
+        compute: runs its jobs.
+        window: micro-batches that may be under way at once.
+        longest: padded tokens of the largest micro-batch, a prefix's places included; 0 allows
+            none but those of a generation.
+        most_kept: padded tokens whose keys and values may be kept at once, those of a prefix too.
+        frame_timeout: seconds to wait for the client's next frame.
+
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        models: Models,
+        body: Part,
+        adapter: AdapterSettings,
+        compute: ComputeThread,
+        window: int,
+        longest: int,
+        most_kept: int,
+        frame_timeout: float,
+    ) -> None:
+        super().__init__(lane, "evaluate", compute, frame_timeout)
+        self._models = models
+        self._body = body
+        self._adapter = adapter
+        self._window = window
+        self._name: str | None = None
+        self._columns_before = 0  # places that the chosen model's prefix takes in each row
+        self._longest = longest
+        self._most_kept = most_kept
+        self._received = self._computed = 0  # micro-batches
+        self._generation: _Generation | None = None
+        # Of the compute thread alone: of that generation, and the tokens of the budget it takes.
+        self._key_values: KeyValues | None = None
+        self._kept = 0
+        self._choosing = False
+
+    def serve(self) -> None:
+        """Answer frames until the client has evaluated all it wants.
+
+        Raises:
+            LaneError: the lane broke, or the client was silent for too long.
+            ProtocolError: the client sent what it may not send now.
+
+        """
+        try:
+            chosen = False
+            while (frame := self.receive()).kind is not Kind.END:
+                if frame.kind is Kind.JOIN:
+                    self._choose(frame)
+                    chosen = True
+                elif frame.kind is Kind.HIDDEN and chosen:
+                    self._take_hidden(frame)
+                elif frame.kind is Kind.STEP and self._generation is not None:
+                    self._end_generation()
+                else:
+                    raise ProtocolError(f"a frame {frame.kind.name} came in an evaluation")
+            self.lane.send(Kind.END)
+        finally:
+            self.compute.withdraw(self)
+            self.compute.call(self._forget)
+            self.compute.call(self._detach)
+
+    def _choose(self, frame: Frame) -> None:
+        model = frame.fields.get("model")
+        if not isinstance(model, str) or model not in self._models:
+            raise ProtocolError(
+                f"the model {model!r} isn't among those to evaluate: {', '.join(self._models)}"
+            )
+        if self._choosing or self._received > self._computed:
+            raise ProtocolError("another model was chosen before the answers to the last one")
+        state = self._models[model]
+        self._end_generation()
+        self._columns_before = 0 if state is None else self._adapter.columns_before
+        self._choosing = True
+
+        def choose() -> None:
+            self._detach()
+            if state is not None:
+                self._name = f"evaluation {id(self)}"
+                self._body.attach(self._adapter, self._name)
+                load_state(self._body.trainable(self._name), state)
+            self._choosing = False
+            self.lane.send(Kind.WELCOME, fields={"credits": self._window})
+
+        self.put(Urgency.STEP, choose)
+
+    def _take_hidden(self, frame: Frame) -> None:
+        hidden, padding = hidden_of(frame)
+        if "new_tokens" in frame.fields:
+            self._begin_generation(frame, hidden, padding)
+            return
+        if self._generation is not None:
+            self._go_on(frame, hidden)
+            return
+        self._received += 1
+        if self._received - self._computed > self._window:
+            raise ProtocolError(f"more than {self._window} micro-batches are under way")
+        tokens = self._places(hidden, 0)
+        if tokens > self._longest:
+            raise ProtocolError(f"{tokens} padded tokens came; {self._longest} were agreed")
+        self._put(Urgency.FORWARD, frame, lambda: self._body(hidden, padding))
+
+    def _begin_generation(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> None:
+        self._end_generation()
+        rows, columns = hidden.shape[:2]
+        new_tokens = whole_number(frame, "new_tokens")
+        if padding.side != "left" or frame.micro_batch or not new_tokens:
+            raise ProtocolError(
+                f"a generation of {new_tokens} tokens began with number {frame.micro_batch}, and "
+                f"padding on the {padding.side}"
+            )
+        tokens = self._places(hidden, new_tokens)
+        if tokens > self._most_kept:
+            raise ProtocolError(
+                f"{rows} texts of {columns} + {new_tokens} tokens were to be generated, with a "
+                f"prefix of {self._columns_before}; agreed on are at most {self._most_kept} tokens "
+                "together (evaluate.generate, evaluate.batch-size, data.max-length, "
+                "evaluate.max-new-tokens, adapter.prefix-length)"
+            )
+        self._generation = _Generation(rows, new_tokens)
+        self._received += 1
+
+        def begin() -> torch.Tensor:
+            self._kept = tokens
+            self._key_values = KeyValues(self._body, padding, columns)
+            return self._key_values.extend(hidden)
+
+        self._put(Urgency.KEEPING, frame, begin, tokens)
+
+    def _go_on(self, frame: Frame, hidden: torch.Tensor) -> None:
+        generation = self._generation
+        assert generation is not None
+        self._refuse_if_under_way("the next token")
+        if hidden.shape[:2] != (generation.rows, 1) or frame.micro_batch != generation.received:
+            raise ProtocolError(
+                f"{hidden.shape[0]} × {hidden.shape[1]} tokens came as number {frame.micro_batch}; "
+                f"{generation.rows} × 1 were due as number {generation.received}"
+            )
+        if generation.received == generation.new_tokens:
+            raise ProtocolError(f"more than the agreed {generation.new_tokens} tokens came")
+        generation.received += 1
+        self._received += 1
+
+        def extend() -> torch.Tensor:
+            assert self._key_values is not None
+            return self._key_values.extend(hidden)
+
+        # Those that wait for room may have to wait for the end of this one.
+        self._put(Urgency.BACKWARD, frame, extend)
+
+    def _end_generation(self) -> None:
+        self._refuse_if_under_way("the end of a generation, or another one,")
+        if self._generation is not None:
+            self._generation = None
+            self.put(Urgency.CLEANING, self._forget)
+
+    def _places(self, hidden: torch.Tensor, new_tokens: int) -> int:
+        """Count what a micro-batch takes: padded tokens, and the prefix's places in each row."""
+        rows, columns = hidden.shape[:2]
+        return rows * (self._columns_before + columns + new_tokens)
+
+    def _refuse_if_under_way(self, what: str) -> None:
+        if self._received != self._computed:
+            raise ProtocolError(f"{what} came while a micro-batch is under way")
+
+    def _put(
+        self,
+        urgency: Urgency,
+        frame: Frame,
+        compute: Callable[[], torch.Tensor],
+        tokens: int = 0,
+    ) -> None:
+        """Queue a forward pass with the chosen model, and its answer."""
+        step, index = frame.step, frame.micro_batch
+
+        @torch.no_grad()
+        def forward() -> None:
+            self._body.use(self._name)
+            self._body.train(False)
+            output = compute()
+            self.account.tokens += output.shape[0] * output.shape[1]
+            self._computed += 1
+            self.lane.send(Kind.HIDDEN, step, index, {"hidden": output})
+
+        self.put(urgency, forward, tokens)
+
+    def _forget(self) -> None:
+        self._key_values = None
+        self.compute.release(self._kept)
+        self._kept = 0
+
+    def _detach(self) -> None:
+        if self._name is not None:
+            self._body.remove(self._name)
+            self._name = None
+
+
+@dataclass
+class _Generation:
+    """What a client said that it generates, and how far it is.
+
+    Attributes:
+        rows: texts.
+        new_tokens: most that each of them gets.
+        received: frames that came; the prompts' gives the first new token.
+
+    """
+
+    rows: int
+    new_tokens: int
+    received: int = 1

@@ -1,0 +1,144 @@
+"""A block server for trained models: invited clients generate through it when they like."""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from finetuning.settings import AdapterSettings, SplitSettings
+from split.lane.lane import Lane
+from split.lane.listening import LaneServer
+from split.model.part import Part
+from split.protocol.errors import LaneError, LaneTimeoutError
+from split.protocol.frames import Limits
+from split.protocol.invitation import Invitation
+from split.protocol.keys import ServerKeys
+from split.protocol.tickets import Identity, TicketBook
+from split.server.compute import ComputeThread
+from split.server.evaluation_session import EvaluationSession, Models
+from split.server.session import ProtocolError
+
+_log = logging.getLogger(__name__)
+_MOST_LANES = 256
+
+
+class ModelServer:
+    """Holds the body, and takes lanes until it is stopped.
+
+    A client has one lane at a time; when it opens another, the older one ends. Nothing outlives the
+    server: its key and its tickets are in memory only.
+
+    Args:
+        body: the frozen blocks.
+        adapter: kind, rank, scale and targets of all models' adapters.
+        split: addresses, key exchange, wire type, and the padded tokens that may be kept at once.
+        run: names the server in handshakes.
+
+    Raises:
+        OSError: the address in ``split.listen`` can't be listened on.
+
+    """
+
+    def __init__(
+        self, body: Part, adapter: AdapterSettings, split: SplitSettings, run: str
+    ) -> None:
+        self._body = body
+        self._adapter = adapter
+        self._split = split
+        self._run = run
+        self._grants: dict[Identity, _Grant] = {}
+        self._sessions: dict[Identity, EvaluationSession] = {}
+        self._lock = threading.Lock()
+        self._compute = ComputeThread(split.activation_budget)
+        self._keys = ServerKeys(split.key_exchange)
+        self._tickets = TicketBook()
+        limits = Limits(body.hidden_size, split.wire_dtype, split.activation_budget)
+        try:
+            self._server = LaneServer(
+                split.listen, self._keys, self._tickets, lambda _: limits, self._serve, _MOST_LANES
+            )
+        except OSError:
+            self._compute.stop()
+            raise
+        self._server.start()
+
+    @property
+    def address(self) -> str:
+        """Where clients reach the server, as host:port."""
+        return self._split.advertise or self._server.address
+
+    def invite(self, client: str, models: Models, lifetime: float) -> Invitation:
+        """Let a client use models, as often as it likes.
+
+        Args:
+            client: who.
+            models: the body's adapters by the name of the model; None is no adapter.
+            lifetime: seconds until the invitation expires, and lanes that are open end.
+
+        """
+        identity = Identity(self._run, 0, client)
+        self._grants[identity] = _Grant(models, time.monotonic() + lifetime)
+        ticket = self._tickets.issue(identity, lifetime, standing=True)
+        return Invitation(
+            self.address, self._split.key_exchange, self._keys.public, identity, ticket
+        )
+
+    def stop(self) -> None:
+        """End all lanes and threads."""
+        self._server.stop()
+        self._compute.stop()
+
+    def _serve(self, lane: Lane) -> None:
+        """Serve a lane in its own thread."""
+        grant = self._grants[lane.identity]
+        session = EvaluationSession(
+            lane,
+            grant.models,
+            self._body,
+            self._adapter,
+            self._compute,
+            self._split.window,
+            0,  # nothing but generation, which alone is counted by the compute thread
+            self._split.activation_budget,
+            self._split.frame_timeout,
+        )
+        with self._lock:
+            older = self._sessions.get(lane.identity)
+            self._sessions[lane.identity] = session
+        if older is not None:
+            older.abandon("another lane was opened with this invitation")
+        expiry = threading.Timer(
+            max(0.0, grant.expires - time.monotonic()),
+            session.abandon,
+            ["the invitation has expired"],
+        )
+        expiry.daemon = True
+        expiry.start()
+        try:
+            session.serve()
+        except LaneTimeoutError:
+            # In order: who reads what there is so far may open another lane and go on.
+            session.account.error = f"silent for {self._split.frame_timeout:g} s"
+            session.lane.close()
+        except (LaneError, ProtocolError, RuntimeError) as error:
+            session.give_up(f"{type(error).__name__}: {error}")
+        finally:
+            expiry.cancel()
+            with self._lock:
+                if self._sessions.get(lane.identity) is session:
+                    del self._sessions[lane.identity]
+            account = session.account
+            _log.info(
+                "%s: %d tokens computed%s",
+                account.client,
+                account.tokens,
+                f"; the lane ended early: {account.error}" if account.error else "",
+            )
+
+
+@dataclass(frozen=True)
+class _Grant:
+    """What a client may use, and until when on ``time.monotonic``'s clock."""
+
+    models: Models
+    expires: float

@@ -1,0 +1,45 @@
+"""What the block server and its sessions need of a schedule."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from finetuning.adapters.adapter import State
+from finetuning.training.optimization import OptimizerState
+from split.server.seat import Place, Seat
+from split.server.session import Session
+
+
+class Schedule(Protocol):
+    """How clients share the body: ``Serial``, ``ClientBatch`` or ``Hierarchical``."""
+
+    def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
+        """Prepare for the clients that may join."""
+        ...
+
+    def enter(self, session: Session, place: Place) -> Seat:
+        """Let a client begin its round."""
+        ...
+
+    def leave(self, client: str, finished: bool) -> None:
+        """Let a client go."""
+        ...
+
+    def average(self, session: Session, step: int, own: State) -> State:
+        """Average all parties' adapters within a round."""
+        ...
+
+    def state_of(self, client: str) -> State:
+        """Give the body's adapters of a client."""
+        ...
+
+    def end_round(self, weights: Mapping[str, float]) -> State:
+        """Give the body's adapters that the next round begins with."""
+        ...
+
+    def export_optimizers(self) -> dict[str, OptimizerState]:
+        """Give the optimizers' states by their keys."""
+        ...
+
+    def load_optimizers(self, states: Mapping[str, OptimizerState]) -> None:
+        """Put the optimizers' states back."""
+        ...

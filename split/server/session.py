@@ -1,0 +1,213 @@
+"""What serving a lane takes, whatever it is for: its jobs, its waits, its account."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from split.lane.lane import Lane
+from split.lane.lasting import LastingLane
+from split.model.part import Padding
+from split.protocol.errors import LaneCutError, LaneError, LaneTimeoutError
+from split.protocol.frames import Frame, Kind
+from split.server.compute import ComputeThread, Job, Urgency
+
+POLL_SECONDS = 1.0
+# Hidden states of some models come to 10⁶; squares of 2³⁰ are still far from float32's largest.
+_LARGEST_NUMBER = 2.0**30
+
+
+class ProtocolError(RuntimeError):
+    """The client sent what it may not send now; its lane ends."""
+
+
+@dataclass
+class Account:
+    """What a lane did and what it cost.
+
+    Attributes:
+        client: whose.
+        purpose: ``train`` or ``evaluate``.
+        steps: optimizer steps that were finished.
+        tokens: padded tokens whose forward pass was computed.
+        bytes_up: from the client, on the wire.
+        bytes_down: to the client.
+        seconds_computing: in the compute thread; with a GPU until the work is queued there.
+        seconds_queued: that jobs waited for it.
+        seconds_crypto: sealing and opening records, at the server.
+        seconds_serialisation: packing and unpacking tensors, at the server.
+        seconds: from the handshake to the end.
+        resumed: how often the lane was cut and taken up again.
+        error: why it ended early; empty if it didn't.
+
+    """
+
+    client: str
+    purpose: str
+    steps: int = 0
+    tokens: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds_computing: float = 0.0
+    seconds_queued: float = 0.0
+    seconds_crypto: float = 0.0
+    seconds_serialisation: float = 0.0
+    seconds: float = 0.0
+    resumed: int = 0
+    error: str = ""
+
+
+class Session:
+    """One lane at the server.
+
+    Args:
+        lane: to the client; the handshake is over.
+        purpose: ``train`` or ``evaluate``.
+        compute: runs its jobs.
+        frame_timeout: seconds to wait for the client's next frame.
+
+    Attributes:
+        account: what it did and what it cost.
+        lane: to the client.
+        compute: runs its jobs.
+        answered: micro-batches of the present step that were answered.
+        over: set when it has ended.
+
+    """
+
+    def __init__(
+        self, lane: Lane | LastingLane, purpose: str, compute: ComputeThread, frame_timeout: float
+    ) -> None:
+        self.account = Account(lane.identity.node, purpose)
+        self.lane = lane
+        self.compute = compute
+        self.answered = 0
+        self._frame_timeout = frame_timeout
+        self.over = threading.Event()
+        self._owed = 0
+        self._lock = threading.Lock()
+
+    def count_traffic(self) -> None:
+        """Put what the lane has carried into the account."""
+        traffic = self.lane.traffic
+        self.account.bytes_up = traffic.bytes_up
+        self.account.bytes_down = traffic.bytes_down
+        self.account.seconds_crypto = traffic.seconds_crypto
+        self.account.seconds_serialisation = traffic.seconds_serialisation
+
+    def failed(self, error: BaseException) -> None:
+        """End the lane: one of its jobs raised."""
+        with self._lock:
+            self._owed -= 1
+        # That the lane has ended, its own thread finds out.
+        if not isinstance(error, LaneError):
+            self.give_up(f"{type(error).__name__}: {error}")
+
+    def put(self, urgency: Urgency, work: Callable[[], None], tokens: int = 0) -> None:
+        """Queue a job whose activations take so many tokens of the budget, and note its times."""
+        queued = time.perf_counter()
+
+        def run() -> None:
+            started = time.perf_counter()
+            work()
+            self.account.seconds_queued += started - queued
+            self.account.seconds_computing += time.perf_counter() - started
+            with self._lock:
+                self._owed -= 1
+
+        with self._lock:
+            self._owed += 1
+        self.compute.put(Job(self, urgency, run, tokens))
+
+    def answer(self, step: int, index: int, states: torch.Tensor) -> None:
+        """Send the hidden states of a micro-batch after the body."""
+        self.answered = index + 1
+        self.lane.send(Kind.HIDDEN, step, index, {"hidden": states.detach()})
+
+    def receive(self) -> Frame:
+        """Wait for the client's next frame, without limit while it waits for a job of its own.
+
+        A client is silent as long as no frame comes, whatever becomes of its lane meanwhile.
+
+        Raises:
+            LaneError: the lane broke, or the client was silent for too long.
+
+        """
+        silent_since = time.monotonic()
+        while True:
+            try:
+                return self.lane.receive(min(self._frame_timeout, POLL_SECONDS))
+            except (LaneTimeoutError, LaneCutError) as error:
+                if self.waits():
+                    silent_since = time.monotonic()
+                elif time.monotonic() - silent_since >= self._frame_timeout:
+                    raise LaneTimeoutError(
+                        f"{self.account.client} sent nothing for {self._frame_timeout:g} s "
+                        "(split.frame-timeout)"
+                    ) from None
+                if isinstance(error, LaneCutError):
+                    self.outlast(error)
+
+    def outlast(self, cut: LaneCutError) -> None:
+        """Go on after the lane was cut, if that is possible.
+
+        Raises:
+            LaneError: it is not.
+
+        """
+        raise cut
+
+    def waits(self) -> bool:
+        """Say whether it is not the client's turn to send something."""
+        with self._lock:
+            return self._owed > 0
+
+    def abandon(self, reason: str) -> None:
+        """End the lane from another thread: its time is over."""
+        self.lane.close(reason)
+
+    def give_up(self, reason: str) -> None:
+        """End the lane, and say why."""
+        self.account.error = self.account.error or reason
+        self.lane.close(reason)
+
+
+def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
+    """Read hidden states and their padding; the lane has checked shapes and lengths.
+
+    Raises:
+        ProtocolError: there are no lengths.
+
+    """
+    if "lengths" not in frame.tensors:
+        raise ProtocolError("hidden states came without the lengths of their rows")
+    side: Literal["left", "right"] = "left" if frame.fields.get("side") == "left" else "right"
+    return frame.tensors["hidden"], Padding(side, frame.tensors["lengths"].long())
+
+
+def check_size(numbers: torch.Tensor, name: str) -> None:
+    """Refuse numbers that could overflow in the body, where others' would be lost with them.
+
+    Raises:
+        ProtocolError: one of them is larger than models' own ever are.
+
+    """
+    least, most = (float(bound) for bound in torch.aminmax(numbers))
+    if not -_LARGEST_NUMBER <= least <= most <= _LARGEST_NUMBER:
+        raise ProtocolError(f"{name!r} came with numbers beyond 2³⁰")
+
+
+def whole_number(frame: Frame, name: str) -> int:
+    """Read a field that must be a whole number of at least 0.
+
+    Raises:
+        ProtocolError: it isn't.
+
+    """
+    value = frame.fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ProtocolError(f"{name} = {value!r} in a frame {Kind(frame.kind).name}")
+    return value

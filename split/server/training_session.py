@@ -1,0 +1,266 @@
+"""One client's round of training at the block server: what it may send when."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from finetuning.adapters.adapter import State
+from split.lane.lane import Lane
+from split.lane.lasting import LastingLane
+from split.protocol.errors import LaneCutError, LaneError, LaneTimeoutError
+from split.protocol.frames import Frame, Kind
+from split.protocol.tickets import Ticket
+from split.server.compute import ComputeThread
+from split.server.schedules.schedule import Schedule
+from split.server.seat import Hidden, Place, Seat
+from split.server.session import (
+    POLL_SECONDS,
+    ProtocolError,
+    Session,
+    check_size,
+    hidden_of,
+    whole_number,
+)
+
+# Squared; so that a sum over all clients is still a finite number.
+_LARGEST_NORM = 1e30
+# Frames other than those of micro-batches that a client may not have, when it sends something.
+_MOST_OTHERS = 4
+_MOST_LANES = 1000  # of a round; each costs a handshake
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the lanes of a round have in common.
+
+    Attributes:
+        window: micro-batches of a lane that may be under way at once.
+        activation_budget: padded tokens whose activations may exist at once.
+        lanes: how many lanes share them.
+        columns_before: places that a prefix takes before each row's tokens.
+
+    """
+
+    window: int
+    activation_budget: int
+    lanes: int
+    columns_before: int
+
+    def credits(self, longest: int) -> int:
+        """Give how many micro-batches of a lane may be under way, by the longest one's tokens.
+
+        Raises:
+            ProtocolError: not even one fits.
+
+        """
+        if longest > self.activation_budget:
+            raise ProtocolError(
+                f"a micro-batch of {longest} padded tokens is larger than split.activation-budget "
+                f"= {self.activation_budget}; raise that, or lower train.batch-size, "
+                "data.max-length or adapter.prefix-length"
+            )
+        return max(1, min(self.window, self.activation_budget // (self.lanes * max(1, longest))))
+
+
+class TrainingSession(Session):
+    """Serves one client's round of training.
+
+    Args:
+        lane: to the client; the handshake is over.
+        seed: of the client's training in this round.
+        schedule: decides what it trains.
+        compute: runs its jobs.
+        terms: of the round.
+        frame_timeout: seconds to wait for the client's next frame.
+        resume_timeout: seconds within which a lane that was cut can be taken up again.
+        expect_again: lets the client open another lane with one of these tickets, once more if
+            it was used.
+
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        seed: int,
+        schedule: Schedule,
+        compute: ComputeThread,
+        terms: Terms,
+        frame_timeout: float,
+        resume_timeout: float,
+        expect_again: Callable[[Sequence[Ticket]], None],
+    ) -> None:
+        self._lasting = LastingLane(lane)
+        super().__init__(self._lasting, "train", compute, frame_timeout)
+        self._resume_timeout = resume_timeout
+        self._expect_again = expect_again
+        self._seed = seed
+        self._schedule = schedule
+        self._terms = terms
+        self._seat: Seat
+        self._joined = False
+        self._step = 0
+        self._shapes: list[torch.Size] = []  # of the hidden states that came in this step
+        self._returned = 0  # micro-batches of this step whose gradients came
+        self._counts = (0, 0)  # targets and micro-batches that the present step is said to have
+
+    def serve(self) -> None:
+        """Answer frames until the client ends its round.
+
+        Raises:
+            LaneError: the lane broke, or the client was silent for too long.
+            ProtocolError: the client sent what it may not send now.
+            RuntimeError: the schedule doesn't let it in.
+
+        """
+        join = self.receive()
+        if join.kind is not Kind.JOIN:
+            raise ProtocolError(f"a lane began with a frame {join.kind.name}")
+        self._longest = whole_number(join, "longest")
+        self._credits = self._terms.credits(self._longest)
+        place = Place(
+            steps=whole_number(join, "steps"),
+            first_step=whole_number(join, "first_step"),
+            total_steps=whole_number(join, "total_steps"),
+            wants_gradient=bool(join.fields.get("wants_gradient")),
+            seed=self._seed,
+        )
+        self._steps = place.steps
+        self._seat = self._schedule.enter(self, place)
+        self._joined, finished = True, False
+        try:
+            self.lane.send(Kind.WELCOME, fields={"credits": self._credits})
+            while (frame := self.receive()).kind is not Kind.END:
+                self._take(frame)
+            self._settle()
+            finished = not self._shapes and self._step == self._steps and not super().waits()
+            if not finished:
+                raise ProtocolError(f"the round ended in step {self._step} of {self._steps}")
+            self.lane.send(Kind.END)
+        finally:
+            self._joined = False
+            self._seat.leave()
+            self._schedule.leave(self.account.client, finished)
+        with suppress(LaneError):  # until the client has the end
+            self.receive()
+
+    def continue_on(self, lane: Lane) -> None:
+        """Go on over a lane that the client has opened; returns when it is of no more use."""
+        # The tickets of those before, too: this one may be cut before the client has an answer.
+        self._expect_again([*self._lasting.tickets, lane.resumption])
+        self._lasting.offer(lane)
+        if self._lasting.opened >= _MOST_LANES:
+            self.give_up(f"the lane was cut {_MOST_LANES - 1} times in this round")
+        while not lane.ended and not self.over.wait(POLL_SECONDS):
+            pass
+
+    def outlast(self, cut: LaneCutError) -> None:
+        """Let the client open another lane, and go on over it with what did not arrive.
+
+        Raises:
+            LaneError: it hasn't in time, or doesn't say rightly how many frames it has.
+
+        """
+        try:
+            self._lasting.accept(self._resume_timeout)
+        except LaneTimeoutError:
+            raise LaneCutError(
+                f"{cut}, and was not taken up again within {self._resume_timeout:g} s "
+                "(split.resume-timeout)"
+            ) from None
+        self.account.resumed += 1
+
+    def waits(self) -> bool:
+        """Say whether it is not the client's turn to send something."""
+        waiting = (self._joined and self._seat.waits()) or super().waits()
+        # With an answer that it hasn't used, it is the client's turn, whatever else is queued.
+        return waiting and self.answered <= self._returned
+
+    def _settle(self) -> None:
+        """Let the job that runs come to its end.
+
+        The answer to a step goes out before the optimizer has done its work.
+        """
+        self.compute.call(lambda: None)
+
+    def _take(self, frame: Frame) -> None:
+        if self._lasting.unseen > 2 * self._credits + _MOST_OTHERS:
+            raise ProtocolError(f"{self._lasting.unseen} frames went out, and were not seen")
+        if frame.step != self._step:
+            raise ProtocolError(f"step {frame.step} came in step {self._step}")
+        if frame.kind is Kind.HIDDEN:
+            self._take_hidden(frame)
+        elif frame.kind is Kind.GRADIENT:
+            self._take_gradient(frame)
+        elif frame.kind is Kind.STEP:
+            self._take_step(frame)
+        elif frame.kind is Kind.AVERAGE:
+            if self._shapes:
+                raise ProtocolError("an average was asked for within a step")
+            self._settle()
+            average = self._average(frame)
+            self.lane.send(Kind.AVERAGE, frame.step, tensors=average)
+        else:
+            raise ProtocolError(f"a frame {frame.kind.name} came in a round of training")
+
+    def _average(self, frame: Frame) -> State:
+        own = dict(frame.tensors)
+        while True:
+            try:
+                return self._schedule.average(self, frame.step, own)
+            except LaneCutError as error:
+                self.outlast(error)
+
+    def _take_hidden(self, frame: Frame) -> None:
+        index = frame.micro_batch
+        if frame.step >= self._steps:
+            raise ProtocolError(f"the round was to have {self._steps} steps")
+        if index != len(self._shapes):
+            raise ProtocolError(f"micro-batch {index} came in the place of {len(self._shapes)}")
+        if index - self._returned >= self._credits:
+            raise ProtocolError(f"more than {self._credits} micro-batches are under way")
+        states, padding = hidden_of(frame)
+        check_size(states, "hidden")
+        hidden = Hidden(
+            frame.step,
+            index,
+            states,
+            padding,
+            self._terms.columns_before,
+            targets=whole_number(frame, "targets"),
+            step_targets=whole_number(frame, "step_targets"),
+            micro_batches=whole_number(frame, "micro_batches"),
+        )
+        counts = (hidden.step_targets, hidden.micro_batches)
+        if not 0 < hidden.targets <= counts[0] or index >= counts[1]:
+            raise ProtocolError(f"micro-batch {index} has more than its step of {counts}")
+        if index and counts != self._counts:
+            raise ProtocolError(f"a step of {self._counts} became one of {counts}")
+        if hidden.places > self._longest:
+            raise ProtocolError(f"{hidden.places} padded tokens came; {self._longest} were agreed")
+        self._counts = counts
+        self._shapes.append(states.shape)
+        self._seat.forward(hidden)
+
+    def _take_gradient(self, frame: Frame) -> None:
+        index = frame.micro_batch
+        gradient = frame.tensors["gradient"]
+        if index != self._returned or index >= self.answered:
+            raise ProtocolError(f"the gradient of micro-batch {index} came in the wrong place")
+        if gradient.shape != self._shapes[index]:
+            raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} came")
+        check_size(gradient, "gradient")
+        self._returned += 1
+        self._seat.backward(frame.step, index, gradient)
+
+    def _take_step(self, frame: Frame) -> None:
+        squared_norm = frame.fields.get("squared_norm")
+        if not isinstance(squared_norm, float) or not 0 <= squared_norm <= _LARGEST_NORM:
+            raise ProtocolError(f"a step ended with squared_norm = {squared_norm!r}")
+        if not self._shapes or not self._returned == len(self._shapes) == self._counts[1]:
+            raise ProtocolError("a step ended before all its gradients came")
+        self._step += 1
+        self._returned = self.answered = 0
+        self._shapes.clear()
+        self._seat.step(frame.step, squared_norm)

@@ -1,0 +1,129 @@
+"""A run's folder as runs write it, and a block server of it in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from chambers.__main__ import main
+from finetuning.adapters.adapter import initial_adapter
+from finetuning.model.fingerprint import fingerprint
+from server_app.results import Results
+from strategies.run_config import parse_run_config
+from tests.conftest import write_checkpoint
+
+ROOT = Path(__file__).parent.parent.parent
+CLIENTS = ("alpha", "beta")
+
+
+def write_run(directory: Path, base: Path, **settings) -> Path:
+    """Write a run's folder with adapters that do something, different for every client."""
+    config = parse_run_config(
+        {
+            "strategy": "fl-glm",
+            "model.name": str(base),
+            "adapter.rank": 2,
+            "adapter.targets": "q_proj,v_proj,down_proj",
+            "split.wire-dtype": "float32",
+            **settings,
+        }
+    )
+    directory.mkdir()
+    state, peft_config = initial_adapter(str(base), config.adapter, 5)
+    results = Results(directory, config, "lineage", str(base), peft_config)
+    results.describe(fingerprint(base))
+    results.record({"event": "round", "round": 1, "participants": [*CLIENTS], "left_out": []})
+    generator = torch.Generator().manual_seed(6)
+
+    def drawn():
+        return {n: 0.1 * torch.randn(v.shape, generator=generator) for n, v in state.items()}
+
+    for client in CLIENTS:
+        results.keep_personalised(client, drawn(), 1, 10)
+    results.checkpoint(1, drawn(), None, None, True)
+    results.close()
+    return directory
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """Write a Llama whose texts vary: with weights larger than is usual."""
+    directory = write_checkpoint(tmp_path_factory.mktemp("base"), blocks=4)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    torch.manual_seed(4)
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 0.15 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def run_folder(base, tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "run", base)
+
+
+@contextmanager
+def serve(*words: str | Path, log: Path):
+    """Run ``chambers serve`` and give its process once it serves."""
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "chambers", "serve", *map(str, words)],
+            cwd=log.parent,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        lines = []
+        while not (lines and lines[-1].startswith("serving")):
+            line = process.stdout.readline()
+            assert line, log.read_text()
+            lines.append(line)
+        yield process, lines
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+@pytest.fixture(scope="session")
+def served(run_folder, tmp_path_factory) -> Path:
+    """Serve the run to its clients and a third one; give the folder with their invitations."""
+    folder = tmp_path_factory.mktemp("served")
+    clients = ("--clients", *CLIENTS, "gamma")
+    with serve(run_folder, *clients, log=folder / "log") as (process, _):
+        yield folder / "invitations"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def told(capsys, *words: str | Path) -> str:
+    """Run a command that must succeed, and give what it prints."""
+    capsys.readouterr()
+    status = main([str(word) for word in words])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return captured.out
+
+
+def refused(capsys, *words: str | Path) -> str:
+    """Run a command that must be refused, and give why."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    return captured.err.partition(f"chambers {words[0]}: ")[2]
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)

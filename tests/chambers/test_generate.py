@@ -1,0 +1,257 @@
+"""``chambers generate``: whole, and split with a server in another process."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from client_app.state import ClientState
+from finetuning.data.prompts import prompt_rows, tokenize_prompts
+from finetuning.model.base_model import load_tokenizer
+from finetuning.model.fingerprint import fingerprint
+from split.model.cut import cut_of
+from split.model.loading import tensors_of
+from strategies.run_config import parse_run_config
+from tests.chambers.conftest import CLIENTS, ROOT, refused, serve, told, write_run
+from tests.conftest import write_checkpoint
+
+QUESTIONS = ["the court holds that", "which goods were never delivered before winter came", "a"]
+NEW = ("--max-new-tokens", "12")
+SAMPLED = ("--temperature", "0.8", "--top-p", "0.9")
+
+
+def rows(folder):
+    file = folder / "questions.jsonl"
+    turns = [{"role": "user", "content": "who"}, {"role": "assistant", "content": "parties"}]
+    values = [{"instruction": "Repeat", "input": q, "output": "aside"} for q in QUESTIONS]
+    values += [{"messages": [*turns, {"role": "user", "content": "and who"}]}, {"messages": turns}]
+    file.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return file
+
+
+def test_help_comes_without_heavy_libraries():
+    code = (
+        "import sys; from chambers.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'transformers', 'flwr', 'pydantic'} & sys.modules.keys()\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert all(command in done.stdout for command in ("train", "serve", "generate"))
+
+
+def test_the_whole_model_says_what_peft_s_own_says(run_folder, base, capsys):
+    """Checked with nothing of ours but the prompt."""
+    directory = run_folder / "adapters" / "global"
+    tokenizer = load_tokenizer(base)
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    model = PeftModel.from_pretrained(whole, directory).eval()
+    expected = []
+    for tokens in tokenize_prompts(prompt_rows(QUESTIONS), tokenizer):
+        output = model.generate(input_ids=tokens[None], do_sample=False, max_new_tokens=12)
+        text = tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
+        expected.append(text.strip())
+    shown = told(capsys, "generate", "--adapter", directory, *NEW, "--batch-size", "1", *QUESTIONS)
+    assert shown == "".join(text + "\n" for text in expected)
+    bare = told(capsys, "generate", "--model", base, *NEW, *QUESTIONS)
+    assert bare != shown
+
+
+def test_prompts_are_those_of_training(base, tmp_path):
+    from finetuning.data.prompts import read_prompts
+    from finetuning.data.rows import read_rows
+    from finetuning.data.tokenization import tokenize
+
+    file = tmp_path / "rows.jsonl"
+    whole = [json.loads(line) for line in rows(tmp_path).read_text().splitlines()]
+    whole[3]["messages"].append({"role": "assistant", "content": "a contract"})
+    file.write_text("".join(json.dumps(value) + "\n" for value in whole))
+    tokenizer = load_tokenizer(base)
+    examples, _ = tokenize(read_rows(file), tokenizer, 800)
+    for prompts in (read_prompts(file), read_prompts(tmp_path / "questions.jsonl")):
+        for prompt, example in zip(tokenize_prompts(prompts, tokenizer), examples, strict=True):
+            assert torch.equal(prompt, example.tokens[: example.prompt_length])
+
+
+@pytest.mark.parametrize("how", [(), SAMPLED, (*SAMPLED, "--seed", "7")], ids=len)
+@pytest.mark.parametrize("adapter", ["global", "clients/alpha", None])
+def test_split_says_what_the_whole_model_says(
+    run_folder, base, served, tmp_path, capsys, adapter, how
+):
+    words = [*NEW, *how, "--batch-size", "2", "--file", rows(tmp_path)]
+    model = ["--model", base]
+    if adapter:
+        model = ["--adapter", run_folder / "adapters" / adapter]
+    whole, split = tmp_path / "whole.jsonl", tmp_path / "split.jsonl"
+    assert not told(capsys, "generate", *model, *words, "--output", whole)
+    invitation = ["--invitation", served / "alpha.json"]
+    assert not told(capsys, "generate", *model, *invitation, *words, "--output", split)
+    assert whole.read_text() == split.read_text()
+    written = [json.loads(line) for line in split.read_text().splitlines()]
+    given = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
+    assert [
+        {**row, "generated": w["generated"]} for row, w in zip(given, written, strict=True)
+    ] == (written)
+    assert len({row["generated"] for row in written}) > 1
+
+
+def test_seeds_decide_what_is_drawn(base, capsys):
+    words = ["generate", "--model", base, *NEW, *SAMPLED, *QUESTIONS]
+    one, again, other = (told(capsys, *words, "--seed", seed) for seed in "112")
+    assert one == again != other
+
+
+def test_a_line_of_standard_input_is_a_prompt(base, capsys, monkeypatch):
+    words = ["generate", "--model", base, *NEW]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n\n".join(QUESTIONS)))
+    assert told(capsys, *words) == told(capsys, *words, *QUESTIONS)
+
+
+def test_two_clients_generate_at_once(run_folder, served, tmp_path, capsys):
+    """Each with its personalised model, which the other may not choose."""
+    file = rows(tmp_path)
+
+    def words(client):
+        adapter = run_folder / "adapters" / "clients" / client
+        return ["generate", "--adapter", str(adapter), "--file", str(file), *NEW]
+
+    expected = {}
+    for client in CLIENTS:
+        told(capsys, *words(client), "--output", tmp_path / "whole")
+        expected[client] = (tmp_path / "whole").read_text()
+
+    def start(client):
+        own = ["--invitation", str(served / f"{client}.json"), "--output", str(tmp_path / client)]
+        command = [sys.executable, "-m", "chambers", *words(client), *own]
+        return subprocess.Popen(command, cwd=ROOT)
+
+    processes = [start(client) for client in CLIENTS]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    assert {client: (tmp_path / client).read_text() for client in CLIENTS} == expected
+    foreign = refused(capsys, *words("beta"), "--invitation", served / "alpha.json")
+    assert (
+        "none of the models that the block server has for alpha (base, global, personalised)"
+        in (foreign)
+    )
+
+
+@pytest.mark.slow
+def test_the_program_prints_text_alone(run_folder, served, tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "chambers", "generate"),
+            *("--adapter", run_folder / "adapters" / "global"),
+            *("--invitation", served / "gamma.json"),
+            *NEW,
+            "the court",
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip().splitlines()) == 1
+    assert "generating" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def prefix_run(base, tmp_path_factory):
+    settings = {"adapter.kind": "prefix", "adapter.prefix-length": 3}
+    return write_run(tmp_path_factory.mktemp("runs") / "prefix", base, **settings)
+
+
+def test_prefixes_work_whole_and_split(prefix_run, base, tmp_path, capsys):
+    words = ["generate", *NEW, *QUESTIONS]
+    whole = told(capsys, *words, "--adapter", prefix_run / "adapters" / "global")
+    assert whole != told(capsys, *words, "--model", base)
+    with serve(prefix_run, "--most-tokens", "120", log=tmp_path / "log"):
+        invitation = ("--invitation", tmp_path / "invitations" / "alpha.json")
+        for adapter in ("global", "clients/alpha"):
+            own = [*words, "--adapter", prefix_run / "adapters" / adapter]
+            assert told(capsys, *own, *invitation) == told(capsys, *own)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ((), "which base model"),
+        (("--model", "/nowhere"), "there is no base model in /nowhere"),
+        (("--adapter", "/nowhere"), "there is no folder /nowhere"),
+        (("--invitation", "/nowhere.json"), "/nowhere.json can't be read"),
+        (("--file", "/nowhere.jsonl"), "/nowhere.jsonl is not a file"),
+        (("--output", "/nowhere/there.jsonl"), "there is no folder /nowhere"),
+        (("--batch-size", "0"), "--batch-size 0"),
+        (("--temperature", "-1"), "--temperature -1"),
+        (("--top-p", "2"), "--top-p 2"),
+    ],
+)
+def test_what_can_t_be_meant_is_refused(capsys, words, reason):
+    question = () if "--file" in words else ("the court",)
+    assert reason in refused(capsys, "generate", *words, *question)
+
+
+def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path, capsys):
+    adapter, other = run_folder / "adapters" / "global", write_checkpoint(tmp_path / "other", 4)
+    hint = refused(capsys, "generate", "--adapter", run_folder, "the court")
+    assert f"did you mean {run_folder}/adapters/clients/alpha or" in hint
+
+    expected = told(capsys, "generate", "--adapter", adapter, *NEW, "the court")
+    # Of the run's folder it is known which base model it is for.
+    words = ["--model", other, "the court"]
+    refusal = refused(capsys, "generate", "--adapter", adapter, *words)
+    assert f"is not that of {run_folder}: lm_head.weight, " in refusal
+    refusal = refused(capsys, "generate", "--invitation", served / "alpha.json", *words)
+    assert "is not that of the block server at 127.0.0.1" in refusal
+
+    # So it is of a client's state; there the ends of a split model suffice.
+    state = ClientState(str(tmp_path / "state"), "lineage", "alpha")
+    config = parse_run_config({"strategy": "fl-glm", "model.name": str(base)})
+    ends = tensors_of(base, cut_of(base, config.split), ("head", "tail"))
+    state.describe(config.flat(), str(base), fingerprint(base, ends))
+    kept = shutil.copytree(adapter, state.directory / "adapters" / "global")
+    for invitation in ([], ["--invitation", served / "alpha.json"]):
+        own = ["generate", "--adapter", kept, *invitation]
+        assert told(capsys, *own, *NEW, "the court") == expected
+    refusal = refused(capsys, "generate", "--adapter", kept, *words)
+    assert f"is not that of {state.directory}: lm_head.weight, " in refusal
+
+    # Elsewhere shapes tell.
+    shallow = write_checkpoint(tmp_path / "shallow", 3)
+    copy = shutil.copytree(adapter, tmp_path / "copy")
+    refusal = refused(capsys, "generate", "--adapter", copy, "--model", shallow, "the court")
+    assert "of another base model" in refusal
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
+    assert "use_rslora = True" in refused(capsys, "generate", "--adapter", copy, "the court")
+    (copy / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
+    refusal = refused(capsys, "generate", "--adapter", copy, "the court")
+    assert "init_lora_weights = 'pissa'" in refusal
+    for plain in (False, "gaussian"):
+        changed = json.dumps(config | {"init_lora_weights": plain})
+        (copy / "adapter_config.json").write_text(changed)
+        assert told(capsys, "generate", "--adapter", copy, *NEW, "the court") == expected
+    (copy / "adapter_config.json").write_text("{")
+    assert "can't be read" in refused(capsys, "generate", "--adapter", copy, "the court")
+
+
+def test_prompts_that_are_too_long_are_named(tmp_path, capsys, base):
+    config = GPT2Config(vocab_size=320, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    load_tokenizer(base).save_pretrained(tmp_path / "model")
+    file = tmp_path / "long.jsonl"
+    file.write_text('{"instruction": "a"}\n' + json.dumps({"instruction": "court " * 30}) + "\n")
+    refusal = refused(capsys, "generate", "--model", tmp_path / "model", "--file", file, *NEW)
+    assert f"a row can take the tokens of {file}:2 + --max-new-tokens = " in refusal
+    assert "has 64 and no more" in refusal

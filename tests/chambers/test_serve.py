@@ -1,0 +1,272 @@
+"""``chambers serve``: invitations that last, and end; a process that leaves nothing."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import threading
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from chambers import generate, models
+from chambers import serve as command
+from chambers.lane_model import explained
+from chambers.serving import find, serving
+from split.protocol.errors import LaneDeadlineError, LaneTimeoutError
+from split.protocol.standing_invitation import StandingInvitation
+from tests.chambers.conftest import refused, serve, told, wait_for, write_run
+from tests.split.lanes import Proxy
+
+
+@contextmanager
+def serving_here(folder, *words, lifetime=60.0, **split):
+    """Serve in this process; give the address and the invitations' files."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    arguments = parser.parse_args([*map(str, words), "--invitations", str(folder)])
+    served = find(arguments)
+    changed = replace(served, split=served.split.model_copy(update=split))
+    with serving(changed, lifetime) as opened:
+        yield opened
+
+
+def generating(run_folder, invitation):
+    adapter = run_folder / "adapters" / "global"
+    return [
+        "generate",
+        "--adapter",
+        adapter,
+        "--invitation",
+        invitation,
+        "--max-new-tokens",
+        "3",
+        "a",
+    ]
+
+
+def test_sigterm_ends_everything(run_folder, tmp_path, capsys):
+    with serve(run_folder, "--clients", "alpha", log=tmp_path / "log") as (process, lines):
+        assert lines[-1].startswith("serving blocks 1 to 2 at 127.0.0.1:")
+        invitation = tmp_path / "invitations" / "alpha.json"
+        assert stat.S_IMODE(invitation.stat().st_mode) == 0o600
+        told(capsys, *generating(run_folder, invitation))
+        everything = [psutil.Process(process.pid)]
+        everything += everything[0].children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert not psutil.wait_procs(everything, timeout=5)[1]
+    refusal = refused(capsys, *generating(run_folder, invitation))
+    assert "no block server answers at 127.0.0.1" in refusal
+    secret = json.loads(invitation.read_text())["secret"]
+    assert secret not in (tmp_path / "log").read_text()
+
+
+def test_an_invitation_is_good_again_and_again_until_it_expires(run_folder, tmp_path, capsys):
+    with serving_here(tmp_path, run_folder, lifetime=6.0) as (_, files):
+        words = generating(run_folder, files["alpha"])
+        ends = time.monotonic() + 6.0
+        first = told(capsys, *words)
+        assert told(capsys, *words) == first
+        wait_for(lambda: time.monotonic() > ends)
+        assert "expired on" in refused(capsys, *words)
+        # A client whose clock is behind, or who would like to go on, learns it from the server.
+        content = json.loads(files["alpha"].read_text())
+        files["alpha"].write_text(json.dumps(content | {"expires": "2100-01-01T00:00:00Z"}))
+        assert "this invitation has expired; ask" in refused(capsys, *words)
+
+
+class CuttingProxy(Proxy):
+    """Passes TCP on, cuts the first connection when so many bytes have come down, and goes on."""
+
+    def __init__(self, address, bytes_down):
+        self._bytes_down = bytes_down
+        self.connections = 0
+        super().__init__(address)
+
+    def _accept(self):
+        with suppress(OSError):
+            while True:
+                super()._accept()
+                self.connections += 1
+
+    def _pump(self, source, target, name):
+        with suppress(OSError):
+            while content := source.recv(65536):
+                setattr(self, name, getattr(self, name) + len(content))
+                target.sendall(content)
+                if self.connections == 1 and self.down > self._bytes_down:
+                    break
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_lane_that_is_cut_is_replaced(run_folder, tmp_path, capsys):
+    """The batch is done again, and what is drawn is drawn again."""
+    adapter = run_folder / "adapters" / "global"
+    words = ["generate", "--adapter", adapter, "--temperature", 0.8, "--max-new-tokens", 60]
+    words += ["--batch-size", 1, "the court", "a claim", "goods"]
+    with serving_here(tmp_path, run_folder) as (address, files):
+        proxy = CuttingProxy(address, bytes_down=20_000)
+        content = json.loads(files["alpha"].read_text())
+        files["alpha"].write_text(json.dumps(content | {"address": proxy.address}))
+        assert told(capsys, *words, "--invitation", files["alpha"]) == told(capsys, *words)
+        assert proxy.connections > 1
+
+
+def test_a_slow_reader_gets_the_rest(run_folder, tmp_path, capsys):
+    """The lane is open and silent for longer than the server waits; then the texts are wanted."""
+    adapter, fifo = run_folder / "adapters" / "global", tmp_path / "fifo"
+    words = ["generate", "--adapter", adapter, "the court", "a claim"]
+    told(capsys, *words, "--output", tmp_path / "whole")
+    os.mkfifo(fifo)
+    read = []
+
+    def slow():
+        time.sleep(3.0)
+        read.append(fifo.read_text())
+
+    with serving_here(tmp_path, run_folder, frame_timeout=1.0) as (_, files):
+        reader = threading.Thread(target=slow)
+        reader.start()
+        told(capsys, *words, "--output", fifo, "--invitation", files["alpha"])
+        reader.join(20)
+    assert read == [(tmp_path / "whole").read_text()]
+
+
+def test_a_cut_after_the_last_text_changes_nothing(run_folder, tmp_path):
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    with serve(run_folder, log=tmp_path / "log") as (process, _):
+        words = generating(run_folder, tmp_path / "invitations" / "alpha.json")[1:]
+        source = models.find(parser.parse_args(list(map(str, words))))
+        with models.opened(source):
+            process.kill()
+            process.wait(20)
+
+
+def test_what_is_said_of_time_names_no_setting_of_a_run(run_folder, tmp_path):
+    with serving_here(tmp_path, run_folder) as (_, files):
+        invitation = StandingInvitation.read(files["alpha"])
+    late = LaneTimeoutError("the block server sent nothing for 300 s (split.frame-timeout)")
+    assert "127.0.0.1" in str(explained(late, invitation))
+    assert "it has not answered in time; " in str(explained(late, invitation))
+    over = LaneDeadlineError("the lane's time is over (round-timeout)")
+    assert "this invitation has expired; ask" in str(explained(over, invitation))
+
+
+def test_devices_are_those_of_the_run_or_the_flag(base, tmp_path, capsys):
+    run = write_run(tmp_path / "run", base, **{"split.body-devices": "cuda:99"})
+    refusal = refused(capsys, "serve", run, "--invitations", tmp_path / "invitations")
+    assert "--body-devices names cuda:99, which the server doesn't have" in refusal
+    with serving_here(tmp_path, run, "--body-devices", "cpu") as (_, files):
+        told(capsys, *generating(run, files["alpha"]))
+
+
+def test_starting_anew_revokes_invitations(run_folder, tmp_path, capsys):
+    with serving_here(tmp_path / "one", run_folder) as (address, old):
+        pass
+    with serving_here(tmp_path / "two", run_folder, "--listen", address) as (_, new):
+        refusal = refused(capsys, *generating(run_folder, old["alpha"]))
+        assert "was started anew since this invitation was written" in refusal
+        told(capsys, *generating(run_folder, new["alpha"]))
+
+
+def test_what_is_no_invitation_is_refused_without_its_secret(run_folder, tmp_path, capsys):
+    with serving_here(tmp_path, run_folder) as (_, files):
+        content = json.loads(files["alpha"].read_text())
+        changes = {
+            "is not an invitation": [{"format": "other"}, {"secret": 3}, {"secret": "c2hvcnQ="}]
+            + [{"address": address} for address in ("here", ":8900", "h:0", "h:65536", "h:1\n")],
+            "the invitation was altered": [{"client": "beta"}, {"secret": "A" * 43 + "="}],
+        }
+        for reason, odd in changes.items():
+            for change in odd:
+                files["alpha"].write_text(json.dumps(content | change))
+                refusal = refused(capsys, *generating(run_folder, files["alpha"]))
+                assert reason in refusal, change
+                assert content["secret"] not in refusal
+        for text in ("", "{}", "[1", json.dumps({**content, "more": 1})):
+            files["alpha"].write_text(text)
+            refusal = refused(capsys, *generating(run_folder, files["alpha"]))
+            assert "is not an invitation" in refusal
+            assert content["secret"] not in refusal
+
+
+def test_the_base_model_may_lie_elsewhere_at_the_client(run_folder, tmp_path, capsys):
+    """Its own adapter, which is in no run's folder there, says where."""
+    adapter = shutil.copytree(run_folder / "adapters" / "global", tmp_path / "adapter")
+    with serving_here(tmp_path, run_folder) as (_, files):
+        content = json.loads(files["alpha"].read_text())
+        files["alpha"].write_text(json.dumps(content | {"model": "/srv/nowhere"}))
+        words = ["generate", "--invitation", files["alpha"], "--max-new-tokens", "3", "a"]
+        told(capsys, *words, "--adapter", adapter)
+        assert "no base model in /srv/nowhere on this machine" in refused(capsys, *words)
+
+
+def test_a_client_may_have_no_more_than_agreed(run_folder, tmp_path, capsys):
+    with serving_here(tmp_path, run_folder, "--most-tokens", 40) as (_, files):
+        words = generating(run_folder, files["beta"])
+        told(capsys, *words)
+        refusal = refused(capsys, *words[:-1], "court " * 50)
+        assert "the block server lets a client have 40" in refusal
+
+
+def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_path, capsys):
+    adapter = run_folder / "adapters" / "clients" / "beta"
+    cut = ("--head-blocks", 2, "--tail-blocks", 0, "--wire-dtype", "float32", "--clients", "court")
+    with serving_here(tmp_path, "--adapter", adapter, *cut) as (_, files):
+        words = ["generate", "--adapter", adapter, "a contract"]
+        assert told(capsys, *words, "--invitation", files["court"]) == told(capsys, *words)
+    with serving_here(tmp_path, "--model", base, *cut) as (_, files):
+        words = ["generate", "--model", base, "a contract"]
+        assert told(capsys, *words, "--invitation", files["court"]) == told(capsys, *words)
+        refusal = refused(capsys, *generating(run_folder, files["court"]))
+        assert "has for court (base)" in refusal
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["/nowhere"], "/nowhere is not a run's folder"),
+        ([], "what is to be served?"),
+        (["RUN", "--adapter", "/nowhere"], "not both"),
+        (["RUN", "--listen", "0.0.0.0:0"], "--advertise HOST:PORT is needed"),
+        (["RUN", "--listen", "nonsense"], "--listen nonsense: must be an address and a port"),
+        (["RUN", "--listen", "192.0.2.1:0"], "not one of this machine"),
+        (["RUN", "--listen", "TAKEN"], "the port is in use"),
+        (["RUN", "--head-blocks", "3"], "leave the server none of the 4 blocks"),
+        (["RUN", "--most-tokens", "0"], "--most-tokens 0"),
+        (["RUN", "--valid-for", "0"], "--valid-for 0"),
+        (["RUN", "--valid-for", "inf"], "--valid-for inf"),
+        (["RUN", "--valid-for", "3651"], "--valid-for 3651"),
+        (["RUN", "--body-devices", "gpu"], "--body-devices gpu"),
+        (["RUN", "--clients", "../court"], "can't be a client's name"),
+        (["RUN", "--model", "/nowhere"], "there is no base model in /nowhere"),
+        (["--model", "BASE"], "who is to be invited?"),
+    ],
+)
+def test_what_can_t_be_served_is_refused(run_folder, base, capsys, words, reason):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        names = {
+            "RUN": run_folder,
+            "BASE": base,
+            "TAKEN": f"127.0.0.1:{taken.getsockname()[1]}",
+        }
+        assert reason in refused(capsys, "serve", *(names.get(word, word) for word in words))
+
+
+def test_invitations_that_can_t_be_written_are_refused(run_folder, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    refusal = refused(capsys, "serve", run_folder, "--invitations", tmp_path / "file")
+    assert "can't be written" in refusal
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,238 @@
+"""Prefixes of a whole model: PEFT's own forward is the reference, and its format the one saved."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from finetuning.adapters.adapter import (
+    attach_adapter,
+    export_adapter,
+    exported_names,
+    initial_adapter,
+    load_adapter,
+    save_adapter,
+    trainable_parameters,
+)
+from finetuning.adapters.prefixes import SAVED
+from finetuning.evaluation.held_out import generate_answers, held_out_loss
+from finetuning.model.base_model import BaseModelError, load_base_model
+from finetuning.model.whole_model import WholeModel
+from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
+from finetuning.training.loop import Round, train_round
+
+PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
+# What has as many heads of keys as of queries can't be told otherwise by the common sizes.
+SAME_HEADS = {"num_key_value_heads": 4}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mixtral": {},
+    "qwen2": {},
+    "gemma2": {},  # a window of 8, which the later tokens have left the prefix behind
+    "granite": {},
+    "gpt2": SAME_HEADS,
+    "opt": SAME_HEADS,
+    "bloom": SAME_HEADS,
+}
+
+
+def prefixed(model: Any, seed: int = 1, settings: AdapterSettings = PREFIX) -> Any:
+    """Attach prefixes to a model that already do something."""
+    model = attach_adapter(model, settings, "base")
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in trainable_parameters(model).values():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def gradient(peft_model: Any) -> torch.Tensor:
+    (parameter,) = trainable_parameters(peft_model).values()
+    taken, parameter.grad = parameter.grad, None
+    return taken
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_loss_and_gradient_are_those_of_peft_s_own_forward(
+    random_model, draw_examples, reference_loss, batches_of, architecture
+):
+    bare = random_model(architecture, **ARCHITECTURES[architecture])
+    examples = draw_examples(7)
+    (padded,) = batches_of(examples, 10**6)
+    assert padded.lengths.min() < padded.lengths.max()
+    base_loss = reference_loss(bare, examples).item()
+    model = prefixed(bare)
+    loss = reference_loss(model.eval(), examples)
+    loss.backward()
+    expected = gradient(model)
+    ours = WholeModel(model)
+    for budget in (10**6, 40, 1):  # one micro-batch, several, one for each example
+        batches = batches_of(examples, budget)
+        targets = sum(len(batch.labels) for batch in batches)
+        assert sum(ours.accumulate(batches, seed=0)) / targets == pytest.approx(
+            loss.item(), rel=1e-6, abs=1e-6
+        )
+        found = gradient(model)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert sum(ours.summed_losses(batches)) / targets == pytest.approx(loss.item(), rel=1e-6)
+    (only,) = ours.gradients_of(padded).values()
+    torch.testing.assert_close(only, expected, rtol=1e-5, atol=1e-6)
+    assert expected.abs().max() > 1e-4
+    assert held_out_loss(ours, examples, 0, 4).loss == pytest.approx(loss.item(), rel=1e-6)
+    with ours.without_adapter():
+        without = held_out_loss(ours, examples, 0, 4).loss
+    assert without == pytest.approx(base_loss, rel=1e-6)
+    assert abs(without - loss.item()) > 1e-3
+    assert held_out_loss(ours, examples, 0, 4).loss == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_a_micro_batch_has_as_many_rows_as_fit_with_their_prefixes(random_model, draw_examples):
+    """Without them three times as many short rows as long ones would go together."""
+    examples = draw_examples(40)
+    longest = max(len(example.tokens) for example in examples)
+    taken: list[int] = []
+
+    class Watched(WholeModel):
+        def accumulate(self, batches, seed):
+            taken.extend(len(b.tokens) * (5 + b.tokens.shape[1]) for b in batches)
+            return super().accumulate(batches, seed)
+
+        def summed_losses(self, batches):
+            taken.extend(len(b.tokens) * (self.columns_before + b.tokens.shape[1]) for b in batches)
+            return super().summed_losses(batches)
+
+    model = Watched(prefixed(random_model()))
+    place = Round([list(range(40))], 0, 1, 0, time.monotonic() + 60)
+    parameters = trainable_parameters(model.peft_model)
+    train_round(model, parameters, examples, 0, place, TrainSettings(batch_size=4))
+    held_out_loss(model, examples, 0, 4)
+    assert max(taken) <= 4 * (5 + longest)
+    assert max(taken) > 4 * longest
+    with model.without_adapter():
+        taken.clear()
+        held_out_loss(model, examples, 0, 4)
+    assert max(taken) <= 4 * longest
+
+
+def test_every_block_has_a_prefix_of_its_own(random_model, draw_examples, batches_of):
+    model = prefixed(random_model())
+    WholeModel(model).accumulate(batches_of(draw_examples(3), 10**6), seed=0)
+    assert (gradient(model).abs().reshape(5, 4, -1).amax(dim=(0, 2)) > 0).all()
+
+
+def test_the_initial_prefix_is_peft_s_and_drawn_from_the_seed(checkpoint):
+    state, config = initial_adapter(str(checkpoint), PREFIX, 3)
+    again, _ = initial_adapter(str(checkpoint), PREFIX, 3)
+    other, _ = initial_adapter(str(checkpoint), PREFIX, 4)
+    base = load_base_model(ModelSettings(name=str(checkpoint)))
+    model = attach_adapter(base.model, PREFIX, base.reference)
+    assert state.keys() == {SAVED}
+    assert {n: v.shape for n, v in state.items()} == {
+        n: v.shape for n, v in export_adapter(model).items()
+    }
+    assert torch.equal(state[SAVED], again[SAVED])
+    assert not torch.equal(state[SAVED], other[SAVED])
+    assert state[SAVED].std() == pytest.approx(1, abs=0.1)
+    assert (config.num_virtual_tokens, config.prefix_projection) == (5, False)
+    assert set(exported_names(model).values()) == {SAVED}
+    load_adapter(model, state)
+    assert torch.equal(export_adapter(model)[SAVED], state[SAVED])
+    with pytest.raises(ValueError, match="shape"):
+        load_adapter(model, {SAVED: state[SAVED][:-1]})
+
+
+def test_only_the_prefix_is_trained_and_in_float32(checkpoint):
+    base = load_base_model(ModelSettings(name=str(checkpoint)))
+    model = attach_adapter(base.model.to(torch.bfloat16), PREFIX, base.reference)
+    (parameter,) = trainable_parameters(model).values()
+    assert parameter.dtype == torch.float32
+
+
+def test_a_saved_prefix_is_loaded_by_peft_alone(checkpoint, tmp_path):
+    state, config = initial_adapter(str(checkpoint), PREFIX, 3)
+    save_adapter(tmp_path / "adapter", state, config, "# A card\n")
+    base = load_base_model(ModelSettings(name=str(checkpoint)))
+    ours = attach_adapter(base.model, PREFIX, base.reference).eval()
+    load_adapter(ours, state)
+    tokens = torch.arange(2, 12)[None]
+    torch.save(ours(input_ids=tokens).logits, tmp_path / "logits.pt")
+    theirs = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model = PeftModel.from_pretrained(base, sys.argv[2] + "/adapter").eval()
+logits = model(input_ids=torch.arange(2, 12)[None]).logits
+torch.testing.assert_close(logits, torch.load(sys.argv[2] + "/logits.pt"), rtol=0, atol=1e-6)
+assert not any(name.split(".")[0] in {"finetuning", "split"} for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", theirs, str(checkpoint), str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("adapter", [True, False], ids=["prefix", "base"])
+def test_generated_answers_are_the_likeliest_tokens_one_by_one(checkpoint, draw_examples, adapter):
+    base = load_base_model(ModelSettings(name=str(checkpoint)))
+    model = prefixed(base.model)
+    examples = draw_examples(4, longest=12)
+    assert len({example.prompt_length for example in examples}) > 1
+    expected = []
+    with torch.no_grad():
+        for example in examples:
+            tokens = example.tokens[: example.prompt_length].tolist()
+            for _ in range(6):
+                forward = model if adapter else model.get_base_model()
+                tokens.append(int(forward(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+                if tokens[-1] == base.tokenizer.eos_token_id:
+                    break
+            answer = tokens[example.prompt_length :]
+            expected.append(base.tokenizer.decode(answer, skip_special_tokens=True).strip())
+
+    def answers() -> list[str]:
+        return generate_answers(whole, base.tokenizer, examples, 3, 6)
+
+    whole = WholeModel(model)
+    if adapter:
+        assert answers() == expected
+    else:
+        with whole.without_adapter():
+            assert answers() == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("MambaConfig", {}),
+        ("FalconConfig", {}),  # its configuration doesn't say that queries share one head of keys
+        ("DeepseekV3Config", {}),  # keys and values are not equally wide
+        ("Qwen3NextConfig", {"layer_types": ["linear_attention", "full_attention"]}),
+        ("Gemma4TextConfig", {}),  # blocks differ
+    ],
+)
+def test_architectures_that_take_no_prefix_are_refused_by_name(tmp_path, architecture, changes):
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    config = getattr(transformers, architecture)(**(sizes | changes))
+    config.save_pretrained(tmp_path)
+    with pytest.raises(BaseModelError, match=f"{architecture[:5]}.*adapter.kind") as caught:
+        initial_adapter("a model", PREFIX, 0, tmp_path)
+    assert 'adapter.kind = "prefix" is not for' in str(caught.value)
+
+
+def test_prefixes_and_gradient_checkpointing_are_refused(checkpoint, tmp_path):
+    directory = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    base = load_base_model(ModelSettings(name=str(directory), gradient_checkpointing=True))
+    with pytest.raises(BaseModelError, match=r"prefix.*checkpointing"):
+        attach_adapter(base.model, PREFIX, base.reference)
+
+
+def test_the_prefix_of_a_model_on_meta_needs_no_weights(checkpoint, tmp_path):
+    AutoConfig.from_pretrained(checkpoint).save_pretrained(tmp_path)
+    state, _ = initial_adapter(str(tmp_path), PREFIX, 3, tmp_path)
+    expected, _ = initial_adapter(str(checkpoint), PREFIX, 3)
+    assert torch.equal(state[SAVED], expected[SAVED])

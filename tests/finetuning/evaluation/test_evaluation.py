@@ -1,0 +1,72 @@
+"""Held-out loss and generated answers, in batches, against one example at a time."""
+
+import math
+
+import pytest
+import torch
+
+from finetuning.adapters.adapter import attach_adapter, trainable_parameters
+from finetuning.data.tokenization import Example
+from finetuning.evaluation.held_out import generate_answers, held_out_loss
+from finetuning.model.base_model import load_base_model
+from finetuning.model.whole_model import WholeModel
+from finetuning.settings import AdapterSettings, ModelSettings
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "cohere", "gpt2"])
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+def test_held_out_loss_is_the_mean_over_all_targets(
+    adapted, draw_examples, reference_loss, architecture, batch_size
+):
+    model = adapted(architecture, dropout=0.5)
+    examples = draw_examples(11)
+    result = held_out_loss(WholeModel(model), examples, 0, batch_size)
+    assert model.training, "as it was before"
+    with torch.no_grad():
+        expected = reference_loss(model.eval(), examples).item()
+    assert result.loss == pytest.approx(expected, rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-4)
+    assert result.target_tokens == sum(int(e.is_target[1:].sum()) for e in examples)
+
+
+@pytest.fixture
+def model_and_tokenizer(checkpoint):
+    """The small checkpoint with an adapter, surer of its next tokens than random weights are."""
+    base = load_base_model(ModelSettings(name=str(checkpoint)))
+    model = attach_adapter(base.model, AdapterSettings(targets="q_proj,v_proj"), base.reference)
+    torch.manual_seed(3)
+    for parameter in trainable_parameters(model).values():
+        parameter.data = torch.randn_like(parameter)
+    model.get_base_model().lm_head.weight.data *= 20
+    return model, base.tokenizer
+
+
+def prompts(lengths: list[int]) -> list[Example]:
+    generator = torch.Generator().manual_seed(0)
+    examples = []
+    for length in lengths:
+        tokens = torch.randint(2, 280, (length + 3,), generator=generator)
+        examples.append(Example(tokens, torch.arange(length + 3) >= length, length, ""))
+    return examples
+
+
+def test_batched_generation_equals_one_by_one(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    examples = prompts([5, 19, 2, 11, 11, 1, 30])
+    expected = []
+    model.eval()
+    for example in examples:
+        tokens = example.tokens[: example.prompt_length].tolist()
+        answer: list[int] = []
+        while len(answer) < 12 and tokenizer.eos_token_id not in answer:
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens + answer])).logits
+            answer.append(int(logits[0, -1].argmax()))
+        expected.append(tokenizer.decode(answer, skip_special_tokens=True).strip())
+    assert len(set(expected)) > 3
+
+    model.train()
+    for batch_size in (1, 3, 7):
+        answers = generate_answers(WholeModel(model), tokenizer, examples, batch_size, 12)
+        assert answers == expected
+    assert model.training

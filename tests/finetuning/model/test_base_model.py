@@ -1,0 +1,288 @@
+"""The base model: found, refused, loaded, quantised, and told from others by its fingerprint."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from finetuning.adapters.adapter import attach_adapter, trainable_parameters
+from finetuning.model.base_model import BaseModelError, load_base_model, load_tokenizer, locate
+from finetuning.model.fingerprint import differences, digest, fingerprint
+from finetuning.model.tiny import TinyRecipe, build_tiny
+from finetuning.model.whole_model import WholeModel
+from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
+from finetuning.training.loop import Round, train_round
+
+
+@pytest.fixture
+def copied(checkpoint, tmp_path) -> Path:
+    """A copy of the small checkpoint that may be changed."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "copied"))
+
+
+@pytest.fixture
+def sharded(checkpoint, tmp_path) -> Path:
+    """The small checkpoint, saved again in several files."""
+    directory = tmp_path / "sharded"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.save_pretrained(directory, max_shard_size="20KB")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(directory)
+    assert len(list(directory.glob("*.safetensors"))) > 2
+    return directory
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(BaseModelError) as caught:
+        locate(name)
+    message = str(caught.value)
+    assert f'model.name = "{name}"' in message
+    return message
+
+
+def test_a_directory_loads_sharded_or_not(checkpoint, sharded):
+    tokens = torch.arange(2, 30)[None]
+    base = load_base_model(ModelSettings(name=str(checkpoint)))
+    assert base.directory == checkpoint
+    assert base.model.dtype == torch.float32
+    assert not any(p.requires_grad for p in base.model.parameters())
+    in_shards = load_base_model(ModelSettings(name=str(sharded)))
+    assert torch.equal(base.model(tokens).logits, in_shards.model(tokens).logits)
+    half = load_base_model(ModelSettings(name=str(checkpoint), dtype="bfloat16"))
+    assert half.model.dtype == torch.bfloat16
+
+
+def test_refusals_name_the_setting_and_what_to_do(copied, tmp_path):
+    assert "no config.json" in refusal(str(tmp_path / "missing"))
+    assert "Hugging Face format" in refusal(str(tmp_path))
+    (copied / "model.safetensors").unlink()
+    (copied / "pytorch_model.bin").write_bytes(b"a pickle")
+    assert "convert" in refusal(str(copied))
+    message = refusal("nobody/has-this-model")
+    assert "absolute path" in message and "cache" in message
+    refusal("../not an id")
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_refused(copied):
+    (copied / "config.json").write_text(json.dumps({"model_type": "no such architecture"}))
+    with pytest.raises(BaseModelError, match="can't be loaded"):
+        load_base_model(ModelSettings(name=str(copied)))
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end(copied):
+    config = json.loads((copied / "tokenizer_config.json").read_text())
+    config.pop("pad_token")
+    (copied / "tokenizer_config.json").write_text(json.dumps(config))
+    assert AutoTokenizer.from_pretrained(copied).pad_token_id is None
+    tokenizer = load_tokenizer(copied)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+
+
+def test_unusable_tokenizers_are_refused(copied):
+    config = json.loads((copied / "tokenizer_config.json").read_text())
+    config.pop("eos_token")
+    (copied / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(BaseModelError, match="end-of-text"):
+        load_tokenizer(copied)
+    for file in copied.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(BaseModelError, match="tokenizer"):
+        load_tokenizer(copied)
+
+
+@pytest.fixture
+def quantizable(checkpoint, tmp_path) -> Path:
+    """A random model whose rows are as long as a quantisation block."""
+    directory = tmp_path / "quantizable"
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.1,
+        )
+    ).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantised_model_is_small_close_and_can_be_trained_on_a_processor(
+    quantizable, draw_examples, batches_of, kind
+):
+    tokens = torch.arange(2, 40)[None]
+    plain = load_base_model(ModelSettings(name=str(quantizable))).model
+    exact = plain(tokens).logits
+    quantized = load_base_model(ModelSettings(name=str(quantizable), quantization=kind)).model
+    assert quantized.get_memory_footprint() < plain.get_memory_footprint() / 2
+    error = (quantized(tokens).logits - exact).norm() / exact.norm()
+    assert 0 < error < {"nf4": 0.3, "int8": 0.05}[kind]
+
+    settings = AdapterSettings(dropout=0.0, targets="q_proj,v_proj")
+    model = attach_adapter(quantized, settings, str(quantizable))
+    for parameter in trainable_parameters(model).values():
+        parameter.data = torch.randn_like(parameter) * 0.1
+    stages, parameters = WholeModel(model), trainable_parameters(model)
+    # Measuring first is what a round does, and must not cost the gradients that follow.
+    examples = draw_examples(6)
+    batches = batches_of(examples, 10**6)
+    before = stages.summed_losses(batches[:1])[0]
+    assert all(gradient.any() for gradient in stages.gradients_of(batches[0]).values())
+    stages.accumulate(batches, seed=0)
+    slope = sum(float(p.grad.square().sum()) for p in parameters.values())
+    # Along its gradient the loss changes as the gradient says.
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.sub_(0.02 / slope * parameter.grad)
+    targets = len(batches[0].labels)
+    change = (before - stages.summed_losses(batches[:1])[0]) / targets
+    assert change == pytest.approx(0.02, rel=0.3)
+    for parameter in parameters.values():
+        parameter.grad = None
+
+    place = Round([range(6)] * 10, 0, 10, 0, float("inf"))
+    report, _ = train_round(
+        stages, parameters, examples, 0, place, TrainSettings(learning_rate=2e-2)
+    )
+    assert report.losses[-1] < 0.9 * report.losses[0]
+
+
+def test_fingerprints_are_equal_however_the_checkpoint_is_saved(checkpoint, sharded, tmp_path):
+    ours = fingerprint(checkpoint)
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as tensors:
+        assert set(ours) == {*tensors.keys(), "config.json", "tokenizer.json", "chat template"}
+    assert fingerprint(sharded) == ours
+    again = tmp_path / "again"
+    AutoModelForCausalLM.from_pretrained(sharded).save_pretrained(again)
+    AutoTokenizer.from_pretrained(sharded).save_pretrained(again)
+    assert fingerprint(again) == ours
+    assert digest(fingerprint(again)) == digest(ours)
+
+
+def test_a_different_value_configuration_or_tokenizer_is_named(checkpoint, copied):
+    ours = fingerprint(checkpoint)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(copied / "model.safetensors")
+    tensors[name][3, 4] += 1e-6
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    theirs = fingerprint(copied)
+    assert differences(ours, theirs) == differences(theirs, ours) == [name]
+    assert digest(ours) != digest(theirs)
+
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    tokenizer = json.loads((copied / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["content"] = "<other>"
+    (copied / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert differences(ours, fingerprint(copied)) == ["config.json", name, "tokenizer.json"]
+
+    del tensors[name]
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    assert name in differences(ours, fingerprint(copied))
+
+
+def test_tensors_are_read_once_and_again_when_the_file_has_changed(copied):
+    ours = fingerprint(copied)
+    file = copied / "model.safetensors"
+    stamp = file.stat()
+    whole = file.read_bytes()
+    file.write_bytes(b"\xff" * stamp.st_size)
+    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert fingerprint(copied) == ours, "nothing was read"
+    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 10**9))
+    with pytest.raises(Exception, match=r"(?i)header"):
+        fingerprint(copied)
+    file.write_bytes(whole)
+    assert fingerprint(copied) == ours
+
+
+RECIPE = TinyRecipe(
+    vocabulary=300,
+    hidden=16,
+    blocks=1,
+    heads=2,
+    passages=6,
+    inputs=3,
+    sequence_length=16,
+    batch_size=2,
+    steps=3,
+)
+
+
+def test_tiny_is_the_same_wherever_it_is_built(tmp_path, monkeypatch):
+    built = []
+    for cache, threads in (("one", 1), ("two", 2)):
+        monkeypatch.setenv("CHAMBERS_CACHE", str(tmp_path / cache))
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        torch.manual_seed(threads)
+        built.append(build_tiny(RECIPE))
+        assert torch.get_num_threads() == threads
+        torch.set_num_threads(before)
+        assert built[-1].parent == tmp_path / cache
+    assert fingerprint(built[0]) == fingerprint(built[1])
+    base = load_base_model(ModelSettings(name=str(built[0])))
+    text = "Naïve § 12: 合同法"
+    assert base.tokenizer.decode(base.tokenizer(text)["input_ids"]) == text
+    assert base.model(torch.tensor([base.tokenizer(text)["input_ids"]])).logits.isfinite().all()
+
+
+BUILDS = f"from finetuning.tiny import TinyRecipe, build_tiny; print(build_tiny({RECIPE}))"
+
+
+def test_processes_that_ask_at_once_build_once(tmp_path):
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"CHAMBERS_CACHE": str(tmp_path), "PYTHONPATH": str(root)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILDS],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    paths = {Path(out.strip()) for out, _ in outputs}
+    assert len(paths) == 1
+    assert sum("pre-training" in err for _, err in outputs) == 1
+    assert (paths.pop() / "config.json").is_file()
+
+
+def test_a_chat_template_is_part_of_the_fingerprint(copied):
+    before = fingerprint(copied)
+    (copied / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert differences(before, fingerprint(copied)) == ["chat template"]
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused(copied, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    forward = LlamaForCausalLM.forward
+
+    def sees_everything(self, input_ids, **options):
+        size = input_ids.shape[1]
+        mask = torch.ones(1, 1, size, size, dtype=torch.bool)
+        return forward(self, input_ids=input_ids, attention_mask=mask, **options)
+
+    with torch.no_grad():  # weights large enough for their differences to be seen
+        model = load_base_model(ModelSettings(name=str(copied))).model
+        for parameter in model.parameters():
+            parameter.mul_(10)
+        model.save_pretrained(copied)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", sees_everything)
+    with pytest.raises(BaseModelError, match="not causal"):
+        load_base_model(ModelSettings(name=str(copied)))

@@ -1,0 +1,87 @@
+"""Rows that are longer than a model's positions are refused before anything is trained."""
+
+import pytest
+import torch
+import transformers
+
+from bench.in_process import InProcessGrid
+from finetuning.model.base_model import BaseModelError, load_base_model
+from finetuning.model.positions import check_positions
+from finetuning.settings import ModelSettings
+from server_app.main import _run, place
+from strategies.run_config import parse_run_config
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+ROW = {"adapter.prefix-length": 14, "data.max-length": 50}
+
+
+@pytest.fixture
+def saved(tmp_path, checkpoint):
+    """Give a function that saves a random model with 64 positions, and a tokenizer."""
+
+    def save(architecture: str):
+        changes = {"GPTJ": {"rotary_dim": 4}, "Bloom": {"max_position_embeddings": None}}
+        sizes = SIZES | changes.get(architecture, {})
+        config = getattr(transformers, f"{architecture}Config")(**sizes)
+        directory = tmp_path / architecture
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        transformers.AutoTokenizer.from_pretrained(checkpoint).save_pretrained(directory)
+        return directory
+
+    return save
+
+
+@pytest.mark.parametrize("architecture", ["GPT2", "OPT", "GPTJ", "BioGpt"])
+def test_a_table_of_positions_is_not_gone_beyond(saved, architecture):
+    directory = saved(architecture)
+    check_positions(directory, ROW)
+    with pytest.raises(BaseModelError) as caught:
+        check_positions(directory, ROW | {"data.max-length": 51})
+    for expected in (
+        "adapter.prefix-length + data.max-length = 14 + 51 = 65 positions",
+        architecture,
+        "has 64 and no more",
+        "lower adapter.prefix-length or data.max-length",
+    ):
+        assert expected in str(caught.value)
+    with pytest.raises(BaseModelError, match=r"can take data\.max-length = 65 positions"):
+        check_positions(directory, {"data.max-length": 65})
+    # So many the model does have, and this is what would happen beyond.
+    model = load_base_model(ModelSettings(name=str(directory))).model
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 64).long())
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.ones(1, 65).long())
+
+
+@pytest.mark.parametrize(("architecture", "warned"), [("Llama", True), ("Bloom", False)])
+def test_positions_that_are_computed_go_on_with_a_warning(saved, architecture, warned, caplog):
+    directory = saved(architecture)
+    check_positions(directory, ROW)
+    assert not caplog.records
+    check_positions(directory, ROW | {"evaluate.max-new-tokens": 20})
+    assert ("14 + 50 + 20 = 84 positions" in caplog.text and "64" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("strategy", ["fedjudge-base", "fedjudge-cl", "fl-glm"])
+def test_a_run_is_refused_before_it_begins(saved, values, tmp_path, strategy):
+    values |= {
+        "strategy": strategy,
+        "model.name": str(saved("GPT2")),
+        "adapter.kind": "prefix",
+        "adapter.prefix-length": 14,
+        "data.max-length": 51,
+        "output-dir": str(tmp_path / "results"),
+    }
+    config = parse_run_config(values)
+    with pytest.raises(BaseModelError, match=r"adapter\.prefix-length \+ data\.max-length"):
+        _run(InProcessGrid(values, {}), config, *place(config))

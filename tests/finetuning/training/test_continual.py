@@ -1,0 +1,153 @@
+"""The continual-learning penalty and the importance of weights, against the paper's formula."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetuning.adapters.adapter import trainable_parameters
+from finetuning.model.whole_model import WholeModel
+from finetuning.training.continual import Penalty, importance
+
+SHAPES = {"a": (2, 5), "b": (3,), "c": (4, 2)}
+
+
+def draw(seed: int, positive: bool = False) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    values = {n: torch.randn(s, generator=generator) for n, s in SHAPES.items()}
+    return {name: value.abs() if positive else value for name, value in values.items()}
+
+
+def weights(seed: int) -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(value) for name, value in draw(seed).items()}
+
+
+def flat(values: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([values[name].flatten() for name in SHAPES])
+
+
+def paper_penalty(w: torch.Tensor, anchor: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    """Compute Jᵀ|δ| + |δ|ᵀJᵀJ|δ| with J as a row and its outer product as a dense matrix."""
+    delta = (w - anchor).abs()
+    return j @ delta + delta @ torch.outer(j, j) @ delta
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.floats(0.001, 10.0), st.booleans())
+def test_value_and_gradient_are_the_formula_s(seed, weight, has_gradient):
+    parameters, anchor, j = weights(seed), draw(seed + 1), draw(seed + 2, positive=True)
+    with torch.no_grad():
+        parameters["a"][0, 1] = anchor["a"][0, 1]  # |δ| has no derivative here: 0 is taken
+    loss_gradient = draw(seed + 3)
+    if has_gradient:
+        for name, parameter in parameters.items():
+            parameter.grad = loss_gradient[name].clone()
+    penalty = Penalty(parameters, anchor, j, weight)
+
+    w = flat(parameters).detach().requires_grad_()
+    expected = weight * paper_penalty(w, flat(anchor), flat(j))
+    (pull,) = torch.autograd.grad(expected, w)
+    assert penalty.value() == pytest.approx(expected.item(), rel=1e-5)
+    report = penalty.add_gradient()
+    total = pull + flat(loss_gradient) if has_gradient else pull
+    torch.testing.assert_close(
+        flat({n: p.grad for n, p in parameters.items()}), total, rtol=1e-4, atol=1e-5
+    )
+    s = (flat(j) * (w - flat(anchor)).abs()).sum().item()
+    assert report.distance == penalty.distance() == pytest.approx(s, rel=1e-5)
+    theirs = flat(loss_gradient).norm() if has_gradient else 0.0
+    share = float(pull.norm() / (pull.norm() + theirs))
+    assert report.gradient_share == pytest.approx(share, rel=1e-4)
+
+
+def test_nothing_pulls_where_training_starts_and_something_once_weights_have_moved():
+    parameters = weights(0)
+    anchor = {name: p.detach().clone() for name, p in parameters.items()}
+    penalty = Penalty(parameters, anchor, draw(1, positive=True), 1.0)
+    assert penalty.value() == penalty.distance() == 0.0
+    start = penalty.add_gradient()
+    assert start.distance == start.gradient_share == 0.0
+    assert not any(p.grad.any() for p in parameters.values())
+
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    moved = penalty.value()
+    assert moved > 0
+    penalty.add_gradient()
+    # Every weight went down, so following the penalty takes every weight up again.
+    assert all((p.grad < 0).all() for p in parameters.values())
+    torch.optim.SGD(parameters.values(), lr=1e-3).step()
+    assert penalty.value() < moved
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_anchor_and_importance_are_copies(shared):
+    parameters, j = weights(0), draw(1, positive=True)
+    # The anchor may be the very memory of the weights: the global adapter was loaded from it.
+    anchor = {n: p.data if shared else p.data.clone() for n, p in parameters.items()}
+    penalty = Penalty(parameters, anchor, j, 1.0)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.add_(0.5)
+    moved = penalty.distance()
+    assert moved == pytest.approx(0.5 * float(flat(j).sum()), rel=1e-4)
+    for name in SHAPES:
+        j[name].zero_()
+        if not shared:
+            anchor[name].add_(7.0)
+    assert penalty.distance() == moved
+
+
+def test_without_weight_gradients_stay_bit_for_bit_and_the_distance_is_reported():
+    parameters, before = weights(0), draw(3)
+    for name, parameter in parameters.items():
+        parameter.grad = before[name].clone()
+    penalty = Penalty(parameters, draw(1), draw(2, positive=True), 0.0)
+    report = penalty.add_gradient()
+    assert report.distance > 0
+    assert report.gradient_share == 0.0
+    assert penalty.value() == 0.0
+    assert all(torch.equal(p.grad, before[name]) for name, p in parameters.items())
+
+
+@pytest.mark.parametrize("jacobian", ["mean-absolute", "mean-gradient"])
+def test_importance_equals_a_plain_loop(
+    adapted, draw_examples, batches_of, reference_loss, jacobian
+):
+    model = adapted(dropout=0.5)
+    examples = draw_examples(5)
+    parameters = trainable_parameters(model)
+    found = []
+    model.eval()
+    for example in examples:
+        reference_loss(model, [example]).backward()
+        found.append({name: p.grad for name, p in parameters.items()})
+        for parameter in parameters.values():
+            parameter.grad = None
+    model.train()
+    j = importance(WholeModel(model), batches_of(examples, 1), jacobian)
+    assert j.keys() == parameters.keys()
+    for name, value in j.items():
+        stacked = torch.stack([gradient[name] for gradient in found])
+        absolute = jacobian == "mean-absolute"
+        expected = stacked.abs().mean(0) if absolute else stacked.mean(0).abs()
+        assert expected.any()
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_importance_leaves_the_model_as_it_was(adapted, draw_examples, batches_of, training):
+    model = adapted(dropout=0.5).train(training)
+    parameters = trainable_parameters(model)
+    for parameter in parameters.values():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    weights_before = {name: p.clone() for name, p in model.named_parameters()}
+    modes_before = [module.training for module in model.modules()]
+    importance(WholeModel(model), batches_of(draw_examples(4), 30), "mean-absolute")
+    assert [module.training for module in model.modules()] == modes_before
+    assert all((p.grad == 3.0).all() for p in parameters.values())
+    after = dict(model.named_parameters())
+    assert all(torch.equal(value, after[name]) for name, value in weights_before.items())

@@ -1,0 +1,190 @@
+"""What goes over a lane, and what comes of it: frames, limits, accounts, secrets."""
+
+import base64
+import logging
+import time
+
+import pytest
+import torch
+
+from split.lane import lane as lane_end
+from split.protocol.errors import (
+    FrameError,
+    LaneBusyError,
+    LaneTimeoutError,
+    PeerError,
+    TicketError,
+)
+from split.protocol.frames import Kind, Limits
+from split.protocol.keys import ServerKeys
+from tests.split.lanes import (
+    COURT,
+    HIDDEN,
+    SOON,
+    Proxy,
+    ended,
+    refusal,
+    serving,
+    tokens,
+)
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+def test_hidden_states_go_and_come(wire):
+    limits = Limits(HIDDEN, wire, 65536)
+    with serving(limits=limits) as server:
+        client, lane = server.pair(limits=limits)
+        sent = tokens(4, 5000)  # more than a record
+        lengths = torch.tensor([5000, 1, 2, 3])
+        client.send(Kind.HIDDEN, 7, 3, {"hidden": sent, "lengths": lengths}, {"side": "right"})
+        came = lane.receive(SOON)
+        assert (came.kind, came.step, came.micro_batch) == (Kind.HIDDEN, 7, 3)
+        assert came.fields == {"side": "right"}
+        assert torch.equal(came.tensors["lengths"], lengths)
+        expected = {"float32": sent, "bfloat16": sent.bfloat16()}.get(wire)
+        if expected is not None:
+            assert torch.equal(came.tensors["hidden"], expected)
+        else:
+            assert torch.allclose(came.tensors["hidden"], sent, atol=0.03)
+        lane.send(Kind.GRADIENT, 7, 3, {"gradient": sent})
+        assert client.receive(SOON).tensors["gradient"].shape == sent.shape
+        client.close()
+
+
+def test_frames_stay_in_order_both_ways(server):
+    client, lane = server.pair()
+    for number in range(100):
+        client.send(Kind.STEP, number, fields={"x": number})
+        lane.send(Kind.AVERAGE, number, tensors={"a": torch.full((1000,), float(number))})
+    for number in range(100):
+        assert lane.receive(SOON).fields == {"x": number}
+        assert (client.receive(SOON).tensors["a"] == number).all()
+    client.close()
+
+
+def test_both_ends_agree_on_who_and_on_reconnecting(server):
+    client, lane = server.pair()
+    assert client.identity == lane.identity == COURT
+    assert client.resumption == lane.resumption
+    client.close()
+    with pytest.raises(TicketError, match="not issued"):
+        server.client(ticket=client.resumption)
+    server.book.register(lane.resumption, lane.identity, SOON)
+    again, lane = server.pair(ticket=client.resumption)
+    again.send(Kind.JOIN, fields={"step": 4})
+    assert lane.receive(SOON).fields == {"step": 4}
+    again.close()
+
+
+def test_rsa_lanes_work():
+    with serving(keys=ServerKeys("rsa-3072")) as server:
+        client, lane = server.pair()
+        client.send(Kind.END)
+        assert lane.receive(SOON).kind is Kind.END
+        client.close()
+
+
+def test_traffic_is_what_goes_over_tcp(server):
+    proxy = Proxy(server.address)
+    client, lane = server.pair(address=proxy.address)
+    for number in range(8):
+        client.send(Kind.HIDDEN, number, tensors={"hidden": tokens(2, 3000)})
+        lane.receive(SOON)
+        lane.send(Kind.HIDDEN, number, tensors={"hidden": tokens(1, 2000)})
+        client.receive(SOON)
+    mine, theirs = client.traffic, lane.traffic
+    assert (mine.bytes_up, mine.bytes_down) == (theirs.bytes_up, theirs.bytes_down)
+    assert mine.bytes_up == pytest.approx(proxy.up, rel=0.02)
+    assert mine.bytes_down == pytest.approx(proxy.down, rel=0.02)
+    assert min(mine.seconds_crypto, mine.seconds_serialisation, mine.seconds_waiting) > 0
+    client.close()
+    proxy.cut()
+
+
+def test_a_wait_has_its_limit_and_the_lane_lives_on(server):
+    client, lane = server.pair()
+    with pytest.raises(LaneTimeoutError, match=r"0\.1 s"):
+        client.receive(0.1)
+    lane.send(Kind.WELCOME)
+    assert client.receive(SOON).kind is Kind.WELCOME
+    client.close()
+
+
+def test_numbers_that_are_not_finite_end_the_lane_in_words(server):
+    client, lane = server.pair()
+    client.send(Kind.HIDDEN, tensors={"hidden": torch.full((1, 1, HIDDEN), float("nan"))})
+    ended(client, FrameError, "'hidden' has NaN")
+    ended(lane, PeerError)
+    client.close()
+
+
+def test_what_a_lane_does_not_allow_is_said_at_once_and_the_lane_lives_on(server):
+    client, lane = server.pair()
+    with pytest.raises(FrameError, match="same base model"):
+        client.send(Kind.HIDDEN, tensors={"hidden": torch.zeros(1, 1, HIDDEN + 1)})
+    client.send(Kind.STEP)
+    lane.receive(SOON)
+    client.close()
+
+
+def test_the_server_does_not_rely_on_the_clients_limits(server):
+    client, lane = server.pair(limits=Limits(HIDDEN, "float32", 10**6))
+    client.send(Kind.HIDDEN, tensors={"hidden": tokens(1, 70_000)})
+    ended(lane, FrameError, "agreed on are at most")
+    ended(client, PeerError)
+    client.close()
+
+
+def test_a_receiver_that_does_not_receive_holds_the_sender_back(server):
+    client, lane = server.pair()
+    for number in range(60):
+        client.send(Kind.AVERAGE, number, tensors={"a": torch.zeros(500_000)})
+    lane.receive(SOON)
+    time.sleep(0.5)
+    assert len(lane._incoming) <= lane_end._FRAMES_AHEAD
+    assert client._outgoing
+    assert [lane.receive(SOON).step for _ in range(59)] == list(range(1, 60))
+    client.close()
+
+
+def test_lanes_have_a_number(server):
+    with serving(maximum_lanes=1) as full:
+        first, _ = full.pair()
+        ticket = full.ticket()
+        assert isinstance(refusal(lambda: full.client(ticket=ticket)), LaneBusyError)
+        first.close()
+        full.done.set()
+        for _ in range(100):
+            if not full.server._threads:
+                break
+            time.sleep(0.05)
+        full.client(ticket=ticket).close()
+
+
+def forms(secret):
+    yield secret.hex()
+    yield base64.b64encode(secret).decode().rstrip("=")
+    yield repr(secret)[2:-1]
+
+
+def test_nothing_secret_is_logged_or_shown(server, caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    ticket = server.ticket()
+    client, lane = server.pair(ticket=ticket)
+    hidden = tokens(1, 4)
+    client.send(Kind.HIDDEN, tensors={"hidden": hidden})
+    frame = lane.receive(SOON)
+    shown = [repr([client, lane, frame, ticket, server.keys, server.book, client.resumption])]
+    client.send(Kind.HIDDEN, tensors={"hidden": hidden / 0})
+    shown.append(repr(ended(client)) + repr(ended(lane)))
+    client.close()
+    with pytest.raises(TicketError) as raised:
+        server.client(ticket=ticket)
+    shown.append(repr(raised.value))
+    text = caplog.text + "".join(shown) + "".join(capfd.readouterr())
+    assert "court" in text
+    keys = [ticket.secret, client.resumption.secret]
+    for secret in keys:
+        assert all(form not in text for form in forms(secret))
+    for number in hidden.flatten().tolist():
+        assert f"{number:.4f}" not in text

@@ -1,0 +1,221 @@
+"""Altered messages, replayed records, eavesdroppers and strangers."""
+
+import queue
+import threading
+import time
+from contextlib import closing
+
+import grpc
+import pytest
+
+from split.lane.dialling import connect
+from split.lane.transport import METHOD, SERVICE
+from split.protocol.errors import (
+    FrameError,
+    HandshakeError,
+    LaneCutError,
+    LaneTimeoutError,
+    PeerError,
+    ServerKeyError,
+    TicketError,
+)
+from split.protocol.frames import Kind
+from split.protocol.handshake import ClientHandshake
+from split.protocol.keys import ServerKeys
+from split.protocol.tickets import Identity, Ticket
+from tests.split.lanes import (
+    COURT,
+    HYBRID,
+    LIMITS,
+    SOON,
+    changing,
+    ended,
+    refusal,
+    relaying,
+    serving,
+    tokens,
+)
+
+
+def test_tickets_that_are_no_good_are_named(server):
+    used = server.ticket()
+    server.client(ticket=used).close()
+    cases = {
+        "not issued": (Ticket(bytes(16), bytes(32)), COURT),
+        "has expired": (server.ticket(lifetime=0), COURT),
+        "has been used": (used, COURT),
+        "another run": (server.ticket(Identity("run", 1, "reasoning")), COURT),
+    }
+    for words, (ticket, identity) in cases.items():
+        with pytest.raises(TicketError, match=words):
+            server.client(ticket=ticket, identity=identity)
+
+
+def test_the_old_key_is_refused_by_name_and_the_ticket_stays_good():
+    with serving(keys=ServerKeys(HYBRID)) as server:
+        ticket, old = server.ticket(), server.keys.public
+        server.keys.rotate()
+        with pytest.raises(ServerKeyError, match="server's key has changed"):
+            connect(server.address, ticket, COURT, old, HYBRID, LIMITS, time.monotonic() + SOON)
+        server.client(ticket=ticket).close()
+
+
+@pytest.mark.parametrize(
+    ("number", "place"),
+    [(0, 0), (0, 4), (0, 6), (0, 30), (0, 60), (0, 700), (0, 1260), (1, 1), (1, 20)],
+)
+def test_an_altered_message_of_the_client_is_refused_and_the_ticket_stays_good(
+    server, number, place
+):
+    def alter(index, message):
+        if index == number:
+            message = message[:place] + bytes([message[place] ^ 1]) + message[place + 1 :]
+        return [message]
+
+    ticket = server.ticket()
+    with relaying(server, up=alter) as relay:
+        refusal(lambda: server.client(ticket=ticket, address=relay.address))
+    server.client(ticket=ticket).close()
+
+
+@pytest.mark.parametrize("place", [0, 4, 5, 10, 37, 38, 69])
+def test_an_altered_answer_of_the_server_is_refused_and_the_ticket_stays_good(server, place):
+    def alter(_, message):
+        return [message[:place] + bytes([message[place] ^ 1]) + message[place + 1 :]]
+
+    ticket = server.ticket()
+    with relaying(server, down=alter) as relay:
+        refusal(lambda: server.client(ticket=ticket, address=relay.address))
+    server.client(ticket=ticket).close()
+
+
+def test_who_hears_everything_cannot_get_before_the_honest_client(server):
+    ticket = server.ticket()
+    handshake = ClientHandshake(ticket, COURT, server.keys.public, HYBRID)
+    hello = handshake.hello()
+    with closing(grpc.insecure_channel(server.address)) as channel:
+        method = channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        messages = queue.SimpleQueue()
+        messages.put(hello)
+        thief = method(iter(messages.get, None), timeout=SOON)
+        next(thief)  # the server answers: the bytes are an honest client's
+        honest, lane = server.pair(ticket=ticket)
+        messages.put(b"CHLN\x01\x03" + bytes(32))
+        with pytest.raises(grpc.RpcError) as raised:
+            next(thief)
+        assert raised.value.details() == "chambers: authentication"
+        honest.send(Kind.JOIN)
+        assert lane.receive(SOON).kind is Kind.JOIN
+        honest.close()
+
+
+def test_of_two_lanes_with_one_ticket_one_comes_about(server):
+    ticket = server.ticket()
+    outcomes = queue.SimpleQueue()
+
+    def open_one():
+        try:
+            lane = server.client(ticket=ticket)
+            lane.send(Kind.JOIN)
+            lane.receive(1.0)
+        except LaneTimeoutError:
+            outcomes.put("open")
+            lane.close()
+        except TicketError:
+            outcomes.put("refused")
+
+    threads = [threading.Thread(target=open_one) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert sorted(outcomes.get(timeout=1) for _ in threads) == ["open", "refused", "refused"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda _, m: [m[:40] + bytes([m[40] ^ 1]) + m[41:]], "was altered"),
+        (lambda _, m: [m[:-1] + bytes([m[-1] ^ 1])], "was altered"),
+        (lambda _, m: [m[:1] + bytes([4]) + m[2:]], "was altered"),
+        (lambda _, m: [m, m], "repeated"),
+        (lambda held, m: [held[2], m], "repeated"),
+        (lambda _, m: [], "left out"),
+        (lambda _, m: [m[:-1]], "fit"),
+        (lambda _, m: [b""], "too short"),
+        (lambda _, m: [b"x" * 100], "version"),
+    ],
+)
+def test_what_happens_to_records_ends_their_lane_alone(server, change, words):
+    other, other_lane = server.pair(identity=Identity("run", 1, "other"))
+    with relaying(server, up=changing(3, change)) as relay:
+        client, lane = server.pair(address=relay.address)
+        for number in range(4):
+            client.send(Kind.STEP, number)
+        assert lane.receive(SOON).step == 0
+        ended(lane, FrameError, words)
+        ended(client, PeerError, "gave up")
+        client.close()
+    other.send(Kind.STEP, 9)
+    assert other_lane.receive(SOON).step == 9
+    other.close()
+
+
+def test_records_of_another_lane_are_noticed(server):
+    with relaying(server) as relay:
+        client, lane = server.pair(address=relay.address)
+        client.send(Kind.STEP, 1)
+        lane.receive(SOON)
+        foreign = relay.heard[-1]
+        client.close()
+    with relaying(server, up=changing(2, lambda *_: [foreign])) as relay:
+        client, lane = server.pair(address=relay.address)
+        client.send(Kind.STEP, 1)
+        ended(lane, FrameError, "another lane")
+        client.close()
+
+
+def test_what_comes_back_to_its_sender_is_noticed(server):
+    sent = []
+
+    def up(index, message):
+        sent.append(message)
+        return [message]
+
+    with relaying(server, up=up, down=lambda i, m: [m] if i == 0 else [sent[2]]) as relay:
+        client, lane = server.pair(address=relay.address)
+        client.send(Kind.STEP, 1)
+        lane.receive(SOON)
+        lane.send(Kind.STEP, 1)
+        ended(client, FrameError, "direction")
+        client.close()
+
+
+@pytest.mark.parametrize("after", [3, 4])
+def test_a_stream_that_is_cut_is_noticed(server, after):
+    """The frame has two records; the stream ends within it, and right after it."""
+    with relaying(server, up=lambda i, m: None if i == after else [m]) as relay:
+        client, lane = server.pair(address=relay.address)
+        client.send(Kind.HIDDEN, tensors={"hidden": tokens(1, 6000)})
+        client.send(Kind.END)
+        ended(lane, LaneCutError, "within a frame" if after == 3 else "before it was closed")
+        ended(client)
+        client.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 2**20 + 100])
+def test_strangers_bytes_are_refused(server, size):
+    with closing(grpc.insecure_channel(server.address)) as channel:
+        method = channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        with pytest.raises(grpc.RpcError) as raised:
+            list(method(iter([b"C" * size]), timeout=SOON))
+        assert raised.value.code() in {
+            grpc.StatusCode.UNAUTHENTICATED,
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+        }
+    server.client().close()
+
+
+def test_an_unknown_suite_is_named(server):
+    with pytest.raises(HandshakeError, match=r"split\.key-exchange"):
+        connect(server.address, server.ticket(), COURT, b"", "rot13", LIMITS, time.monotonic() + 1)

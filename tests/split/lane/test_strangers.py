@@ -1,0 +1,281 @@
+"""Whoever can reach the port takes nothing from clients."""
+
+import queue
+import socket
+import threading
+import time
+from contextlib import ExitStack, closing, contextmanager, suppress
+
+import grpc
+import pytest
+
+from client_app import split as client_side
+from split.lane import listening as lane_server
+from split.lane import transport as lane_transport
+from split.lane.half_open import AnsweredHandshakes, SilentStreams, host_of
+from split.lane.transport import METHOD, SERVICE, channel_options
+from split.protocol.errors import LaneBusyError, LaneCutError, LaneError
+from split.protocol.frames import Kind
+from split.protocol.handshake import ClientHandshake
+from split.protocol.invitation import Invitation
+from split.protocol.tickets import Identity
+from tests.split.lanes import COURT, LIMITS, SOON, ended
+from tests.split.lanes import serving as serving_lanes
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+
+
+class Stream:
+    """A stream of a stranger, who sends what a test says."""
+
+    def __init__(self, address, *messages):
+        self.channel = grpc.insecure_channel(address, options=channel_options(address))
+        self.messages = queue.SimpleQueue()
+        for message in messages:
+            self.messages.put(message)
+        method = self.channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        self.call = method(iter(self.messages.get, None), timeout=SOON)
+
+    def answer(self):
+        return next(self.call)
+
+    def refusal(self):
+        with pytest.raises(grpc.RpcError) as raised:
+            next(self.call)
+        return raised.value.code(), raised.value.details()
+
+    def close(self):
+        self.messages.put(None)
+        self.call.cancel()
+        self.channel.close()
+
+
+@contextmanager
+def strangers(server, count, *messages):
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(closing(Stream(server.address, *messages))) for _ in range(count)
+        ]
+
+
+def connection(server, *sent):
+    host, port = server.address.split(":")
+    made = socket.create_connection((host, int(port)), timeout=SOON)
+    for content in sent:
+        made.sendall(content)
+    return made
+
+
+def seconds_until_closed(made):
+    started = time.monotonic()
+    with suppress(ConnectionError):
+        while made.recv(65536):
+            pass
+    return time.monotonic() - started
+
+
+def until(condition):
+    end = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def server():
+    with serving_lanes() as made:
+        yield made
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Limits of time that a test can wait for."""
+    for module in (lane_server, lane_transport):
+        monkeypatch.setattr(module, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(lane_server, "HANDSHAKE_SECONDS", 1.0)
+    with serving_lanes() as made:
+        yield made
+
+
+def test_silent_streams_make_room_for_who_has_something_to_say(server):
+    with strangers(server, 2 * lane_server._HALF_OPEN) as silent:
+        until(lambda: len(server.server._silent._streams) == lane_server._HALF_OPEN)
+        for _ in range(3):
+            client, _ = server.pair()
+            client.close()
+        ended_early = [stream.call.done() for stream in silent]
+        assert sum(ended_early) >= lane_server._HALF_OPEN
+        # Those who lost their place are told that there is none: an honest client would try again.
+        assert silent[0].refusal()[0] is grpc.StatusCode.CANCELLED
+    until(lambda: not server.server._silent._streams)
+
+
+def test_a_stream_may_not_be_silent_for_long(hurried):
+    with strangers(hurried, 1) as (stream,):
+        started = time.monotonic()
+        assert stream.refusal()[0] is grpc.StatusCode.CANCELLED
+        assert time.monotonic() - started < 5
+
+
+def test_who_loses_its_place_is_of_the_address_that_has_most():
+    places, ended_streams = SilentStreams(4, SOON), []
+    with ExitStack() as stack:
+
+        def come(host, number):
+            stack.enter_context(places.place(host, lambda: ended_streams.append((host, number))))
+
+        come("honest", 0)
+        for number in range(20):
+            come("flood", number)
+        assert ended_streams == [("flood", number) for number in range(17)]
+        come("other", 0)
+        assert ended_streams[-1] == ("flood", 17)
+    assert not places._streams
+
+
+def test_addresses_are_told_apart_by_host_and_ipv6_network():
+    assert host_of("ipv4:10.0.0.1:4711") == host_of("ipv4:10.0.0.1:4712") == "10.0.0.1"
+    assert host_of("ipv6:%5B2001:db8::1%5D:1") == host_of("ipv6:[2001:db8::ffff]:2")
+    assert host_of("ipv6:%5B2001:db8::1%5D:1") != host_of("ipv6:%5B2001:db8:0:1::1%5D:1")
+    assert host_of("unix:") == host_of("unix:")
+
+
+def test_a_message_that_was_heard_is_answered_once_and_its_ticket_stays_good(server):
+    ticket = server.ticket()
+    hello = ClientHandshake(ticket, COURT, server.keys.public, server.keys.suite).hello()
+    with strangers(server, 40, hello) as replayers:
+        answered = 0
+        for stream in replayers:
+            try:
+                stream.answer()
+                answered += 1
+            except grpc.RpcError as error:
+                assert error.details() == "chambers: busy"
+        assert answered == 1
+        client, lane = server.pair(ticket=ticket)
+        client.send(Kind.JOIN)
+        assert lane.receive(SOON).kind is Kind.JOIN
+        client.close()
+
+
+def test_a_ticket_holds_few_places_and_not_for_long(hurried):
+    ticket = hurried.ticket()
+    with ExitStack() as stack:
+
+        def begin():
+            handshake = ClientHandshake(ticket, COURT, hurried.keys.public, hurried.keys.suite)
+            return stack.enter_context(closing(Stream(hurried.address, handshake.hello())))
+
+        held = [begin() for _ in range(lane_server._OF_ONE_IDENTITY)]
+        for stream in held:
+            stream.answer()
+        assert begin().refusal()[1] == "chambers: busy"
+        hurried.client(identity=Identity("run", 1, "other")).close()
+        for stream in held:  # the third message doesn't come
+            assert stream.refusal()[0] is grpc.StatusCode.CANCELLED
+        hurried.client(ticket=ticket).close()
+
+
+def test_all_places_of_answered_handshakes_are_bounded():
+    places = AnsweredHandshakes(2, 1, SOON)
+    one, two, three = (Identity("run", 1, name) for name in "abc")
+    with places.place(one, int), places.place(two, int):
+        for identity in (one, three):
+            with pytest.raises(LaneBusyError), places.place(identity, int):
+                pass
+    with places.place(three, int):
+        pass
+    assert not places._taken
+
+
+def test_a_wrong_proof_takes_no_place_and_is_hardly_logged(server, caplog):
+    caplog.set_level("INFO")
+    ticket = server.ticket()
+    hello = ClientHandshake(ticket, COURT, server.keys.public, server.keys.suite).hello()
+    wrong = hello[:-1] + bytes([hello[-1] ^ 1])
+    with strangers(server, 30, wrong) as streams:
+        for stream in streams:
+            assert stream.refusal()[1] == "chambers: authentication"
+        assert not server.server._answered._taken
+    assert sum("handshakes refused" in line for line in caplog.messages) == 1
+    server.client(ticket=ticket).close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [],
+        [b"GET / HTTP/1.1\r\n\r\n"],
+        [bytes(range(256)) * 100],
+        [PREFACE],
+        [PREFACE, SETTINGS],
+        [PREFACE, SETTINGS, b"\xff\xff\xff\x00\x00\x00\x00\x00\x01" + bytes(100)],
+        # Headers of which the end doesn't come.
+        [PREFACE, SETTINGS, b"\x00\x00\x01\x01\x00\x00\x00\x00\x01\x82"],
+    ],
+    ids=["nothing", "http/1", "noise", "preface", "settings", "too large", "half a header"],
+)
+def test_connections_that_are_no_clients_are_closed(hurried, sent):
+    with connection(hurried, *sent) as made:
+        assert seconds_until_closed(made) < 5
+    hurried.client().close()
+
+
+def test_a_byte_at_a_time_is_no_way_to_stay(hurried):
+    with connection(hurried) as made:
+        started = time.monotonic()
+        with suppress(ConnectionError, BrokenPipeError):
+            for byte in PREFACE + SETTINGS * 100:
+                made.sendall(bytes([byte]))
+                time.sleep(0.05)
+                assert time.monotonic() - started < 5
+    hurried.client().close()
+
+
+def test_connections_have_a_number_and_clients_come_again(monkeypatch):
+    monkeypatch.setattr(lane_transport, "_SPARE_CONNECTIONS", 3)
+    monkeypatch.setattr(lane_server, "_HALF_OPEN", 1)
+    monkeypatch.setattr(lane_transport, "SILENT_SECONDS", 1.5)
+    with serving_lanes(maximum_lanes=1) as server, ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(connection(server))
+        time.sleep(0.3)
+        with pytest.raises(LaneCutError):
+            server.client()
+        invitation = Invitation(
+            server.address, server.keys.suite, server.keys.public, COURT, server.ticket()
+        )
+        lane = client_side.open_lane(invitation, LIMITS, time.monotonic() + SOON)
+        lane.close()
+
+
+def test_an_oversized_message_ends_its_lane_alone(server):
+    other, other_lane = server.pair(identity=Identity("run", 1, "other"))
+    ticket = server.ticket()
+    handshake = ClientHandshake(ticket, COURT, server.keys.public, server.keys.suite)
+    with strangers(server, 1, handshake.hello()) as (stream,):
+        finished, _ = handshake.finish(stream.answer())
+        stream.messages.put(finished)
+        lane = server.lanes.get(timeout=SOON)
+        stream.messages.put(bytes(2**20 + 100))
+        ended(lane, LaneError)
+    other.send(Kind.JOIN)
+    assert other_lane.receive(SOON).kind is Kind.JOIN
+    other.close()
+
+
+def test_nothing_is_left_of_a_flood(server):
+    def flood():
+        hello = ClientHandshake(
+            server.ticket(lifetime=0), COURT, server.keys.public, server.keys.suite
+        ).hello()
+        with strangers(server, 40), strangers(server, 40, hello), strangers(server, 20, b"CHLN"):
+            time.sleep(0.5)
+
+    before = threading.active_count()
+    flood()
+    until(lambda: not server.server._silent._streams)
+    until(lambda: threading.active_count() <= before)
+    assert not server.server._answered._taken
+    server.client().close()

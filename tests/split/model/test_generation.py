@@ -1,0 +1,267 @@
+"""Generation through lanes: the whole model's texts, token for token, and no memory left over."""
+
+import json
+import threading
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from finetuning.adapters.adapter import attach_adapter, initial_adapter, load_adapter
+from finetuning.data.batching import collate
+from finetuning.model.whole_model import WholeModel
+from finetuning.settings import AdapterSettings
+from split.model.adapters import take_apart
+from split.model.cut import cut_of
+from tests.split.clients import (
+    MOST_KEPT,
+    Client,
+    bodies_kept,
+    draw,
+    send_texts,
+    serving,
+    split_settings,
+)
+from tests.split.conftest import ARCHITECTURES, draw_tokens, real_tokens, whole_model
+
+NEW = 12
+TARGETS = {
+    "Phi3": "qkv_proj",
+    "GPTNeoX": "query_key_value",
+    "Bloom": "query_key_value",
+    "GPT2": "c_attn",
+}
+GREEDY = {"do_sample": False}
+SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 20, "repetition_penalty": 1.2}
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    mask = real_tokens("left").long()
+    return draw_tokens() * mask, mask
+
+
+class Scene:
+    """A checkpoint with an adapter that does something, whole and in parts."""
+
+    def __init__(self, directory, architecture="Llama", adapter=None, **split) -> None:
+        targets = TARGETS.get(architecture, "q_proj,v_proj")
+        self.directory = directory
+        self.adapter = adapter or AdapterSettings(rank=2, alpha=4, dropout=0.0, targets=targets)
+        self.state, _ = initial_adapter(str(directory), self.adapter, 5, directory)
+        if self.adapter.kind == "lora":
+            torch.manual_seed(6)
+            self.state = {n: 0.2 * torch.randn_like(value) for n, value in self.state.items()}
+        self.split = split_settings(**split)
+        self.parts = take_apart(self.state, cut_of(directory, self.split))
+
+    def serving(self, **changes):
+        return serving(self.directory, self.state, self.split, self.adapter, **changes)
+
+    def client(self, name="alpha") -> Client:
+        return Client(name, self.directory, self.split, self.adapter)
+
+    def lane(self, server, client):
+        models = {"base": None, "global": self.parts["body"]}
+        return client.lane(server.invite_to_evaluate(client.name, 0, models, 60.0))
+
+    def choose(self, model) -> None:
+        model.choose("global", self.parts["head"] | self.parts["tail"])
+
+    def whole(self) -> WholeModel:
+        model = attach_adapter(whole_model(self.directory), self.adapter, str(self.directory))
+        load_adapter(model, self.state)
+        return WholeModel(model)
+
+
+def generated(model, seed=1, **settings) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return model.generate(*prompts(), NEW, pad_token_id=0, **settings)
+
+
+def ends_of(whole: WholeModel, settings) -> list[int]:
+    """Choose end tokens with which rows end at different times, the last one not at all."""
+    tokens = generated(whole, **settings, eos_token_id=[63])[:, 11:]
+    tokens = torch.nn.functional.pad(tokens, (0, NEW - tokens.shape[1]))
+    candidates = [int(t) for t in tokens[:2].flatten() if t and t not in tokens[2]]
+    return candidates[1:2] or [63]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_texts_are_the_whole_model_s_token_for_token(architecture, random_checkpoint):
+    scene = Scene(random_checkpoint(architecture), architecture)
+    whole, client = scene.whole(), scene.client()
+    with scene.serving() as server:
+        with scene.lane(server, client) as model:
+            scene.choose(model)
+            for settings in (GREEDY, SAMPLED):
+                ends = ends_of(whole, settings)
+                expected = generated(whole, **settings, eos_token_id=ends)
+                assert torch.equal(generated(model, **settings, eos_token_id=ends), expected)
+                assert (expected[:, 11:] == 0).any() or ends == [63], "some row ends earlier"
+            model.end()
+        (account,) = server.finish_lanes()
+    assert not account.error
+    assert len(set(map(tuple, expected[:, 11:].tolist()))) == 3
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "GPT2", "OPT", "Bloom", "Gemma2"])
+def test_an_embedding_and_a_head_alone_keep_nothing(architecture, random_checkpoint):
+    scene = Scene(random_checkpoint(architecture), architecture, head_blocks=0, tail_blocks=0)
+    client = scene.client()
+    with scene.serving() as server, scene.lane(server, client) as model:
+        scene.choose(model)
+        assert torch.equal(generated(model, **GREEDY), generated(scene.whole(), **GREEDY))
+
+
+@pytest.mark.parametrize("kind", ["lora", "prefix"])
+@pytest.mark.parametrize("blocks", [1, 0])
+@pytest.mark.parametrize("trained_for", [8, 14, 17])
+def test_texts_that_outgrow_what_a_model_was_trained_for(
+    random_checkpoint, kind, blocks, trained_for
+):
+    """They are computed anew where the whole model's are, whatever of it the client has."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}
+    rope |= {"long_factor": [3.0] * 4, "original_max_position_embeddings": trained_for}
+    directory = random_checkpoint(
+        "Phi3", original_max_position_embeddings=trained_for, rope_parameters=rope
+    )
+    prefix = AdapterSettings(kind="prefix", prefix_length=5) if kind == "prefix" else None
+    scene = Scene(directory, "Phi3", prefix, head_blocks=blocks, tail_blocks=blocks)
+    client = scene.client()
+    with (
+        scene.serving(most_kept=MOST_KEPT + 3 * 5) as server,
+        scene.lane(server, client) as model,
+    ):
+        scene.choose(model)
+        for settings in (GREEDY, SAMPLED):
+            expected = generated(scene.whole(), **settings)
+            assert torch.equal(generated(model, **settings), expected)
+
+
+def test_prompts_without_padding_and_of_one_token(random_checkpoint):
+    scene = Scene(random_checkpoint("Mistral"))
+    whole, client = scene.whole(), scene.client()
+    with scene.serving() as server, scene.lane(server, client) as model:
+        scene.choose(model)
+        for tokens in (draw_tokens(), draw_tokens()[:, :1]):
+            texts = [
+                each.generate(tokens, torch.ones_like(tokens), NEW, pad_token_id=0, **GREEDY)
+                for each in (whole, model)
+            ]
+            assert torch.equal(*texts)
+
+
+def test_settings_of_generation_come_from_the_checkpoint(random_checkpoint, tmp_path):
+    """Some have several end tokens, and they are in a file of their own."""
+    import shutil
+
+    directory = tmp_path / "checkpoint"
+    shutil.copytree(random_checkpoint("Llama"), directory)
+    GenerationConfig(eos_token_id=[1, 7, 9], repetition_penalty=1.7).save_pretrained(directory)
+    scene = Scene(directory)
+    client = scene.client()
+    with scene.serving() as server, scene.lane(server, client) as model:
+        scene.choose(model)
+        expected = generated(scene.whole(), **GREEDY)
+        assert torch.equal(generated(model, **GREEDY), expected)
+    found = json.loads((directory / "generation_config.json").read_text())
+    assert found["eos_token_id"] == [1, 7, 9]
+
+
+def test_forward_passes_and_models_may_change_between_generations(random_checkpoint):
+    scene = Scene(random_checkpoint("Mistral"))
+    whole, client = scene.whole(), scene.client()
+    batches = [collate([example], 0) for example in draw(5, 0)]
+    with whole.peft_model.disable_adapter():
+        base = generated(whole, **GREEDY), whole.summed_losses(batches)
+    adapted = generated(whole, **GREEDY), whole.summed_losses(batches)
+    assert not torch.equal(base[0], adapted[0])
+    with scene.serving() as server, scene.lane(server, client) as model:
+        for _ in range(2):
+            for name, expected in (("base", base), ("global", adapted)):
+                if name == "base":
+                    model.choose("base", None)
+                else:
+                    scene.choose(model)
+                for _ in range(2):
+                    assert torch.equal(generated(model, **GREEDY), expected[0])
+                    assert model.summed_losses(batches) == pytest.approx(expected[1])
+
+
+def test_keys_and_values_are_freed(random_checkpoint):
+    """When a generation ends, when another begins or another model is chosen, with the lane."""
+    scene = Scene(random_checkpoint("Llama"))
+    client = scene.client()
+
+    def settled(free) -> None:
+        server._compute.call(lambda: None)
+        assert (server._compute._free, bodies_kept()) == (
+            scene.split.activation_budget - free,
+            int(free > 0),
+        )
+
+    with scene.serving() as server:
+        with scene.lane(server, client) as model:
+            scene.choose(model)
+            generated(model, **GREEDY)
+            scene.choose(model)
+            settled(0)
+            for new_tokens in (NEW, 5, 1):
+                send_texts(model, new_tokens=new_tokens)
+                model.lane.present.receive(30)
+                settled(3 * (11 + new_tokens))
+            scene.choose(model)
+            settled(0)
+            send_texts(model)
+            model.lane.present.receive(30)
+            settled(MOST_KEPT)
+        server.finish_lanes()
+        settled(0)
+
+
+def test_generations_wait_for_room(random_checkpoint):
+    """The budget is enough for one: each ends before another begins, and all are right."""
+    scene = Scene(random_checkpoint("Llama"), activation_budget=MOST_KEPT + 1)
+    expected = generated(scene.whole(), **GREEDY)
+    clients = [scene.client(name) for name in ("alpha", "beta", "gamma")]
+    texts: dict[str, list[torch.Tensor]] = {client.name: [] for client in clients}
+
+    def work(client) -> None:
+        with scene.lane(server, client) as model:
+            scene.choose(model)
+            texts[client.name] += [generated(model, **GREEDY) for _ in range(3)]
+            model.end()
+
+    with scene.serving() as server:
+        threads = [threading.Thread(target=work, args=(client,)) for client in clients]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not [account.error for account in server.finish_lanes() if account.error]
+    assert all(len(each) == 3 for each in texts.values())
+    assert all(torch.equal(text, expected) for each in texts.values() for text in each)
+
+
+def test_beam_search_is_refused_in_words(random_checkpoint):
+    scene = Scene(random_checkpoint("Llama"))
+    client = scene.client()
+    with scene.serving() as server, scene.lane(server, client) as model:
+        scene.choose(model)
+        with pytest.raises(NotImplementedError, match="num_beams"):
+            model.generate(draw_tokens()[:1], torch.ones(1, 11).long(), 3, num_beams=3)
+
+
+def test_several_texts_may_continue_a_prompt(random_checkpoint):
+    scene = Scene(random_checkpoint("Llama"))
+    client = scene.client()
+    tokens, mask = prompts()
+    settings = SAMPLED | {"num_return_sequences": 2, "pad_token_id": 0}
+    texts = []
+    with scene.serving() as server, scene.lane(server, client) as model:
+        scene.choose(model)
+        for each in (scene.whole(), model):
+            torch.manual_seed(2)
+            texts.append(each.generate(tokens[:, 4:], mask[:, 4:], 4, **settings))
+    assert len(texts[0]) == 6
+    assert torch.equal(*texts)

@@ -1,0 +1,234 @@
+"""Prefixes of parts: each party has those of its own blocks, and together they are the whole's."""
+
+import pytest
+import torch
+from peft import PeftModel
+
+from finetuning.adapters.adapter import (
+    attach_adapter,
+    initial_adapter,
+    load_adapter,
+    save_adapter,
+    trainable_parameters,
+)
+from finetuning.adapters.prefixes import SAVED, BlockPrefixes
+from finetuning.model.base_model import BaseModelError
+from finetuning.settings import AdapterSettings, ModelSettings
+from split.model.adapters import join_adapters, load_state, take_apart
+from split.model.cut import PARTIES, Cut
+from split.model.exactness import check_exactness
+from split.model.part import Padding, left_padding
+from tests.split.clients import (
+    TRAIN,
+)
+from tests.split.conftest import (
+    LENGTHS,
+    draw_tokens,
+    load_all,
+    real_tokens,
+    split_logits,
+    whole_model,
+)
+
+PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
+CLIPPED = TRAIN.model_copy(update={"max_gradient_norm": 0.2})
+LORA = AdapterSettings(rank=2, dropout=0.0, targets="q_proj,v_proj")
+# What has as many heads of keys as of queries can't be told otherwise by the common sizes.
+SAME_HEADS = {"num_key_value_heads": 4}
+ARCHITECTURES = {
+    "Llama": {},
+    "Mistral": {},  # a window shorter than the prefix
+    "Mixtral": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Glm": {},
+    "Gemma2": {},
+    "Gemma3Text": {},
+    "Phi3": {},
+    "SmolLM3": {},
+    "GptOss": {},
+    "GPTNeoX": SAME_HEADS,
+    "GPT2": SAME_HEADS,
+    "OPT": SAME_HEADS,
+    "Bloom": SAME_HEADS,
+}
+
+
+def random_prefix(directory, seed: int = 1):
+    return initial_adapter(str(directory), PREFIX, seed, directory)[0]
+
+
+def prefixed_parts(directory, head: int, tail: int, state, names=("default",)):
+    parts = load_all(directory, head, tail)
+    for name in names:
+        fill(parts, state, name)
+    return parts
+
+
+def fill(parts, state, name: str = "default") -> None:
+    for party, own in take_apart(state, parts["head"].cut).items():
+        parts[party].attach(PREFIX, name)
+        load_state(parts[party].trainable(name), own)
+
+
+def gradients_of(parts, name: str = "default"):
+    """Give the parts' gradients as one of the whole model's prefix."""
+    grads = [{n: p.grad for n, p in part.trainable(name).items()} for part in parts.values()]
+    return join_adapters(grads)[SAVED]
+
+
+def whole_logits(model, tokens: torch.Tensor, side: str) -> torch.Tensor:
+    """Give what PEFT's own forward does, of the tokens that aren't padding."""
+    inputs = {"attention_mask": real_tokens(side).long()}
+    if side == "left":
+        inputs = left_padding(model.get_base_model().base_model, LENGTHS, tokens.shape[1])
+    return model(input_ids=tokens, **inputs).logits[real_tokens(side)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_and_gradients_of_the_parts_are_those_of_peft_s_forward(
+    architecture, random_checkpoint
+):
+    directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
+    state, tokens = random_prefix(directory), draw_tokens()
+    whole = attach_adapter(whole_model(directory), PREFIX, str(directory)).eval()
+    load_adapter(whole, state)
+    (parameter,) = trainable_parameters(whole).values()
+    for side in ("right", "left"):
+        parameter.grad = None
+        expected = whole_logits(whole, tokens, side)
+        expected.square().mean().backward()
+        for head, tail in ((1, 1), (0, 0), (2, 1)):
+            parts = prefixed_parts(directory, head, tail, state)
+            logits = split_logits(parts, tokens, side)
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+            logits.square().mean().backward()
+            torch.testing.assert_close(
+                gradients_of(parts), parameter.grad, rtol=1e-5, atol=1e-6, msg=f"{side} {head}"
+            )
+    for part in parts.values():
+        part.use(None)
+    bare = split_logits(parts, tokens, "left")
+    assert torch.equal(bare, split_logits(load_all(directory, 2, 1), tokens, "left"))
+    assert not torch.allclose(bare, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2", "GPT2", "OPT", "Mixtral"])
+def test_the_check_before_a_run_has_prefixes_in_it(
+    random_checkpoint, architecture, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("CHAMBERS_CACHE", str(tmp_path))
+    directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
+    settings, cut = ModelSettings(name=str(directory)), Cut(4, 1, 1)
+    before, calls = BlockPrefixes.before, []
+
+    def lost_at_the_tail(self, inputs, *rest):
+        calls.append(self)
+        own = "input_ids" in inputs or len(self.parameters) != 1
+        return before(self, inputs, *rest) if own else dict(inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockPrefixes, "before", lost_at_the_tail)
+        with pytest.raises(BaseModelError, match=r"with prefixes are not those"):
+            check_exactness(directory, settings, cut, prefixes=True)
+    assert calls
+    check_exactness(directory, settings, cut, prefixes=True)
+
+
+def test_a_prefix_is_taken_apart_by_blocks_and_joined_again(base):
+    state = random_prefix(base)
+    parts = take_apart(state, Cut(6, 2, 1))
+    assert [sorted(parts[party]) for party in PARTIES] == [
+        [f"{SAVED}.0", f"{SAVED}.1"],
+        [f"{SAVED}.2", f"{SAVED}.3", f"{SAVED}.4"],
+        [f"{SAVED}.5"],
+    ]
+    assert all(value.is_contiguous() for part in parts.values() for value in part.values())
+    joined = join_adapters(parts.values())
+    assert joined.keys() == {SAVED} and torch.equal(joined[SAVED], state[SAVED])
+    with pytest.raises(ValueError, match="no part has the prefix of block 2"):
+        join_adapters([parts["head"], parts["tail"]])
+    with pytest.raises(ValueError, match="overlap"):
+        join_adapters([parts["head"], parts["head"]])
+    with pytest.raises(ValueError, match="of 7 blocks"):
+        take_apart(state, Cut(7, 1, 1))
+
+
+def test_a_joined_prefix_is_loaded_by_peft_and_gives_the_same(base, tmp_path):
+    state, config = initial_adapter(str(base), PREFIX, 2)
+    parts, tokens = prefixed_parts(base, 2, 1, state), draw_tokens()
+    joined = join_adapters(
+        {n: p.detach() for n, p in part.trainable().items()} for part in parts.values()
+    )
+    save_adapter(tmp_path / "adapter", joined, config, "# A card\n")
+    theirs = PeftModel.from_pretrained(whole_model(base), tmp_path / "adapter").eval()
+    for side in ("right", "left"):
+        expected = whole_logits(theirs, tokens, side)
+        ours = split_logits(parts, tokens, side)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_interleaved_prefixes_of_one_body_train_as_if_each_had_its_own(base):
+    names, padding = ["Dr. A", "Dr. B"], Padding("right", LENGTHS)
+    states = {name: random_prefix(base, seed) for seed, name in enumerate(names)}
+    given = {name: torch.randn(3, 11, 32) for name in names}
+    expected = {}
+    for name in names:
+        alone = prefixed_parts(base, 1, 1, states[name])["body"]
+        alone(given[name], padding).square().sum().backward()
+        expected[name] = {n: p.grad for n, p in alone.trainable().items()}
+    parts = load_all(base, 1, 1)
+    for name in names:
+        fill(parts, states[name], name)
+    body = parts["body"]
+    # LoRA beside them on the same blocks does nothing to them.
+    body.attach(LORA, "lora")
+    body.train(True)
+    outputs = {}
+    for name in names:
+        body.use(name)
+        outputs[name] = body(given[name], padding)
+    for name in names:
+        body.use(name)
+        outputs[name].square().sum().backward()
+    for name in names:
+        found = {n: p.grad for n, p in body.trainable(name).items()}
+        assert found.keys() == expected[name].keys()
+        for key, value in expected[name].items():
+            torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
+
+
+def test_prefixes_come_and_go(base):
+    state, other = random_prefix(base, 1), random_prefix(base, 2)
+    tokens, bare = draw_tokens(), split_logits(load_all(base, 1, 1), draw_tokens())
+    parts = prefixed_parts(base, 1, 1, state)
+    one = split_logits(parts, tokens)
+    fill(parts, other, "two")
+    with pytest.raises(ValueError, match="already"):
+        parts["body"].attach(PREFIX, "two")
+    assert not torch.allclose(split_logits(parts, tokens), one, atol=1e-2)
+    for part in parts.values():
+        part.use("default")
+    assert torch.equal(split_logits(parts, tokens), one)
+    for part in parts.values():
+        part.remove("two")
+    assert torch.equal(split_logits(parts, tokens), one), "another's removal changes nothing"
+    for part in parts.values():
+        part.remove("default")
+        with pytest.raises(KeyError):
+            part.trainable("default")
+    assert torch.equal(split_logits(parts, tokens), bare)
+
+
+def test_a_party_without_blocks_has_no_prefix(base):
+    parts = prefixed_parts(base, 0, 0, random_prefix(base))
+    assert parts["head"].trainable() == parts["tail"].trainable() == {}
+    assert len(parts["body"].trainable()) == 6
+
+
+def test_prefixes_and_gradient_checkpointing_are_refused(base):
+    parts = load_all(base, 1, 1, gradient_checkpointing=True)
+    with pytest.raises(BaseModelError, match="gradient-checkpointing"):
+        parts["body"].attach(PREFIX)
+    assert list(parts["body"].model.parameters())
+    parts["body"].attach(LORA)

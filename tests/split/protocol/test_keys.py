@@ -1,0 +1,93 @@
+import functools
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from split.protocol.errors import HandshakeError, Refusal, ServerKeyError
+from split.protocol.keys import WRAPPED_BYTES, ServerKeys, key_identifier, wrap
+
+SUITES = ["ml-kem-768-x25519", "rsa-3072"]
+SECRET = bytes(range(32))
+
+
+@functools.cache
+def keys_of(suite):
+    return ServerKeys(suite)
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_wrapped_secret_is_opened(suite):
+    keys = keys_of(suite)
+    wrapped = wrap(suite, keys.public, SECRET)
+    assert len(wrapped) == WRAPPED_BYTES[suite]
+    assert SECRET not in wrapped
+    assert keys.unwrap(keys.identifier, wrapped) == SECRET
+    assert keys.identifier == key_identifier(suite, keys.public)
+
+
+def test_public_keys_have_the_documented_form():
+    assert len(keys_of("ml-kem-768-x25519").public) == 1184 + 32
+    public = serialization.load_der_public_key(keys_of("rsa-3072").public)
+    assert isinstance(public, rsa.RSAPublicKey)
+    assert public.key_size == 3072
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_an_altered_secret_is_refused(suite):
+    keys = keys_of(suite)
+    wrapped = bytearray(wrap(suite, keys.public, SECRET))
+    for place in range(0, len(wrapped), 101):
+        altered = bytes(wrapped[:place]) + bytes([wrapped[place] ^ 1]) + bytes(wrapped[place + 1 :])
+        with pytest.raises(HandshakeError) as raised:
+            keys.unwrap(keys.identifier, altered)
+        assert raised.value.refusal is Refusal.WRAPPED_SECRET
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_secret_of_another_length_is_refused(suite):
+    keys = keys_of(suite)
+    with pytest.raises(HandshakeError):
+        keys.unwrap(keys.identifier, wrap(suite, keys.public, SECRET[:31]))
+
+
+def test_after_a_rotation_the_old_key_is_refused_by_name():
+    keys = ServerKeys("ml-kem-768-x25519")
+    public, identifier = keys.public, keys.identifier
+    wrapped = wrap(keys.suite, public, SECRET)
+    keys.rotate()
+    assert keys.identifier != identifier
+    with pytest.raises(ServerKeyError, match="server's key has changed"):
+        keys.unwrap(identifier, wrapped)
+    with pytest.raises(HandshakeError):
+        keys.unwrap(keys.identifier, wrapped)
+
+
+def _der(bits, exponent=65537):
+    return (
+        rsa.generate_private_key(exponent, bits)
+        .public_key()
+        .public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+
+
+@pytest.mark.parametrize(
+    ("suite", "public"),
+    [
+        ("rsa-3072", b""),
+        ("rsa-3072", b"\x30\x00"),
+        ("rsa-3072", _der(1024)),
+        ("ml-kem-768-x25519", b""),
+        ("ml-kem-768-x25519", bytes(1215)),
+        ("ml-kem-768-x25519", b"\xff" * 1216),
+    ],
+)
+def test_a_public_key_that_is_none_is_refused(suite, public):
+    with pytest.raises(HandshakeError) as raised:
+        wrap(suite, public, SECRET)
+    assert raised.value.refusal is Refusal.SUITE
+
+
+def test_keys_show_nothing():
+    keys = keys_of("ml-kem-768-x25519")
+    assert "0x" in repr(keys) and len(repr(keys)) < 80

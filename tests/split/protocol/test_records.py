@@ -1,0 +1,259 @@
+import hashlib
+import struct
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from split.protocol import records
+from split.protocol.errors import FrameError
+from split.protocol.frames import Frame, Kind, Limits
+from split.protocol.payload import Outgoing
+from split.protocol.records import (
+    HEADER_BYTES,
+    LONGEST_RECORD,
+    MOST_RECORDS,
+    RECORD_BYTES,
+    Opener,
+    Sealer,
+)
+
+UP, DOWN = bytes([0x44]) * 32, bytes([0x55]) * 32
+LIMITS = Limits(64, "float32", 65536, {Kind.AVERAGE: 8 * 2**20})
+# kind STEP, step 5, micro-batch 6, field x = 1; keys of 32 bytes 0x44; records 0 and 1. Made by an
+# implementation of docs/wire.md of its own.
+VECTOR = (
+    "010501000000000500000006000000000000000000000000000000000000002842326a95f24e480482f00877"
+    "be87003d35adad4b47a3e4efd3b0bc67d0b98758738b29f55c522e7064bebe91c29979ffe7732ae24136fb2a",
+    "01050100000000050000000600000000000000000000000100000000000000284d61fc358ba6f2e3bf3efe21"
+    "d981b00096bf890599e472249f027a3b269d676ce228212983a1ebd79142612ddc7b046d7ca2dd7614d3a34f",
+)
+
+
+def seal(sealer, frame):
+    content = Outgoing(frame, LIMITS).write()
+    return list(sealer.seal(frame.kind, frame.step, frame.micro_batch, content))
+
+
+def step(value=1):
+    return Frame(Kind.STEP, 5, 6, fields={"x": value})
+
+
+def large():
+    """Three records' worth."""
+    return Frame(Kind.AVERAGE, 5, 6, {"a": torch.arange(2**18 * 2 + 100, dtype=torch.float32)})
+
+
+def opened(opener, sealed):
+    frames = [opener.open(record) for record in sealed]
+    return [frame for frame in frames if frame is not None]
+
+
+def flipped(record, place, mask=1):
+    return record[:place] + bytes([record[place] ^ mask]) + record[place + 1 :]
+
+
+def test_frames_come_as_they_went():
+    sealer, opener = Sealer(UP), Opener(UP, LIMITS)
+    for frame in (step(1), large(), step(2)):
+        sealed = seal(sealer, frame)
+        assert all(len(record) <= LONGEST_RECORD for record in sealed)
+        (came,) = opened(opener, sealed)
+        assert (came.kind, came.step, came.micro_batch) == (frame.kind, 5, 6)
+        assert came.fields == frame.fields
+        for name, tensor in frame.tensors.items():
+            assert torch.equal(came.tensors[name], tensor)
+    assert len(seal(sealer, large())) == 3
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_frames_of_whole_records(extra):
+    frame = Frame(Kind.AVERAGE, tensors={"a": torch.zeros(2**18 + extra, dtype=torch.float32)})
+    spare = Outgoing(frame, LIMITS).size - 2**20 - 4 * extra
+    frame = Frame(Kind.AVERAGE, tensors={"a": torch.ones(2**18 - spare // 4 + extra)})
+    sealed = seal(Sealer(UP), frame)
+    assert len(sealed) == (2 if extra == 1 else 1)
+    (came,) = opened(Opener(UP, LIMITS), sealed)
+    assert torch.equal(came.tensors["a"], frame.tensors["a"])
+
+
+def test_every_altered_byte_of_a_header_is_noticed():
+    (record,) = seal(Sealer(UP), step())
+    for place in range(HEADER_BYTES):
+        for mask in (1, 2, 0x80):
+            with pytest.raises(FrameError):
+                Opener(UP, LIMITS).open(flipped(record, place, mask))
+    assert Opener(UP, LIMITS).open(record) is not None
+
+
+def test_every_altered_byte_of_a_second_records_header_is_noticed():
+    sealed = seal(Sealer(UP), large())
+    for place in range(HEADER_BYTES):
+        opener = Opener(UP, LIMITS)
+        opener.open(sealed[0])
+        with pytest.raises(FrameError):
+            opener.open(flipped(sealed[1], place))
+
+
+def test_every_altered_byte_of_a_small_record_is_noticed():
+    (record,) = seal(Sealer(UP), step())
+    for place in range(HEADER_BYTES, len(record)):
+        with pytest.raises(FrameError, match="was altered"):
+            Opener(UP, LIMITS).open(flipped(record, place))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2), st.floats(0, 1), st.integers(1, 255))
+def test_altered_bytes_of_large_frames_are_noticed(number, share, mask):
+    sealed = seal(Sealer(UP), large())
+    record = sealed[number]
+    sealed[number] = flipped(record, int(share * (len(record) - 1)), mask)
+    with pytest.raises(FrameError):
+        opened(Opener(UP, LIMITS), sealed)
+
+
+@pytest.mark.parametrize("places", [(-1, 0), (-16, -1), (HEADER_BYTES, HEADER_BYTES + 1)])
+def test_shortened_records_are_noticed(places):
+    (record,) = seal(Sealer(UP), step())
+    shorter = record[: places[0]] + (record[places[1] :] if places[1] else b"")
+    for altered in (shorter, record + b"\0", record[:HEADER_BYTES], record[:10], b""):
+        with pytest.raises(FrameError):
+            Opener(UP, LIMITS).open(altered)
+
+
+@pytest.mark.parametrize(
+    "order", [(0, 0), (1,), (0, 2), (0, 1, 1), (0, 1, 0), (1, 0), (0, 1, 3), (2, 1, 0)]
+)
+def test_repeated_moved_and_missing_records_are_noticed(order):
+    sealer = Sealer(UP)
+    sealed = [record for value in range(4) for record in seal(sealer, step(value))]
+    with pytest.raises(FrameError, match="repeated, moved or left out"):
+        opened(Opener(UP, LIMITS), [sealed[number] for number in order])
+
+
+def test_a_counter_that_was_corrected_does_not_help():
+    sealer = Sealer(UP)
+    first, second = (record for value in range(2) for record in seal(sealer, step(value)))
+    replayed = second[:16] + struct.pack(">Q", 0) + second[24:]
+    with pytest.raises(FrameError, match="was altered"):
+        Opener(UP, LIMITS).open(replayed)
+    opener = Opener(UP, LIMITS)
+    opener.open(first)
+    with pytest.raises(FrameError, match="was altered"):
+        opener.open(first[:16] + struct.pack(">Q", 1) + first[24:])
+
+
+def test_records_of_another_lane_or_direction_are_noticed():
+    (record,) = seal(Sealer(DOWN), step())
+    with pytest.raises(FrameError, match="another lane or direction"):
+        Opener(UP, LIMITS).open(record)
+
+
+def test_a_frame_may_not_be_left_unfinished():
+    sealer, opener = Sealer(UP), Opener(UP, LIMITS)
+    assert opener.open(seal(sealer, large())[0]) is None
+    assert opener.mid_frame
+    with pytest.raises(FrameError, match="cut off by another"):
+        # The other frame follows with the right counter.
+        opener.open(seal(Sealer(UP, counter=1), step())[0])
+
+
+def test_a_frame_that_is_too_large_is_refused_before_anything_is_allocated(monkeypatch):
+    sealed = seal(Sealer(UP), large())
+    tight = Limits(64, "float32", 65536, {Kind.AVERAGE: 2**21})
+
+    def fail(*_, **__):
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr(records.torch, "empty", fail)
+    with pytest.raises(FrameError, match="at most 2097152"):
+        Opener(UP, tight).open(sealed[0])
+
+
+def test_a_frame_of_a_wrong_shape_is_refused_with_its_first_record(monkeypatch):
+    frame = Frame(Kind.HIDDEN, tensors={"hidden": torch.zeros(2, 4096, 64)})
+    first = seal(Sealer(UP), frame)[0]
+    allocated = []
+    empty = torch.empty
+
+    def note(size, **options):
+        allocated.append(size)
+        return empty(size, **options)
+
+    monkeypatch.setattr(records.torch, "empty", note)
+    for agreed in (Limits(32, "float32", 65536), Limits(64, "float32", 8191)):
+        with pytest.raises(FrameError, match=r"agreed on"):
+            Opener(UP, agreed).open(first)
+    assert all(size <= RECORD_BYTES for size in allocated)
+
+
+def header(kind=Kind.STEP, flags=1, counter=0, total=16, version=1):
+    return struct.pack(">BBBxIIxxxxQQ", version, kind, flags, 5, 6, counter, total)
+
+
+@pytest.mark.parametrize(
+    ("head", "size"),
+    [
+        (header(total=17), 16),
+        (header(total=15), 16),
+        (header(flags=0), 16),
+        (header(flags=3), 16),
+        (header(flags=2), 16),
+        (header(kind=0), 16),
+        (header(kind=10), 16),
+        (header(kind=255), 16),
+        (header(version=2), 16),
+        (header(total=0), 0),
+        (header(total=2**63), RECORD_BYTES),
+        (header(kind=Kind.AVERAGE, flags=0, total=2**20 + 8), 2**19),
+        (header(kind=Kind.AVERAGE, total=2**20 + 8), RECORD_BYTES + 8),
+    ],
+)
+def test_headers_that_contradict_themselves_are_refused_though_authentic(head, size):
+    nonce = bytes(12)
+    record = head + AESGCM(UP).encrypt(nonce, bytes(size), head)
+    with pytest.raises(FrameError):
+        Opener(UP, LIMITS).open(record)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200), st.booleans())
+def test_any_bytes_are_refused_by_name(content, with_header):
+    with pytest.raises(FrameError):
+        Opener(UP, LIMITS).open(
+            header(total=max(1, len(content))) + content if with_header else content
+        )
+
+
+def test_no_nonce_is_used_twice():
+    sealer = Sealer(UP, counter=MOST_RECORDS - 1)
+    (last,) = seal(sealer, step())
+    assert Opener(UP, LIMITS, counter=MOST_RECORDS - 1).open(last) is not None
+    with pytest.raises(FrameError, match="open a new one"):
+        seal(sealer, step())
+
+
+def test_the_bytes_are_those_of_the_document():
+    sealer = Sealer(UP)
+    sealed = seal(sealer, step()) + seal(sealer, step())
+    assert [record.hex() for record in sealed] == list(VECTOR)
+
+
+def test_a_large_frame_has_the_documented_bytes():
+    sealed = seal(Sealer(UP), large())
+    # The payload again, from the documented layout alone.
+    text = b'{"a":{"dtype":"F32","shape":[524388],"data_offsets":[0,2097552]}}'
+    text += b" " * (-(8 + len(text)) % 64)
+    content = struct.pack("<Q", len(text)) + text + large().tensors["a"].numpy().tobytes()
+    cipher = AESGCM(UP)
+    expected = []
+    for number, begin in enumerate(range(0, len(content), 2**20)):
+        piece = content[begin : begin + 2**20]
+        final = begin + len(piece) == len(content)
+        head = header(Kind.AVERAGE, int(final), number, len(content))
+        expected.append(head + cipher.encrypt(struct.pack(">IQ", 0, number), piece, head))
+    assert [hashlib.sha256(record).digest() for record in sealed] == [
+        hashlib.sha256(record).digest() for record in expected
+    ]

@@ -1,0 +1,228 @@
+"""Stacked training equals copies of head and tail around one body, whoever leaves and when."""
+
+import time
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from finetuning.adapters.adapter import exported_names, trainable_parameters
+from finetuning.data.batching import collate, micro_batches
+from finetuning.training.optimization import learning_rate, make_optimizer
+from split.model.adapters import join_adapters, load_state, take_apart
+from split.model.cut import cut_of
+from split.protocol.frames import Kind
+from tests.split.clients import (
+    SIZES,
+    STEPS,
+    TRAIN,
+    Client,
+    assert_close,
+    assert_nothing_is_left,
+    place_of,
+    serving,
+    split_settings,
+    stop_after,
+    train_together,
+    whole_model,
+)
+
+# Unequal micro-batches: one row or three at a time, so that there are unequally many, too.
+SETTINGS = {
+    "alpha": TRAIN,
+    "beta": TRAIN.model_copy(update={"batch_size": 1}),
+    "gamma": TRAIN.model_copy(update={"batch_size": 3}),
+}
+
+
+def batches_of(name: str, step: list[int]):
+    examples, _ = place_of(name)
+    lengths = [len(example.tokens) for example in examples]
+    groups = micro_batches(step, lengths, SETTINGS[name].batch_size * max(lengths))
+    return [collate([examples[i] for i in group], 0) for group in groups]
+
+
+class Reference:
+    """One whole model, whose head and tail are each client's own, one after another."""
+
+    def __init__(self, base, state, split) -> None:
+        self.model = whole_model(base, state)
+        names = exported_names(self.model.peft_model)
+        parameters = trainable_parameters(self.model.peft_model)
+        self.parameters = {names[name]: p for name, p in parameters.items()}
+        parts = take_apart(self.parameters, cut_of(base, split))
+        self.body, self.ends = parts["body"], join_adapters([parts["head"], parts["tail"]])
+        self.own = {name: {n: state[n].clone() for n in self.ends} for name in SIZES}
+        self.moments = {
+            name: make_optimizer(
+                {n: torch.nn.Parameter(v) for n, v in self.own[name].items()}, TRAIN
+            )
+            for name in SIZES
+        }
+        self.optimizer = make_optimizer(self.body, TRAIN)
+        self.rate = learning_rate(TRAIN, STEPS)
+        self.losses: dict[str, list[float]] = {name: [] for name in SIZES}
+
+    def gradients(self, name: str, batches, targets: int) -> dict[str, torch.Tensor]:
+        """Give the gradients of some micro-batches, of the mean over the client's step."""
+        load_state(self.ends, self.own[name])
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        found = sum(len(batch.labels) for batch in batches)
+        losses = self.model.accumulate(batches, 0)
+        self.losses[name].append(sum(losses) / targets)
+        return {n: p.grad * (found / targets) for n, p in self.parameters.items()}
+
+    def step(self, index: int, finished: Mapping[str, int | None]) -> None:
+        """Take a step; of a client that goes away in it so many micro-batches count."""
+        counted = 0
+        squares = 0.0
+        body = {name: torch.zeros_like(p) for name, p in self.body.items()}
+        ends = {}
+        for name, count in finished.items():
+            batches = batches_of(name, place_of(name)[1].steps[index])
+            targets = sum(len(batch.labels) for batch in batches)
+            if count == 0:
+                continue
+            chosen = batches[:count]
+            gradients = self.gradients(name, chosen, targets)
+            counted += sum(len(batch.labels) for batch in chosen)
+            for n in body:
+                body[n] += gradients[n] * targets
+            if count is None:
+                ends[name] = {n: gradients[n] for n in self.ends}
+                squares += sum(float(g.square().sum()) for g in ends[name].values())
+        for n in body:
+            body[n] /= counted
+        norm = (squares + sum(float(g.square().sum()) for g in body.values())) ** 0.5
+        factor = min(1.0, TRAIN.max_gradient_norm / (norm + 1e-6))
+        for n, parameter in self.body.items():
+            parameter.grad = body[n] * factor
+        self.take(self.optimizer, index)
+        for name, gradients in ends.items():
+            for parameter, gradient in zip(
+                self.moments[name].param_groups[0]["params"], gradients.values(), strict=True
+            ):
+                parameter.grad = gradient * factor
+            self.take(self.moments[name], index)
+
+    def take(self, optimizer, index: int) -> None:
+        optimizer.param_groups[0]["lr"] = self.rate(index)
+        optimizer.step()
+
+
+def test_the_stack_equals_copies_of_head_and_tail_around_one_body(base, beginning):
+    """With unequal lengths, rows, micro-batches per step, and steps."""
+    steps = {"alpha": 20, "beta": 13, "gamma": 17}
+    split = split_settings(schedule="client-batch")
+    clients = [Client(name, base, split) for name in SIZES]
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        trained = train_together(clients, server, beginning, steps, SETTINGS)
+        accounts = server.finish_lanes()
+        body = server.end_round(SIZES)
+    reference = Reference(base, beginning, split)
+    for index in range(STEPS):
+        reference.step(index, {name: None for name in SIZES if steps[name] > index})
+    for client in clients:
+        assert client.losses == pytest.approx(reference.losses[client.name], abs=1e-5)
+        assert_close(trained[client.name], reference.own[client.name])
+    assert_close(body, {n: p.detach() for n, p in reference.body.items()})
+    assert {a.client: a.steps for a in accounts} == steps
+    assert not [account for account in accounts if account.error]
+
+
+def test_who_is_slow_changes_nothing(base, beginning):
+    """Gradients are added in the order of micro-batches, of which some clients have fewer."""
+
+    def be_slow(model) -> None:
+        send = model.lane.present.send
+
+        def sending(kind, *rest):
+            if kind is Kind.GRADIENT:
+                time.sleep(0.2)
+            send(kind, *rest)
+
+        model.lane.present.send = sending
+
+    split = split_settings(schedule="client-batch", window=6)
+    results = []
+    for disturbing in ({}, {"gamma": be_slow}, {"alpha": be_slow}):
+        clients = [Client(name, base, split) for name in SIZES]
+        with serving(base, beginning, split) as server:
+            server.begin_round(SIZES, 0)
+            steps = dict.fromkeys(SIZES, 3)
+            trained = train_together(clients, server, beginning, steps, SETTINGS, disturbing)
+            server.finish_lanes()
+            own = {f"{c}/{n}": v for c, state in trained.items() for n, v in state.items()}
+            results.append(own | server.end_round(SIZES))
+    for other in results[1:]:
+        assert not [n for n, v in results[0].items() if not torch.equal(v, other[n])]
+
+
+@pytest.mark.parametrize("how", ["close", "cut"])
+@pytest.mark.parametrize("place", [(0, 0), (0, 2), (2, 1), (4, 3)], ids=str)
+def test_a_client_that_goes_away_leaves_what_it_finished(base, beginning, place, how):
+    step, count = place
+    steps = dict.fromkeys(SIZES, 6)
+    split = split_settings(schedule="client-batch", window=1, resume_timeout=0.5)
+    clients = [Client(name, base, split) for name in SIZES]
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        disturbing = {"beta": stop_after(step, count, how)}
+        trained = train_together(clients, server, beginning, steps, SETTINGS, disturbing)
+        accounts = {account.client: account for account in server.finish_lanes()}
+        left = {name: SIZES[name] for name in ("alpha", "gamma")}
+        body = server.end_round(left)
+    reference = Reference(base, beginning, split)
+    for index in range(6):
+        going = {name: None for name in SIZES if name != "beta" or index < step}
+        reference.step(index, going | ({"beta": count} if index == step else {}))
+    assert set(trained) == set(left)
+    for name in left:
+        assert_close(trained[name], reference.own[name])
+    assert_close(body, {n: p.detach() for n, p in reference.body.items()})
+    assert (accounts["beta"].steps, bool(accounts["beta"].error)) == (step, True)
+    assert not accounts["alpha"].error and not accounts["gamma"].error
+    assert_nothing_is_left()
+
+
+def test_a_client_that_hangs_is_left_behind(base, beginning):
+    split = split_settings(schedule="client-batch", gather_timeout=1.0)
+    clients = [Client(name, base, split) for name in SIZES]
+    blocked = []
+
+    def hang(model) -> None:
+        receive = model.lane.present.receive
+
+        def receiving(timeout):
+            frame = receive(timeout)
+            if model._step == 2 and frame.kind is Kind.HIDDEN:
+                blocked.append(frame)
+                while True:
+                    receive(60.0)
+            return frame
+
+        model.lane.present.receive = receiving
+
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        steps = dict.fromkeys(SIZES, 5)
+        trained = train_together(clients, server, beginning, steps, disturbing={"beta": hang})
+        accounts = {account.client: account for account in server.finish_lanes()}
+    assert blocked and set(trained) == {"alpha", "gamma"}
+    assert "split.gather-timeout" in accounts["beta"].error
+    assert accounts["alpha"].steps == accounts["gamma"].steps == 5
+
+
+def test_those_who_join_too_late_are_named(base, beginning):
+    split = split_settings(schedule="client-batch", join_timeout=0.5)
+    clients = [Client(name, base, split) for name in ("alpha", "beta")]
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        steps = dict.fromkeys(SIZES, 3)
+        trained = train_together(clients, server, beginning, steps)
+        assert set(trained) == {"alpha", "beta"}
+        late = Client("gamma", base, split)
+        with pytest.raises(Exception, match=r"gamma joined after split\.join-timeout"):
+            late.train(server, beginning, 3)

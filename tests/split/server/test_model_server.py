@@ -1,0 +1,116 @@
+"""The server of trained models: standing tickets, one lane per client, an end that is an end."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from finetuning.data.batching import collate
+from finetuning.settings import ModelSettings
+from split.model.cut import cut_of
+from split.model.loading import load_parts
+from split.protocol.errors import LaneError, PeerError, TicketError
+from split.server.model_server import ModelServer
+from tests.split.clients import LONGEST, assert_nothing_is_left, draw
+from tests.split.model.test_generation import GREEDY, Scene, generated
+
+
+class Served(Scene):
+    """A scene whose body is served for generation."""
+
+    @contextmanager
+    def model_server(self):
+        cut = cut_of(self.directory, self.split)
+        body = load_parts(ModelSettings(), self.directory, cut, ("body",))["body"]
+        server = ModelServer(body, self.adapter, self.split, "run")
+        try:
+            yield server
+        finally:
+            server.stop()
+        assert_nothing_is_left()
+
+    def invite(self, server, client, lifetime=60.0):
+        return server.invite(client.name, {"base": None, "global": self.parts["body"]}, lifetime)
+
+
+@pytest.fixture
+def scene(random_checkpoint) -> Served:
+    return Served(random_checkpoint("Llama"), activation_budget=LONGEST)
+
+
+def test_an_invitation_opens_one_lane_after_another(scene):
+    expected, client = generated(scene.whole(), **GREEDY), scene.client()
+    with scene.model_server() as server:
+        invitation = scene.invite(server, client)
+        for _ in range(3):
+            with client.lane(invitation) as model:
+                scene.choose(model)
+                assert torch.equal(generated(model, **GREEDY), expected)
+                model.end()
+
+
+def test_a_client_s_newer_lane_displaces_the_older_and_nobody_else_s(scene):
+    expected = generated(scene.whole(), **GREEDY)
+    alpha, again, beta = (scene.client(name) for name in ("alpha", "alpha", "beta"))
+    with scene.model_server() as server:
+        invitation = scene.invite(server, alpha)
+        with (
+            beta.lane(scene.invite(server, beta)) as other,
+            alpha.lane(invitation) as old,
+            again.lane(invitation) as new,
+        ):
+            scene.choose(new)
+            with pytest.raises(PeerError, match="another lane was opened with this invitation"):
+                scene.choose(old)
+            for model in (new, other):
+                scene.choose(model)
+                assert torch.equal(generated(model, **GREEDY), expected)
+
+
+def test_lanes_end_when_their_invitation_expires(scene):
+    client = scene.client()
+    with scene.model_server() as server:
+        invitation = scene.invite(server, client, lifetime=1.0)
+        with client.lane(invitation) as model:
+            scene.choose(model)
+            time.sleep(1.2)
+            with pytest.raises(PeerError, match="the invitation has expired"):
+                scene.choose(model)
+        with pytest.raises(TicketError, match="expired"), client.lane(invitation):
+            pass
+
+
+def test_stopping_ends_lanes_with_a_word(scene):
+    client = scene.client()
+    with scene.model_server() as server, client.lane(scene.invite(server, client)) as model:
+        scene.choose(model)
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        with pytest.raises(LaneError, match="the server has stopped"):
+            for _ in range(100):
+                scene.choose(model)
+        stopping.join(20)
+
+
+def test_an_unknown_model_too_much_text_and_no_generation_end_the_lane_alone(scene):
+    client = scene.client()
+    with scene.model_server() as server:
+        invitation = scene.invite(server, client)
+        with (
+            client.lane(invitation) as model,
+            pytest.raises(PeerError, match="isn't among those to evaluate: base, global"),
+        ):
+            model.choose("personalised", None)
+        with client.lane(invitation) as model:
+            scene.choose(model)
+            with pytest.raises(PeerError, match=f"agreed on are at most {LONGEST}"):
+                model.generate(torch.ones(3, 11).long(), torch.ones(3, 11).long(), 99)
+        with client.lane(invitation) as model:
+            scene.choose(model)
+            with pytest.raises(PeerError, match="padded tokens came; 0 were agreed"):
+                model.summed_losses([collate(draw(1, 7), 0)])
+        with client.lane(invitation) as model:
+            scene.choose(model)
+            generated(model, **GREEDY)

@@ -1,0 +1,133 @@
+"""Generation with prefixes: through lanes it is what PEFT's own ``generate`` gives."""
+
+import pytest
+import torch
+
+from finetuning.adapters.prefixes import BlockPrefixes
+from finetuning.model.base_model import BaseModelError
+from finetuning.settings import ModelSettings
+from split.model.cut import Cut
+from split.model.exactness import check_exactness
+from split.model.key_values import KeyValues
+from split.protocol.errors import LaneError
+from tests.split.clients import send_texts
+from tests.split.model.test_generation import GREEDY, NEW, SAMPLED, Scene, ends_of, generated
+from tests.split.model.test_prefixes import ARCHITECTURES, PREFIX
+
+# Prompts, new tokens and prefixes of three rows.
+MOST_KEPT = 3 * (11 + NEW + PREFIX.prefix_length)
+# All of whose blocks have windows that are shorter than prompts; by the others the prefix is left
+# behind while the texts grow.
+SHORT = ("Mistral", "Gemma3Text")
+CASES = [*ARCHITECTURES.items(), *((name, {"sliding_window": 12}) for name in SHORT)]
+
+
+def choose(scene: Scene, model, name: str) -> None:
+    if name == "base":
+        model.choose("base", None)
+    else:
+        scene.choose(model)
+
+
+@pytest.mark.parametrize(("architecture", "changes"), CASES)
+def test_texts_are_the_whole_model_s_token_for_token(architecture, changes, random_checkpoint):
+    """Those of the base model, too, before and after."""
+    directory = random_checkpoint(architecture, **changes)
+    whole = Scene(directory, architecture, PREFIX).whole()
+    expected = {}
+    for name in ("base", "global"):
+        for index, settings in enumerate((GREEDY, SAMPLED)):
+            ended = settings | {"eos_token_id": ends_of(whole, settings)}
+            if name == "base":
+                with whole.without_adapter():
+                    expected[name, index] = ended, generated(whole, **ended)
+            else:
+                expected[name, index] = ended, generated(whole, **ended)
+    if architecture not in SHORT or changes:
+        assert not torch.equal(expected["base", 1][1], expected["global", 1][1])
+    for blocks in ({}, {"head_blocks": 0, "tail_blocks": 0}):
+        scene = Scene(directory, architecture, PREFIX, **blocks)
+        client = scene.client()
+        with scene.serving(most_kept=MOST_KEPT) as server:
+            with scene.lane(server, client) as model:
+                for name in ("base", "global", "base"):
+                    choose(scene, model, name)
+                    for index in range(2):
+                        settings, texts = expected[name, index]
+                        assert torch.equal(generated(model, **settings), texts), (blocks, name)
+                model.end()
+            (account,) = server.finish_lanes()
+        assert not account.error
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "GPT2", "OPT", "Bloom", "Gemma2"])
+def test_prompts_without_padding_and_of_one_token(architecture, random_checkpoint):
+    directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
+    scene = Scene(directory, architecture, PREFIX)
+    whole, client = scene.whole(), scene.client()
+    drawn = torch.randint(2, 64, (3, 11), generator=torch.Generator().manual_seed(0))
+    with scene.serving(most_kept=MOST_KEPT) as server, scene.lane(server, client) as model:
+        scene.choose(model)
+        for tokens in (drawn, drawn[:, :1]):
+            texts = [
+                each.generate(tokens, torch.ones_like(tokens), NEW, pad_token_id=0, **GREEDY)
+                for each in (whole, model)
+            ]
+            assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Gemma2", "GPT2", "OPT"])
+@pytest.mark.parametrize("lost", ["positions of the next tokens", "the tail's prefixes"])
+def test_the_check_before_a_run_generates_texts(
+    random_checkpoint, architecture, lost, monkeypatch, tmp_path
+):
+    """What is lost has no part in forward passes without caches."""
+    monkeypatch.setenv("CHAMBERS_CACHE", str(tmp_path))
+    directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
+    settings, cut, prefixes = ModelSettings(name=str(directory)), Cut(4, 1, 1), "prefix" in lost
+    places, fill = KeyValues._places, BlockPrefixes.fill
+
+    def wrong_places(self, columns):
+        result = places(self, columns)
+        if self.columns:
+            result["position_ids"] = result["position_ids"] - 2
+        return result
+
+    def not_at_the_tail(self, cache, *rest):
+        if 3 not in self._blocks:
+            fill(self, cache, *rest)
+
+    with monkeypatch.context() as patch:
+        if prefixes:
+            patch.setattr(BlockPrefixes, "fill", not_at_the_tail)
+        else:
+            patch.setattr(KeyValues, "_places", wrong_places)
+        check_exactness(directory, settings, cut, prefixes)
+        with pytest.raises(BaseModelError, match=r"generates.*evaluate\.generate = true"):
+            check_exactness(directory, settings, cut, prefixes, generation=True)
+    check_exactness(directory, settings, cut, prefixes, generation=True)
+
+
+def test_prefixes_take_their_place_in_the_budget(random_checkpoint):
+    """And nothing where the base model generates."""
+    scene = Scene(random_checkpoint("Llama"), "Llama", PREFIX)
+    client = scene.client()
+
+    def kept() -> int:
+        server._compute.call(lambda: None)
+        return scene.split.activation_budget - server._compute._free
+
+    with scene.serving(most_kept=MOST_KEPT) as server:
+        with scene.lane(server, client) as model:
+            for name, expected in (("global", MOST_KEPT), ("base", 3 * (11 + NEW))):
+                choose(scene, model, name)
+                send_texts(model, new_tokens=NEW)
+                model.lane.present.receive(30)
+                assert kept() == expected
+        server.finish_lanes()
+        assert kept() == 0
+    with scene.serving(most_kept=MOST_KEPT - 1) as server, scene.lane(server, client) as model:
+        scene.choose(model)
+        send_texts(model, new_tokens=NEW)
+        with pytest.raises(LaneError, match=r"with a prefix of 5.* at most 83 tokens"):
+            model.lane.present.receive(30)

@@ -1,0 +1,162 @@
+"""Training and evaluation with prefixes through lanes, and what prefixes take of the budget."""
+
+import time
+
+import pytest
+import torch
+
+from finetuning.adapters.adapter import export_adapter, trainable_parameters
+from finetuning.adapters.prefixes import SAVED
+from finetuning.evaluation.held_out import held_out_loss
+from finetuning.training.loop import train_round
+from split.client.split_model import ClientRound
+from split.model.adapters import join_adapters, take_apart
+from split.model.cut import cut_of
+from split.protocol.errors import LaneError
+from split.protocol.frames import Kind
+from tests.split.clients import (
+    SIZES,
+    STEPS,
+    TRAIN,
+    Client,
+    assert_close,
+    draw,
+    place_of,
+    serving,
+    split_settings,
+    train_together,
+    weighted_mean,
+)
+from tests.split.clients import whole_model as trained_whole
+from tests.split.model.test_prefixes import PREFIX, random_prefix
+
+CLIPPED = TRAIN.model_copy(update={"max_gradient_norm": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "head", "tail"),
+    [("serial", 1, 1), ("serial", 2, 1), ("serial", 0, 1), ("client-batch", 1, 1)],
+)
+def test_one_client_equals_centralised_training(base, schedule, head, tail):
+    beginning = random_prefix(base)
+    split = split_settings(schedule=schedule, head_blocks=head, tail_blocks=tail)
+    apart = take_apart(beginning, cut_of(base, split))
+    with serving(base, beginning, split, PREFIX, CLIPPED) as server:
+        server.begin_round({"alpha": 9}, 0)
+        client = Client("alpha", base, split, PREFIX)
+        ends = client.train(server, apart["head"] | apart["tail"], train=CLIPPED)
+        (account,) = server.finish_lanes()
+        body = server.end_round({"alpha": 9})
+    model = trained_whole(base, beginning, PREFIX)
+    examples, place = place_of("alpha")
+    report, _ = train_round(
+        model, trainable_parameters(model.peft_model), examples, 0, place, CLIPPED
+    )
+    assert client.losses == pytest.approx(report.losses, abs=1e-5)
+    final = export_adapter(model.peft_model)
+    assert_close(join_adapters([ends, body]), final)
+    assert (final[SAVED] - beginning[SAVED]).abs().max() > 10 * TRAIN.learning_rate
+    assert report.gradient_norm > CLIPPED.max_gradient_norm  # clipping had something to do
+    assert (account.steps, account.error) == (STEPS, "")
+
+
+def test_hierarchical_equals_separate_trainings_and_their_mean(base):
+    beginning = random_prefix(base)
+    split = split_settings(schedule="hierarchical")
+    apart = take_apart(beginning, cut_of(base, split))
+    clients = [Client(name, base, split, PREFIX) for name in SIZES]
+    steps = dict.fromkeys(SIZES, 6)
+    with serving(base, beginning, split, PREFIX) as server:
+        server.begin_round(SIZES, 0)
+        trained = train_together(clients, server, apart["head"] | apart["tail"], steps)
+        server.finish_lanes()
+        whole = {n: join_adapters([trained[n], server.state_of(n)]) for n in SIZES}
+        body = server.end_round(SIZES)
+    expected = {}
+    for client in clients:
+        model = trained_whole(base, beginning, PREFIX)
+        examples, place = place_of(client.name, 6)
+        parameters = trainable_parameters(model.peft_model)
+        report, _ = train_round(model, parameters, examples, 0, place, TRAIN)
+        expected[client.name] = export_adapter(model.peft_model)
+        assert client.losses == pytest.approx(report.losses, abs=1e-5)
+        assert_close(whole[client.name], expected[client.name])
+    mean = take_apart(weighted_mean(expected), cut_of(base, split))["body"]
+    assert_close(body, mean)
+
+
+def test_a_split_model_measures_the_loss_of_the_whole(base):
+    split, examples, state = split_settings(), draw(17, 1), random_prefix(base)
+    parts = take_apart(state, cut_of(base, split))
+    with serving(base, state, split, PREFIX) as server:
+        client = Client("alpha", base, split, PREFIX)
+        models = {"base": None, "global": parts["body"]}
+        with client.lane(server.invite_to_evaluate("alpha", 0, models, 60.0)) as model:
+            model.choose("global", parts["head"] | parts["tail"])
+            adapted = held_out_loss(model, examples, 0, 3).loss
+            model.choose("base", None)
+            bare = held_out_loss(model, examples, 0, 3).loss
+            model.end()
+    whole = trained_whole(base, state, PREFIX)
+    assert adapted == pytest.approx(held_out_loss(whole, examples, 0, 3).loss, abs=1e-6)
+    with whole.without_adapter():
+        assert bare == pytest.approx(held_out_loss(whole, examples, 0, 3).loss, abs=1e-6)
+    assert abs(adapted - bare) > 1e-3
+
+
+def send(model, rows, columns, **fields) -> None:
+    tensors = {"hidden": torch.zeros(rows, columns, 32), "lengths": torch.full((rows,), columns)}
+    model.lane.present.send(Kind.HIDDEN, 0, 0, tensors, {"side": "right"} | fields)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "client-batch", "hierarchical"])
+@pytest.mark.parametrize("longest", [2 * (8 + 5), 2 * (8 + 5) - 1])
+def test_a_micro_batch_takes_its_prefixes_places_in_the_budget(base, schedule, longest):
+    split = split_settings(schedule=schedule)
+    client = Client("alpha", base, split, PREFIX)
+    counts = {"targets": 3, "step_targets": 3, "micro_batches": 1}
+    with serving(base, random_prefix(base), split, PREFIX) as server:
+        server.begin_round({"alpha": 9}, 0)
+        with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            model.join(ClientRound(3, 0, 3, longest, 0, time.monotonic() + 60))
+            send(model, 2, 8, **counts)
+            if longest == 2 * (8 + 5):
+                assert model.lane.present.receive(30).kind is Kind.HIDDEN
+                server._compute.call(lambda: None)
+                assert server._compute._free == split.activation_budget - 2 * (8 + 5)
+            else:
+                with pytest.raises(LaneError, match="26 padded tokens came; 25 were agreed"):
+                    model.lane.present.receive(30)
+        server.finish_lanes()
+        server._compute.call(lambda: None)
+        assert server._compute._free == split.activation_budget
+
+
+def test_credits_are_by_micro_batches_with_their_prefixes(base):
+    """A budget of two of them, and not of three."""
+    split = split_settings(activation_budget=3 * 2 * (8 + 5) - 1)
+    client = Client("alpha", base, split, PREFIX)
+    with serving(base, random_prefix(base), split, PREFIX) as server:
+        server.begin_round({"alpha": 9}, 0)
+        with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            model.join(ClientRound(3, 0, 3, 2 * (8 + 5), 0, time.monotonic() + 60))
+            assert model._credits == 2
+
+
+@pytest.mark.parametrize(("model_name", "refused"), [("base", False), ("global", True)])
+def test_an_evaluation_s_prefixes_count_too(base, model_name, refused):
+    """Eight rows of ten tokens are as much as was agreed, and with prefixes more."""
+    split, state = split_settings(), random_prefix(base)
+    body = take_apart(state, cut_of(base, split))["body"]
+    client = Client("alpha", base, split, PREFIX)
+    with serving(base, state, split, PREFIX) as server:
+        invitation = server.invite_to_evaluate("alpha", 0, {"base": None, "global": body}, 60.0)
+        with client.lane(invitation) as model:
+            model.lane.present.send(Kind.JOIN, fields={"model": model_name})
+            model.lane.present.receive(30)
+            send(model, 8, 10)
+            if refused:
+                with pytest.raises(LaneError, match="120 padded tokens came; 80 were agreed"):
+                    model.lane.present.receive(30)
+            else:
+                assert model.lane.present.receive(30).kind is Kind.HIDDEN

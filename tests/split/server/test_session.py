@@ -1,0 +1,224 @@
+"""What a client may not do, and what its lane ends with; nobody else's training is touched."""
+
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+
+from split.client.split_model import ClientRound
+from split.protocol.errors import LaneError
+from split.protocol.frames import Kind
+from tests.split.clients import Client, bodies_kept, send_texts, serving, split_settings
+
+
+class Refusals:
+    """A client that does what it may not; its lane must end with a reason."""
+
+    def __init__(self, base, split) -> None:
+        self.client = Client("alpha", base, split)
+        self.hidden = torch.zeros(2, 8, 32)
+        self.lengths = torch.tensor([8, 8])
+        self.counts = {"targets": 3, "step_targets": 3, "micro_batches": 1, "side": "right"}
+
+    def join(self, model) -> None:
+        model.join(ClientRound(3, 0, 3, 16, 0, time.monotonic() + 60))
+
+    def send_hidden(self, model, index=0, step=0, **changes) -> None:
+        tensors = {"hidden": self.hidden, "lengths": self.lengths}
+        model.lane.present.send(Kind.HIDDEN, step, index, tensors, self.counts | changes)
+
+    def gradient(self, model, shape=(2, 8, 32)) -> None:
+        model.lane.present.send(Kind.GRADIENT, 0, 0, {"gradient": torch.zeros(shape)})
+
+
+def average(self, model):
+    self.join(model)
+    own = {name: p.detach() for name, p in model.parameters.items()}
+    model.lane.present.send(Kind.AVERAGE, 0, tensors=own)
+
+
+def larger(self, model):
+    self.join(model)
+    self.hidden, self.lengths = torch.zeros(2, 9, 32), torch.tensor([9, 9])
+    self.send_hidden(model)
+
+
+def twice(self, model):
+    self.join(model)
+    self.send_hidden(model, micro_batches=2)
+    self.send_hidden(model, micro_batches=2)
+
+
+def beyond_credits(self, model):
+    self.join(model)
+    for index in range(5):
+        self.send_hidden(model, index, micro_batches=9, step_targets=99)
+
+
+def odd_gradient(self, model):
+    self.join(model)
+    self.send_hidden(model)
+    model.lane.present.receive(30)
+    self.gradient(model, (1, 8, 32))
+
+
+def early_step(self, model):
+    self.join(model)
+    self.send_hidden(model)
+    model.lane.present.send(Kind.STEP, 0, fields={"squared_norm": 1.0})
+
+
+def infinite_norm(self, model):
+    self.join(model)
+    self.send_hidden(model)
+    model.lane.present.receive(30)
+    self.gradient(model)
+    model.lane.present.send(Kind.STEP, 0, fields={"squared_norm": -1.0})
+
+
+def early_end(self, model):
+    self.join(model)
+    self.send_hidden(model)
+    model.lane.present.send(Kind.END)
+
+
+def unseen(self, model):
+    """Go on and on, and never say to have an answer."""
+    self.join(model)
+    tensors = {"gradient": torch.zeros(2, 8, 32)}
+    with suppress(LaneError):
+        for index in range(9):
+            self.send_hidden(model, index, micro_batches=9, step_targets=99)
+            model.lane.present.receive(30)
+            model.lane.present.send(Kind.GRADIENT, 0, index, tensors)
+            model.lane.present.receive(30)
+
+
+def no_lengths(self, model):
+    self.join(model)
+    model.lane.present.send(Kind.HIDDEN, 0, 0, {"hidden": self.hidden}, {"targets": 1})
+
+
+REFUSED = {
+    "without joining": (lambda self, model: self.send_hidden(model), "began with"),
+    "another step": (lambda s, m: (s.join(m), s.send_hidden(m, step=1)), "step 1 came in step 0"),
+    "another order": (lambda s, m: (s.join(m), s.send_hidden(m, 1, micro_batches=2)), "place of 0"),
+    "twice": (twice, "in the place of 1"),
+    "no targets": (lambda s, m: (s.join(m), s.send_hidden(m, targets=0)), "more than its step"),
+    "too large": (larger, "18 padded tokens came"),
+    "without a word of what came": (unseen, "frames went out, and were not seen"),
+    "beyond its credits": (beyond_credits, "under way"),
+    "a gradient of nothing": (lambda s, m: (s.join(m), s.gradient(m)), "wrong place"),
+    "a gradient of another shape": (odd_gradient, "shape"),
+    "a step without gradients": (early_step, "before all its gradients"),
+    "an impossible norm": (infinite_norm, "squared_norm"),
+    "an end within a step": (early_end, "the round ended in step 0 of 3"),
+    "an average that is not due": (average, "average"),
+    "no lengths": (no_lengths, "lengths"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_client_may_not_do_ends_its_lane_alone(base, beginning, what):
+    split = split_settings()
+    disturb, reason = REFUSED[what]
+    with serving(base, beginning, split) as server:
+        server.begin_round({"alpha": 9}, 0)
+        refused = Refusals(base, split)
+        with refused.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            disturb(refused, model)
+            with pytest.raises(LaneError):
+                while True:
+                    model.lane.present.receive(30.0)
+        (account,) = server.finish_lanes()
+        assert reason in account.error
+        assert all(torch.equal(v, beginning[n]) for n, v in server.end_round({}).items())
+        # The server is there for the next one.
+        server.begin_round({"alpha": 9}, 0)
+        Client("alpha", base, split).train(server, beginning, 2)
+        assert not server.finish_lanes()[0].error
+
+
+def test_an_evaluation_has_credits_too(base, beginning):
+    split = split_settings(window=2)
+    client = Client("alpha", base, split)
+    with serving(base, beginning, split) as server:
+        with client.lane(server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)) as model:
+            model.choose("base", None)
+            tensors = {"hidden": torch.zeros(2, 8, 32), "lengths": torch.tensor([8, 8])}
+            with pytest.raises(LaneError):
+                for index in range(2000):
+                    model.lane.present.send(Kind.HIDDEN, 0, index, tensors, {"side": "right"})
+        assert "under way" in server.finish_lanes()[0].error
+
+
+def answered(model, **changes):
+    send_texts(model, **changes)
+    model.lane.present.receive(30)
+
+
+def follow(model, count, rows=3):
+    for index in range(1, count):
+        answered(model, rows=rows, columns=1, new_tokens=None, index=index)
+
+
+REFUSED_TEXTS = {
+    "more than agreed": (lambda m: send_texts(m, new_tokens=13), "evaluate.max-new-tokens"),
+    "more tokens": (lambda m: (answered(m), follow(m, 13)), "more than the agreed 12"),
+    "several at once": (lambda m: (answered(m), send_texts(m, 3, 2, None, 1)), "3 × 1 were due"),
+    "other rows": (lambda m: (answered(m), follow(m, 2, rows=2)), "2 × 1 tokens came"),
+    "another number": (lambda m: (answered(m), send_texts(m, 3, 1, None, 2)), "as number 1"),
+    "two under way": (lambda m: [send_texts(m) for _ in range(9)], "under way"),
+    "an early end": (lambda m: (send_texts(m), m.lane.present.send(Kind.STEP)), "under way"),
+    "an end of nothing": (lambda m: m.lane.present.send(Kind.STEP), "STEP came in an evaluation"),
+    "padding on the right": (lambda m: send_texts(m, side="right"), "padding on the right"),
+    "nothing": (lambda m: send_texts(m, new_tokens=0), "a generation of 0 tokens"),
+    "what was not agreed": (lambda m: send_texts(m, 1, 1, 1), "evaluate.generate"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_TEXTS)
+def test_what_a_generation_may_not_do_ends_its_lane_alone(base, beginning, what):
+    disturb, reason = REFUSED_TEXTS[what]
+    client = Client("alpha", base, split_settings())
+    agreed = {"most_kept": 0} if what == "what was not agreed" else {}
+
+    def lane():
+        return client.lane(server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0))
+
+    with serving(base, beginning, split_settings(), **agreed) as server:
+        with lane() as model:
+            model.choose("base", None)
+            if reason == "under way":  # and not computed before more comes
+                busy = threading.Thread(target=server._compute.call, args=[lambda: time.sleep(1)])
+                busy.start()
+                time.sleep(0.2)
+            with pytest.raises(LaneError):
+                disturb(model)
+                while True:
+                    model.lane.present.receive(30.0)
+        (account,) = server.finish_lanes()
+        assert reason in account.error
+        assert not bodies_kept()
+        with lane() as model:
+            model.choose("base", None)
+            tokens = torch.tensor([[5, 6, 7]])
+            if not agreed:
+                model.generate(tokens, torch.ones_like(tokens), 4, do_sample=False)
+            model.end()
+        assert not server.finish_lanes()[0].error
+
+
+def test_models_to_evaluate_are_chosen_one_at_a_time(base, beginning):
+    split = split_settings()
+    client = Client("alpha", base, split)
+    with serving(base, beginning, split) as server:
+        invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
+        with client.lane(invitation) as model, pytest.raises(LaneError):
+            for _ in range(2000):
+                model.lane.present.send(Kind.JOIN, fields={"model": "base"})
+            while True:
+                model.lane.present.receive(30.0)
+        assert "before the answers" in server.finish_lanes()[0].error

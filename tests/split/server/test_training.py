@@ -1,0 +1,231 @@
+"""Training through lanes equals training in one process: every loss, every final weight."""
+
+import pytest
+import torch
+
+from finetuning.adapters.adapter import export_adapter, load_adapter, trainable_parameters
+from finetuning.evaluation.held_out import held_out_loss
+from finetuning.training.loop import Round, train_round
+from finetuning.training.optimization import make_optimizer
+from split.model.adapters import join_adapters, take_apart
+from split.model.cut import cut_of
+from split.protocol.errors import LaneError
+from tests.split.clients import (
+    ADAPTER,
+    SIZES,
+    STEPS,
+    TRAIN,
+    Center,
+    Client,
+    assert_close,
+    assert_nothing_is_left,
+    draw,
+    place_of,
+    serving,
+    split_settings,
+    stop_after,
+    train_together,
+    weighted_mean,
+    whole_model,
+)
+
+
+@pytest.mark.parametrize("cut", [(1, 1), (2, 1), (0, 1)], ids=str)
+def test_one_client_equals_centralised_training(base, beginning, cut):
+    split = split_settings(head_blocks=cut[0], tail_blocks=cut[1])
+    with serving(base, beginning, split) as server:
+        server.begin_round({"alpha": 9}, 0)
+        client = Client("alpha", base, split)
+        ends = client.train(server, beginning)
+        (account,) = server.finish_lanes()
+        body = server.end_round({"alpha": 9})
+    model = whole_model(base, beginning)
+    examples, place = place_of("alpha")
+    report, _ = train_round(
+        model, trainable_parameters(model.peft_model), examples, 0, place, TRAIN
+    )
+    assert client.losses == pytest.approx(report.losses, abs=1e-5)
+    assert_close(join_adapters([ends, body]), export_adapter(model.peft_model))
+    assert report.gradient_norm > TRAIN.max_gradient_norm  # clipping had something to do
+    assert (account.steps, account.error) == (STEPS, "")
+
+
+def test_turns_equal_copies_of_head_and_tail_around_one_body(base, beginning):
+    split = split_settings()
+    trained, losses = {}, {}
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        for name in SIZES:
+            client = Client(name, base, split)
+            trained[name] = client.train(server, beginning)
+            losses[name] = client.losses
+        server.finish_lanes()
+        body = server.end_round(SIZES)
+    center = Center(base, beginning, split)
+    body_optimizer = make_optimizer(center.of("body"), TRAIN)
+    for name in SIZES:
+        expected, ends = center.turn(name, body_optimizer, beginning)
+        assert losses[name] == pytest.approx(expected, abs=1e-5)
+        assert_close(trained[name], ends)
+    assert_close(body, {n: p.detach() for n, p in center.of("body").items()})
+
+
+def test_hierarchical_equals_separate_trainings_and_their_mean(base, beginning):
+    split = split_settings(schedule="hierarchical")
+    clients = [Client(name, base, split) for name in SIZES]
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        trained = train_together(clients, server, beginning, dict.fromkeys(SIZES, STEPS))
+        server.finish_lanes()
+        whole = {n: join_adapters([trained[n], server.state_of(n)]) for n in SIZES}
+        body = server.end_round(SIZES)
+    expected = {}
+    for client in clients:
+        model = whole_model(base, beginning)
+        examples, place = place_of(client.name)
+        parameters = trainable_parameters(model.peft_model)
+        report, _ = train_round(model, parameters, examples, 0, place, TRAIN)
+        expected[client.name] = export_adapter(model.peft_model)
+        assert client.losses == pytest.approx(report.losses, abs=1e-5)
+        assert_close(whole[client.name], expected[client.name])
+    mean = weighted_mean(expected)
+    assert_close(body, {n: mean[n] for n in body})
+
+
+def test_averaging_within_a_round_equals_lockstep_with_averages(base, beginning):
+    every, steps = 5, {"alpha": 20, "beta": 12, "gamma": 10}
+    split = split_settings(schedule="hierarchical", average_every=every)
+    clients = [Client(name, base, split) for name in SIZES]
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        trained = train_together(clients, server, beginning, steps)
+        server.finish_lanes()
+        whole = {n: join_adapters([trained[n], server.state_of(n)]) for n in SIZES}
+    states, optimizers = dict.fromkeys(SIZES, beginning), {name: {} for name in SIZES}
+    model = whole_model(base, beginning)
+    for start in range(0, STEPS, every):
+        going = [name for name in SIZES if steps[name] > start]
+        if start:
+            mean = weighted_mean({name: states[name] for name in going})
+            states |= dict.fromkeys(going, mean)
+        for name in going:
+            load_adapter(model.peft_model, states[name])
+            examples, place = place_of(name)
+            chosen = place.steps[start : min(start + every, steps[name])]
+            part = Round(chosen, start, STEPS, 0, place.deadline)
+            _, optimizers[name] = train_round(
+                model,
+                trainable_parameters(model.peft_model),
+                examples,
+                0,
+                part,
+                TRAIN,
+                optimizer_state=optimizers[name],
+            )
+            states[name] = export_adapter(model.peft_model)
+    for name in SIZES:
+        assert_close(whole[name], states[name])
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+def test_a_window_changes_nothing_with_dropout_and_whatever_the_wire(base, beginning, wire):
+    adapter = ADAPTER.model_copy(update={"dropout": 0.3})
+    results = []
+    for window in (1, 4):
+        split = split_settings(window=window, wire_dtype=wire)
+        with serving(base, beginning, split, adapter) as server:
+            server.begin_round({"alpha": 9}, 0)
+            client = Client("alpha", base, split, adapter)
+            ends = client.train(server, beginning, 6)
+            server.finish_lanes()
+            results.append((client.losses, ends | server.end_round({"alpha": 9})))
+    (losses, state), (others, other) = results
+    assert losses == others
+    assert all(torch.equal(state[name], other[name]) for name in state)
+
+
+def test_a_split_model_measures_the_loss_of_the_whole(base, beginning):
+    split = split_settings()
+    examples = draw(17, 1)
+    cut = cut_of(base, split)
+    parts = take_apart(beginning, cut)
+    ends = parts["head"] | parts["tail"]
+    with serving(base, beginning, split) as server:
+        client = Client("alpha", base, split)
+        models = {"base": None, "global": parts["body"]}
+        with client.lane(server.invite_to_evaluate("alpha", 0, models, 60.0)) as model:
+            model.choose("global", ends)
+            adapted = held_out_loss(model, examples, 0, 3)
+            model.choose("base", None)
+            bare = held_out_loss(model, examples, 0, 3)
+            model.end()
+    whole = whole_model(base, beginning)
+    assert adapted == held_out_loss(whole, examples, 0, 3)
+    with whole.peft_model.disable_adapter():
+        assert bare == held_out_loss(whole, examples, 0, 3)
+    assert adapted != bare
+
+
+def test_optimizers_go_on_or_start_anew(base, beginning):
+    train = TRAIN.model_copy(update={"optimizer_state": "keep"})
+    split = split_settings()
+    with serving(base, beginning, split, train=train) as server:
+        server.begin_round({"alpha": 9}, 0)
+        Client("alpha", base, split).train(server, beginning, 4, train)
+        server.finish_lanes()
+        before = server.export_optimizers()
+        assert before and all(name.startswith("body/") for name in before)
+        server.begin_round({"alpha": 9}, 0)
+        assert all(torch.equal(v, server.export_optimizers()[n]) for n, v in before.items())
+    with serving(base, beginning, split, train=train) as server:
+        server.load_optimizers(before)
+        after = server.export_optimizers()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+    with serving(base, beginning, split) as server:
+        server.load_optimizers(before)
+        server.begin_round({"alpha": 9}, 0)
+        Client("alpha", base, split).train(server, beginning, 4)
+        server.finish_lanes()
+        anew = server.end_round({"alpha": 9})
+    with serving(base, beginning, split) as server:
+        server.begin_round({"alpha": 9}, 0)
+        Client("alpha", base, split).train(server, beginning, 4)
+        server.finish_lanes()
+        assert all(torch.equal(v, anew[n]) for n, v in server.end_round({"alpha": 9}).items())
+
+
+@pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
+def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule):
+    """Beta goes away in the middle of its third step."""
+    split = split_settings(schedule=schedule)
+    results = []
+    for names in (["alpha", "beta", "gamma"], ["alpha", "gamma"]):
+        clients = [Client(name, base, split) for name in names]
+        with serving(base, beginning, split) as server:
+            server.begin_round({name: SIZES[name] for name in names}, 0)
+            trained = {}
+            for client in clients:
+                disturbing = {"beta": stop_after(2, 1, "close")}
+                steps = {client.name: 5}
+                trained |= train_together([client], server, beginning, steps, {}, disturbing)
+            accounts = {account.client: account for account in server.finish_lanes()}
+            body = server.end_round({name: SIZES[name] for name in ("alpha", "gamma")})
+        own = {f"{c}/{n}": v for c, state in trained.items() for n, v in state.items()}
+        results.append(body | own)
+        assert [a.client for a in accounts.values() if a.error] == [n for n in names if n == "beta"]
+    one, other = results
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_nothing_is_left()
+
+
+def test_too_few_who_average_are_told_what_to_do(base, beginning):
+    """As with one actor that serves three clients in turn; the last one doesn't wait for ghosts."""
+    split = split_settings(schedule="hierarchical", average_every=2, join_timeout=0.3)
+    with serving(base, beginning, split, minimum=2) as server:
+        server.begin_round(SIZES, 0)
+        for name in SIZES:
+            with pytest.raises(LaneError, match="client-resources-num-cpus"):
+                Client(name, base, split).train(server, beginning, 5)
+        assert len(server.finish_lanes()) == 3
