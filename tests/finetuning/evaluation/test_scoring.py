@@ -146,7 +146,7 @@ def test_scores_are_always_finite_and_within_bounds(pairs):
 def test_english_needs_no_jieba_and_chinese_is_silent(tmp_path):
     code = (
         "import sys\n"
-        "from finetuning.scoring import score\n"
+        "from finetuning.evaluation.scoring import score\n"
         "assert 'evaluate' not in sys.modules\n"
         "score(['the court'], ['the court'])\n"
         "assert 'jieba' not in sys.modules\n"

@@ -238,7 +238,7 @@ def test_tiny_is_the_same_wherever_it_is_built(tmp_path, monkeypatch):
     assert base.model(torch.tensor([base.tokenizer(text)["input_ids"]])).logits.isfinite().all()
 
 
-BUILDS = f"from finetuning.tiny import TinyRecipe, build_tiny; print(build_tiny({RECIPE}))"
+BUILDS = f"from finetuning.model.tiny import TinyRecipe, build_tiny; print(build_tiny({RECIPE}))"
 
 
 def test_processes_that_ask_at_once_build_once(tmp_path):
