@@ -42,7 +42,7 @@ from finetuning.evaluation.generation import Answering
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
 from split.client.split_model import SplitModel
-from split.lane.dialling import connect
+from split.lane.dialling import open_lane
 from split.model.adapters import take_apart
 from split.model.cut import PartyName
 from split.model.part import Part
@@ -76,15 +76,8 @@ def lane_to(
     invitation: Invitation, ends: dict[PartyName, Part], split: SplitSettings
 ) -> Iterator[SplitModel]:
     """Open a lane, and choose the model with the adapter that the ends have."""
-    lane = connect(
-        invitation.address,
-        invitation.ticket,
-        invitation.identity,
-        invitation.server_key,
-        invitation.suite,
-        Limits(ends["head"].hidden_size, split.wire_dtype, ROWS * PROMPT),
-        time.monotonic() + LIFETIME,
-    )
+    limits = Limits(ends["head"].hidden_size, split.wire_dtype, ROWS * PROMPT, window=1)
+    lane = open_lane(invitation, limits, time.monotonic() + LIFETIME, split.resume_timeout)
     try:
         model = SplitModel(ends["head"], ends["tail"], lane, split.frame_timeout)
         model.choose("global", {n: p.detach().clone() for n, p in model.parameters.items()})

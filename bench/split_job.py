@@ -16,7 +16,7 @@ from finetuning.model.base_model import loading_arguments, prepare
 from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
 from finetuning.training.loop import Round
 from split.client.split_model import ClientRound, SplitModel
-from split.lane.dialling import connect
+from split.lane import dialling
 from split.lane.lane import Lane
 from split.model.adapters import load_state, take_apart
 from split.model.cut import PartyName, cut_of
@@ -163,15 +163,8 @@ def open_lane(
 ) -> tuple[SplitModel, Lane]:
     """Open a lane and begin the job's round."""
     shape = job.shape
-    lane = connect(
-        invitation.address,
-        invitation.ticket,
-        invitation.identity,
-        invitation.server_key,
-        invitation.suite,
-        Limits(shape.hidden, split.wire_dtype, shape.tokens),
-        time.monotonic() + LIFETIME,
-    )
+    limits = Limits(shape.hidden, split.wire_dtype, shape.tokens, window=split.window)
+    lane = dialling.open_lane(invitation, limits, time.monotonic() + LIFETIME, split.resume_timeout)
     model = SplitModel(ends["head"], ends["tail"], lane, split.frame_timeout)
     model.join(ClientRound(job.steps, 0, job.steps, shape.tokens, 0, time.monotonic() + LIFETIME))
     return model, lane

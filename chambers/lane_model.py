@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,13 +11,12 @@ import torch
 from chambers.errors import CommandError
 from finetuning.adapters.adapter import State
 from split.client.split_model import SplitModel
-from split.lane.dialling import connect
+from split.lane.dialling import open_lane
 from split.lane.lane import Lane
 from split.model.cut import PartyName
 from split.model.part import Part
 from split.protocol.errors import (
     HandshakeError,
-    LaneBusyError,
     LaneClosedError,
     LaneCutError,
     LaneDeadlineError,
@@ -29,15 +28,13 @@ from split.protocol.frames import Limits
 from split.protocol.standing_invitation import StandingInvitation
 
 _BUSY_SECONDS = 60.0
-_CUT_SECONDS = 60.0
-_RETRY_SECONDS = 1.0
 
 
 class LaneModel:
-    """Generates through a lane; one that is cut is replaced by another, and its batch done again.
+    """Generates through a lane.
 
-    So is one that the server has closed because nothing came over it for long: texts may go to a
-    reader that is slow.
+    A lane that the server has closed because nothing came over it for long is replaced by another,
+    and its batch is generated again: texts may go to a reader that is slow.
 
     Args:
         ends: head and tail, with their adapters attached.
@@ -84,10 +81,10 @@ class LaneModel:
 
         try:
             return attempt()
-        except (LaneCutError, LaneClosedError) as error:
+        except LaneClosedError as error:
             print(f"{error}; opening another", file=sys.stderr)
         self._lane.close()
-        _again(self._open, LaneCutError, _CUT_SECONDS)
+        self._open()
         # What was drawn is to be drawn again: each batch begins with a seed.
         torch.manual_seed(torch.initial_seed())
         return attempt()
@@ -101,40 +98,25 @@ class LaneModel:
         self._lane.close()
 
     def _open(self) -> None:
-        _again(self._dial, LaneBusyError, _BUSY_SECONDS)
-        timeout = self._invitation.split.frame_timeout
-        head, tail = self._ends["head"], self._ends["tail"]
-        self._model = SplitModel(head, tail, self._lane, timeout, self._deadline)
+        invitation, ends = self._invitation, self._ends
+        limits = Limits(
+            hidden=ends["head"].hidden_size,
+            wire_dtype=invitation.wire_dtype,
+            maximum_tokens=invitation.most_tokens,
+            window=1,
+        )
+        busy_until = min(self._deadline, time.monotonic() + _BUSY_SECONDS)
+        timeout = invitation.split.resume_timeout
+        self._lane = open_lane(
+            invitation.lane, limits, self._deadline, timeout, busy_until=busy_until
+        )
+        timeout = invitation.split.frame_timeout
+        self._model = SplitModel(ends["head"], ends["tail"], self._lane, timeout, self._deadline)
         try:
             self._model.choose(self._chosen, self._adapters)
         except BaseException:
             self._lane.close()
             raise
-
-    def _dial(self) -> None:
-        place, wire_dtype = self._invitation.lane, self._invitation.wire_dtype
-        limits = Limits(self._ends["head"].hidden_size, wire_dtype, self._invitation.most_tokens)
-        self._lane = connect(
-            place.address,
-            place.ticket,
-            place.identity,
-            place.server_key,
-            place.suite,
-            limits,
-            self._deadline,
-        )
-
-
-def _again(work: Callable[[], None], passing: type[LaneError], seconds: float) -> None:
-    """Try again for a while, as long as it fails with an error that may pass."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            return work()
-        except passing:
-            if time.monotonic() > until:
-                raise
-            time.sleep(_RETRY_SECONDS)
 
 
 def explained(error: LaneError, invitation: StandingInvitation) -> CommandError:

@@ -3,10 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from logging import WARNING
-
-from flwr.common.logger import log
 
 from client_app.evaluation import measured
 from client_app.institution import Institution, load_ends
@@ -17,24 +13,12 @@ from finetuning.adapters.model_card import model_card
 from finetuning.model.base_model import load_tokenizer, reference
 from finetuning.training.loop import train_round
 from split.client.split_model import ClientRound, SplitModel
-from split.lane.dialling import connect
-from split.lane.lane import Lane
+from split.lane.dialling import open_lane
 from split.model.adapters import join_adapters, load_state
-from split.protocol.errors import (
-    LaneBusyError,
-    LaneCutError,
-    LaneTimeoutError,
-    TicketError,
-)
 from split.protocol.frames import Limits
 from split.protocol.invitation import Invitation
 from strategies.messages import Instruction
 from strategies.run_config import RunConfig
-
-_RETRY_SECONDS = 1.0
-_CUT_SECONDS = 15.0
-# When a lane was cut: the server may be out of reach, or not have noticed yet.
-_MAY_PASS = (LaneBusyError, LaneCutError, LaneTimeoutError, TicketError)
 
 
 def train_ends(
@@ -155,57 +139,17 @@ def _split_model(
     ends = load_ends(config.model, config.adapter, config.split)
     for part in ends.values():
         part.use("default")
-    limits = Limits(ends["head"].hidden_size, config.split.wire_dtype, config.longest)
-
-    def reconnect(cut: Lane) -> Lane:
-        log(WARNING, "%s was cut; taking it up again", cut)
-        end = min(deadline, time.monotonic() + config.split.resume_timeout)
-        again = replace(invitation, ticket=cut.resumption)
-        return open_lane(again, limits, deadline, end)
-
-    lane = open_lane(invitation, limits, deadline)
-    timeout = config.split.frame_timeout
-    model = SplitModel(ends["head"], ends["tail"], lane, timeout, deadline, reconnect)
+    limits = Limits(
+        hidden=ends["head"].hidden_size,
+        wire_dtype=config.split.wire_dtype,
+        maximum_tokens=config.longest,
+        window=config.split.window,
+    )
+    lane = open_lane(invitation, limits, deadline, config.split.resume_timeout)
     try:
-        yield model
+        yield SplitModel(ends["head"], ends["tail"], lane, config.split.frame_timeout, deadline)
     finally:
-        model.lane.close()
-
-
-def open_lane(
-    invitation: Invitation, limits: Limits, deadline: float, resuming_until: float | None = None
-) -> Lane:
-    """Dial the block server, again and again while it has no room: the ticket stays good.
-
-    A server with too many connections ends new ones without a word, so that it takes a while to
-    tell it from one that is not there.
-
-    Args:
-        invitation: to the server.
-        limits: what it may send.
-        deadline: of the lane, on ``time.monotonic``'s clock.
-        resuming_until: when to give up a lane that was cut before; None for a first one.
-
-    """
-    cut_until = min(deadline, time.monotonic() + _CUT_SECONDS)
-    while True:
-        try:
-            return connect(
-                invitation.address,
-                invitation.ticket,
-                invitation.identity,
-                invitation.server_key,
-                invitation.suite,
-                limits,
-                deadline,
-            )
-        except _MAY_PASS as error:
-            until = resuming_until
-            if until is None:
-                until = {LaneBusyError: deadline, LaneCutError: cut_until}.get(type(error), 0.0)
-            if time.monotonic() + _RETRY_SECONDS > until:
-                raise
-            time.sleep(_RETRY_SECONDS)
+        lane.close()
 
 
 def _keep(

@@ -1,5 +1,6 @@
 """The stages of a step when the middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,14 @@ from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import add_target_gradient, target_loss
 from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.training.optimization import squared_norm
-from split.client.client_lane import ClientLane
 from split.lane.lane import Lane
 from split.model.adapters import load_state
 from split.model.generation import Generation
 from split.model.part import Padding, Part
+from split.protocol.errors import LaneError, LaneTimeoutError
 from split.protocol.frames import Frame, Kind, Value
+
+_OF_A_STEP = {Kind.HIDDEN, Kind.STEP, Kind.AVERAGE}
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,13 @@ class SplitModel:
     Args:
         head: embedding and first blocks, its adapter attached.
         tail: last blocks, norm and output head, its adapter attached.
-        lane: to the block server.
-        frame_timeout: seconds to wait for the server's next frame.
-        deadline: until when to wait for room at the server, on ``time.monotonic``'s clock.
-        reconnect: opens another lane when one is cut in a round of training; None lets it end.
+        lane: To the block server.
+        frame_timeout: Seconds to wait for the server's next frame.
+        deadline: Until when to wait for room at the server, on ``time.monotonic``'s clock.
 
     Attributes:
-        lane: what frames go over; whoever opened the model closes it.
+        lane: What frames go over; the caller that opened it closes it.
+        seconds_waiting: Time spent waiting for the server's frames.
 
     """
 
@@ -64,22 +67,18 @@ class SplitModel:
         lane: Lane,
         frame_timeout: float,
         deadline: float | None = None,
-        reconnect: Callable[[Lane], Lane] | None = None,
     ) -> None:
         self._head = head
         self._tail = tail
         self._output_head = tail.output_head
-        self.lane = ClientLane(lane, frame_timeout, reconnect)
+        self.lane = lane
+        self.seconds_waiting = 0.0
+        self._frame_timeout = frame_timeout
         self._deadline = deadline
         self._credits = 1
         self._step = 0
         self._average_every = 0
         self._until = 0.0  # when the round is over
-
-    @property
-    def seconds_waiting(self) -> float:
-        """How long this waited for the server's frames."""
-        return self.lane.seconds_waiting
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -95,7 +94,6 @@ class SplitModel:
         """Begin a round of training."""
         self._step = 0
         self._average_every, self._until = place.average_every, place.deadline
-        self.lane.outlast_cuts()
         self.lane.send(
             Kind.JOIN,
             fields={
@@ -107,7 +105,7 @@ class SplitModel:
             },
         )
         # Others may have to join first, and the server has a limit of its own for that.
-        self._credits = int(self.lane.receive(Kind.WELCOME, place.deadline).fields["credits"])
+        self._credits = self._welcomed(place.deadline)
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Choose which model the next ``summed_losses`` are of.
@@ -122,7 +120,7 @@ class SplitModel:
         if adapters is not None:
             load_state(self.parameters, adapters)
         self.lane.send(Kind.JOIN, fields={"model": model})
-        self._credits = int(self.lane.receive(Kind.WELCOME).fields["credits"])
+        self._credits = self._welcomed(None)
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Add the gradient of a step's loss to the ``.grad`` of head and tail, and at the server.
@@ -159,7 +157,8 @@ class SplitModel:
         def answer(frame: Frame) -> bool:
             index = frame.micro_batch
             if frame.kind is Kind.HIDDEN:
-                middle = frame.tensors["hidden"].to(self._tail.device).requires_grad_()
+                received = _of_shape(frame, "hidden", self._shape(batches[index]))
+                middle = received.to(self._tail.device).requires_grad_()
                 with drawing_from(derive_seed("dropout", seed, index, "tail")):
                     hidden = self._tail(middle, _padding(batches[index]))
                     with self._tail.autocast():
@@ -173,11 +172,12 @@ class SplitModel:
                 self.lane.send(Kind.GRADIENT, self._step, index, {"gradient": gradient})
                 return not wants_gradient
             output = sent.pop(index)
+            received = _of_shape(frame, "gradient", output.shape)
             with drawing_nothing_new():
-                output.backward(frame.tensors["gradient"].to(output))  # type: ignore[no-untyped-call]
+                output.backward(received.to(output))  # type: ignore[no-untyped-call]
             return True
 
-        self._pipeline(len(batches), forward, answer)
+        self._pipeline(len(batches), forward, answer, Kind.GRADIENT if wants_gradient else None)
         return [float(loss) for loss in losses]
 
     @torch.no_grad()
@@ -194,12 +194,13 @@ class SplitModel:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         fields: Mapping[str, Value] = {"squared_norm": squared_norm(gradients)}
         self.lane.send(Kind.STEP, self._step, fields=fields)
-        fields = self.lane.receive(Kind.STEP).fields
+        fields = self._receive(Kind.STEP).fields
+        factor, norm = _number(fields, "factor"), _number(fields, "norm")
         if maximum:
             for gradient in gradients:
-                gradient.mul_(float(fields["factor"]))
+                gradient.mul_(factor)
         self._step += 1
-        return float(fields["norm"])
+        return norm
 
     @torch.no_grad()
     def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
@@ -209,7 +210,8 @@ class SplitModel:
 
         def answer(frame: Frame) -> bool:
             batch = batches[frame.micro_batch]
-            hidden = self._tail(frame.tensors["hidden"].to(self._tail.device), _padding(batch))
+            received = _of_shape(frame, "hidden", self._shape(batch))
+            hidden = self._tail(received.to(self._tail.device), _padding(batch))
             with self._tail.autocast():
                 losses.append(target_loss(self._output_head, hidden, batch))
             return True
@@ -231,8 +233,11 @@ class SplitModel:
     def end(self) -> None:
         """End the round, or the evaluation, and wait until the server has taken note of it."""
         self.lane.send(Kind.END)
-        self.lane.receive(Kind.END)
+        self._receive(Kind.END)
         self.lane.close()
+
+    def _shape(self, batch: MicroBatch) -> torch.Size:
+        return torch.Size((*batch.tokens.shape, self._head.hidden_size))
 
     def _set_up(self, training: bool) -> None:
         for part in (self._head, self._tail):
@@ -257,26 +262,33 @@ class SplitModel:
         tensors = {"hidden": hidden, "lengths": lengths}
         self.lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
         # Others' generations may have to end before there is room for this one.
-        return self.lane.receive(Kind.HIDDEN, None if index else self._deadline).tensors["hidden"]
+        frame = self._receive(Kind.HIDDEN, None if index else self._deadline, micro_batch=index)
+        return _of_shape(frame, "hidden", hidden.shape)
 
     def _pipeline(
-        self, count: int, forward: Callable[[int], object], answer: Callable[[Frame], bool]
+        self,
+        count: int,
+        forward: Callable[[int], object],
+        answer: Callable[[Frame], bool],
+        also: Kind | None = None,
     ) -> None:
         """Keep as many micro-batches under way as there are credits.
 
         Args:
             count: of micro-batches.
             forward: sends one on its way.
-            answer: takes a frame of one; gives whether that was its last.
+            answer: Takes a frame of one, and returns whether that was its last.
+            also: Kind of a second answer to each.
 
         """
         begun = ended = 0
+        due = {Kind.HIDDEN: 0, Kind.GRADIENT: 0}
         while ended < count:
             if begun < count and begun - ended < self._credits:
                 forward(begun)
                 begun += 1
             else:
-                ended += answer(self.lane.receive(Kind.HIDDEN, also=Kind.GRADIENT))
+                ended += answer(self._answer(due, also))
 
     def _average_if_due(self) -> None:
         """Between two steps take over the average of all clients' adapters, where that is due."""
@@ -284,7 +296,90 @@ class SplitModel:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
             self.lane.send(Kind.AVERAGE, self._step, tensors=own)
             # The others may be far behind; each of them has its own limits.
-            load_state(self.parameters, self.lane.receive(Kind.AVERAGE, self._until).tensors)
+            average = self._receive(Kind.AVERAGE, self._until).tensors
+            for name, parameter in self.parameters.items():
+                _check_average(name, average.get(name), parameter)
+            load_state(self.parameters, average)
+
+    def _welcomed(self, until: float | None) -> int:
+        credits = self._receive(Kind.WELCOME, until).fields.get("credits")
+        if not isinstance(credits, int) or isinstance(credits, bool) or credits < 1:
+            raise LaneError(f"the server gave {credits!r} credits")
+        return credits
+
+    def _answer(self, due: dict[Kind, int], also: Kind | None) -> Frame:
+        """Wait for the answer to a micro-batch; of each kind they come in order."""
+        frame = self._receive(Kind.HIDDEN, also=also)
+        if frame.micro_batch != due[frame.kind] or (
+            frame.kind is Kind.GRADIENT and frame.micro_batch >= due[Kind.HIDDEN]
+        ):
+            raise LaneError(
+                f"{frame.kind.name} came for micro-batch {frame.micro_batch}, and is due for "
+                f"{due[frame.kind]}"
+            )
+        due[frame.kind] += 1
+        return frame
+
+    def _receive(
+        self,
+        kind: Kind,
+        until: float | None = None,
+        also: Kind | None = None,
+        micro_batch: int | None = None,
+    ) -> Frame:
+        """Wait for a frame of a kind, of the present step.
+
+        Args:
+            kind: What is due.
+            until: When to stop waiting, on ``time.monotonic``'s clock; None is ``frame_timeout``.
+            also: Another kind that may come.
+            micro_batch: The frame's, where only one can be due.
+
+        Raises:
+            LaneError: The lane has ended, no frame came in time, or one that is not due.
+
+        """
+        started = time.monotonic()
+        timeout = self._frame_timeout if until is None else max(0.0, until - started)
+        try:
+            frame = self.lane.receive(timeout)
+        except LaneTimeoutError:
+            setting = "split.frame-timeout" if until is None else "round-timeout"
+            raise LaneTimeoutError(
+                f"the block server sent nothing for {timeout:.0f} s ({setting})"
+            ) from None
+        finally:
+            self.seconds_waiting += time.monotonic() - started
+        if frame.kind not in (kind, also):
+            raise LaneError(f"the server sent a frame {frame.kind.name} where {kind.name} is due")
+        step = self._step if kind in _OF_A_STEP else 0
+        if frame.step != step or (micro_batch is not None and frame.micro_batch != micro_batch):
+            raise LaneError(
+                f"the server sent {frame.kind.name} of step {frame.step}, micro-batch "
+                f"{frame.micro_batch}, in step {step}"
+            )
+        return frame
+
+
+def _of_shape(frame: Frame, name: str, shape: torch.Size) -> torch.Tensor:
+    tensor = frame.tensors[name]  # the lane has checked that it is there
+    if tensor.shape != shape:
+        raise LaneError(
+            f"the server answered {tuple(shape)} hidden states with {tuple(tensor.shape)}"
+        )
+    return tensor
+
+
+def _number(fields: Mapping[str, Value], name: str) -> float:
+    value = fields.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+        raise LaneError(f"the server ended a step with {name} = {value!r}")
+    return float(value)
+
+
+def _check_average(name: str, found: torch.Tensor | None, own: torch.Tensor) -> None:
+    if found is None or found.dtype is not torch.float32 or found.shape != own.shape:
+        raise LaneError(f"the server's average has no {name} of float32 {tuple(own.shape)}")
 
 
 def _padding(batch: MicroBatch) -> Padding:

@@ -1,23 +1,27 @@
-"""Lanes as their users know them, and how a client opens one."""
+"""How a client opens a lane, and the streams under it: one attempt, and the one retry policy."""
 
+import logging
+import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 import grpc
 
 from split.lane.lane import Lane
+from split.lane.stream import Stream
 from split.lane.transport import (
     HANDSHAKE_SECONDS,
     METHOD,
     SERVICE,
     channel_options,
-    stream_error,
+    refusal_of,
     wire_bytes,
 )
 from split.protocol.errors import (
-    HandshakeError,
+    LaneBusyError,
     LaneCutError,
     LaneDeadlineError,
     LaneError,
@@ -27,51 +31,162 @@ from split.protocol.errors import (
 )
 from split.protocol.frames import Limits
 from split.protocol.handshake import ClientHandshake
+from split.protocol.invitation import Invitation
 from split.protocol.keys import known_suite
-from split.protocol.tickets import Identity, Ticket
+
+_LOG = logging.getLogger(__name__)
+RETRY_SECONDS = 1.0
+PATIENCE_SECONDS = 15.0
 
 
-def connect(
-    address: str,
-    ticket: Ticket,
-    identity: Identity,
-    server_public: bytes,
-    suite: str,
+def open_lane(
+    invitation: Invitation,
     limits: Limits,
     deadline: float,
+    resume_timeout: float,
+    patience: float = PATIENCE_SECONDS,
+    busy_until: float | None = None,
 ) -> Lane:
-    """Open a lane to the block server.
+    """Open a lane to the block server, and keep it open in a thread of its own.
 
-    The ticket is spent when the server has the last message of the handshake. If another lane was
-    quicker with it, that shows in the lane's first ``receive``, as a ``TicketError``.
+    Until the server has confirmed the handshake nothing that comes back is authentic: whatever ends
+    an attempt, the ticket stays good and is tried again. A server without room is asked until
+    ``busy_until``; any other refusal, or silence, is final when it lasts for ``patience``. After a
+    cut the next stream is tried for ``resume_timeout``.
 
     Args:
-        address: the server's, as host:port.
-        ticket: good for this lane.
-        identity: what it was issued for.
-        server_public: the server's key of this period.
-        suite: its kind, as in ``split.key-exchange``.
-        limits: what the server may send.
-        deadline: of the lane, on ``time.monotonic``'s clock: it ends then, whatever is under way.
+        invitation: To the server.
+        limits: What the server may send.
+        deadline: Of the lane, on ``time.monotonic``'s clock: it ends then, whatever is under way.
+        resume_timeout: Seconds in which a stream that was cut must be replaced.
+        patience: Seconds for which a refusal, or the lack of an answer, may pass.
+        busy_until: When to stop asking a server without room; None is the deadline.
 
     Raises:
-        HandshakeError: the two sides could not agree; its subclasses say more.
-        LaneTimeoutError: the server did not answer in time.
-        LaneCutError: there is no server at this address, or it went away.
+        HandshakeError: The server refuses; its subclasses say why.
+        LaneTimeoutError: The server does not answer.
+        LaneCutError: No server can be reached at this address.
 
     """
-    handshake = ClientHandshake(ticket, identity, server_public, known_suite(suite))
+    # The thread that keeps it open ends it if it can't be resumed, and says why.
+    lane = Lane(invitation.identity, limits, is_client=True, resume_timeout=math.inf)
+    now = time.monotonic()
+    until: dict[type[LaneError], float] = {
+        LaneBusyError: deadline if busy_until is None else busy_until
+    }
+    connection = _dial_until(lane, invitation, deadline, until, min(deadline, now + patience))
+    keeper = threading.Thread(
+        target=_keep_open,
+        args=(lane, invitation, connection, deadline, resume_timeout),
+        name=f"lane {invitation.identity.node}",
+        daemon=True,
+    )
+    _attach(lane, connection)
+    keeper.start()
+    return lane
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """A stream that the server has confirmed.
+
+    Attributes:
+        stream: Encrypts and decrypts.
+        records: Those that come.
+        send: Sends what an iterator yields, in gRPC's thread.
+        acknowledged: How many of the lane's frames the server has.
+
+    """
+
+    stream: Stream
+    records: Iterable[bytes]
+    send: Callable[[Iterator[bytes] | None], None]
+    acknowledged: int
+
+
+def _keep_open(
+    lane: Lane,
+    invitation: Invitation,
+    connection: _Connection,
+    deadline: float,
+    resume_timeout: float,
+) -> None:
+    """Read a lane's streams, one after another, until the lane ends."""
+    while True:
+        opened = time.monotonic()
+        lane.read(connection.stream, connection.records)
+        connection.stream.release()
+        if lane.ended:
+            return
+        if time.monotonic() >= deadline:
+            return lane.fail(LaneDeadlineError("the lane's time is over (round-timeout)"))
+        # The server has confirmed this stream, so it knows its ticket.
+        invitation = replace(invitation, ticket=connection.stream.resumption)
+        until = min(deadline, time.monotonic() + resume_timeout)
+        _LOG.warning("%r was cut; opening another stream", lane)
+        if not connection.stream.worn_out:
+            lane.wait_ended(opened + RETRY_SECONDS - time.monotonic())
+        try:
+            connection = _dial_until(lane, invitation, deadline, {}, until)
+        except LaneError as error:
+            return lane.fail(LaneCutError(f"the lane was cut, and could not be resumed: {error}"))
+        _attach(lane, connection)
+
+
+def _attach(lane: Lane, connection: _Connection) -> None:
+    # Nothing arrives between the two: the stream before has ended.
+    received = lane.detach("another stream follows")
+    confirmation = connection.stream.confirm(received)
+    lane.attach(connection.stream, connection.acknowledged)
+
+    def records() -> Iterator[bytes]:
+        yield confirmation
+        yield from lane.messages(connection.stream)
+
+    connection.send(records())
+    connection.send(None)
+
+
+def _dial_until(
+    lane: Lane,
+    invitation: Invitation,
+    deadline: float,
+    until: dict[type[LaneError], float],
+    otherwise: float,
+) -> _Connection:
+    """Try to open a stream, once a second, until a time that depends on what prevents it."""
+    while True:
+        try:
+            return _dial(invitation, lane.limits, deadline)
+        except LaneError as error:
+            if time.monotonic() + RETRY_SECONDS > until.get(type(error), otherwise):
+                raise
+            _LOG.debug("%r: %s; trying again", lane, error)
+        if lane.wait_ended(RETRY_SECONDS):
+            lane.check()
+
+
+def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connection:
+    """Open a stream: connect, shake hands, and wait until the server has confirmed it."""
+    handshake = ClientHandshake(
+        invitation.ticket,
+        invitation.identity,
+        invitation.server_key,
+        known_suite(invitation.suite),
+    )
     hello = handshake.hello()
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         raise LaneTimeoutError("the lane's time is over before it was opened")
+    address = invitation.address
     channel = grpc.insecure_channel(address, options=channel_options(address))
-    opening = _Opening(hello)
+    outgoing: SimpleQueue[Iterator[bytes] | None] = SimpleQueue()
+    outgoing.put(iter([hello]))
     method = channel.stream_stream(f"/{SERVICE}/{METHOD}")
-    call = method(opening.messages(), timeout=remaining)
+    call = method(_concatenated(outgoing), timeout=remaining)
 
     def release() -> None:
-        opening.give_up()
+        outgoing.put(None)
         call.cancel()
         channel.close()
 
@@ -81,60 +196,44 @@ def connect(
     try:
         answer = next(call)
         finished, secrets = handshake.finish(answer)
+        outgoing.put(iter([finished]))
+        carried = (wire_bytes(hello) + wire_bytes(finished), wire_bytes(answer))
+        stream = Stream(secrets, limits, is_client=True, carried=carried, release=release)
+        acknowledged = stream.confirmation(next(call))
+        return _Connection(stream, call, outgoing.put, acknowledged)
     except StopIteration:
         release()
-        raise refused(Refusal.MALFORMED) from None
+        raise LaneCutError(f"the block server at {address} ended the handshake") from None
     except grpc.RpcError as error:
+        in_time = limit.is_alive()
         release()
-        # Without gRPC's words in between: they are long and name no knob.
-        raise _connect_error(error, address, limit.is_alive()) from None
+        # Without gRPC's words: they are long and name no setting.
+        raise _handshake_error(error, address, in_time) from None
     except BaseException:
         release()
         raise
     finally:
         limit.cancel()
-    carried = (wire_bytes(hello) + wire_bytes(finished), wire_bytes(answer))
-    lane = Lane(identity, secrets, limits, True, carried, release)
-    opening.proceed(finished, lane)
-    lane.start(call)
-    return lane
 
 
-class _Opening:
-    """What the client sends: M1, later M3, and then the lane's records."""
-
-    def __init__(self, hello: bytes) -> None:
-        self._hello = hello
-        self._rest: SimpleQueue[tuple[bytes, Lane] | None] = SimpleQueue()
-
-    def proceed(self, finished: bytes, lane: Lane) -> None:
-        """Let M3 and the lane follow."""
-        self._rest.put((finished, lane))
-
-    def give_up(self) -> None:
-        """Let nothing follow."""
-        self._rest.put(None)
-
-    def messages(self) -> Iterator[bytes]:
-        """Give the messages, in the thread in which gRPC asks for them."""
-        yield self._hello
-        rest = self._rest.get()
-        if rest is not None:
-            finished, lane = rest
-            yield finished
-            yield from lane.messages()
+def _concatenated(parts: "SimpleQueue[Iterator[bytes] | None]") -> Iterator[bytes]:
+    """Yield what the queued iterators yield, in the thread in which gRPC asks for it."""
+    while (part := parts.get()) is not None:
+        yield from part
 
 
-def _connect_error(error: grpc.RpcError, address: str, in_time: bool) -> LaneError:
-    found = stream_error(error, answered=False)
-    if isinstance(found, HandshakeError):
-        return found
-    if not in_time or isinstance(found, LaneDeadlineError):
+def _handshake_error(error: grpc.RpcError, address: str, in_time: bool) -> LaneError:
+    refusal = refusal_of(error)
+    if refusal is not None:
+        return refused(refusal)
+    code = error.code() if isinstance(error, grpc.Call) else None
+    if not in_time or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return LaneTimeoutError(f"the block server at {address} did not answer")
-    if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.CANCELLED:
-        # By the server: the stream was too slow, or has lost its place to another one.
+    if code is grpc.StatusCode.CANCELLED:
+        # By the server: the stream was too slow, or was displaced by another one.
         return refused(Refusal.BUSY)
     return LaneCutError(
-        f"the block server at {address} can't be reached, or ended the handshake: {found}; clients "
-        "reach it at split.advertise, or where it listens if that is empty"
+        f"the block server at {address} can't be reached, or ended the handshake"
+        f"{f' ({code.name})' if code is not None else ''}; clients reach it at split.advertise, or "
+        "where it listens if that is empty"
     )

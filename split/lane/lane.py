@@ -1,111 +1,103 @@
-"""One end of a lane: frames in order over an encrypted stream, the same at client and server.
+"""A lane: frames in order, each exactly once, over one stream after another.
 
-Each end has two threads beside its user's. The writer is the one in which gRPC asks for the next
-message: it packs, encrypts and sends what ``send`` queued. The reader decrypts and unpacks what
-comes, up to a few frames ahead of ``receive``; then the other side has to wait.
+This is the only layer that knows of cuts. When the network cuts a stream, the client opens the next
+one and both ends send again what the other has not acknowledged; ``send`` and ``receive`` don't
+notice. A lane ends when either side closes it, when its time is over, when what came is not what
+it allows, or when a cut stream is not replaced in time.
 """
 
+import copy
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from torch import Tensor
 
+from split.lane.stream import Stream, lane_error
 from split.lane.traffic import Traffic
-from split.lane.transport import CLOSE_SECONDS, stream_error, wire_bytes
+from split.lane.transport import CLOSE_SECONDS
+from split.protocol.delivery import Delivery
 from split.protocol.errors import (
     FrameError,
+    LaneBacklogError,
     LaneClosedError,
     LaneCutError,
     LaneError,
     LaneTimeoutError,
     PeerError,
+    printable,
 )
 from split.protocol.frames import Frame, Kind, Limits, Value
-from split.protocol.key_schedule import LaneSecrets
 from split.protocol.payload import Outgoing
-from split.protocol.records import Opener, Sealer
-from split.protocol.tickets import Identity, Ticket
+from split.protocol.tickets import Identity
 
 _LOG = logging.getLogger(__name__)
-_FRAMES_AHEAD = 16
-_LONGEST_ERROR = 1000
+_MOST_STREAMS = 1000  # each costs a handshake
 
 
 class Lane:
     """One end of a lane. Its methods may be called from any thread.
 
     Args:
-        identity: what the lane is for.
-        secrets: of the handshake.
-        limits: what may come over it.
-        is_client: at which end this is.
-        carried: bytes of the handshake that this end sent, and that it received.
-        release: gives the stream up at once, whatever is still under way.
+        identity: What the lane is for.
+        limits: What may come over it, and how much this end keeps for the other.
+        is_client: Whether this is the client's end.
+        resume_timeout: Seconds after which a stream that was cut must have been replaced.
 
     Attributes:
-        identity: run, round and node; both ends are sure of it.
-        resumption: a ticket both ends have, for connecting again once the server has registered
-            it in its book.
-        limits: what may come over it.
+        identity: Run, round and client; both ends have verified it.
+        limits: What may come over it.
+        opened: How many streams there have been.
+        over: Set when the lane has ended, and its last stream with it.
 
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        secrets: LaneSecrets,
-        limits: Limits,
-        is_client: bool,
-        carried: tuple[int, int],
-        release: Callable[[], None],
+        self, identity: Identity, limits: Limits, is_client: bool, resume_timeout: float
     ) -> None:
         self.identity = identity
-        self.resumption: Ticket = secrets.resumption
         self.limits = limits
+        self.opened = 0
+        self.over = threading.Event()
         self._is_client = is_client
-        self._release = release
-        self._sealer = Sealer(secrets.up if is_client else secrets.down)
-        self._opener = Opener(secrets.down if is_client else secrets.up, limits)
-        self._sent, self._received = carried
-        self._seconds_packing = self._seconds_waiting = 0.0
-        self._changed = threading.Condition()  # goes with the next four
-        self._outgoing: deque[Outgoing] = deque()
-        self._incoming: deque[Frame] = deque()
+        self._resume_timeout = resume_timeout
+        self._changed = threading.Condition()  # guards everything below
+        self._delivery = Delivery()
+        self._inbox: deque[Frame] = deque()
+        self._inbox_bytes = 0
+        self._stream: Stream | None = None
+        self._cut: LaneError = LaneCutError("no stream has been opened yet")
+        self._cut_at = time.monotonic()
         self._error: LaneError | None = None
         self._last_words: str | None = None
-        self._limit = threading.Timer(CLOSE_SECONDS, release)
-        self._limit.daemon = True
-        self._reader: threading.Thread | None = None
+        self._before = Traffic()  # of the streams that were replaced
+        self._seconds_waiting = 0.0
+        self._limit: threading.Timer | None = None  # of the last words
 
     def __repr__(self) -> str:
         return f"Lane({self.identity})"
 
     @property
     def ended(self) -> bool:
-        """Whether either side has ended the lane, or it broke."""
-        return self._error is not None
+        """Whether either side has ended the lane, or it broke for good."""
+        with self._changed:
+            self._expire()
+            return self._error is not None
 
     @property
     def traffic(self) -> Traffic:
-        """The account so far."""
-        up, down = self._sent, self._received
-        if not self._is_client:
-            up, down = down, up
-        return Traffic(
-            bytes_up=up,
-            bytes_down=down,
-            seconds_crypto=self._sealer.seconds + self._opener.seconds_crypto,
-            seconds_serialisation=self._seconds_packing + self._opener.seconds_serialisation,
-            seconds_waiting=self._seconds_waiting,
-        )
+        """The account of all streams."""
+        with self._changed:
+            present = self._stream.traffic if self._stream is not None else Traffic()
+            return self._before + present + Traffic(seconds_waiting=self._seconds_waiting)
 
     def check(self) -> None:
         """Raise the error that the lane has ended with, if it has."""
-        if self._error is not None:
-            raise self._error.with_traceback(None)
+        with self._changed:
+            self._check()
 
     def send(
         self,
@@ -115,173 +107,319 @@ class Lane:
         tensors: Mapping[str, Tensor] | None = None,
         fields: Mapping[str, Value] | None = None,
     ) -> None:
-        """Queue a frame; it is packed, encrypted and sent in another thread, in order.
+        """Queue a frame; another thread converts, encrypts and sends it.
+
+        A client waits while more than ``limits.queue_bytes`` are unsent. A server never waits: what
+        a client has not acknowledged is kept for it up to the same size, and beyond it the lane
+        ends.
 
         Args:
-            kind: what it is.
-            step: optimizer step.
-            micro_batch: micro-batch within the step.
-            tensors: must not change until they have been sent.
-            fields: small facts beside them.
+            kind: What it is.
+            step: Optimizer step.
+            micro_batch: Micro-batch within the step.
+            tensors: Must not change until the other end has acknowledged the frame, as it does
+                with the next frame that it sends.
+            fields: Small facts beside them.
 
         Raises:
-            FrameError: the frame is not one that the lane allows; the lane lives on.
-            LaneError: the lane has ended.
+            FrameError: The frame is not one that the lane allows; the lane lives on.
+            LaneBacklogError: The client doesn't read what it is sent; the lane has ended.
+            LaneError: The lane has ended.
 
         """
         frame = Frame(kind, step, micro_batch, dict(tensors or {}), dict(fields or {}))
         outgoing = Outgoing(frame, self.limits)
         with self._changed:
-            self.check()
-            self._outgoing.append(outgoing)
+            if self._is_client:
+                self._changed.wait_for(self._may_queue)
+            self._check()
+            self._delivery.add(outgoing)
+            kept = self._delivery.kept_bytes
+            if not self._is_client and kept > self.limits.queue_bytes:
+                self._end(
+                    LaneBacklogError(
+                        f"{self.identity.node} has left {kept} bytes unread; at most "
+                        f"{self.limits.queue_bytes} are kept for it"
+                    ),
+                    "too much of what was sent has not been read",
+                )
+                self._check()
             self._changed.notify_all()
 
     def receive(self, timeout: float) -> Frame:
         """Wait for the next frame.
 
         Args:
-            timeout: seconds.
+            timeout: Seconds.
 
         Raises:
-            LaneTimeoutError: no frame came in time; the lane lives on.
-            LaneClosedError: either side closed the lane, and there are no more frames.
-            PeerError: the other side gave up, and said why.
-            LaneError: the lane has ended otherwise.
+            LaneTimeoutError: No frame came in time; the lane lives on.
+            LaneClosedError: Either side closed the lane, and there are no more frames.
+            PeerError: The other side gave up, and said why.
+            LaneError: The lane has ended otherwise.
 
         """
         started = time.perf_counter()
+        end = time.monotonic() + timeout
         with self._changed:
-            self._changed.wait_for(lambda: self._incoming or self._error, timeout)
+            while not self._inbox and self._error is None and time.monotonic() < end:
+                until = end
+                if self._stream is None:
+                    until = min(end, self._cut_at + self._resume_timeout)
+                self._changed.wait(max(0.0, until - time.monotonic()))
+                self._expire()
             self._seconds_waiting += time.perf_counter() - started
-            if self._incoming:
+            if self._inbox:
+                frame = self._inbox.popleft()
+                self._inbox_bytes -= _size(frame)
                 self._changed.notify_all()
-                return self._incoming.popleft()
-            self.check()
+                return frame
+            self._check()
         raise LaneTimeoutError(f"the other side sent nothing for {timeout:.1f} s")
 
     def close(self, error: str | None = None) -> None:
         """End the lane; calls after the first change nothing.
 
-        Frames that have come and were not received are dropped. At the server this does not wait.
+        Frames that have arrived and were not received are dropped. A client waits until the server
+        has taken note, for a few seconds.
 
         Args:
-            error: why this side gives up: the other side is told at once, and frames that are
-                still queued are dropped. Without it they are sent before the lane ends.
+            error: Why this side gives up: the other side is told at once, and frames that are still
+                queued are dropped. Without it they are sent before the lane ends.
 
         """
         reason = f": {error}" if error is not None else ""
-        self._end(LaneClosedError(f"this end has closed the lane{reason}"), error, here=True)
-        if self._is_client and self._reader not in (None, threading.current_thread()):
-            self._reader.join(2 * CLOSE_SECONDS)
-
-    def cut(self, reason: str) -> None:
-        """End the lane as the network does when it breaks; for who knows that it has broken.
-
-        Frames that have come and were not received are dropped, even if it has ended before.
-        """
-        self._end(LaneCutError(f"the lane was cut: {reason}"))
         with self._changed:
-            self._incoming.clear()
+            self._inbox.clear()
+            self._inbox_bytes = 0
+            self._end(LaneClosedError(f"this end has closed the lane{reason}"), error, flush=True)
+            connected = self._stream is not None
+        if self._is_client and connected:
+            self.over.wait(2 * CLOSE_SECONDS)
 
-    def start(self, messages: Iterable[bytes]) -> None:
-        """Begin to take messages; for the modules that open lanes."""
-        self._reader = threading.Thread(
-            target=self._read, args=(messages,), name=f"lane {self.identity.node}", daemon=True
-        )
-        self._reader.start()
+    def fail(self, error: LaneError) -> None:
+        """End the lane for a reason that the other side can't be told."""
+        with self._changed:
+            self._end(error)
 
-    def messages(self) -> Iterator[bytes]:
-        """Give what is to be sent, until the lane ends; for the modules that open lanes."""
+    def wait_ended(self, timeout: float) -> bool:
+        """Wait until the lane has ended, for so many seconds; return whether it has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._error is not None, timeout)
+
+    # What follows is for the modules that open streams.
+
+    def detach(self, reason: str) -> int:
+        """Take the present stream away, if there is one; return how many frames have arrived.
+
+        Nothing is accepted from it any more, so that the count stays true until the next stream.
+        """
+        with self._changed:
+            stream = self._stream
+            self._lose_stream(LaneCutError(reason))
+            received = self._delivery.received
+        if stream is not None:
+            stream.release()
+        return received
+
+    def attach(self, stream: Stream, acknowledged: int) -> bool:
+        """Continue over a stream that both ends have confirmed.
+
+        Args:
+            stream: The newest one.
+            acknowledged: How many frames have arrived at the other end.
+
+        Returns:
+            Whether the lane lives; over the stream of a lane that has ended, the other side is only
+            told why.
+
+        """
+        with self._changed:
+            self._expire()
+            self._stream = stream
+            self.opened += 1
+            try:
+                if self._error is None:
+                    self._delivery.restart(acknowledged)
+            except FrameError as error:
+                self._end(error, str(error))
+            if self.opened > _MOST_STREAMS:
+                words = f"the lane was cut {_MOST_STREAMS} times"
+                self._end(LaneError(words), words)
+            if self._error is not None:
+                self._release_later(stream)
+            self._changed.notify_all()
+            return self._error is None
+
+    def messages(self, stream: Stream) -> Iterator[bytes]:
+        """Yield the records to send over a stream, until it is replaced or the lane has ended."""
         try:
-            while (outgoing := self._next()) is not None:
-                yield from self._seal(outgoing)
+            while (outgoing := self._next(stream)) is not None:
+                yield from stream.seal(outgoing, self._delivery.received)
         except Exception as error:
             # Only our own errors' words: those of others might quote what they failed on.
             reason = str(error) if isinstance(error, LaneError) else type(error).__name__
-            self._end(FrameError(f"a frame could not be sent: {reason}"), "it failed to send")
-        if isinstance(self._error, LaneCutError):
-            return  # if the other side is still there, it may follow with another lane
-        words = self._last_words
+            with self._changed:
+                if isinstance(error, LaneCutError):
+                    self._lose_stream(error)
+                else:
+                    failure = FrameError(f"a frame could not be sent: {reason}")
+                    self._end(failure, "it failed to send")
+        with self._changed:
+            if self._stream is not stream:
+                return
+            words, received = self._last_words, self._delivery.received
         last = Frame(Kind.CLOSE)
         if words is not None:
-            last = Frame(Kind.ERROR, fields={"message": words[:_LONGEST_ERROR]})
-        try:
-            yield from self._seal(Outgoing(last, self.limits))
-        except LaneError:
-            _LOG.debug("%r ended without a last word", self)
+            last = Frame(Kind.ERROR, fields={"message": printable(words)})
+        with suppress(LaneError):
+            yield from stream.seal(Outgoing(last, self.limits), received)
 
-    def over(self) -> None:
-        """Note that there is no stream any more; for the modules that open lanes."""
-        self._limit.cancel()
-
-    def _next(self) -> Outgoing | None:
-        """Wait for the next frame to send; None when there are no more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._outgoing or self._error)
-            return self._outgoing.popleft() if self._outgoing else None
-
-    def _seal(self, outgoing: Outgoing) -> Iterator[bytes]:
-        started = time.perf_counter()
-        content = outgoing.write()
-        self._seconds_packing += time.perf_counter() - started
-        frame = outgoing.frame
-        for record in self._sealer.seal(frame.kind, frame.step, frame.micro_batch, content):
-            self._sent += wire_bytes(record)
-            yield record
-
-    def _read(self, messages: Iterable[bytes]) -> None:
-        """Take messages until the stream ends, even those that nobody wants any more."""
+    def read(self, stream: Stream, messages: Iterable[bytes]) -> None:
+        """Take a stream's records until it ends, also those that nobody wants any more."""
         try:
             for message in messages:
-                self._received += wire_bytes(message)
-                if self._error is None:
-                    self._take(message)
-            where = "within a frame" if self._opener.mid_frame else "before it was closed"
-            self._end(LaneCutError(f"the lane was cut {where}"))
+                frame = stream.open(message)
+                with self._changed:
+                    if self._stream is not stream:
+                        return
+                    if self._error is None:
+                        self._take(stream, frame)
+                if stream.worn_out and self._is_client:
+                    raise LaneCutError("the stream's keys have encrypted as much as they may")
+            where = "within a frame" if stream.mid_frame else "before it was closed"
+            raise LaneCutError(f"the lane was cut {where}")
         except Exception as error:
-            self._end(stream_error(error, answered=self._opener.counter > 0))
-        self._opener.drop()
-        if self._is_client:
-            self.over()
-            self._release()
-
-    def _take(self, message: bytes) -> None:
-        try:
-            frame = self._opener.open(message)
-        except Exception as error:
-            reason = str(error) if isinstance(error, LaneError) else type(error).__name__
-            self._end(FrameError(reason), reason)
-            return
-        if frame is None:
-            return
-        if frame.kind is Kind.CLOSE:
-            self._end(LaneClosedError("the other side has closed the lane"))
-        elif frame.kind is Kind.ERROR:
-            self._end(PeerError(f"the other side gave up: {frame.fields.get('message')}"))
-        else:
+            failure = lane_error(error)
             with self._changed:
-                self._changed.wait_for(lambda: len(self._incoming) < _FRAMES_AHEAD or self._error)
-                if self._error is None:
-                    self._incoming.append(frame)
-                    self._changed.notify_all()
+                if self._stream is stream and isinstance(failure, LaneCutError):
+                    self._lose_stream(failure)
+                elif self._stream is stream:
+                    self._end(failure, str(failure))
+        finally:
+            stream.drop()
+            with self._changed:
+                if self._error is not None and self._stream in (stream, None):
+                    self._finish()
 
-    def _end(self, error: LaneError, words: str | None = None, here: bool = False) -> None:
+    def _take(self, stream: Stream, frame: Frame | None) -> None:
+        """Note what a record acknowledges, and put the frame that it completes into the inbox."""
+        try:
+            self._delivery.acknowledge(stream.acknowledged)
+        except FrameError as error:
+            return self._end(error, str(error))
+        self._changed.notify_all()
+        if frame is None:
+            return None
+        if frame.kind is Kind.CLOSE:
+            return self._end(LaneClosedError("the other side has closed the lane"))
+        if frame.kind is Kind.ERROR:
+            words = printable(str(frame.fields.get("message")))
+            return self._end(PeerError(f"the other side gave up: {words}"))
+        if frame.kind is Kind.CONFIRM:
+            return self._end(FrameError("a second CONFIRM came"), "a second CONFIRM came")
+        size = _size(frame)
+        most = self.limits.largest(Kind.HIDDEN)
+        self._changed.wait_for(
+            lambda: (
+                not self._inbox
+                or self._inbox_bytes + size <= most
+                or self._error is not None
+                or self._stream is not stream
+            )
+        )
+        if self._error is None and self._stream is stream:
+            self._inbox.append(frame)
+            self._inbox_bytes += size
+            self._delivery.received += 1
+            self._changed.notify_all()
+        return None
+
+    def _next(self, stream: Stream) -> Outgoing | None:
+        """Wait for the next frame to send over a stream; return None when there are no more."""
+        found: list[Outgoing | None] = []
+
+        def ready() -> bool:
+            if self._stream is not stream:
+                return True
+            frame = self._delivery.next()
+            if frame is not None:
+                found.append(frame)
+            return frame is not None or self._error is not None
+
+        with self._changed:
+            self._changed.wait_for(ready)
+            self._changed.notify_all()
+            return found[0] if found else None
+
+    def _may_queue(self) -> bool:
+        fits = self._delivery.unsent_bytes <= self.limits.queue_bytes
+        return fits or self._stream is None or self._error is not None
+
+    def _check(self) -> None:
+        self._expire()
+        if self._error is not None:
+            # A copy: the one that is kept must not hold the frames that it was raised through.
+            raise copy.copy(self._error)
+
+    def _expire(self) -> None:
+        """End the lane if a stream that was cut has not been replaced in time."""
+        late = time.monotonic() >= self._cut_at + self._resume_timeout
+        if self._stream is None and self._error is None and late:
+            self._end(
+                LaneCutError(
+                    f"{self._cut}, and was not resumed within {self._resume_timeout:g} s "
+                    "(split.resume-timeout)"
+                ),
+                "the lane was not resumed within split.resume-timeout",
+            )
+
+    def _lose_stream(self, cut: LaneError) -> None:
+        if self._stream is not None:
+            self._before += self._stream.traffic
+            self._stream = None
+            self._cut, self._cut_at = cut, time.monotonic()
+            if self._error is None:
+                _LOG.info("%r: %s", self, cut)
+        self._changed.notify_all()
+
+    def _end(self, error: LaneError, words: str | None = None, flush: bool = False) -> None:
         """End the lane for a reason; only the first one counts.
 
         Args:
-            error: what ``send`` and ``receive`` raise from now on.
-            words: the last ones to the other side; None if the lane ends in order.
-            here: whether this end's user wants it so.
+            error: What ``send`` and ``receive`` raise from now on.
+            words: The last ones to the other side; None if the lane ends in order.
+            flush: Whether frames that are queued are to be sent before that.
 
         """
-        with self._changed:
-            if here:
-                self._incoming.clear()
-            if self._error is not None:
-                return
-            self._error, self._last_words = error, words
-            if not here or words is not None:
-                self._outgoing.clear()
-            self._limit.start()
+        if self._error is not None:
+            return
+        self._error, self._last_words = error, words
+        if flush and words is None:
             self._changed.notify_all()
+        else:
+            self._delivery.drop_unsent()
+        if self._stream is None:
+            self._finish()
+        else:
+            self._release_later(self._stream)
+        self._changed.notify_all()
         _LOG.info("%r ended: %s", self, error)
+
+    def _release_later(self, stream: Stream) -> None:
+        """Bound the time for which the last words may be under way."""
+        self._limit = threading.Timer(CLOSE_SECONDS, stream.release)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def _finish(self) -> None:
+        """Forget everything that is of no use after the end."""
+        self._lose_stream(LaneCutError("the lane has ended"))
+        self._delivery.clear()
+        if self._limit is not None:
+            self._limit.cancel()
+        self.over.set()
+
+
+def _size(frame: Frame) -> int:
+    return sum(tensor.nbytes for tensor in frame.tensors.values())

@@ -4,7 +4,7 @@ import ipaddress
 
 import grpc
 
-from split.protocol.errors import LaneCutError, LaneDeadlineError, LaneError, Refusal, refused
+from split.protocol.errors import LaneCutError, LaneError, Refusal
 from split.protocol.records import LONGEST_RECORD
 
 SERVICE = "chambers.Lane"
@@ -26,7 +26,10 @@ _COMMON: list[tuple[str, int]] = [
     ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),  # it would shrink the window again
     ("grpc.max_metadata_size", 4096),
-    ("grpc.per_message_compression", 0),  # ciphertext has nothing to compress
+    # Ciphertext can't be compressed, and what a stranger has compressed must not be expanded:
+    # accept no algorithm but identity, in either direction.
+    ("grpc.per_message_compression", 0),
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     # A peer that went away without a word is noticed within a minute.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -74,27 +77,32 @@ def refusal_details(refusal: Refusal) -> str:
     return f"{_REFUSED}{refusal.value}"
 
 
-def stream_error(error: Exception, answered: bool) -> LaneError:
-    """Say in a lane's terms why its stream broke.
+def refusal_of(error: grpc.RpcError) -> Refusal | None:
+    """Return the reason that a handshake was refused for, if that is what the status says.
 
-    Args:
-        error: as gRPC raised it.
-        answered: whether the server has proved who it is: from then on what it has to say comes
-            encrypted, and a status could be anybody's.
-
+    A status isn't authentic: anybody on the way may have sent it.
     """
-    code = error.code() if isinstance(error, grpc.Call) else None
-    details = (error.details() or "") if isinstance(error, grpc.Call) else ""
-    if not answered and details.startswith(_REFUSED):
-        value = details.removeprefix(_REFUSED)
-        if value in list(Refusal):
-            return refused(Refusal(value))
-    if not answered and code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return refused(Refusal.BUSY)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return LaneDeadlineError("the lane's time is over (round-timeout)")
-    reason = f" ({code.name})" if code is not None else ""
-    return LaneCutError(f"the stream broke{reason}")
+    code, details = status_of(error)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Refusal.BUSY
+    value = details.removeprefix(_REFUSED)
+    return Refusal(value) if value != details and value in list(Refusal) else None
+
+
+def stream_error(error: Exception) -> LaneError:
+    """Return what the end of a stream means to its lane: whatever the status, a cut.
+
+    After the handshake both sides say encrypted what they have to say.
+    """
+    code, _ = status_of(error)
+    return LaneCutError(f"the stream broke ({code.name})" if code else "the stream broke")
+
+
+def status_of(error: Exception) -> tuple[grpc.StatusCode | None, str]:
+    """Return the code and the details of a stream's status, if there is one."""
+    if isinstance(error, grpc.Call):
+        return error.code(), error.details() or ""
+    return None, ""
 
 
 def _is_loopback(address: str) -> bool:

@@ -27,6 +27,10 @@ class LaneDeadlineError(LaneError):
     """The time is over for which the lane was opened."""
 
 
+class LaneBacklogError(LaneError):
+    """The other side doesn't read what it is sent."""
+
+
 class FrameError(LaneError):
     """What came, or should go, over a lane is not what the lane allows."""
 
@@ -104,3 +108,20 @@ _CLASSES: dict[Refusal, type[HandshakeError]] = {
 def refused(refusal: Refusal) -> HandshakeError:
     """Give the error that is named after a refusal."""
     return _CLASSES.get(refusal, HandshakeError)(refusal)
+
+
+def printable(text: str, most: int = 1000) -> str:
+    """Return a peer's words as one short line that is safe in logs, terminals and files.
+
+    Characters that are not printable (control characters, line breaks, terminal escapes, lone
+    surrogates, marks of direction) are replaced by their escapes.
+
+    Args:
+        text: As it came.
+        most: Characters of it that are kept.
+
+    """
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[:most]
+    )
+    return shown if len(text) <= most else f"{shown}…"

@@ -30,7 +30,8 @@ class Kind(IntEnum):
     AVERAGE = 6
     END = 7
     ERROR = 8  # the last frame of a side that gives up; field "message"
-    CLOSE = 9  # the last frame of a side that is done; lanes send and take it themselves
+    CLOSE = 9  # the last frame of a side that is done
+    CONFIRM = 10  # the first frame of a stream, in both directions
 
 
 TENSOR_OF_KIND = {Kind.HIDDEN: "hidden", Kind.GRADIENT: "gradient"}
@@ -75,6 +76,7 @@ class Limits:
         maximum_tokens: largest rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame.
         payload_bytes: largest payload per kind. Kinds that aren't named here have 64 KiB,
             ``AVERAGE`` 256 MiB; ``HIDDEN`` and ``GRADIENT`` what ``maximum_tokens`` take.
+        window: Micro-batches that may be under way at once.
 
     """
 
@@ -82,6 +84,17 @@ class Limits:
     wire_dtype: WireType
     maximum_tokens: int
     payload_bytes: Mapping[Kind, int] = field(default_factory=dict)
+    window: int = 4
+
+    @property
+    def queue_bytes(self) -> int:
+        """The most payload that one end keeps for the other: unsent, or not acknowledged.
+
+        A micro-batch has an answer in each of its two passes. A client that reads what it is sent
+        has acknowledged all answers but those of ``window`` micro-batches.
+        """
+        answers = 2 * (self.window + 1) * self.largest(Kind.HIDDEN)
+        return answers + max(self.largest(Kind.AVERAGE), 4 * SMALL_PAYLOAD_BYTES)
 
     def largest(self, kind: Kind) -> int:
         """Give the largest payload of a kind, in bytes."""

@@ -1,17 +1,18 @@
-"""A lane's handshake: three messages, as state machines that do no input or output.
+"""A stream's handshake: three messages, as state machines that do no input or output.
 
-M1 client → server: who, which ticket, a fresh X25519 share, a secret wrapped to the server's key,
+M1 client → server: identity, ticket, a fresh X25519 share, a secret wrapped to the server's key,
 MAC with the ticket. M2 server → client: a fresh share, the server's finished-MAC. M3 client →
 server: the client's finished-MAC. ``docs/wire.md`` has every byte.
 
-Each object serves one handshake. After an error it is of no use any more; the ticket still is,
-because only ``ServerHandshake.accept`` spends it, as its last act.
+Each object serves one handshake; a message that is refused leaves it as it was. The ticket is spent
+only when the server has opened the client's first record.
 """
 
 import hmac
 import secrets
 import struct
 from dataclasses import dataclass, field
+from enum import Enum
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
@@ -29,7 +30,7 @@ from split.protocol.keys import (
 from split.protocol.keys import SECRET_BYTES as WRAPPED_SECRET_BYTES
 from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, Identity, Ticket, TicketBook
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"CHLN"
 _PREFIX = struct.Struct(">4sBB")  # magic, version, number of the message
 _HELLO = struct.Struct(">BI")  # suite, round; run and node follow with a length byte each
@@ -46,7 +47,27 @@ LONGEST_HELLO = (
 )
 
 
-class ClientHandshake:
+class State(Enum):
+    """How far a handshake is."""
+
+    NEW = "new"
+    HELLO = "M1 was sent or received"
+    ANSWERED = "M2 was sent or received"
+    FINISHED = "M3 was sent or received"
+
+
+class _Handshake:
+    """Which step comes next; a step out of order is a fault of the caller."""
+
+    def __init__(self) -> None:
+        self.state = State.NEW
+
+    def _expect(self, state: State) -> None:
+        if self.state is not state:
+            raise RuntimeError(f"the handshake is at {self.state.value!r}, not {state.value!r}")
+
+
+class ClientHandshake(_Handshake):
     """The client's side.
 
     Args:
@@ -60,6 +81,7 @@ class ClientHandshake:
     def __init__(
         self, ticket: Ticket, identity: Identity, server_public: bytes, suite: KeyExchange
     ) -> None:
+        super().__init__()
         self._ticket = ticket
         self._identity = identity
         self._server_public = server_public
@@ -75,6 +97,7 @@ class ClientHandshake:
             HandshakeError: the server's public key is not of this suite.
 
         """
+        self._expect(State.NEW)
         body = _write_hello(
             _Hello(
                 suite=SUITE_NUMBERS[self._suite],
@@ -86,6 +109,7 @@ class ClientHandshake:
             )
         )
         self._hello = body + _hello_mac(self._ticket, body)
+        self.state = State.HELLO
         return self._hello
 
     def finish(self, answer: bytes) -> tuple[bytes, LaneSecrets]:
@@ -95,6 +119,7 @@ class ClientHandshake:
             HandshakeError: M2 is malformed, or its sender lacks the ticket or the server's key.
 
         """
+        self._expect(State.HELLO)
         _check_prefix(answer, 2)
         if len(answer) != _PREFIX.size + _SHARE_BYTES + MAC_BYTES:
             raise refused(Refusal.MALFORMED)
@@ -103,34 +128,37 @@ class ClientHandshake:
         _compare(answer[-MAC_BYTES:], schedule.server_finished(self._hello + answer[:-MAC_BYTES]))
         transcript = self._hello + answer + _prefix(3)
         mac = schedule.client_finished(transcript)
+        self.state = State.FINISHED
         return _prefix(3) + mac, schedule.secrets(transcript + mac)
 
 
-class ServerHandshake:
+class ServerHandshake(_Handshake):
     """The server's side.
 
     Args:
-        keys: the server's key pair.
-        tickets: those it issued.
+        keys: The server's key pair.
+        tickets: Those it issued.
 
     """
 
     def __init__(self, keys: ServerKeys, tickets: TicketBook) -> None:
+        super().__init__()
         self._keys = keys
         self._tickets = tickets
 
-    def answer(self, hello: bytes) -> bytes:
-        """Take M1; give M2. The ticket's MAC is checked before any public-key work.
+    def read(self, hello: bytes) -> Identity:
+        """Check M1 and return what the lane is to be for; no public-key work is done.
 
-        No message is answered twice. From then on ``identity`` says what the lane is to be for.
+        No message is accepted twice.
 
         Raises:
-            HandshakeError: M1 is malformed, altered, or without the ticket's secret; the server's
-                key or the suite is another one.
-            TicketError: the ticket is unknown, expired, used or issued for something else.
-            LaneBusyError: this message has come before; a client's next one is a new one.
+            HandshakeError: M1 is malformed, altered, or without the ticket's secret, or the suite
+                is another one.
+            TicketError: The ticket is unknown, expired, used or issued for something else.
+            LaneBusyError: This message has come before; a client's next one is a new one.
 
         """
+        self._expect(State.NEW)
         message = _read_hello(hello)
         ticket, identity = self._tickets.find(message.ticket)
         _compare(hello[-MAC_BYTES:], _hello_mac(ticket, hello[:-MAC_BYTES]))
@@ -139,32 +167,45 @@ class ServerHandshake:
         if message.suite != SUITE_NUMBERS[self._keys.suite]:
             raise refused(Refusal.SUITE)
         self._tickets.note_hello(message.ticket, hello[-MAC_BYTES:])
+        self._message, self._ticket, self._transcript = message, ticket, hello
+        self.state = State.HELLO
+        return identity
+
+    def answer(self) -> bytes:
+        """Return M2.
+
+        Raises:
+            HandshakeError: The secret can't be unwrapped, or the client's share is no point.
+            ServerKeyError: The secret is wrapped to another key.
+
+        """
+        self._expect(State.HELLO)
+        message = self._message
         wrapped = self._keys.unwrap(message.key, message.wrapped)
         private = X25519PrivateKey.generate()
         share = private.public_key().public_bytes_raw()
-        self._schedule = KeySchedule(_agree(private, message.share), wrapped, ticket.secret)
+        self._schedule = KeySchedule(_agree(private, message.share), wrapped, self._ticket.secret)
         body = _prefix(2) + share
-        answer = body + self._schedule.server_finished(hello + body)
-        self._transcript = hello + answer
-        self._ticket = ticket
-        self.identity = identity
+        answer = body + self._schedule.server_finished(self._transcript + body)
+        self._transcript += answer
+        self.state = State.ANSWERED
         return answer
 
-    def accept(self, finished: bytes) -> tuple[LaneSecrets, Identity]:
-        """Take M3; spend the ticket; give the lane's keys and what the lane is for.
+    def accept(self, finished: bytes) -> tuple[LaneSecrets, bytes]:
+        """Check M3; return the stream's keys, and the identifier of the ticket that opened it.
 
         Raises:
-            HandshakeError: M3 is malformed, altered, or its sender can't have the keys.
-            TicketError: another handshake has spent the ticket in the meantime.
+            HandshakeError: M3 is malformed, altered, or its sender doesn't have the keys.
 
         """
+        self._expect(State.ANSWERED)
         _check_prefix(finished, 3)
         if len(finished) != _PREFIX.size + MAC_BYTES:
             raise refused(Refusal.MALFORMED)
         transcript = self._transcript + finished[:-MAC_BYTES]
         _compare(finished[-MAC_BYTES:], self._schedule.client_finished(transcript))
-        self._tickets.spend(self._ticket.identifier)
-        return self._schedule.secrets(self._transcript + finished), self.identity
+        self.state = State.FINISHED
+        return self._schedule.secrets(self._transcript + finished), self._ticket.identifier
 
 
 @dataclass(frozen=True)

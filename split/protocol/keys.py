@@ -6,7 +6,6 @@ The paper encrypts with RSA. ``rsa-3072`` keeps to that, with OAEP; the default
 
 import hashlib
 import secrets
-import threading
 from typing import Literal
 
 from cryptography.exceptions import InvalidTag
@@ -30,7 +29,7 @@ KEY_IDENTIFIER_BYTES = 32
 SECRET_BYTES = 32
 
 _MLKEM_PUBLIC_BYTES = 1184
-_CONTEXT = b"chambers lane 1 wrap"
+_CONTEXT = b"chambers lane 2 wrap"
 _HPKE = Suite(KEM.MLKEM768_X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 _OAEP = padding.OAEP(mgf=padding.MGF1(hashes.SHA256()), algorithm=hashes.SHA256(), label=_CONTEXT)
 _RSA_BITS = 3072
@@ -114,16 +113,13 @@ class _RsaKey:
 class ServerKeys:
     """The server's key pair of the current period; the private half is in memory only.
 
-    Every method may be called from any thread.
-
     Args:
-        suite: the kind of key.
+        suite: The kind of key.
 
     """
 
     def __init__(self, suite: KeyExchange) -> None:
         self.suite: KeyExchange = suite
-        self._lock = threading.Lock()
         self.rotate()
 
     @property
@@ -138,9 +134,7 @@ class ServerKeys:
 
     def rotate(self) -> None:
         """Begin a new period: make a new key and forget the old one."""
-        key = _RsaKey() if self.suite == "rsa-3072" else _HybridKey()
-        with self._lock:
-            self._key = key
+        self._key = _RsaKey() if self.suite == "rsa-3072" else _HybridKey()
 
     def unwrap(self, identifier: bytes, wrapped: bytes) -> bytes:
         """Open a secret that a client wrapped.
@@ -157,8 +151,7 @@ class ServerKeys:
             HandshakeError: it can't be opened.
 
         """
-        with self._lock:
-            key = self._key
+        key = self._key  # once: another thread may rotate it meanwhile
         if not secrets.compare_digest(identifier, key_identifier(self.suite, key.public)):
             raise refused(Refusal.SERVER_KEY)
         try:

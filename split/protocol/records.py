@@ -17,19 +17,19 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from split.protocol import payload
 from split.protocol.description import Description, read_description
-from split.protocol.errors import FrameError
+from split.protocol.errors import FrameError, LaneCutError
 from split.protocol.frames import Frame, Kind, Limits
 
-VERSION = 1
+VERSION = 2
 RECORD_BYTES = 2**20  # of payload
 TAG_BYTES = 16
 _FINAL = 1
-# version, kind, flags, zero; step, micro-batch, zero; counter, total payload.
-_HEADER = struct.Struct(">BBBxIIxxxxQQ")
+# version, kind, flags, zero; step, micro-batch, acknowledged; counter, total payload.
+_HEADER = struct.Struct(">BBBxIIIQQ")
 HEADER_BYTES = _HEADER.size
 LONGEST_RECORD = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
-# With 2³² records of 2¹⁶ blocks under one key, GCM is still as good as it is said to be.
-MOST_RECORDS = 2**32
+# 2³⁴ blocks under one key: an adversary's advantage against AES-GCM stays below 2⁻⁶⁰.
+MOST_BYTES = 2**38
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class RecordHeader:
         final: whether the frame ends with this record.
         step: of the frame.
         micro_batch: of the frame.
+        acknowledged: Frames that the sender has received over the whole lane, below 2³².
         counter: of the record, in its direction of the lane.
         total: payload of the whole frame in bytes.
 
@@ -50,6 +51,7 @@ class RecordHeader:
     final: bool
     step: int
     micro_batch: int
+    acknowledged: int
     counter: int
     total: int
 
@@ -61,6 +63,7 @@ class RecordHeader:
             _FINAL if self.final else 0,
             self.step,
             self.micro_batch,
+            self.acknowledged,
             self.counter,
             self.total,
         )
@@ -81,24 +84,30 @@ class Sealer:
     def __init__(self, key: bytes, counter: int = 0) -> None:
         self._cipher = AESGCM(key)
         self._counter = counter
+        self._left = MOST_BYTES
         self._scratch = bytearray()  # as large as the largest record so far
         self.seconds = 0.0
 
-    def seal(self, kind: Kind, step: int, micro_batch: int, content: memoryview) -> Iterator[bytes]:
-        """Give the records of a frame's payload, one after another.
+    def seal(
+        self, kind: Kind, step: int, micro_batch: int, acknowledged: int, content: memoryview
+    ) -> Iterator[bytes]:
+        """Yield the records of a frame's payload in order.
 
         Raises:
-            FrameError: the key has sealed all the records it may.
+            LaneCutError: The key has encrypted as much as it may; the lane needs a new stream.
 
         """
         total = len(content)
+        if total > self._left:
+            raise LaneCutError(f"a stream's key encrypts at most {MOST_BYTES} bytes")
+        self._left -= total
         for begin in range(0, total, RECORD_BYTES):
-            if self._counter >= MOST_RECORDS:
-                raise FrameError("the lane has sent all the records it may; open a new one")
             started = time.perf_counter()
             piece = content[begin : begin + RECORD_BYTES]
             final = begin + len(piece) == total
-            header = RecordHeader(kind, final, step, micro_batch, self._counter, total).pack()
+            header = RecordHeader(
+                kind, final, step, micro_batch, acknowledged, self._counter, total
+            ).pack()
             size = HEADER_BYTES + len(piece) + TAG_BYTES
             if len(self._scratch) < size:
                 self._scratch = bytearray(size)
@@ -121,8 +130,9 @@ class Opener:
         counter: of the first record.
 
     Attributes:
-        seconds_crypto: spent on decryption.
-        seconds_serialisation: spent on reading payloads.
+        acknowledged: What the last record's header says: frames that its sender has received.
+        seconds_crypto: Spent on decryption.
+        seconds_serialisation: Spent on reading payloads.
 
     """
 
@@ -131,13 +141,9 @@ class Opener:
         self._limits = limits
         self._counter = counter
         self._partial: _Partial | None = None
+        self.acknowledged = 0
         self.seconds_crypto = 0.0
         self.seconds_serialisation = 0.0
-
-    @property
-    def counter(self) -> int:
-        """Counter of the next record."""
-        return self._counter
 
     @property
     def mid_frame(self) -> bool:
@@ -192,12 +198,16 @@ class Opener:
         size = len(record) - HEADER_BYTES - TAG_BYTES
         if not 1 <= size <= RECORD_BYTES:
             raise FrameError(f"a record of {len(record)} bytes is too short or too long")
-        version, number, flags, step, micro_batch, counter, total = _HEADER.unpack_from(record)
+        version, number, flags, step, micro_batch, acknowledged, counter, total = (
+            _HEADER.unpack_from(record)
+        )
         if version != VERSION:
             raise FrameError(f"a record has version {version}, not {VERSION}")
         if number not in Kind.__members__.values():
             raise FrameError(f"there is no frame of kind {number}")
-        header = RecordHeader(Kind(number), flags == _FINAL, step, micro_batch, counter, total)
+        header = RecordHeader(
+            Kind(number), flags == _FINAL, step, micro_batch, acknowledged, counter, total
+        )
         if header.pack() != record[:HEADER_BYTES]:
             raise FrameError("a record's header has bits set that mean nothing")
         if counter != self._counter:
@@ -232,6 +242,7 @@ class Opener:
         except InvalidTag:
             raise FrameError("a record was altered, or is of another lane or direction") from None
         self._counter += 1
+        self.acknowledged = header.acknowledged
         self.seconds_crypto += time.perf_counter() - started
 
 

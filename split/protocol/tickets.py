@@ -1,13 +1,17 @@
 """Tickets: who may open a lane.
 
 A ticket travels to its client over a channel that is secret already. On a lane's wire only its
-identifier is seen; its secret keys the first message's MAC and enters the lane's keys. Most are
-spent by the lane that they open. A standing one opens any number until it expires: the lanes' keys
-differ even so, for each handshake has fresh shares and a fresh wrapped secret.
+identifier is seen; its secret keys the first message's MAC and enters the stream's keys. Most open
+one lane. A standing one opens any number until it expires; their keys differ even so, because each
+handshake has fresh shares and a fresh wrapped secret.
+
+Each handshake also yields a *resumption ticket*, for the next stream of the same lane. A client
+uses the one of the last stream that the server has confirmed to it. A confirmation may get lost, so
+all tickets of a lane stay good until the client's first record over one of its streams has been
+opened; from then on only that stream's own is.
 """
 
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +26,7 @@ _REMEMBERED_SECONDS = 3600.0
 # Only who has its secret can make one of a ticket's first messages.
 _REMEMBERED_HELLOS = 64
 _REMEMBERED_HELLOS_OF_STANDING = 2**14
+_TICKETS_OF_A_LANE = 8
 
 
 @dataclass(frozen=True)
@@ -72,106 +77,125 @@ class _Entry:
     identity: Identity
     secret: bytes = field(repr=False)
     expires: float
-    standing: bool = False
+    lane: bytes | None  # that it opens a stream of; None for a standing ticket
     used: bool = False
     hellos: dict[bytes, None] = field(default_factory=dict)  # oldest first
 
 
 class TicketBook:
-    """The server's tickets. Every method may be called from any thread.
+    """The server's tickets. Callers serialise access with a lock of their own.
 
     Args:
-        clock: seconds that never go backwards.
+        clock: Seconds that never go backwards.
 
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
+        self._tickets_of: dict[bytes, list[bytes]] = {}  # by lane; those still good, oldest first
 
     def issue(self, identity: Identity, lifetime: float, standing: bool = False) -> Ticket:
         """Make a new ticket.
 
         Args:
-            identity: whom and what it is for.
-            lifetime: seconds until it expires.
-            standing: whether it opens any number of lanes until then, instead of one.
+            identity: What it is for.
+            lifetime: Seconds until it expires.
+            standing: Whether it opens any number of lanes until then, instead of one.
 
         """
+        self._forget()
         ticket = Ticket(secrets.token_bytes(IDENTIFIER_BYTES), secrets.token_bytes(SECRET_BYTES))
-        self._register(ticket, identity, lifetime, standing)
+        lane = None if standing else secrets.token_bytes(IDENTIFIER_BYTES)
+        self._add(ticket, _Entry(identity, ticket.secret, self._clock() + lifetime, lane))
         return ticket
 
-    def register(self, ticket: Ticket, identity: Identity, lifetime: float) -> None:
-        """Accept a ticket that both sides derived: a lane's resumption, for reconnecting.
-
-        One that was used may be accepted again: it may be that the client didn't get the lane.
-
-        Args:
-            ticket: the lane's ``resumption``.
-            identity: the lane's ``identity``.
-            lifetime: seconds until it expires.
-
-        """
-        self._register(ticket, identity, lifetime, standing=False)
-
     def find(self, identifier: bytes) -> tuple[Ticket, Identity]:
-        """Look a ticket up that has been presented; it isn't spent by that.
+        """Look up a ticket that has been presented; it isn't spent by that.
 
         Raises:
-            TicketError: it is unknown, expired or used.
+            TicketError: It is unknown, expired or used.
 
         """
-        with self._lock:
-            entry = self._valid(identifier)
-            return Ticket(identifier, entry.secret), entry.identity
+        entry = self._valid(identifier)
+        return Ticket(identifier, entry.secret), entry.identity
 
     def note_hello(self, identifier: bytes, mac: bytes) -> None:
-        """Remember a handshake's first message, so that those who heard it can't use it again.
+        """Remember a handshake's first message, so that an eavesdropper can't use it again.
 
         Args:
-            identifier: of the ticket.
-            mac: the message's; it must have been found right.
+            identifier: Of the ticket.
+            mac: The message's, which has been verified.
 
         Raises:
-            LaneBusyError: it has come before. The ticket is still good for another one.
-            TicketError: the ticket is unknown, expired or used.
+            LaneBusyError: It has come before. The ticket is still good for another one.
+            TicketError: The ticket is unknown, expired or used.
 
         """
-        with self._lock:
-            entry = self._valid(identifier)
-            if mac in entry.hellos:
-                raise refused(Refusal.BUSY)
-            entry.hellos[mac] = None
-            most = _REMEMBERED_HELLOS_OF_STANDING if entry.standing else _REMEMBERED_HELLOS
-            if len(entry.hellos) > most:
-                del entry.hellos[next(iter(entry.hellos))]
+        entry = self._valid(identifier)
+        if mac in entry.hellos:
+            raise refused(Refusal.BUSY)
+        entry.hellos[mac] = None
+        most = _REMEMBERED_HELLOS if entry.lane else _REMEMBERED_HELLOS_OF_STANDING
+        if len(entry.hellos) > most:
+            del entry.hellos[next(iter(entry.hellos))]
 
-    def spend(self, identifier: bytes) -> None:
-        """Use a ticket up, unless it is a standing one; of several threads that try, one succeeds.
+    def accept(self, identifier: bytes, resumption: Ticket) -> bytes:
+        """Note a finished handshake, whose stream's ticket is good from now on.
+
+        Args:
+            identifier: Of the ticket that was used; it stays good.
+            resumption: The new stream's own.
+
+        Returns:
+            The lane that the stream belongs to: a new one with a standing ticket.
 
         Raises:
-            TicketError: it is unknown, expired or used.
+            TicketError: The ticket is unknown, expired or used.
 
         """
-        with self._lock:
-            entry = self._valid(identifier)
-            if entry.standing:
-                return
-            entry.used = True
-            entry.secret = bytes(SECRET_BYTES)  # nobody needs it again
+        used = self._valid(identifier)
+        lane = used.lane or secrets.token_bytes(IDENTIFIER_BYTES)
+        self._add(resumption, _Entry(used.identity, resumption.secret, used.expires, lane))
+        tickets = self._tickets_of[lane]
+        if used.lane:  # a client keeps using it until it learns of a newer one
+            tickets.remove(identifier)
+            tickets.append(identifier)
+        while len(tickets) > _TICKETS_OF_A_LANE:
+            self._spend(tickets.pop(0))
+        return lane
 
-    def _register(
-        self, ticket: Ticket, identity: Identity, lifetime: float, standing: bool
-    ) -> None:
-        now = self._clock()
-        with self._lock:
-            self._forget(now)
-            entry = _Entry(identity, ticket.secret, now + lifetime, standing)
-            if ticket.identifier in self._entries:
-                entry.hellos = self._entries[ticket.identifier].hellos
-            self._entries[ticket.identifier] = entry
+    def confirm(self, lane: bytes, resumption: bytes) -> None:
+        """Spend all of a lane's tickets but one: the client's first record has been opened.
+
+        Args:
+            lane: As ``accept`` returned it.
+            resumption: Identifier of the confirmed stream's own ticket.
+
+        Raises:
+            TicketError: It is no longer good: the client has confirmed a newer stream.
+
+        """
+        self._valid(resumption)
+        for identifier in self._tickets_of[lane]:
+            if identifier != resumption:
+                self._spend(identifier)
+        self._tickets_of[lane] = [resumption]
+
+    def is_open(self, lane: bytes) -> bool:
+        """Return whether a ticket of a lane is still good."""
+        tickets = self._tickets_of.get(lane, [])
+        return any(self._entries[ticket].expires > self._clock() for ticket in tickets)
+
+    def _add(self, ticket: Ticket, entry: _Entry) -> None:
+        self._entries[ticket.identifier] = entry
+        if entry.lane:
+            self._tickets_of.setdefault(entry.lane, []).append(ticket.identifier)
+
+    def _spend(self, identifier: bytes) -> None:
+        entry = self._entries[identifier]
+        entry.used = True
+        entry.secret = bytes(SECRET_BYTES)  # nobody needs it again
 
     def _valid(self, identifier: bytes) -> _Entry:
         entry = self._entries.get(identifier)
@@ -183,10 +207,11 @@ class TicketBook:
             raise refused(Refusal.TICKET_EXPIRED)
         return entry
 
-    def _forget(self, now: float) -> None:
+    def _forget(self) -> None:
         """Drop what expired long ago, so that a long run's book does not grow."""
-        old = [
-            key for key, entry in self._entries.items() if entry.expires < now - _REMEMBERED_SECONDS
-        ]
+        before = self._clock() - _REMEMBERED_SECONDS
+        old = [key for key, entry in self._entries.items() if entry.expires < before]
         for key in old:
-            del self._entries[key]
+            lane = self._entries.pop(key).lane
+            if lane:
+                self._tickets_of.pop(lane, None)

@@ -4,8 +4,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 
 from finetuning.adapters.adapter import State
 from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
@@ -17,7 +16,7 @@ from split.protocol.errors import LaneError
 from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
 from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
-from split.protocol.tickets import Identity, Ticket, TicketBook
+from split.protocol.tickets import Identity
 from split.server.branch import Branch
 from split.server.compute import ComputeThread
 from split.server.evaluation_session import EvaluationSession, Models
@@ -73,11 +72,8 @@ class BlockServer:
         self._grants: dict[Identity, int | Models] = {}
         self._accounts: list[Account] = []
         self._open: set[TrainingSession | EvaluationSession] = set()
-        self._training: dict[Identity, TrainingSession] = {}  # whose lanes can be followed
-        self._ended: dict[Identity, str] = {}  # why, in this phase of the round
         self._changed = threading.Condition()
         self._lanes = 1
-        self._lifetime = 0.0  # of the round's tickets
         self._compute = ComputeThread(split.activation_budget)
         numbers = itertools.count()
         self._schedule = chosen_schedule(
@@ -88,14 +84,24 @@ class BlockServer:
             minimum,
         )
         self._keys = ServerKeys(split.key_exchange)
-        self._tickets = TicketBook()
         ends = sum(t.numel() for party in ("head", "tail") for t in state[party].values())
         # Names and shapes take little beside float32 weights; where nothing is averaged, nothing.
         average = {Kind.AVERAGE: 8 * ends + SMALL_PAYLOAD_BYTES} if split.average_every else {}
         none = {Kind.AVERAGE: SMALL_PAYLOAD_BYTES}
-        limits = Limits(body.hidden_size, split.wire_dtype, longest, average or none)
+        limits = Limits(
+            hidden=body.hidden_size,
+            wire_dtype=split.wire_dtype,
+            maximum_tokens=longest,
+            payload_bytes=average or none,
+            window=split.window,
+        )
         self._server = LaneServer(
-            split.listen, self._keys, self._tickets, lambda _: limits, self._serve, _MOST_LANES
+            listen=split.listen,
+            keys=self._keys,
+            limits=limits,
+            on_lane=self._serve,
+            maximum_lanes=_MOST_LANES,
+            resume_timeout=split.resume_timeout,
         )
         self._server.start()
 
@@ -154,7 +160,6 @@ class BlockServer:
                 names = sorted(session.account.client for session in self._open)
                 raise RuntimeError(f"lanes did not end within {_END_SECONDS:g} s: {names}")
             accounts, self._accounts = self._accounts, []
-            self._ended.clear()
         return sorted(accounts, key=lambda account: account.client)
 
     def state_of(self, client: str) -> State:
@@ -203,33 +208,23 @@ class BlockServer:
     ) -> Invitation:
         identity = Identity(f"{self._run}/{purpose}", round_number, client)
         self._grants[identity] = grant
-        self._lifetime = lifetime
         return Invitation(
             self.address,
             self._split.key_exchange,
             self._keys.public,
             identity,
-            self._tickets.issue(identity, lifetime),
+            self._server.issue(identity, lifetime),
         )
 
     def _serve(self, lane: Lane) -> None:
-        """Serve a lane in its own thread, or let it follow the one before that was cut."""
+        """Serve a lane in its own thread."""
         with self._changed:
-            training = self._training.get(lane.identity)
-            if training is None:
-                grant = self._grants.pop(lane.identity, None)
-                if grant is None:
-                    why = self._ended.get(lane.identity)
-                    lane.close(why or "this phase of the round is over (round-timeout)")
-                    return
-                session = self._session(lane, grant)
-                self._open.add(session)
-                if isinstance(session, TrainingSession):
-                    self._training[lane.identity] = session
-                    self._expect_again(lane.identity, [lane.resumption])
-        if training is not None:
-            training.continue_on(lane)
-            return
+            grant = self._grants.pop(lane.identity, None)
+            if grant is None:
+                lane.close("this phase of the round is over (round-timeout)")
+                return
+            session = self._session(lane, grant)
+            self._open.add(session)
         started = time.monotonic()
         try:
             session.serve()
@@ -239,20 +234,12 @@ class BlockServer:
             _log.exception("serving %r failed", lane)
             session.give_up(f"the server failed ({type(error).__name__})")
         finally:
-            session.over.set()
             session.count_traffic()
             session.account.seconds = time.monotonic() - started
             with self._changed:
-                self._training.pop(lane.identity, None)
-                self._ended[lane.identity] = session.account.error
                 self._accounts.append(session.account)
                 self._open.discard(session)
                 self._changed.notify_all()
-
-    def _expect_again(self, identity: Identity, tickets: Sequence[Ticket]) -> None:
-        """Let a client open another lane with what both have of one before."""
-        for ticket in tickets:
-            self._tickets.register(ticket, identity, self._lifetime)
 
     def _session(self, lane: Lane, grant: int | Models) -> TrainingSession | EvaluationSession:
         if isinstance(grant, int):
@@ -269,8 +256,6 @@ class BlockServer:
                 self._compute,
                 terms,
                 self._split.frame_timeout,
-                self._split.resume_timeout,
-                partial(self._expect_again, lane.identity),
             )
         return EvaluationSession(
             lane,

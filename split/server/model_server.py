@@ -10,10 +10,10 @@ from split.lane.lane import Lane
 from split.lane.listening import LaneServer
 from split.model.part import Part
 from split.protocol.errors import LaneError, LaneTimeoutError
-from split.protocol.frames import Limits
+from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
 from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
-from split.protocol.tickets import Identity, TicketBook
+from split.protocol.tickets import Identity
 from split.server.compute import ComputeThread
 from split.server.evaluation_session import EvaluationSession, Models
 from split.server.session import ProtocolError
@@ -51,11 +51,21 @@ class ModelServer:
         self._lock = threading.Lock()
         self._compute = ComputeThread(split.activation_budget)
         self._keys = ServerKeys(split.key_exchange)
-        self._tickets = TicketBook()
-        limits = Limits(body.hidden_size, split.wire_dtype, split.activation_budget)
+        limits = Limits(
+            hidden=body.hidden_size,
+            wire_dtype=split.wire_dtype,
+            maximum_tokens=split.activation_budget,
+            payload_bytes={Kind.AVERAGE: SMALL_PAYLOAD_BYTES},
+            window=1,  # a generation has one frame under way
+        )
         try:
             self._server = LaneServer(
-                split.listen, self._keys, self._tickets, lambda _: limits, self._serve, _MOST_LANES
+                listen=split.listen,
+                keys=self._keys,
+                limits=limits,
+                on_lane=self._serve,
+                maximum_lanes=_MOST_LANES,
+                resume_timeout=split.resume_timeout,
             )
         except OSError:
             self._compute.stop()
@@ -78,7 +88,7 @@ class ModelServer:
         """
         identity = Identity(self._run, 0, client)
         self._grants[identity] = _Grant(models, time.monotonic() + lifetime)
-        ticket = self._tickets.issue(identity, lifetime, standing=True)
+        ticket = self._server.issue(identity, lifetime, standing=True)
         return Invitation(
             self.address, self._split.key_exchange, self._keys.public, identity, ticket
         )

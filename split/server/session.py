@@ -9,9 +9,8 @@ from typing import Literal
 import torch
 
 from split.lane.lane import Lane
-from split.lane.lasting import LastingLane
 from split.model.part import Padding
-from split.protocol.errors import LaneCutError, LaneError, LaneTimeoutError
+from split.protocol.errors import LaneError, LaneTimeoutError
 from split.protocol.frames import Frame, Kind
 from split.server.compute import ComputeThread, Job, Urgency
 
@@ -74,19 +73,17 @@ class Session:
         lane: to the client.
         compute: runs its jobs.
         answered: micro-batches of the present step that were answered.
-        over: set when it has ended.
 
     """
 
     def __init__(
-        self, lane: Lane | LastingLane, purpose: str, compute: ComputeThread, frame_timeout: float
+        self, lane: Lane, purpose: str, compute: ComputeThread, frame_timeout: float
     ) -> None:
         self.account = Account(lane.identity.node, purpose)
         self.lane = lane
         self.compute = compute
         self.answered = 0
         self._frame_timeout = frame_timeout
-        self.over = threading.Event()
         self._owed = 0
         self._lock = threading.Lock()
 
@@ -97,6 +94,7 @@ class Session:
         self.account.bytes_down = traffic.bytes_down
         self.account.seconds_crypto = traffic.seconds_crypto
         self.account.seconds_serialisation = traffic.seconds_serialisation
+        self.account.resumed = self.lane.opened - 1
 
     def failed(self, error: BaseException) -> None:
         """End the lane: one of its jobs raised."""
@@ -130,17 +128,15 @@ class Session:
     def receive(self) -> Frame:
         """Wait for the client's next frame, without limit while it waits for a job of its own.
 
-        A client is silent as long as no frame comes, whatever becomes of its lane meanwhile.
-
         Raises:
-            LaneError: the lane broke, or the client was silent for too long.
+            LaneError: The lane has ended, or the client was silent for too long.
 
         """
         silent_since = time.monotonic()
         while True:
             try:
                 return self.lane.receive(min(self._frame_timeout, POLL_SECONDS))
-            except (LaneTimeoutError, LaneCutError) as error:
+            except LaneTimeoutError:
                 if self.waits():
                     silent_since = time.monotonic()
                 elif time.monotonic() - silent_since >= self._frame_timeout:
@@ -148,17 +144,6 @@ class Session:
                         f"{self.account.client} sent nothing for {self._frame_timeout:g} s "
                         "(split.frame-timeout)"
                     ) from None
-                if isinstance(error, LaneCutError):
-                    self.outlast(error)
-
-    def outlast(self, cut: LaneCutError) -> None:
-        """Go on after the lane was cut, if that is possible.
-
-        Raises:
-            LaneError: it is not.
-
-        """
-        raise cut
 
     def waits(self) -> bool:
         """Say whether it is not the client's turn to send something."""

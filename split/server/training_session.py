@@ -1,22 +1,17 @@
 """One client's round of training at the block server: what it may send when."""
 
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from finetuning.adapters.adapter import State
 from split.lane.lane import Lane
-from split.lane.lasting import LastingLane
-from split.protocol.errors import LaneCutError, LaneError, LaneTimeoutError
+from split.protocol.errors import LaneError
 from split.protocol.frames import Frame, Kind
-from split.protocol.tickets import Ticket
 from split.server.compute import ComputeThread
 from split.server.schedules.schedule import Schedule
 from split.server.seat import Hidden, Place, Seat
 from split.server.session import (
-    POLL_SECONDS,
     ProtocolError,
     Session,
     check_size,
@@ -26,9 +21,6 @@ from split.server.session import (
 
 # Squared; so that a sum over all clients is still a finite number.
 _LARGEST_NORM = 1e30
-# Frames other than those of micro-batches that a client may not have, when it sends something.
-_MOST_OTHERS = 4
-_MOST_LANES = 1000  # of a round; each costs a handshake
 
 
 @dataclass(frozen=True)
@@ -74,9 +66,6 @@ class TrainingSession(Session):
         compute: runs its jobs.
         terms: of the round.
         frame_timeout: seconds to wait for the client's next frame.
-        resume_timeout: seconds within which a lane that was cut can be taken up again.
-        expect_again: lets the client open another lane with one of these tickets, once more if
-            it was used.
 
     """
 
@@ -88,13 +77,8 @@ class TrainingSession(Session):
         compute: ComputeThread,
         terms: Terms,
         frame_timeout: float,
-        resume_timeout: float,
-        expect_again: Callable[[Sequence[Ticket]], None],
     ) -> None:
-        self._lasting = LastingLane(lane)
-        super().__init__(self._lasting, "train", compute, frame_timeout)
-        self._resume_timeout = resume_timeout
-        self._expect_again = expect_again
+        super().__init__(lane, "train", compute, frame_timeout)
         self._seed = seed
         self._schedule = schedule
         self._terms = terms
@@ -145,32 +129,6 @@ class TrainingSession(Session):
         with suppress(LaneError):  # until the client has the end
             self.receive()
 
-    def continue_on(self, lane: Lane) -> None:
-        """Go on over a lane that the client has opened; returns when it is of no more use."""
-        # The tickets of those before, too: this one may be cut before the client has an answer.
-        self._expect_again([*self._lasting.tickets, lane.resumption])
-        self._lasting.offer(lane)
-        if self._lasting.opened >= _MOST_LANES:
-            self.give_up(f"the lane was cut {_MOST_LANES - 1} times in this round")
-        while not lane.ended and not self.over.wait(POLL_SECONDS):
-            pass
-
-    def outlast(self, cut: LaneCutError) -> None:
-        """Let the client open another lane, and go on over it with what did not arrive.
-
-        Raises:
-            LaneError: it hasn't in time, or doesn't say rightly how many frames it has.
-
-        """
-        try:
-            self._lasting.accept(self._resume_timeout)
-        except LaneTimeoutError:
-            raise LaneCutError(
-                f"{cut}, and was not taken up again within {self._resume_timeout:g} s "
-                "(split.resume-timeout)"
-            ) from None
-        self.account.resumed += 1
-
     def waits(self) -> bool:
         """Say whether it is not the client's turn to send something."""
         waiting = (self._joined and self._seat.waits()) or super().waits()
@@ -185,8 +143,6 @@ class TrainingSession(Session):
         self.compute.call(lambda: None)
 
     def _take(self, frame: Frame) -> None:
-        if self._lasting.unseen > 2 * self._credits + _MOST_OTHERS:
-            raise ProtocolError(f"{self._lasting.unseen} frames went out, and were not seen")
         if frame.step != self._step:
             raise ProtocolError(f"step {frame.step} came in step {self._step}")
         if frame.kind is Kind.HIDDEN:
@@ -199,18 +155,10 @@ class TrainingSession(Session):
             if self._shapes:
                 raise ProtocolError("an average was asked for within a step")
             self._settle()
-            average = self._average(frame)
+            average = self._schedule.average(self, frame.step, dict(frame.tensors))
             self.lane.send(Kind.AVERAGE, frame.step, tensors=average)
         else:
             raise ProtocolError(f"a frame {frame.kind.name} came in a round of training")
-
-    def _average(self, frame: Frame) -> State:
-        own = dict(frame.tensors)
-        while True:
-            try:
-                return self._schedule.average(self, frame.step, own)
-            except LaneCutError as error:
-                self.outlast(error)
 
     def _take_hidden(self, frame: Frame) -> None:
         index = frame.micro_batch

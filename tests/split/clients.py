@@ -4,7 +4,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,12 +25,12 @@ from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, T
 from finetuning.training.loop import Round, train_round
 from finetuning.training.optimization import learning_rate, make_optimizer
 from split.client.split_model import ClientRound, SplitModel
-from split.lane.dialling import connect
+from split.lane.dialling import open_lane
 from split.model.adapters import join_adapters, load_state, take_apart
 from split.model.cut import cut_of
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
-from split.protocol.errors import TicketError
+from split.protocol.errors import LaneCutError
 from split.protocol.frames import Kind, Limits
 from split.server.block_server import BlockServer
 from split.server.branch import Graph
@@ -84,27 +84,10 @@ class Client:
 
     @contextmanager
     def lane(self, invitation):
-        def dial(ticket):
-            return connect(
-                invitation.address,
-                ticket,
-                invitation.identity,
-                invitation.server_key,
-                invitation.suite,
-                Limits(self.ends["head"].hidden_size, self.split.wire_dtype, LONGEST),
-                time.monotonic() + 60,
-            )
-
-        def reconnect(cut):
-            for _ in range(100):
-                with suppress(TicketError):  # the server may not have noticed yet
-                    return dial(cut.resumption)
-                time.sleep(0.05)
-            raise AssertionError("the lane could not be taken up again")
-
-        model = SplitModel(
-            self.ends["head"], self.ends["tail"], dial(invitation.ticket), 60.0, None, reconnect
-        )
+        limits = Limits(self.ends["head"].hidden_size, self.split.wire_dtype, LONGEST)
+        deadline = time.monotonic() + 60
+        lane = open_lane(invitation, limits, deadline, self.split.resume_timeout, patience=0.0)
+        model = SplitModel(self.ends["head"], self.ends["tail"], lane, 60.0)
         try:
             yield model
         finally:
@@ -278,7 +261,7 @@ def stop_after(step: int, count: int, how: str):
     """Give what makes a client go away: after so many finished micro-batches of a step."""
 
     def disturb(model) -> None:
-        lane, receive = model.lane.present, model.lane.present.receive
+        lane, receive = model.lane, model.lane.receive
         ended, join, joined = [0], model.join, []
 
         def joining(place):
@@ -288,7 +271,8 @@ def stop_after(step: int, count: int, how: str):
         def receiving(timeout):
             if joined and model._step == step and ended[0] == count:
                 if how == "cut":
-                    lane._release()
+                    lane._stream.release()
+                    lane.fail(LaneCutError("for good"))
                 raise StoppedError
             frame = receive(timeout)
             if model._step == step and frame.kind is Kind.GRADIENT:
@@ -311,4 +295,4 @@ def send_texts(model, rows=3, columns=11, new_tokens=12, index=0, side="left") -
     """Send what belongs to a generation, whether it may be sent or not."""
     tensors = {"hidden": torch.zeros(rows, columns, 32), "lengths": torch.full((rows,), columns)}
     fields = {"side": side} | ({} if new_tokens is None else {"new_tokens": new_tokens})
-    model.lane.present.send(Kind.HIDDEN, 0, index, tensors, fields)
+    model.lane.send(Kind.HIDDEN, 0, index, tensors, fields)

@@ -12,13 +12,14 @@ import grpc
 import pytest
 import torch
 
-from split.lane.dialling import connect
+from split.lane.dialling import open_lane
 from split.lane.listening import LaneServer
 from split.lane.transport import METHOD, SERVICE
 from split.protocol.errors import HandshakeError, LaneError, LaneTimeoutError
 from split.protocol.frames import Limits
+from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
-from split.protocol.tickets import Identity, TicketBook
+from split.protocol.tickets import Identity
 
 HYBRID = "ml-kem-768-x25519"
 HIDDEN = 64
@@ -35,13 +36,12 @@ def hybrid_keys():
 class Server:
     """A lane server whose lanes the test serves itself."""
 
-    def __init__(self, keys=None, limits=LIMITS, maximum_lanes=8):
+    def __init__(self, keys=None, limits=LIMITS, maximum_lanes=8, resume_timeout=SOON):
         self.keys = keys or hybrid_keys()
-        self.book = TicketBook()
         self.lanes = queue.SimpleQueue()
         self.done = threading.Event()
         self.server = LaneServer(
-            "127.0.0.1:0", self.keys, self.book, lambda _: limits, self.on_lane, maximum_lanes
+            "127.0.0.1:0", self.keys, limits, self.on_lane, maximum_lanes, resume_timeout
         )
         self.address = self.server.address
         self.server.start()
@@ -51,17 +51,31 @@ class Server:
         self.done.wait(SOON)
 
     def ticket(self, identity=COURT, lifetime=SOON):
-        return self.book.issue(identity, lifetime)
+        return self.server.issue(identity, lifetime)
 
-    def client(self, ticket=None, identity=COURT, address=None, limits=LIMITS, seconds=SOON):
-        return connect(
-            address or self.address,
-            ticket or self.ticket(identity),
-            identity,
-            self.keys.public,
-            self.keys.suite,
-            limits,
-            time.monotonic() + seconds,
+    def client(
+        self,
+        ticket=None,
+        identity=COURT,
+        address=None,
+        limits=LIMITS,
+        seconds=SOON,
+        resume_timeout=SOON,
+        patience=0.0,
+        public=None,
+        suite=None,
+    ):
+        """Open a lane; a refusal counts at once, unless the test is about patience."""
+        invitation = Invitation(
+            address=address or self.address,
+            suite=suite or self.keys.suite,
+            server_key=public or self.keys.public,
+            identity=identity,
+            ticket=ticket or self.ticket(identity),
+        )
+        now = time.monotonic()
+        return open_lane(
+            invitation, limits, now + seconds, resume_timeout, patience, busy_until=now + patience
         )
 
     def pair(self, **options):
@@ -92,14 +106,24 @@ def ended(lane, kind=LaneError, match=None):
 
 
 def refusal(call, kind=HandshakeError):
-    """Find out why no lane comes about: ``connect`` says so, or the first ``receive``."""
+    """Find out why no lane comes about."""
     with pytest.raises(kind) as raised:
-        call().receive(SOON)
+        call()
     return raised.value
 
 
 def tokens(rows=2, columns=40, seed=0):
     return torch.randn(rows, columns, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def cut(lane):
+    """Cut the stream under a client's lane, and wait until the lane has noticed."""
+    stream, end = lane._stream, time.monotonic() + SOON
+    if stream is not None:
+        stream.release()
+    while lane._stream is stream and stream is not None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 class Relay:
@@ -169,32 +193,47 @@ def changing(number, change):
 
 
 class Proxy:
-    """Passes TCP on and counts the bytes."""
+    """Passes TCP on and counts the bytes, until it stops."""
 
-    def __init__(self, address):
-        host, port = address.split(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+    def __init__(self, address, port=0):
+        host, target = address.split(":")
+        self._target = (host, int(target))
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self.port = self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
         self.up = self.down = 0
         self._sockets = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
-        near, _ = self._listener.accept()
-        far = socket.create_connection(self._target)
-        self._sockets = [near, far]
-        threading.Thread(target=self._pump, args=(near, far, "up"), daemon=True).start()
-        threading.Thread(target=self._pump, args=(far, near, "down"), daemon=True).start()
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+                self._sockets += [near, far]
+                for source, target, name in ((near, far, "up"), (far, near, "down")):
+                    threading.Thread(
+                        target=self._pump, args=(source, target, name), daemon=True
+                    ).start()
 
     def _pump(self, source, target, name):
         with suppress(OSError):
             while content := source.recv(65536):
                 setattr(self, name, getattr(self, name) + len(content))
                 target.sendall(content)
-        self.cut()
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
     def cut(self):
+        """Cut the connections; new ones are accepted."""
         for end in self._sockets:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+    def stop(self):
+        """Cut the connections, and accept no more."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()

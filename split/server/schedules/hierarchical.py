@@ -111,9 +111,6 @@ class Hierarchical:
     def average(self, session: Session, step: int, own: State) -> State:
         """Average all parties' adapters over the clients that train beyond this step.
 
-        If the lane is cut meanwhile, this client's adapters count, and this may be called again
-        with the same for the average.
-
         Args:
             session: of a client's lane.
             step: how many steps of the round are done.

@@ -9,17 +9,15 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import grpc
 import pytest
 
-from client_app import split as client_side
 from split.lane import listening as lane_server
 from split.lane import transport as lane_transport
 from split.lane.half_open import AnsweredHandshakes, SilentStreams, host_of
 from split.lane.transport import METHOD, SERVICE, channel_options
-from split.protocol.errors import LaneBusyError, LaneCutError, LaneError
+from split.protocol.errors import LaneBusyError, LaneCutError
 from split.protocol.frames import Kind
 from split.protocol.handshake import ClientHandshake
-from split.protocol.invitation import Invitation
 from split.protocol.tickets import Identity
-from tests.split.lanes import COURT, LIMITS, SOON, ended
+from tests.split.lanes import COURT, SOON, relaying
 from tests.split.lanes import serving as serving_lanes
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -243,26 +241,49 @@ def test_connections_have_a_number_and_clients_come_again(monkeypatch):
         time.sleep(0.3)
         with pytest.raises(LaneCutError):
             server.client()
-        invitation = Invitation(
-            server.address, server.keys.suite, server.keys.public, COURT, server.ticket()
-        )
-        lane = client_side.open_lane(invitation, LIMITS, time.monotonic() + SOON)
-        lane.close()
+        server.client(patience=SOON).close()
 
 
-def test_an_oversized_message_ends_its_lane_alone(server):
+def test_an_oversized_message_costs_its_sender_a_stream(server):
+    once = [bytes(2**20 + 100)]
+
+    def up(index, message):
+        return [once.pop()] if index == 3 and once else [message]
+
     other, other_lane = server.pair(identity=Identity("run", 1, "other"))
-    ticket = server.ticket()
-    handshake = ClientHandshake(ticket, COURT, server.keys.public, server.keys.suite)
-    with strangers(server, 1, handshake.hello()) as (stream,):
-        finished, _ = handshake.finish(stream.answer())
-        stream.messages.put(finished)
-        lane = server.lanes.get(timeout=SOON)
-        stream.messages.put(bytes(2**20 + 100))
-        ended(lane, LaneError)
+    with relaying(server, up=up) as relay:
+        client, lane = server.pair(address=relay.address)
+        client.send(Kind.JOIN)
+        assert lane.receive(SOON).kind is Kind.JOIN
+        assert lane.opened == 2
+        client.close()
     other.send(Kind.JOIN)
     assert other_lane.receive(SOON).kind is Kind.JOIN
+    assert other_lane.opened == 1
     other.close()
+
+
+def test_compressed_messages_are_not_expanded(server):
+    with closing(grpc.insecure_channel(server.address)) as channel:
+        method = channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        bomb = method(iter([bytes(2**27)]), timeout=SOON, compression=grpc.Compression.Gzip)
+        with pytest.raises(grpc.RpcError) as raised:
+            next(bomb)
+        assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    server.client().close()
+
+
+def test_a_client_that_doesn_t_confirm_holds_a_place_and_no_lane(hurried):
+    """Its ticket stays good: nothing that it sent shows that it has the server's confirmation."""
+    ticket = hurried.ticket()
+    handshake = ClientHandshake(ticket, COURT, hurried.keys.public, hurried.keys.suite)
+    with strangers(hurried, 1, handshake.hello()) as (stream,):
+        finished, _ = handshake.finish(stream.answer())
+        stream.messages.put(finished)
+        stream.answer()
+        assert stream.refusal()[0] is grpc.StatusCode.CANCELLED
+        assert not hurried.server._lanes and not hurried.server._unconfirmed
+    hurried.client(ticket=ticket).close()
 
 
 def test_nothing_is_left_of_a_flood(server):

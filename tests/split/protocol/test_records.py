@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from split.protocol import records
-from split.protocol.errors import FrameError
+from split.protocol.errors import FrameError, LaneCutError
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.payload import Outgoing
 from split.protocol.records import (
     HEADER_BYTES,
     LONGEST_RECORD,
-    MOST_RECORDS,
     RECORD_BYTES,
     Opener,
     Sealer,
@@ -22,19 +21,19 @@ from split.protocol.records import (
 
 UP, DOWN = bytes([0x44]) * 32, bytes([0x55]) * 32
 LIMITS = Limits(64, "float32", 65536, {Kind.AVERAGE: 8 * 2**20})
-# kind STEP, step 5, micro-batch 6, field x = 1; keys of 32 bytes 0x44; records 0 and 1. Made by an
-# implementation of docs/wire.md of its own.
+# kind STEP, step 5, micro-batch 6, 9 frames acknowledged, field x = 1; keys of 32 bytes 0x44;
+# records 0 and 1. Made by an implementation of docs/wire.md of its own.
 VECTOR = (
-    "010501000000000500000006000000000000000000000000000000000000002842326a95f24e480482f00877"
-    "be87003d35adad4b47a3e4efd3b0bc67d0b98758738b29f55c522e7064bebe91c29979ffe7732ae24136fb2a",
-    "01050100000000050000000600000000000000000000000100000000000000284d61fc358ba6f2e3bf3efe21"
-    "d981b00096bf890599e472249f027a3b269d676ce228212983a1ebd79142612ddc7b046d7ca2dd7614d3a34f",
+    "020501000000000500000006000000090000000000000000000000000000002842326a95f24e480482f00877"
+    "be87003d35adad4b47a3e4efd3b0bc67d0b98758738b29f55c522e70e037d1e62f886abe4c95ddc434f724ba",
+    "02050100000000050000000600000009000000000000000100000000000000284d61fc358ba6f2e3bf3efe21"
+    "d981b00096bf890599e472249f027a3b269d676ce228212983a1ebd715cb0e5a316a172cd7442a5061127cdf",
 )
 
 
-def seal(sealer, frame):
+def seal(sealer, frame, acknowledged=9):
     content = Outgoing(frame, LIMITS).write()
-    return list(sealer.seal(frame.kind, frame.step, frame.micro_batch, content))
+    return list(sealer.seal(frame.kind, frame.step, frame.micro_batch, acknowledged, content))
 
 
 def step(value=1):
@@ -189,8 +188,8 @@ def test_a_frame_of_a_wrong_shape_is_refused_with_its_first_record(monkeypatch):
     assert all(size <= RECORD_BYTES for size in allocated)
 
 
-def header(kind=Kind.STEP, flags=1, counter=0, total=16, version=1):
-    return struct.pack(">BBBxIIxxxxQQ", version, kind, flags, 5, 6, counter, total)
+def header(kind=Kind.STEP, flags=1, counter=0, total=16, version=2):
+    return struct.pack(">BBBxIIIQQ", version, kind, flags, 5, 6, 9, counter, total)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +201,9 @@ def header(kind=Kind.STEP, flags=1, counter=0, total=16, version=1):
         (header(flags=3), 16),
         (header(flags=2), 16),
         (header(kind=0), 16),
-        (header(kind=10), 16),
+        (header(kind=11), 16),
         (header(kind=255), 16),
-        (header(version=2), 16),
+        (header(version=1), 16),
         (header(total=0), 0),
         (header(total=2**63), RECORD_BYTES),
         (header(kind=Kind.AVERAGE, flags=0, total=2**20 + 8), 2**19),
@@ -227,12 +226,21 @@ def test_any_bytes_are_refused_by_name(content, with_header):
         )
 
 
-def test_no_nonce_is_used_twice():
-    sealer = Sealer(UP, counter=MOST_RECORDS - 1)
-    (last,) = seal(sealer, step())
-    assert Opener(UP, LIMITS, counter=MOST_RECORDS - 1).open(last) is not None
-    with pytest.raises(FrameError, match="open a new one"):
+def test_a_key_encrypts_no_more_than_it_may(monkeypatch):
+    monkeypatch.setattr(records, "MOST_BYTES", 100)
+    sealer = Sealer(UP)
+    seal(sealer, step())
+    seal(sealer, step())
+    with pytest.raises(LaneCutError, match="at most 100 bytes"):
         seal(sealer, step())
+
+
+def test_each_record_acknowledges_what_its_sender_has_received():
+    sealer, opener = Sealer(UP), Opener(UP, LIMITS)
+    for acknowledged in (0, 7, 2**32 - 1):
+        (record,) = seal(sealer, step(), acknowledged)
+        opener.open(record)
+        assert opener.acknowledged == acknowledged
 
 
 def test_the_bytes_are_those_of_the_document():

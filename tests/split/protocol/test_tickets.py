@@ -1,5 +1,3 @@
-import threading
-
 import pytest
 
 from split.protocol.errors import LaneBusyError, Refusal, TicketError
@@ -22,25 +20,42 @@ def refusal(call, *arguments):
     return raised.value.refusal
 
 
-def test_an_issued_ticket_is_found_until_it_is_spent():
+def resumption(number):
+    return Ticket(bytes([number]) * 16, bytes([number]) * 32)
+
+
+def test_a_ticket_is_found_until_its_lane_is_confirmed():
     book = TicketBook()
-    ticket = book.issue(COURT, 60)
+    ticket, first = book.issue(COURT, 60), resumption(1)
+    lane = book.accept(ticket.identifier, first)
     assert book.find(ticket.identifier) == (ticket, COURT)
-    assert book.find(ticket.identifier) == (ticket, COURT)
-    book.spend(ticket.identifier)
+    assert book.find(first.identifier) == (first, COURT)
+    book.confirm(lane, first.identifier)
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_USED
-    assert refusal(book.spend, ticket.identifier) is Refusal.TICKET_USED
+    assert book.find(first.identifier) == (first, COURT)
+    assert book.is_open(lane)
 
 
-def test_a_ticket_is_good_again_when_it_is_registered_again_and_remembers_what_came():
+def test_all_tickets_of_a_lane_open_that_lane_until_one_is_confirmed():
+    """A client whose confirmations get lost keeps using the ticket that it knows."""
     book = TicketBook()
     ticket = book.issue(COURT, 60)
-    book.note_hello(ticket.identifier, b"first")
-    book.spend(ticket.identifier)
-    book.register(ticket, COURT, 60)
+    lanes = {book.accept(ticket.identifier, resumption(n)) for n in range(1, 30)}
+    assert len(lanes) == 1
     assert book.find(ticket.identifier) == (ticket, COURT)
-    with pytest.raises(LaneBusyError):
-        book.note_hello(ticket.identifier, b"first")
+    assert refusal(book.find, resumption(1).identifier) is Refusal.TICKET_USED
+    book.confirm(lanes.pop(), resumption(29).identifier)
+    for number in range(1, 29):
+        assert refusal(book.find, resumption(number).identifier) is Refusal.TICKET_USED
+
+
+def test_an_older_stream_can_t_be_confirmed_after_a_newer_one():
+    book = TicketBook()
+    ticket = book.issue(COURT, 60)
+    lane = book.accept(ticket.identifier, resumption(1))
+    book.accept(ticket.identifier, resumption(2))
+    book.confirm(lane, resumption(2).identifier)
+    assert refusal(book.confirm, lane, resumption(1).identifier) is Refusal.TICKET_USED
 
 
 def test_an_unknown_ticket_is_named():
@@ -55,44 +70,26 @@ def test_an_expired_ticket_is_named_and_in_the_end_forgotten():
     book.find(ticket.identifier)
     clock.now += 1
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_EXPIRED
-    assert refusal(book.spend, ticket.identifier) is Refusal.TICKET_EXPIRED
     clock.now += 2 * 3600
     book.issue(COURT, 60)
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_UNKNOWN
 
 
-def test_of_many_threads_one_spends_a_ticket():
-    book = TicketBook()
-    ticket = book.issue(COURT, 60)
-    barrier = threading.Barrier(8)
-    outcomes = []
-
-    def spend():
-        barrier.wait()
-        try:
-            book.spend(ticket.identifier)
-            outcomes.append("spent")
-        except TicketError as error:
-            outcomes.append(error.refusal)
-
-    threads = [threading.Thread(target=spend) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(outcomes) == ["spent"] + [Refusal.TICKET_USED] * 7
-
-
-def test_a_standing_ticket_is_not_spent_and_expires():
+def test_a_standing_ticket_opens_lanes_until_it_expires():
     clock = Clock()
     book = TicketBook(clock)
     ticket = book.issue(COURT, 60, standing=True)
-    for _ in range(3):
-        assert book.find(ticket.identifier) == (ticket, COURT)
-        book.spend(ticket.identifier)
+    lanes = set()
+    for number in range(1, 4):
+        lane = book.accept(ticket.identifier, resumption(number))
+        book.confirm(lane, resumption(number).identifier)
+        lanes.add(lane)
+    assert len(lanes) == 3
+    assert book.find(ticket.identifier) == (ticket, COURT)
     clock.now += 60
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_EXPIRED
-    assert refusal(book.spend, ticket.identifier) is Refusal.TICKET_EXPIRED
+    assert refusal(book.find, resumption(1).identifier) is Refusal.TICKET_EXPIRED
+    assert not any(book.is_open(lane) for lane in lanes)
 
 
 def test_a_standing_ticket_s_first_messages_are_no_good_again():

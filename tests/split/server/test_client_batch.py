@@ -136,14 +136,14 @@ def test_who_is_slow_changes_nothing(base, beginning):
     """Gradients are added in the order of micro-batches, of which some clients have fewer."""
 
     def be_slow(model) -> None:
-        send = model.lane.present.send
+        send = model.lane.send
 
         def sending(kind, *rest):
             if kind is Kind.GRADIENT:
                 time.sleep(0.2)
             send(kind, *rest)
 
-        model.lane.present.send = sending
+        model.lane.send = sending
 
     split = split_settings(schedule="client-batch", window=6)
     results = []
@@ -193,7 +193,7 @@ def test_a_client_that_hangs_is_left_behind(base, beginning):
     blocked = []
 
     def hang(model) -> None:
-        receive = model.lane.present.receive
+        receive = model.lane.receive
 
         def receiving(timeout):
             frame = receive(timeout)
@@ -203,7 +203,7 @@ def test_a_client_that_hangs_is_left_behind(base, beginning):
                     receive(60.0)
             return frame
 
-        model.lane.present.receive = receiving
+        model.lane.receive = receiving
 
     with serving(base, beginning, split) as server:
         server.begin_round(SIZES, 0)

@@ -41,8 +41,8 @@ def test_a_frame_that_comes_a_byte_at_a_time_is_cut_by_the_frame_timeout(base, b
         with client.lane(replace(invitation, address=proxy.address)) as model:
             model.join(ClientRound(3, 0, 3, 16, 0, time.monotonic() + SOON))
             proxy.slow = True
-            model.lane.present.send(Kind.HIDDEN, 0, 0, {"hidden": torch.zeros(2, 8, 32)})
-            ended(model.lane.present, PeerError, r"split\.frame-timeout")
+            model.lane.send(Kind.HIDDEN, 0, 0, {"hidden": torch.zeros(2, 8, 32)})
+            ended(model.lane, PeerError, r"split\.frame-timeout")
             proxy.cut()
         assert "split.frame-timeout" in server.finish_lanes()[0].error
 
@@ -51,12 +51,12 @@ def spoil(change):
     """Give what makes a client's frames what ``change`` makes of their numbers."""
 
     def disturb(model):
-        send = model.lane.present.send
+        send = model.lane.send
 
         def sending(kind, step=0, micro_batch=0, tensors=None, fields=None):
             send(kind, step, micro_batch, *change(kind, tensors or {}, fields or {}))
 
-        model.lane.present.send = sending
+        model.lane.send = sending
 
     return disturb
 

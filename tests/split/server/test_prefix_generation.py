@@ -122,7 +122,7 @@ def test_prefixes_take_their_place_in_the_budget(random_checkpoint):
             for name, expected in (("global", MOST_KEPT), ("base", 3 * (11 + NEW))):
                 choose(scene, model, name)
                 send_texts(model, new_tokens=NEW)
-                model.lane.present.receive(30)
+                model.lane.receive(30)
                 assert kept() == expected
         server.finish_lanes()
         assert kept() == 0
@@ -130,4 +130,4 @@ def test_prefixes_take_their_place_in_the_budget(random_checkpoint):
         scene.choose(model)
         send_texts(model, new_tokens=NEW)
         with pytest.raises(LaneError, match=r"with a prefix of 5.* at most 83 tokens"):
-            model.lane.present.receive(30)
+            model.lane.receive(30)

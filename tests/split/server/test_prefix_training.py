@@ -106,7 +106,7 @@ def test_a_split_model_measures_the_loss_of_the_whole(base):
 
 def send(model, rows, columns, **fields) -> None:
     tensors = {"hidden": torch.zeros(rows, columns, 32), "lengths": torch.full((rows,), columns)}
-    model.lane.present.send(Kind.HIDDEN, 0, 0, tensors, {"side": "right"} | fields)
+    model.lane.send(Kind.HIDDEN, 0, 0, tensors, {"side": "right"} | fields)
 
 
 @pytest.mark.parametrize("schedule", ["serial", "client-batch", "hierarchical"])
@@ -121,12 +121,12 @@ def test_a_micro_batch_takes_its_prefixes_places_in_the_budget(base, schedule, l
             model.join(ClientRound(3, 0, 3, longest, 0, time.monotonic() + 60))
             send(model, 2, 8, **counts)
             if longest == 2 * (8 + 5):
-                assert model.lane.present.receive(30).kind is Kind.HIDDEN
+                assert model.lane.receive(30).kind is Kind.HIDDEN
                 server._compute.call(lambda: None)
                 assert server._compute._free == split.activation_budget - 2 * (8 + 5)
             else:
                 with pytest.raises(LaneError, match="26 padded tokens came; 25 were agreed"):
-                    model.lane.present.receive(30)
+                    model.lane.receive(30)
         server.finish_lanes()
         server._compute.call(lambda: None)
         assert server._compute._free == split.activation_budget
@@ -152,11 +152,11 @@ def test_an_evaluation_s_prefixes_count_too(base, model_name, refused):
     with serving(base, state, split, PREFIX) as server:
         invitation = server.invite_to_evaluate("alpha", 0, {"base": None, "global": body}, 60.0)
         with client.lane(invitation) as model:
-            model.lane.present.send(Kind.JOIN, fields={"model": model_name})
-            model.lane.present.receive(30)
+            model.lane.send(Kind.JOIN, fields={"model": model_name})
+            model.lane.receive(30)
             send(model, 8, 10)
             if refused:
                 with pytest.raises(LaneError, match="120 padded tokens came; 80 were agreed"):
-                    model.lane.present.receive(30)
+                    model.lane.receive(30)
             else:
-                assert model.lane.present.receive(30).kind is Kind.HIDDEN
+                assert model.lane.receive(30).kind is Kind.HIDDEN

@@ -27,16 +27,16 @@ class Refusals:
 
     def send_hidden(self, model, index=0, step=0, **changes) -> None:
         tensors = {"hidden": self.hidden, "lengths": self.lengths}
-        model.lane.present.send(Kind.HIDDEN, step, index, tensors, self.counts | changes)
+        model.lane.send(Kind.HIDDEN, step, index, tensors, self.counts | changes)
 
     def gradient(self, model, shape=(2, 8, 32)) -> None:
-        model.lane.present.send(Kind.GRADIENT, 0, 0, {"gradient": torch.zeros(shape)})
+        model.lane.send(Kind.GRADIENT, 0, 0, {"gradient": torch.zeros(shape)})
 
 
 def average(self, model):
     self.join(model)
     own = {name: p.detach() for name, p in model.parameters.items()}
-    model.lane.present.send(Kind.AVERAGE, 0, tensors=own)
+    model.lane.send(Kind.AVERAGE, 0, tensors=own)
 
 
 def larger(self, model):
@@ -60,28 +60,28 @@ def beyond_credits(self, model):
 def odd_gradient(self, model):
     self.join(model)
     self.send_hidden(model)
-    model.lane.present.receive(30)
+    model.lane.receive(30)
     self.gradient(model, (1, 8, 32))
 
 
 def early_step(self, model):
     self.join(model)
     self.send_hidden(model)
-    model.lane.present.send(Kind.STEP, 0, fields={"squared_norm": 1.0})
+    model.lane.send(Kind.STEP, 0, fields={"squared_norm": 1.0})
 
 
 def infinite_norm(self, model):
     self.join(model)
     self.send_hidden(model)
-    model.lane.present.receive(30)
+    model.lane.receive(30)
     self.gradient(model)
-    model.lane.present.send(Kind.STEP, 0, fields={"squared_norm": -1.0})
+    model.lane.send(Kind.STEP, 0, fields={"squared_norm": -1.0})
 
 
 def early_end(self, model):
     self.join(model)
     self.send_hidden(model)
-    model.lane.present.send(Kind.END)
+    model.lane.send(Kind.END)
 
 
 def unseen(self, model):
@@ -91,14 +91,14 @@ def unseen(self, model):
     with suppress(LaneError):
         for index in range(9):
             self.send_hidden(model, index, micro_batches=9, step_targets=99)
-            model.lane.present.receive(30)
-            model.lane.present.send(Kind.GRADIENT, 0, index, tensors)
-            model.lane.present.receive(30)
+            model.lane.receive(30)
+            model.lane.send(Kind.GRADIENT, 0, index, tensors)
+            model.lane.receive(30)
 
 
 def no_lengths(self, model):
     self.join(model)
-    model.lane.present.send(Kind.HIDDEN, 0, 0, {"hidden": self.hidden}, {"targets": 1})
+    model.lane.send(Kind.HIDDEN, 0, 0, {"hidden": self.hidden}, {"targets": 1})
 
 
 REFUSED = {
@@ -131,7 +131,7 @@ def test_what_a_client_may_not_do_ends_its_lane_alone(base, beginning, what):
             disturb(refused, model)
             with pytest.raises(LaneError):
                 while True:
-                    model.lane.present.receive(30.0)
+                    model.lane.receive(30.0)
         (account,) = server.finish_lanes()
         assert reason in account.error
         assert all(torch.equal(v, beginning[n]) for n, v in server.end_round({}).items())
@@ -150,13 +150,13 @@ def test_an_evaluation_has_credits_too(base, beginning):
             tensors = {"hidden": torch.zeros(2, 8, 32), "lengths": torch.tensor([8, 8])}
             with pytest.raises(LaneError):
                 for index in range(2000):
-                    model.lane.present.send(Kind.HIDDEN, 0, index, tensors, {"side": "right"})
+                    model.lane.send(Kind.HIDDEN, 0, index, tensors, {"side": "right"})
         assert "under way" in server.finish_lanes()[0].error
 
 
 def answered(model, **changes):
     send_texts(model, **changes)
-    model.lane.present.receive(30)
+    model.lane.receive(30)
 
 
 def follow(model, count, rows=3):
@@ -198,7 +198,7 @@ def test_what_a_generation_may_not_do_ends_its_lane_alone(base, beginning, what)
             with pytest.raises(LaneError):
                 disturb(model)
                 while True:
-                    model.lane.present.receive(30.0)
+                    model.lane.receive(30.0)
         (account,) = server.finish_lanes()
         assert reason in account.error
         assert not bodies_kept()
@@ -218,7 +218,7 @@ def test_models_to_evaluate_are_chosen_one_at_a_time(base, beginning):
         invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
         with client.lane(invitation) as model, pytest.raises(LaneError):
             for _ in range(2000):
-                model.lane.present.send(Kind.JOIN, fields={"model": "base"})
+                model.lane.send(Kind.JOIN, fields={"model": "base"})
             while True:
-                model.lane.present.receive(30.0)
+                model.lane.receive(30.0)
         assert "before the answers" in server.finish_lanes()[0].error

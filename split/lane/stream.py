@@ -1,0 +1,142 @@
+"""One stream under a lane: records encrypted with keys of its own, in both directions."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from split.lane.traffic import Traffic
+from split.lane.transport import stream_error, wire_bytes
+from split.protocol.errors import FrameError, LaneError
+from split.protocol.frames import Frame, Kind, Limits
+from split.protocol.key_schedule import LaneSecrets
+from split.protocol.payload import Outgoing
+from split.protocol.records import MOST_BYTES, Opener, Sealer
+
+# A client replaces a stream before its keys are worn out; one frame of any size still fits.
+_WORN_BYTES = MOST_BYTES - 2**32
+
+
+class Stream:
+    """Encrypts and decrypts one stream's records. It has one writing and one reading thread.
+
+    Args:
+        secrets: What the handshake resulted in.
+        limits: What may come over it.
+        is_client: Whether this is the client's end.
+        carried: Bytes of the handshake that this end sent, and that it received.
+        release: Ends the stream at once, whatever is under way.
+
+    Attributes:
+        resumption: Ticket with which the client may open the next stream of the lane.
+        release: Ends the stream at once.
+
+    """
+
+    def __init__(
+        self,
+        secrets: LaneSecrets,
+        limits: Limits,
+        is_client: bool,
+        carried: tuple[int, int],
+        release: Callable[[], object],
+    ) -> None:
+        self.resumption = secrets.resumption
+        self.release = release
+        self._limits = limits
+        self._is_client = is_client
+        self._sealer = Sealer(secrets.up if is_client else secrets.down)
+        self._opener = Opener(secrets.down if is_client else secrets.up, limits)
+        self._sent, self._received = carried
+        self._seconds_packing = 0.0
+
+    @property
+    def acknowledged(self) -> int:
+        """How many of this end's frames the other end has, by its last record."""
+        return self._opener.acknowledged
+
+    @property
+    def mid_frame(self) -> bool:
+        """Whether part of a frame has arrived."""
+        return self._opener.mid_frame
+
+    @property
+    def worn_out(self) -> bool:
+        """Whether one of its keys has encrypted nearly as much as it may."""
+        return max(self._sent, self._received) >= _WORN_BYTES
+
+    @property
+    def traffic(self) -> Traffic:
+        """The account so far."""
+        up, down = self._sent, self._received
+        if not self._is_client:
+            up, down = down, up
+        return Traffic(
+            bytes_up=up,
+            bytes_down=down,
+            seconds_crypto=self._sealer.seconds + self._opener.seconds_crypto,
+            seconds_serialisation=self._seconds_packing + self._opener.seconds_serialisation,
+        )
+
+    def seal(self, outgoing: Outgoing, acknowledged: int) -> Iterator[bytes]:
+        """Yield a frame's records.
+
+        Args:
+            outgoing: The frame.
+            acknowledged: How many frames this end has received over the whole lane.
+
+        Raises:
+            FrameError: A tensor has a number that is not finite.
+            LaneCutError: The key has encrypted as much as it may.
+
+        """
+        started = time.perf_counter()
+        content = outgoing.write()
+        self._seconds_packing += time.perf_counter() - started
+        frame = outgoing.frame
+        for record in self._sealer.seal(
+            frame.kind, frame.step, frame.micro_batch, acknowledged, content
+        ):
+            self._sent += wire_bytes(record)
+            yield record
+
+    def confirm(self, received: int) -> bytes:
+        """Return this end's first record, which says how many frames have arrived here."""
+        (record,) = self.seal(Outgoing(Frame(Kind.CONFIRM), self._limits), received)
+        return record
+
+    def open(self, record: bytes) -> Frame | None:
+        """Decrypt a record; return its frame if that is complete.
+
+        Raises:
+            FrameError: The record or the frame is not one that the lane allows.
+
+        """
+        self._received += wire_bytes(record)
+        return self._opener.open(record)
+
+    def confirmation(self, record: bytes) -> int:
+        """Decrypt the other end's first record, and return the count that it acknowledges.
+
+        Raises:
+            FrameError: It is not ``CONFIRM``.
+
+        """
+        frame = self.open(record)
+        if frame is None or frame.kind is not Kind.CONFIRM:
+            raise FrameError("a stream began without CONFIRM")
+        return self.acknowledged
+
+    def drop(self) -> None:
+        """Forget the frame that is not complete: no more records come."""
+        self._opener.drop()
+
+
+def lane_error(error: Exception) -> LaneError:
+    """Return what an exception of a stream means to its lane."""
+    if isinstance(error, LaneError):
+        return error
+    if isinstance(error, grpc.RpcError):
+        return stream_error(error)
+    # Without its words, which might quote what it failed on.
+    return FrameError(type(error).__name__)

@@ -1,0 +1,163 @@
+"""A lane outlasts cuts: every frame arrives once and in order, wherever the network cuts."""
+
+import threading
+
+import pytest
+import torch
+
+from split.lane import dialling
+from split.lane import stream as streams
+from split.protocol.errors import (
+    FrameError,
+    LaneClosedError,
+    LaneCutError,
+    LaneTimeoutError,
+    PeerError,
+    TicketError,
+)
+from split.protocol.frames import Kind
+from tests.split.lanes import SOON, Proxy, cut, ended, relaying, serving
+
+FRAMES = 4
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(dialling, "RETRY_SECONDS", 0.05)
+
+
+def cutting(numbers):
+    """Cut the first streams, each before the message of a number; those after them are left."""
+    streams_left = list(numbers)
+    present = []
+
+    def change(index, message):
+        if index == 0:
+            present[:] = [streams_left.pop(0)] if streams_left else [None]
+        return None if index == present[0] else [message]
+
+    return change
+
+
+def exchange(client, lane):
+    """Send frames both ways, one of them longer than a record; check what arrives."""
+
+    def answer():
+        for number in range(FRAMES):
+            assert lane.receive(SOON).step == number
+            lane.send(Kind.AVERAGE, number, tensors={"a": torch.full((300_000,), float(number))})
+
+    server_side = threading.Thread(target=answer)
+    server_side.start()
+    for number in range(FRAMES):
+        client.send(Kind.AVERAGE, number, tensors={"a": torch.full((300_000,), float(number))})
+    for number in range(FRAMES):
+        frame = client.receive(SOON)
+        assert (frame.step, frame.tensors["a"][-1]) == (number, number)
+    server_side.join()
+
+
+# Up: M1, M3, CONFIRM, records. Down: M2, CONFIRM, records. Cut twice, at different places.
+@pytest.mark.parametrize("direction", ["up", "down"])
+@pytest.mark.parametrize("first", range(11))
+def test_wherever_streams_are_cut_frames_arrive_once_and_in_order(server, direction, first):
+    change = cutting([first, (first + 4) % 11])
+    with relaying(server, **{direction: change}) as relay:
+        client, lane = server.pair(address=relay.address, patience=SOON)
+        exchange(client, lane)
+        client.close()
+        assert lane._delivery.received == client._delivery.acknowledged == FRAMES
+
+
+def test_a_lost_third_message_costs_nothing_but_another_attempt(server):
+    """Nor does a refusal that somebody on the way invents before the server's first record."""
+    ticket = server.ticket()
+    with relaying(server, up=cutting([1])) as relay:
+        client, lane = server.pair(ticket=ticket, address=relay.address, patience=SOON)
+        assert client.opened == lane.opened == 1
+        client.close()
+
+
+def test_a_refusal_that_lasts_is_final(server):
+    used = server.ticket()
+    server.client(ticket=used).close()
+    with pytest.raises(TicketError, match="has been used"):
+        server.client(ticket=used, patience=1.5)
+
+
+def test_what_was_received_before_a_cut_is_not_lost(server):
+    proxy = Proxy(server.address)
+    client, lane = server.pair(address=proxy.address)
+    client.send(Kind.STEP, 1)
+    assert lane.receive(SOON).step == 1
+    client.send(Kind.STEP, 2)
+    proxy.stop()
+    proxy = Proxy(server.address, proxy.port)
+    lane.send(Kind.STEP, 3)
+    assert lane.receive(SOON).step == 2
+    assert client.receive(SOON).step == 3
+    assert client.opened == lane.opened == 2
+    assert client.traffic.bytes_up > 0
+    client.close()
+    proxy.stop()
+
+
+def test_a_stream_is_replaced_before_its_keys_are_worn_out(server, monkeypatch):
+    monkeypatch.setattr(streams, "_WORN_BYTES", 2_000_000)
+    client, lane = server.pair()
+    exchange(client, lane)
+    assert client.opened == lane.opened > 2
+    client.close()
+
+
+@pytest.mark.parametrize("acknowledged", [7, 2**32 - 1])
+def test_a_client_that_acknowledges_what_was_not_sent_loses_its_lane(server, acknowledged):
+    client, lane = server.pair()
+    client._delivery.received = acknowledged
+    client.send(Kind.STEP)
+    ended(lane, FrameError, "acknowledges")
+    ended(client, PeerError, "acknowledges")
+    client.close()
+
+
+def test_a_wait_during_a_cut_has_its_limit(server):
+    proxy = Proxy(server.address)
+    client, lane = server.pair(address=proxy.address)
+    proxy.stop()
+    with pytest.raises(LaneTimeoutError):
+        client.receive(0.5)
+    with pytest.raises(LaneTimeoutError):
+        lane.receive(0.5)
+    client.close()
+
+
+def test_a_client_that_comes_back_too_late_hears_why():
+    with serving(resume_timeout=0.5) as server:
+        proxy = Proxy(server.address)
+        client, lane = server.pair(address=proxy.address)
+        proxy.stop()
+        ended(lane, LaneCutError, r"split\.resume-timeout")
+        proxy = Proxy(server.address, proxy.port)
+        ended(client, PeerError, r"split\.resume-timeout")
+        proxy.stop()
+
+
+def test_the_streams_of_one_lane_take_the_room_of_one():
+    with serving(maximum_lanes=1) as server:
+        client, lane = server.pair()
+        for number in range(5):
+            cut(client)
+            client.send(Kind.STEP, number)
+            assert lane.receive(SOON).step == number
+        client.close()
+
+
+def test_a_ticket_that_is_left_over_opens_no_second_lane(server):
+    client, lane = server.pair()
+    client.send(Kind.END)
+    lane.receive(SOON)
+    resumption = client._stream.resumption
+    client.close()
+    stale = server.client(ticket=resumption)
+    ended(stale, LaneClosedError, "the other side")
+    assert server.lanes.empty()
