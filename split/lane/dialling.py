@@ -6,19 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from itertools import chain
 
 import grpc
 
 from split.lane.lane import Lane
-from split.lane.stream import Stream
+from split.lane.stream import Outbox, Stream, wire_bytes
 from split.lane.transport import (
     HANDSHAKE_SECONDS,
     METHOD,
     SERVICE,
     channel_options,
     refusal_of,
-    wire_bytes,
 )
 from split.protocol.errors import (
     LaneBusyError,
@@ -138,12 +137,7 @@ def _attach(lane: Lane, connection: _Connection) -> None:
     received = lane.detach("another stream follows")
     confirmation = connection.stream.confirm(received)
     lane.attach(connection.stream, connection.acknowledged)
-
-    def records() -> Iterator[bytes]:
-        yield confirmation
-        yield from lane.messages(connection.stream)
-
-    connection.send(records())
+    connection.send(chain([confirmation], lane.messages(connection.stream)))
     connection.send(None)
 
 
@@ -180,10 +174,9 @@ def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connectio
         raise LaneTimeoutError("the lane's time is over before it was opened")
     address = invitation.address
     channel = grpc.insecure_channel(address, options=channel_options(address))
-    outgoing: SimpleQueue[Iterator[bytes] | None] = SimpleQueue()
-    outgoing.put(iter([hello]))
+    outgoing = Outbox(iter([hello]))
     method = channel.stream_stream(f"/{SERVICE}/{METHOD}")
-    call = method(_concatenated(outgoing), timeout=remaining)
+    call = method(outgoing, timeout=remaining)
 
     def release() -> None:
         outgoing.put(None)
@@ -214,12 +207,6 @@ def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connectio
         raise
     finally:
         limit.cancel()
-
-
-def _concatenated(parts: "SimpleQueue[Iterator[bytes] | None]") -> Iterator[bytes]:
-    """Yield what the queued iterators yield, in the thread in which gRPC asks for it."""
-    while (part := parts.get()) is not None:
-        yield from part
 
 
 def _handshake_error(error: grpc.RpcError, address: str, in_time: bool) -> LaneError:

@@ -11,7 +11,7 @@ import grpc
 
 from split.lane.half_open import AnsweredHandshakes, SilentStreams, host_of
 from split.lane.lane import Lane
-from split.lane.stream import Stream
+from split.lane.stream import Stream, wire_bytes
 from split.lane.transport import (
     CLOSE_SECONDS,
     HANDSHAKE_SECONDS,
@@ -20,7 +20,6 @@ from split.lane.transport import (
     SILENT_SECONDS,
     refusal_details,
     server_options,
-    wire_bytes,
 )
 from split.protocol.errors import FrameError, HandshakeError, LaneError, Refusal, refused
 from split.protocol.frames import Limits

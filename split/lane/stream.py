@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 
 import grpc
 
 from split.lane.traffic import Traffic
-from split.lane.transport import stream_error, wire_bytes
+from split.lane.transport import stream_error
 from split.protocol.errors import FrameError, LaneError
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.key_schedule import LaneSecrets
@@ -15,6 +16,7 @@ from split.protocol.records import MOST_BYTES, Opener, Sealer
 
 # A client replaces a stream before its keys are worn out; one frame of any size still fits.
 _WORN_BYTES = MOST_BYTES - 2**32
+_HTTP2_FRAME_BYTES = 2**14
 
 
 class Stream:
@@ -140,3 +142,37 @@ def lane_error(error: Exception) -> LaneError:
         return stream_error(error)
     # Without its words, which might quote what it failed on.
     return FrameError(type(error).__name__)
+
+
+def wire_bytes(message: bytes) -> int:
+    """Give what a gRPC message takes on the wire, above TCP: its frame's and HTTP/2's headers."""
+    size = len(message) + 5
+    return size + 9 * -(-size // _HTTP2_FRAME_BYTES)
+
+
+class Outbox:
+    """What a client's stream sends: iterators of messages, one after another.
+
+    gRPC asks for the next message in a thread of its own, and waits there for an iterator.
+    """
+
+    def __init__(self, *parts: Iterator[bytes]) -> None:
+        self._parts: SimpleQueue[Iterator[bytes] | None] = SimpleQueue()
+        self._present: Iterator[bytes] | None = iter(())
+        for part in parts:
+            self.put(part)
+
+    def put(self, part: Iterator[bytes] | None) -> None:
+        """Queue an iterator; None ends the stream."""
+        self._parts.put(part)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        while self._present is not None:
+            message = next(self._present, None)
+            if message is not None:
+                return message
+            self._present = self._parts.get()
+        raise StopIteration

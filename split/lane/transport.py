@@ -18,7 +18,6 @@ SILENT_SECONDS = 3.0
 CLOSE_SECONDS = 5.0
 # 1 Gbit/s with 20 ms each way has 5 MB on its way; gRPC's own 64 KiB would have 0.1% of the line.
 _WINDOW_BYTES = 8 * 2**20
-_HTTP2_FRAME_BYTES = 2**14
 _SPARE_CONNECTIONS = 256  # beyond one for every call
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", LONGEST_RECORD),
@@ -64,12 +63,6 @@ def server_options(calls: int) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", silent),
         ("grpc.max_connection_idle_ms", silent),
     ]
-
-
-def wire_bytes(message: bytes) -> int:
-    """Give what a gRPC message takes on the wire, above TCP: its frame's and HTTP/2's headers."""
-    size = len(message) + 5
-    return size + 9 * -(-size // _HTTP2_FRAME_BYTES)
 
 
 def refusal_details(refusal: Refusal) -> str:

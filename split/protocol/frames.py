@@ -1,9 +1,10 @@
 """What travels over a lane: frames, their kinds, and the limits they keep to."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +16,16 @@ Value = str | int | float | bool
 
 SMALL_PAYLOAD_BYTES = 2**16
 ADAPTER_PAYLOAD_BYTES = 2**28
-_BYTES_PER_ELEMENT: dict[WireType, int] = {"float32": 4, "bfloat16": 2, "int8": 1}
-_TOKEN_TENSORS = {"hidden", "gradient"}
+SCALE = ".scale"
+METADATA = "__metadata__"  # safetensors' name for a frame's fields
+WIRE: dict[WireType, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
+PLAIN = {torch.float64, torch.float32, torch.int64, torch.int32}
+_LONGEST_NAME = 256
+_LONGEST_TEXT = 4096
 
 
 class Kind(IntEnum):
@@ -101,7 +110,7 @@ class Limits:
         if kind in TENSOR_OF_KIND:
             scale = 4 if self.wire_dtype == "int8" else 0
             length = 4  # of a row, which has at least one token
-            token = self.hidden * _BYTES_PER_ELEMENT[self.wire_dtype] + scale + length
+            token = self.hidden * WIRE[self.wire_dtype].itemsize + scale + length
             return SMALL_PAYLOAD_BYTES + self.maximum_tokens * token
         usual = ADAPTER_PAYLOAD_BYTES if kind is Kind.AVERAGE else SMALL_PAYLOAD_BYTES
         return self.payload_bytes.get(kind, usual)
@@ -124,6 +133,46 @@ class Limits:
                 f"{self.maximum_tokens}"
             )
 
+    def check(
+        self, kind: Kind, size: int, found: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> None:
+        """Check a payload's size, and its tensors' names, types and shapes.
+
+        Args:
+            kind: Of the frame.
+            size: Of the payload in bytes.
+            found: Type and shape of each tensor as it travels, by name.
+
+        Raises:
+            FrameError: They are not what the lane allows for this kind.
+
+        """
+        if size > self.largest(kind):
+            raise FrameError(
+                f"a {kind.name} frame has {size} bytes; agreed on are at most {self.largest(kind)}"
+            )
+        tokens = TENSOR_OF_KIND.get(kind)
+        if tokens is None:
+            for name, (dtype, _) in found.items():
+                if dtype not in PLAIN:
+                    raise FrameError(f"{name!r} of a {kind.name} frame is {dtype}")
+            return
+        wire = WIRE[self.wire_dtype]
+        needed = {tokens, tokens + SCALE} if wire is torch.int8 else {tokens}
+        if found.keys() - {"lengths"} != needed:
+            raise FrameError(f"a {kind.name} frame has tensors {sorted(found)}")
+        dtype, shape = found[tokens]
+        if dtype is not wire:
+            raise FrameError(
+                f"{tokens!r} came as {dtype}; agreed on is {self.wire_dtype}: do both sides have "
+                "the same split.wire-dtype?"
+            )
+        self.check_shape(kind, shape)
+        expected = {tokens + SCALE: (torch.float32, shape[:2]), "lengths": (torch.int32, shape[:1])}
+        for name, (dtype, shape) in expected.items():
+            if name in found and found[name] != (dtype, shape):
+                raise FrameError(f"{name!r} of a {kind.name} frame is not {dtype} of shape {shape}")
+
 
 def check_padding(frame: Frame) -> None:
     """Check the row lengths and the side of a frame, where it has them.
@@ -143,3 +192,40 @@ def check_padding(frame: Frame) -> None:
         raise FrameError(f"the lengths of rows with {columns} columns are {shortest} to {longest}")
     if frame.fields.get("side") not in ("left", "right"):
         raise FrameError('a frame with lengths needs a field "side", "left" or "right"')
+
+
+def check_name(name: str) -> None:
+    """Check the name of a tensor or a field: 1 to 256 characters.
+
+    Raises:
+        FrameError: It is not one.
+
+    """
+    if not 1 <= len(name) <= _LONGEST_NAME or name == METADATA:
+        raise FrameError(
+            f"a name in a frame has 1 to {_LONGEST_NAME} characters, and isn't {METADATA}"
+        )
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Check fields: short text, truth values, finite numbers, whole numbers of 64 bits.
+
+    Raises:
+        FrameError: One of them is none of these.
+
+    """
+    for name, value in fields.items():
+        check_name(name)
+        match value:
+            case bool():
+                fits = True
+            case str():
+                fits = len(value) <= _LONGEST_TEXT
+            case int():
+                fits = -(2**63) <= value < 2**63
+            case float():
+                fits = math.isfinite(value)
+            case _:
+                fits = False
+        if not fits:
+            raise FrameError(f"field {name!r} is too long, not finite, or a {type(value).__name__}")

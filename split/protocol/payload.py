@@ -2,20 +2,206 @@
 
 Written and read here without the safetensors library, because a hidden state should be copied once
 on its way out (converted straight into the buffer that is encrypted) and not at all on its way in,
-and because a description has to be judged before its data are there. Tests hold it to the library.
+and because a description has to be judged before its data are there and before anything is
+allocated for them. Tests compare it with the library.
 """
 
+import json
 import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from split.protocol.description import SCALE, Description, check, check_fields, describe
 from split.protocol.errors import FrameError
-from split.protocol.frames import TENSOR_OF_KIND, Frame, Kind, Limits, check_padding
+from split.protocol.frames import (
+    METADATA,
+    PLAIN,
+    SCALE,
+    TENSOR_OF_KIND,
+    WIRE,
+    Frame,
+    Kind,
+    Limits,
+    Value,
+    check_fields,
+    check_name,
+    check_padding,
+)
+from split.protocol.quantisation import dequantise, quantise
 
-# So that 127 and -128 times a scale are still finite.
-_LARGEST_SCALE = torch.finfo(torch.float32).max / 128
+LONGEST_DESCRIPTION = 2**20 - 8  # it has to lie in a frame's first record
+_MOST_DIMENSIONS = 8
+_ALIGNED = 64
+_LENGTH = struct.Struct("<Q")
+_TORCH_TYPES = {
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+}
+_NAMES = {dtype: name for name, dtype in _TORCH_TYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor's place in the data that follow the description."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def of(self, data: Tensor) -> Tensor:
+        """Give the tensor as a view of the data's bytes."""
+        return data[self.begin : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a payload holds, known before its data are there.
+
+    Attributes:
+        start: offset of the first tensor's data, in bytes.
+        entries: the tensors in the order of their data.
+        fields: the frame's fields.
+
+    """
+
+    start: int
+    entries: tuple[Entry, ...]
+    fields: dict[str, Value]
+
+    @property
+    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of each tensor, by name."""
+        return {entry.name: (entry.dtype, entry.shape) for entry in self.entries}
+
+    @property
+    def size(self) -> int:
+        """The whole payload in bytes."""
+        return self.start + (self.entries[-1].end if self.entries else 0)
+
+
+def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
+    """Lay a frame's tensors out, those with the largest elements first so that all are aligned."""
+    wanted: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+    for name, tensor in frame.tensors.items():
+        shape = tuple(tensor.shape)
+        dtype = tensor.dtype
+        if name == TENSOR_OF_KIND.get(frame.kind):
+            limits.check_shape(frame.kind, shape)
+            if not tensor.is_floating_point():
+                raise FrameError(f"{name!r} has {dtype}, not floating-point numbers")
+            dtype = WIRE[limits.wire_dtype]
+            if dtype is torch.int8:
+                wanted.append((name + SCALE, torch.float32, shape[:-1]))
+        elif name == "lengths" and frame.kind in TENSOR_OF_KIND:
+            dtype = torch.int32
+        elif dtype not in PLAIN:
+            raise FrameError(f"{name!r} can't travel as {dtype}")
+        check_name(name)
+        wanted.append((name, dtype, shape))
+    entries = []
+    begin = 0
+    for name, dtype, shape in sorted(wanted, key=lambda item: (-item[1].itemsize, item[0])):
+        end = begin + math.prod(shape) * dtype.itemsize
+        entries.append(Entry(name, dtype, shape, begin, end))
+        begin = end
+    content: dict[str, Any] = {
+        entry.name: {
+            "dtype": _NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [entry.begin, entry.end],
+        }
+        for entry in entries
+    }
+    if frame.fields:
+        content[METADATA] = {name: json.dumps(value) for name, value in frame.fields.items()}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    # Products round differently by where their factors begin, which no number among the fields may
+    # change: what is sent again after a cut would be computed otherwise.
+    text += b" " * (-(len(text) + _LENGTH.size) % (_ALIGNED if entries else 8))
+    if len(text) > LONGEST_DESCRIPTION:
+        raise FrameError(f"a frame with {len(entries)} tensors has too long a description")
+    text = _LENGTH.pack(len(text)) + text
+    return text, Description(len(text), tuple(entries), frame.fields)
+
+
+def read_description(content: memoryview, size: int, kind: Kind, limits: Limits) -> Description:
+    """Parse and check the front of a payload.
+
+    Args:
+        content: as much of the payload as is there.
+        size: length of the whole payload in bytes.
+        kind: of the frame.
+        limits: of the lane.
+
+    Raises:
+        FrameError: it is not safetensors, or not what the lane allows.
+
+    """
+    if len(content) < _LENGTH.size:
+        raise FrameError("a payload is too short to be safetensors")
+    (length,) = _LENGTH.unpack_from(content)
+    start = _LENGTH.size + length
+    if length > LONGEST_DESCRIPTION or start > len(content) or start % 8:
+        raise FrameError("a payload's description does not fit")
+    try:
+        parsed = json.loads(
+            bytes(content[_LENGTH.size : start]).decode(),
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+        )
+        fields = {name: json.loads(text) for name, text in parsed.pop(METADATA, {}).items()}
+        entries = sorted((_entry(*item) for item in parsed.items()), key=lambda entry: entry.begin)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        # Without the cause: it has the payload's text with it.
+        raise FrameError("a payload's description is malformed") from None
+    check_fields(fields)
+    description = Description(start, tuple(entries), fields)
+    end = 0
+    for entry in entries:
+        if entry.begin != end or entry.begin % entry.dtype.itemsize:
+            raise FrameError("a payload's tensors overlap, leave gaps or are not aligned")
+        end = entry.end
+    if description.size != size:
+        raise FrameError(f"a payload of {description.size} bytes came in {size}")
+    limits.check(kind, size, description.tensors)
+    return description
+
+
+def _entry(name: str, item: Mapping[str, Any]) -> Entry:
+    """Parse one tensor's description; any exception means that it is malformed."""
+    check_name(name)
+    if item.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError
+    shape, (begin, end) = item["shape"], item["data_offsets"]
+    numbers = [*shape, begin, end]
+    if len(shape) > _MOST_DIMENSIONS or any(
+        type(n) is not int or not 0 <= n < 2**62 for n in numbers
+    ):
+        raise ValueError
+    dtype = _TORCH_TYPES[item["dtype"]]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError
+    return Entry(name, dtype, tuple(shape), begin, end)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError
+    return dict(pairs)
+
+
+def _no_constant(_: str) -> None:
+    raise ValueError  # JSON has no NaN, but Python's reader does
 
 
 class Outgoing:
@@ -35,7 +221,7 @@ class Outgoing:
             raise FrameError("step and micro-batch are numbers below 2³²")
         check_fields(frame.fields)
         self._text, self._description = describe(frame, limits)
-        check(self._description, frame.kind, limits)
+        limits.check(frame.kind, self.size, self._description.tensors)
         check_padding(frame)
         self.frame = frame
 
@@ -59,7 +245,7 @@ class Outgoing:
         tokens = TENSOR_OF_KIND.get(self.frame.kind)
         for name, tensor in self.frame.tensors.items():
             if name == tokens and places[name].dtype is torch.int8:
-                _quantise(tensor.detach(), places[name], places[name + SCALE], name)
+                quantise(tensor.detach(), places[name], places[name + SCALE], name)
             else:
                 places[name].copy_(tensor.detach())
                 _check_finite(places[name], name)
@@ -88,7 +274,7 @@ def read(
         _check_finite(tensor, name)
     tokens = TENSOR_OF_KIND.get(kind)
     if tokens is not None and tensors[tokens].dtype is torch.int8:
-        tensors[tokens] = _dequantise(tensors[tokens], tensors.pop(tokens + SCALE), tokens)
+        tensors[tokens] = dequantise(tensors[tokens], tensors.pop(tokens + SCALE), tokens)
     frame = Frame(kind, step, micro_batch, tensors, description.fields)
     check_padding(frame)
     return frame
@@ -100,35 +286,3 @@ def _check_finite(tensor: Tensor, name: str) -> None:
         least, most = (float(bound) for bound in torch.aminmax(tensor))
         if not (math.isfinite(least) and math.isfinite(most)):
             raise FrameError(f"{name!r} has NaN or infinite numbers")
-
-
-def _check_scales(scales: Tensor, name: str) -> None:
-    least, most = (float(bound) for bound in torch.aminmax(scales))
-    if not 0 <= least <= most <= _LARGEST_SCALE:  # NaN is within no bounds
-        raise FrameError(f"{name!r} has NaN, infinite or too large numbers")
-
-
-def _quantise(tensor: Tensor, integers: Tensor, scales: Tensor, name: str) -> None:
-    """Round each token's numbers to a 127th of the largest of them.
-
-    Args:
-        tensor: (rows, columns, hidden).
-        integers: written to, int8 of the same shape.
-        scales: written to, float32 of shape (rows, columns).
-        name: for the error.
-
-    """
-    numbers = tensor.float()
-    # Along a dimension, aminmax is many times slower than the two of them.
-    largest = torch.maximum(numbers.amax(-1), -numbers.amin(-1))
-    # A token of zeros, or of numbers near float32's smallest, has no scale to divide by.
-    scale = (largest / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-    scales.copy_(scale)
-    _check_scales(scales, name)
-    integers.copy_((numbers / scale.unsqueeze(-1)).round_().clamp_(-127, 127))
-
-
-def _dequantise(integers: Tensor, scales: Tensor, name: str) -> Tensor:
-    """Give float32 numbers of shape (rows, columns, hidden)."""
-    _check_scales(scales, name)
-    return integers.float().mul_(scales.unsqueeze(-1))  # mixed types in one step are slow

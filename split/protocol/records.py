@@ -16,9 +16,9 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from split.protocol import payload
-from split.protocol.description import Description, read_description
 from split.protocol.errors import FrameError, LaneCutError
 from split.protocol.frames import Frame, Kind, Limits
+from split.protocol.payload import Description, read_description
 
 VERSION = 2
 RECORD_BYTES = 2**20  # of payload

@@ -3,9 +3,8 @@
 import torch
 
 from split.protocol import payload
-from split.protocol.description import read_description
 from split.protocol.frames import Frame, Kind, Limits
-from split.protocol.payload import Outgoing
+from split.protocol.payload import Outgoing, read_description
 
 HIDDEN = 256
 

@@ -1,0 +1,41 @@
+"""Hidden states and gradients as int8, with a scale per token (``split.wire-dtype = "int8"``)."""
+
+import torch
+from torch import Tensor
+
+from split.protocol.errors import FrameError
+
+# So that 127 and -128 times a scale are still finite.
+_LARGEST_SCALE = torch.finfo(torch.float32).max / 128
+
+
+def _check_scales(scales: Tensor, name: str) -> None:
+    least, most = (float(bound) for bound in torch.aminmax(scales))
+    if not 0 <= least <= most <= _LARGEST_SCALE:  # NaN is within no bounds
+        raise FrameError(f"{name!r} has NaN, infinite or too large numbers")
+
+
+def quantise(tensor: Tensor, integers: Tensor, scales: Tensor, name: str) -> None:
+    """Round each token's numbers to a 127th of the largest of them.
+
+    Args:
+        tensor: (rows, columns, hidden).
+        integers: written to, int8 of the same shape.
+        scales: written to, float32 of shape (rows, columns).
+        name: for the error.
+
+    """
+    numbers = tensor.float()
+    # Along a dimension, aminmax is many times slower than the two of them.
+    largest = torch.maximum(numbers.amax(-1), -numbers.amin(-1))
+    # A token of zeros, or of numbers near float32's smallest, has no scale to divide by.
+    scale = (largest / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    scales.copy_(scale)
+    _check_scales(scales, name)
+    integers.copy_((numbers / scale.unsqueeze(-1)).round_().clamp_(-127, 127))
+
+
+def dequantise(integers: Tensor, scales: Tensor, name: str) -> Tensor:
+    """Give float32 numbers of shape (rows, columns, hidden)."""
+    _check_scales(scales, name)
+    return integers.float().mul_(scales.unsqueeze(-1))  # mixed types in one step are slow
