@@ -45,7 +45,7 @@ class ClientRound:
 
 
 class SplitModel:
-    """A model whose head and tail are here, and whose body is at the end of a lane.
+    """A model whose head and tail are here, and whose body is at the other end of a lane.
 
     Args:
         head: embedding and first blocks, its adapter attached.
@@ -182,10 +182,10 @@ class SplitModel:
 
     @torch.no_grad()
     def clip(self, maximum: float) -> float:
-        """Scale all parties' gradients to the maximum norm; the server gives the factor.
+        """Scale the gradients by the server's factor, which bounds the norm over all parties.
 
         Args:
-            maximum: the server has the same setting; here only 0, for no limit, matters.
+            maximum: Largest norm; the server has the same setting. 0 is no limit.
 
         Returns:
             The norm over all parties before that.
@@ -204,7 +204,7 @@ class SplitModel:
 
     @torch.no_grad()
     def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
-        """Give each micro-batch's summed loss in nats, without dropout."""
+        """Return each micro-batch's summed loss in nats, without dropout."""
         losses = []
         self._set_up(training=False)
 

@@ -1,8 +1,8 @@
-"""Handshakes under way at the server: how many, for how long, and who goes first.
+"""Limits on handshakes under way at the server: how many there may be, and for how long.
 
-Whoever can reach the port can open streams, so these limits are what stands between a flood and the
-clients. Two kinds of streams are told apart: *silent* ones, which have sent no message yet and may
-be anybody's, and *answered* ones, whose first message had a ticket's proof.
+Anybody who can reach the port can open streams, so these limits protect clients from a flood. There
+are two kinds of streams: *silent* ones, which have sent no message yet and may be anybody's, and
+*answered* ones, whose first message has proved a ticket.
 """
 
 import ipaddress
@@ -16,10 +16,10 @@ from split.protocol.tickets import Identity
 
 
 def host_of(peer: str) -> str:
-    """Give the address behind a connection: an IPv4 address, or a network of IPv6 (/64).
+    """Return the address behind a connection: an IPv4 address, or an IPv6 network (/64).
 
     Args:
-        peer: as gRPC names it, like ``ipv4:127.0.0.1:4711``, or ``ipv6:%5B::1%5D:4711``.
+        peer: The peer as gRPC names it, like ``ipv4:127.0.0.1:4711``, or ``ipv6:%5B::1%5D:4711``.
 
     """
     kind, _, address = peer.partition(":")
@@ -27,22 +27,21 @@ def host_of(peer: str) -> str:
     if kind != "ipv6":
         return host
     try:
-        # Who has one address of such a network has all of them.
+        # A host that has one address of such a network has all of them.
         return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
     except ValueError:
         return host
 
 
 class SilentStreams:
-    """Streams that have sent nothing yet. A newcomer finds a place, if need be an older one's.
+    """Streams that have sent nothing yet; a newcomer displaces an older one if there is no room.
 
-    An honest client's first message comes with its stream, so that it needs its place for a moment
-    only. The address that has most places loses its oldest one, so that whoever floods displaces
-    itself.
+    An honest client's first message comes with its stream, so that it is silent for a moment only.
+    The oldest stream of the address that has most is displaced, so that a flood displaces itself.
 
     Args:
-        places: how many there may be.
-        seconds: for which a stream may be silent.
+        places: How many there may be.
+        seconds: How long a stream may be silent.
 
     """
 
@@ -54,11 +53,11 @@ class SilentStreams:
 
     @contextmanager
     def place(self, host: str, end: Callable[[], object]) -> Iterator[None]:
-        """Have a place while the ``with`` block waits for the first message.
+        """Count a stream while the ``with`` block waits for its first message.
 
         Args:
-            host: whose stream it is.
-            end: ends the stream; called if it is silent for too long, or loses its place.
+            host: Address that the stream comes from.
+            end: Ends the stream; called if it is silent for too long, or displaced.
 
         """
         with self._lock:
@@ -74,7 +73,7 @@ class SilentStreams:
                 self._streams.pop(end, None)
 
     def _displaced(self) -> Callable[[], object]:
-        """Choose who loses its place, and take it away."""
+        """Remove the stream that is displaced, and return what ends it."""
         ((crowded, _),) = Counter(self._streams.values()).most_common(1)
         end = next(end for end, host in self._streams.items() if host == crowded)
         del self._streams[end]
@@ -82,12 +81,14 @@ class SilentStreams:
 
 
 class AnsweredHandshakes:
-    """Handshakes that wait for their third message; who has a ticket can't take all places.
+    """Handshakes between their first message and the client's confirmation.
+
+    One ticket can't take all the room.
 
     Args:
-        places: how many there may be.
-        each: how many of them may be of one identity.
-        seconds: for which each may last.
+        places: How many there may be.
+        each: How many of them may be of one identity.
+        seconds: How long each may last.
 
     """
 
@@ -100,14 +101,14 @@ class AnsweredHandshakes:
 
     @contextmanager
     def place(self, identity: Identity, end: Callable[[], object]) -> Iterator[None]:
-        """Have a place while the ``with`` block waits for the third message.
+        """Count a handshake while the ``with`` block finishes it.
 
         Args:
-            identity: what the handshake is for.
-            end: ends the stream; called when its time is over.
+            identity: What the handshake is for.
+            end: Ends the stream; called when its time is over.
 
         Raises:
-            LaneBusyError: there is no place.
+            LaneBusyError: There is no room.
 
         """
         with self._lock:

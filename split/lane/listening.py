@@ -1,4 +1,4 @@
-"""The server's side of lanes: takes connections, finishes handshakes, gives lanes to their user."""
+"""The server's side of lanes: accept streams, shake hands, and serve each lane in a thread."""
 
 import logging
 import threading
@@ -28,7 +28,7 @@ from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity, Ticket, TicketBook
 
 _LOG = logging.getLogger(__name__)
-_HALF_OPEN = 32  # streams without a message, and as many handshakes that wait for their third
+_HALF_OPEN = 32  # streams without a message, and as many unfinished handshakes
 _OF_ONE_IDENTITY = 4  # of the latter
 _LOG_SECONDS = 10.0
 
@@ -37,8 +37,8 @@ class LaneServer:
     """Listens for lanes.
 
     Args:
-        listen: host and port; port 0 takes a free one.
-        keys: the server's key pair.
+        listen: Host and port; port 0 is a free one.
+        keys: The server's key pair.
         limits: What clients may send.
         on_lane: Serves a lane; it is called in a thread of the lane's own, and when it returns the
             lane is closed.
@@ -46,7 +46,7 @@ class LaneServer:
         resume_timeout: Seconds in which a client must replace a stream that was cut.
 
     Raises:
-        OSError: the address can't be listened on.
+        OSError: The address can't be listened on.
 
     """
 
@@ -74,7 +74,7 @@ class LaneServer:
         self._stopping = False
         self._refusals = 0  # that are not in the log yet
         self._next_line = 0.0
-        # Those that have just lost their place are still there for a moment.
+        # Streams that were displaced are still there for a moment.
         calls = maximum_lanes + 3 * _HALF_OPEN
         self._server = grpc.server(
             _ThreadPerCall(),
@@ -97,7 +97,7 @@ class LaneServer:
         self.address = f"{listen.rpartition(':')[0]}:{port}"
 
     def start(self) -> None:
-        """Begin to take lanes."""
+        """Begin to accept streams."""
         self._server.start()
         _LOG.info("the block server listens on %s", self.address)
 

@@ -145,7 +145,7 @@ def lane_error(error: Exception) -> LaneError:
 
 
 def wire_bytes(message: bytes) -> int:
-    """Give what a gRPC message takes on the wire, above TCP: its frame's and HTTP/2's headers."""
+    """Return the bytes of a gRPC message on the wire, above TCP, with all frame headers."""
     size = len(message) + 5
     return size + 9 * -(-size // _HTTP2_FRAME_BYTES)
 

@@ -10,11 +10,11 @@ from split.protocol.records import LONGEST_RECORD
 SERVICE = "chambers.Lane"
 METHOD = "Open"
 _REFUSED = "chambers: "
-# Before this it is not known who is at the other end.
+# A stream that has not been confirmed by then may be anybody's.
 HANDSHAKE_SECONDS = 10.0
 # An honest client's preface, stream and first message come one right after another.
 SILENT_SECONDS = 3.0
-# How long a lane that was closed may take to send what is left, and to hear the same.
+# How long a lane that was closed may take to send what is left, and to receive the same.
 CLOSE_SECONDS = 5.0
 # 1 Gbit/s with 20 ms each way has 5 MB on its way; gRPC's own 64 KiB would have 0.1% of the line.
 _WINDOW_BYTES = 8 * 2**20
@@ -38,7 +38,7 @@ _COMMON: list[tuple[str, int]] = [
 
 
 def channel_options(address: str) -> list[tuple[str, int]]:
-    """Give a client's options: every lane has a connection of its own."""
+    """Return a client's options; every stream has a connection of its own."""
     options = [*_COMMON, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
     if _is_loopback(address):
         options.append(("grpc.enable_http_proxy", 0))
@@ -46,10 +46,10 @@ def channel_options(address: str) -> list[tuple[str, int]]:
 
 
 def server_options(calls: int) -> list[tuple[str, int]]:
-    """Give the server's options; a port in use is an error, not a share of its connections.
+    """Return the server's options; a port in use is an error, not a share of its connections.
 
     Args:
-        calls: how many there may be at once.
+        calls: How many there may be at once.
 
     """
     silent = int(SILENT_SECONDS * 1000)
@@ -66,7 +66,7 @@ def server_options(calls: int) -> list[tuple[str, int]]:
 
 
 def refusal_details(refusal: Refusal) -> str:
-    """Give the words of a status that refuses a handshake; anybody may read them."""
+    """Return the details of a status that refuses a handshake; anybody may read them."""
     return f"{_REFUSED}{refusal.value}"
 
 

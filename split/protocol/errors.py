@@ -1,6 +1,6 @@
-"""What can go wrong with a lane, each thing by its own name.
+"""The errors of a lane, and how a peer's words are shown.
 
-No message here or in any module of the lane holds a key, a secret or a number of a hidden state: it
+No message of these errors holds a key, a secret or a number of a hidden state, so that all of them
 may be logged and shown.
 """
 
@@ -8,23 +8,23 @@ from enum import StrEnum
 
 
 class LaneError(RuntimeError):
-    """A lane could not be opened, or has ended otherwise than by agreement."""
+    """A lane could not be opened, or has ended."""
 
 
 class LaneClosedError(LaneError):
-    """The lane was closed in order, by this side or the other one."""
+    """Either side has closed the lane in order."""
 
 
 class LaneCutError(LaneError):
-    """The stream under the lane ended without a word of the other side."""
+    """A stream ended before the other side had closed the lane, and could not be replaced."""
 
 
 class LaneTimeoutError(LaneError, TimeoutError):
-    """A wait had its limit. After ``receive`` the lane still lives; the caller may wait again."""
+    """A wait was too long. After ``receive`` the lane still lives; the caller may wait again."""
 
 
 class LaneDeadlineError(LaneError):
-    """The time is over for which the lane was opened."""
+    """The lane's deadline has passed."""
 
 
 class LaneBacklogError(LaneError):
@@ -32,7 +32,7 @@ class LaneBacklogError(LaneError):
 
 
 class FrameError(LaneError):
-    """What came, or should go, over a lane is not what the lane allows."""
+    """A frame that was received, or is to be sent, is not one that the lane allows."""
 
 
 class PeerError(LaneError):
@@ -60,7 +60,7 @@ _WORDS = {
     Refusal.VERSION: "the two sides speak different versions of the lane protocol",
     Refusal.SUITE: "the two sides have different settings of split.key-exchange",
     Refusal.AUTHENTICATION: "a handshake message was altered, or made without the ticket's secret",
-    Refusal.TICKET_UNKNOWN: "the server has not issued this ticket: did it start anew?",
+    Refusal.TICKET_UNKNOWN: "the server has not issued this ticket: has it been restarted?",
     Refusal.TICKET_EXPIRED: "the ticket has expired: its round took too long to begin",
     Refusal.TICKET_USED: "the ticket has been used: every ticket opens one lane",
     Refusal.TICKET_FOREIGN: "the ticket was issued for another run, round or node",
@@ -88,7 +88,7 @@ class TicketError(HandshakeError):
 
 
 class ServerKeyError(HandshakeError):
-    """The client has a key of an earlier period, or of another server."""
+    """The client has the key of an earlier period, or of another server."""
 
 
 class LaneBusyError(HandshakeError):
@@ -106,7 +106,7 @@ _CLASSES: dict[Refusal, type[HandshakeError]] = {
 
 
 def refused(refusal: Refusal) -> HandshakeError:
-    """Give the error that is named after a refusal."""
+    """Return the error that belongs to a refusal."""
     return _CLASSES.get(refusal, HandshakeError)(refusal)
 
 

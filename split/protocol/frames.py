@@ -1,4 +1,4 @@
-"""What travels over a lane: frames, their kinds, and the limits they keep to."""
+"""What travels over a lane: frames, their kinds, and the rules for them."""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _LONGEST_TEXT = 4096
 
 
 class Kind(IntEnum):
-    """What a frame is; one byte on the wire. ``docs/wire.md`` has the table."""
+    """The kind of a frame, one byte on the wire; see the table in ``docs/wire.md``."""
 
     JOIN = 1
     WELCOME = 2
@@ -51,12 +51,12 @@ class Frame:
     """One message of a lane.
 
     Attributes:
-        kind: what it is.
-        step: optimizer step it belongs to, below 2³².
-        micro_batch: micro-batch within the step, below 2³².
-        tensors: by name, on the CPU. In ``HIDDEN`` and ``GRADIENT`` frames ``hidden`` and
+        kind: Kind of the frame.
+        step: Optimizer step that it belongs to, below 2³².
+        micro_batch: Micro-batch within the step, below 2³².
+        tensors: Tensors by name, on the CPU. In ``HIDDEN`` and ``GRADIENT`` frames ``hidden`` and
             ``gradient`` have shape (rows, columns, hidden), and ``lengths``, if there, (rows,).
-        fields: small facts beside the tensors.
+        fields: Small values beside the tensors.
 
     """
 
@@ -67,7 +67,7 @@ class Frame:
     fields: dict[str, Value] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """Name what is in the frame, and none of the values."""
+        """Name what is in the frame, without values."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         return (
             f"Frame({self.kind.name}, step={self.step}, micro_batch={self.micro_batch}, "
@@ -77,13 +77,13 @@ class Frame:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a lane lets the other side send, agreed on before it opens.
+    """What each side of a lane may send, agreed on before it opens.
 
     Attributes:
-        hidden: width of the hidden states.
-        wire_dtype: how hidden states and gradients travel, in both directions.
-        maximum_tokens: largest rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame.
-        payload_bytes: largest payload per kind. Kinds that aren't named here have 64 KiB,
+        hidden: Width of the hidden states.
+        wire_dtype: Type in which hidden states and gradients travel, in both directions.
+        maximum_tokens: Largest rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame.
+        payload_bytes: Largest payload per kind. Kinds that aren't named here have 64 KiB,
             ``AVERAGE`` 256 MiB; ``HIDDEN`` and ``GRADIENT`` what ``maximum_tokens`` take.
         window: Micro-batches that may be under way at once.
 
@@ -106,7 +106,7 @@ class Limits:
         return answers + max(self.largest(Kind.AVERAGE), 4 * SMALL_PAYLOAD_BYTES)
 
     def largest(self, kind: Kind) -> int:
-        """Give the largest payload of a kind, in bytes."""
+        """Return the largest payload of a kind, in bytes."""
         if kind in TENSOR_OF_KIND:
             scale = 4 if self.wire_dtype == "int8" else 0
             length = 4  # of a row, which has at least one token

@@ -91,7 +91,7 @@ class ClientHandshake(_Handshake):
         self._hello = b""
 
     def hello(self) -> bytes:
-        """Give M1.
+        """Return M1.
 
         Raises:
             HandshakeError: the server's public key is not of this suite.
@@ -113,7 +113,7 @@ class ClientHandshake(_Handshake):
         return self._hello
 
     def finish(self, answer: bytes) -> tuple[bytes, LaneSecrets]:
-        """Take M2; give M3 and the lane's keys.
+        """Check M2; return M3 and the stream's keys.
 
         Raises:
             HandshakeError: M2 is malformed, or its sender lacks the ticket or the server's key.

@@ -1,8 +1,8 @@
-"""How a lane's keys come out of a handshake.
+"""How a stream's keys are derived from a handshake.
 
 Everything enters every key: the fresh X25519 secret, the secret wrapped to the server's key, the
-ticket's secret, and the hash of the handshake's bytes so far. Who lacks one of them, or saw other
-bytes, has other keys.
+ticket's secret, and the hash of the handshake's bytes so far. A party that lacks one of them, or
+saw other bytes, derives different keys.
 """
 
 import hashlib
@@ -51,15 +51,15 @@ class KeySchedule:
         return derive(self._secrets, label, hashlib.sha256(transcript).digest(), length)
 
     def server_finished(self, transcript: bytes) -> bytes:
-        """Give the server's MAC over M1 and M2 up to that MAC."""
+        """Return the server's MAC over M1 and M2 up to that MAC."""
         return authenticate(self._derive(b"server finished", transcript, 32), transcript)
 
     def client_finished(self, transcript: bytes) -> bytes:
-        """Give the client's MAC over M1, M2, and M3 up to that MAC."""
+        """Return the client's MAC over M1, M2, and M3 up to that MAC."""
         return authenticate(self._derive(b"client finished", transcript, 32), transcript)
 
     def secrets(self, transcript: bytes) -> LaneSecrets:
-        """Give the lane's keys from the whole handshake, M1, M2 and M3."""
+        """Return the stream's keys from the whole handshake, M1, M2 and M3."""
         return LaneSecrets(
             up=self._derive(b"up", transcript, 32),
             down=self._derive(b"down", transcript, 32),
@@ -77,5 +77,5 @@ def derive(secret: bytes, label: bytes, context: bytes, length: int) -> bytes:
 
 
 def authenticate(key: bytes, message: bytes) -> bytes:
-    """Give HMAC-SHA-256, 32 bytes."""
+    """Return HMAC-SHA-256, 32 bytes."""
     return hmac.digest(key, message, "sha256")

@@ -37,7 +37,7 @@ _RSA_EXPONENT = 65537
 
 
 def known_suite(name: str) -> KeyExchange:
-    """Give the suite of a name.
+    """Return the suite of a name.
 
     Raises:
         HandshakeError: there is none.
@@ -50,7 +50,7 @@ def known_suite(name: str) -> KeyExchange:
 
 
 def key_identifier(suite: KeyExchange, public: bytes) -> bytes:
-    """Give the 32 bytes by which a handshake names a server's key."""
+    """Return the 32 bytes by which a handshake names a server's key."""
     return hashlib.sha256(bytes([SUITE_NUMBERS[suite]]) + public).digest()
 
 
@@ -58,8 +58,8 @@ def wrap(suite: KeyExchange, public: bytes, secret: bytes) -> bytes:
     """Encrypt a secret so that only the server of a public key can read it.
 
     Args:
-        suite: what kind of key it is.
-        public: the key, as ``ServerKeys.public`` gives it.
+        suite: Suite of the key.
+        public: The key, in the form of ``ServerKeys.public``.
         secret: 32 bytes.
 
     Raises:
@@ -147,8 +147,8 @@ class ServerKeys:
             The secret, 32 bytes.
 
         Raises:
-            ServerKeyError: it is not the key of this period.
-            HandshakeError: it can't be opened.
+            ServerKeyError: It is not the key of this period.
+            HandshakeError: It can't be opened.
 
         """
         key = self._key  # once: another thread may rotate it meanwhile

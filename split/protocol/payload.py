@@ -59,7 +59,7 @@ class Entry:
     end: int
 
     def of(self, data: Tensor) -> Tensor:
-        """Give the tensor as a view of the data's bytes."""
+        """Return the tensor as a view of the data's bytes."""
         return data[self.begin : self.end].view(self.dtype).view(self.shape)
 
 
@@ -138,10 +138,10 @@ def read_description(content: memoryview, size: int, kind: Kind, limits: Limits)
     """Parse and check the front of a payload.
 
     Args:
-        content: as much of the payload as is there.
-        size: length of the whole payload in bytes.
-        kind: of the frame.
-        limits: of the lane.
+        content: As much of the payload as has arrived.
+        size: Length of the whole payload in bytes.
+        kind: Kind of the frame.
+        limits: Limits of the lane.
 
     Raises:
         FrameError: it is not safetensors, or not what the lane allows.
@@ -255,14 +255,14 @@ class Outgoing:
 def read(
     description: Description, buffer: Tensor, kind: Kind, step: int, micro_batch: int
 ) -> Frame:
-    """Make the frame of a whole payload; its tensors are views of the payload where they can be.
+    """Return the frame of a whole payload; its tensors are views of the payload where they can be.
 
     Args:
-        description: of this payload.
-        buffer: the payload, bytes of shape (size,).
-        kind: of the frame.
-        step: of the frame.
-        micro_batch: of the frame.
+        description: Description of this payload.
+        buffer: The payload, bytes of shape (size,).
+        kind: Kind of the frame.
+        step: Step of the frame.
+        micro_batch: Micro-batch of the frame.
 
     Raises:
         FrameError: a tensor has a number that is not finite, or lengths don't fit.

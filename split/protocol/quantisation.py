@@ -20,9 +20,9 @@ def quantise(tensor: Tensor, integers: Tensor, scales: Tensor, name: str) -> Non
 
     Args:
         tensor: (rows, columns, hidden).
-        integers: written to, int8 of the same shape.
-        scales: written to, float32 of shape (rows, columns).
-        name: for the error.
+        integers: Output, int8 of the same shape.
+        scales: Output, float32 of shape (rows, columns).
+        name: Name of the tensor, for errors.
 
     """
     numbers = tensor.float()
@@ -36,6 +36,6 @@ def quantise(tensor: Tensor, integers: Tensor, scales: Tensor, name: str) -> Non
 
 
 def dequantise(integers: Tensor, scales: Tensor, name: str) -> Tensor:
-    """Give float32 numbers of shape (rows, columns, hidden)."""
+    """Return float32 numbers of shape (rows, columns, hidden)."""
     _check_scales(scales, name)
     return integers.float().mul_(scales.unsqueeze(-1))  # mixed types in one step are slow

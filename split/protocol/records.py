@@ -1,4 +1,4 @@
-"""Frames cut into records, and each record sealed by itself.
+"""Frames divided into records, and each record encrypted by itself.
 
 A record is a header of 32 bytes, at most 1 MiB of payload under AES-256-GCM, and the tag of 16
 bytes; the header is authenticated with it. The nonce is the header's counter, which begins at 0 in
@@ -37,13 +37,13 @@ class RecordHeader:
     """What stands before a record's payload, in the clear and authenticated.
 
     Attributes:
-        kind: of the frame.
-        final: whether the frame ends with this record.
-        step: of the frame.
-        micro_batch: of the frame.
+        kind: Kind of the frame.
+        final: Whether the frame ends with this record.
+        step: Step of the frame.
+        micro_batch: Micro-batch of the frame.
         acknowledged: Frames that the sender has received over the whole lane, below 2³².
-        counter: of the record, in its direction of the lane.
-        total: payload of the whole frame in bytes.
+        counter: Number of the record, in its direction of the stream.
+        total: Payload of the whole frame in bytes.
 
     """
 
@@ -56,7 +56,7 @@ class RecordHeader:
     total: int
 
     def pack(self) -> bytes:
-        """Give the header's 32 bytes."""
+        """Return the header's 32 bytes."""
         return _HEADER.pack(
             VERSION,
             self.kind,
@@ -151,9 +151,9 @@ class Opener:
         return self._partial is not None
 
     def open(self, record: bytes) -> Frame | None:
-        """Take the next record; give the frame that it completes.
+        """Decrypt the next record; return the frame that it completes, if it does.
 
-        After an error the opener is of no use any more.
+        The opener can't be used after an error.
 
         Raises:
             FrameError: the record was altered, repeated, moved or left out, belongs to another
@@ -218,7 +218,7 @@ class Opener:
         if self._partial is not None:
             received = self._partial.received
             if not self._partial.continues(header):
-                raise FrameError("a frame was cut off by another one")
+                raise FrameError("a frame was interrupted by another one")
         elif total > self._limits.largest(header.kind):
             raise FrameError(
                 f"a {header.kind.name} frame has {total} bytes; agreed on are at most "
@@ -247,7 +247,7 @@ class Opener:
 
 
 class _Partial:
-    """A frame of which the first records have come."""
+    """A frame whose first records have arrived."""
 
     def __init__(
         self, header: RecordHeader, description: Description, first: torch.Tensor, received: int

@@ -1,4 +1,4 @@
-"""The file that lets a client generate with a served model as often as it likes, for a while."""
+"""The file with which a client may use a served model until it expires."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +39,7 @@ class StandingInvitation(BaseModel):
         suite: of the key exchange.
         server_key: the server's public key.
         run: names the server in handshakes.
-        client: whose invitation it is.
+        client: The client that is invited.
         ticket: identifier of a standing ticket.
         secret: of that ticket.
         expires: when it does; it ends with the server, too.

@@ -1,4 +1,4 @@
-"""Tickets: who may open a lane.
+"""Tickets: the right to open a lane.
 
 A ticket travels to its client over a channel that is secret already. On a lane's wire only its
 identifier is seen; its secret keys the first message's MAC and enters the stream's keys. Most open
@@ -21,9 +21,9 @@ from split.protocol.errors import Refusal, refused
 IDENTIFIER_BYTES = 16
 SECRET_BYTES = 32
 NAME_BYTES = 255  # longest run or node, in UTF-8
-# How long a ticket that can't be used any more is still refused by its own name.
+# How long a ticket that can't be used any more is still refused by name.
 _REMEMBERED_SECONDS = 3600.0
-# Only who has its secret can make one of a ticket's first messages.
+# Making one of a ticket's first messages takes its secret.
 _REMEMBERED_HELLOS = 64
 _REMEMBERED_HELLOS_OF_STANDING = 2**14
 _TICKETS_OF_A_LANE = 8
@@ -31,7 +31,7 @@ _TICKETS_OF_A_LANE = 8
 
 @dataclass(frozen=True)
 class Identity:
-    """What a lane is for; both sides are sure of it once the handshake is finished.
+    """What a lane is for; both sides have verified it once the handshake is finished.
 
     Attributes:
         run: identifier of the run, 1 to 255 bytes of UTF-8.
