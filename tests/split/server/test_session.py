@@ -2,7 +2,6 @@
 
 import threading
 import time
-from contextlib import suppress
 
 import pytest
 import torch
@@ -84,18 +83,6 @@ def early_end(self, model):
     model.lane.send(Kind.END)
 
 
-def unseen(self, model):
-    """Go on and on, and never say to have an answer."""
-    self.join(model)
-    tensors = {"gradient": torch.zeros(2, 8, 32)}
-    with suppress(LaneError):
-        for index in range(9):
-            self.send_hidden(model, index, micro_batches=9, step_targets=99)
-            model.lane.receive(30)
-            model.lane.send(Kind.GRADIENT, 0, index, tensors)
-            model.lane.receive(30)
-
-
 def no_lengths(self, model):
     self.join(model)
     model.lane.send(Kind.HIDDEN, 0, 0, {"hidden": self.hidden}, {"targets": 1})
@@ -108,7 +95,6 @@ REFUSED = {
     "twice": (twice, "in the place of 1"),
     "no targets": (lambda s, m: (s.join(m), s.send_hidden(m, targets=0)), "more than its step"),
     "too large": (larger, "18 padded tokens came"),
-    "without a word of what came": (unseen, "frames went out, and were not seen"),
     "beyond its credits": (beyond_credits, "under way"),
     "a gradient of nothing": (lambda s, m: (s.join(m), s.gradient(m)), "wrong place"),
     "a gradient of another shape": (odd_gradient, "shape"),
@@ -171,8 +157,8 @@ REFUSED_TEXTS = {
     "other rows": (lambda m: (answered(m), follow(m, 2, rows=2)), "2 × 1 tokens came"),
     "another number": (lambda m: (answered(m), send_texts(m, 3, 1, None, 2)), "as number 1"),
     "two under way": (lambda m: [send_texts(m) for _ in range(9)], "under way"),
-    "an early end": (lambda m: (send_texts(m), m.lane.present.send(Kind.STEP)), "under way"),
-    "an end of nothing": (lambda m: m.lane.present.send(Kind.STEP), "STEP came in an evaluation"),
+    "an early end": (lambda m: (send_texts(m), m.lane.send(Kind.STEP)), "under way"),
+    "an end of nothing": (lambda m: m.lane.send(Kind.STEP), "STEP came in an evaluation"),
     "padding on the right": (lambda m: send_texts(m, side="right"), "padding on the right"),
     "nothing": (lambda m: send_texts(m, new_tokens=0), "a generation of 0 tokens"),
     "what was not agreed": (lambda m: send_texts(m, 1, 1, 1), "evaluate.generate"),
