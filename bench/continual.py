@@ -1,8 +1,8 @@
-"""What λ of FedJudge-CL does: ``python -m bench.continual``.
+"""The effect of λ in FedJudge-CL: ``python -m bench.continual``.
 
-Runs the demonstration's three clients with several λ and seeds, and prints a line per λ: how far
-local adapters go from the global one, measured by importance; how hard the penalty pulls; and the
-held-out losses. λ = 0 is FedJudge-Base, bit for bit.
+Runs the demonstration's three clients with several λ and seeds, and prints a line per λ: the
+distance of local adapters from the global one, weighted by importance; the penalty's share of the
+gradient norm; and the held-out losses. λ = 0 is FedJudge-Base, bit for bit.
 """
 
 import argparse
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from flwr.common.config import flatten_dict, parse_config_args
-from rich.console import Console
 from rich.table import Table
+
+from bench.harness import make_table, show
 
 _PRESET = Path(__file__).parent.parent / "presets" / "demo.toml"
 _CLIENTS = 3
@@ -26,7 +27,7 @@ Event = dict[str, Any]
 
 
 def run(weight: float, seed: int, overrides: list[str]) -> list[Event]:
-    """Run the demonstration with one λ and one seed, and give its events."""
+    """Run the demonstration with one λ and one seed, and return its events."""
     import logging
 
     import torch
@@ -42,7 +43,7 @@ def run(weight: float, seed: int, overrides: list[str]) -> list[Event]:
 
 
 def main() -> None:
-    """Run every λ with every seed, as many at once as there are cores, and print the table."""
+    """Run every λ with every seed, one run per core at a time, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lambdas", type=float, nargs="+", default=[0.0, 0.003, 0.03, 1.0])
     parser.add_argument("--seeds", type=int, default=3)
@@ -53,28 +54,21 @@ def main() -> None:
     overrides = [arguments.run_config] if arguments.run_config else []
     seeds = range(arguments.seeds)
     cells = [(weight, seed) for weight in arguments.lambdas for seed in seeds]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    # Each process loads its own model; a forked one would share the parent's threads.
+    cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
         futures = {cell: pool.submit(run, *cell, overrides) for cell in cells}
         events = {cell: future.result() for cell, future in futures.items()}
-    Console(width=120).print(_table(arguments.lambdas, seeds, events))
+    show(_table(arguments.lambdas, seeds, events))
 
 
 def _table(
     weights: list[float], seeds: Iterable[int], events: dict[tuple[float, int], list[Event]]
 ) -> Table:
-    table = Table(title=f"FedJudge-CL, mean ± standard deviation over {len(list(seeds))} seeds")
-    for heading in (
-        "λ",
-        "mean J·|δ|",
-        "s",
-        "penalty's share\nof gradient norm",
-        "held-out loss\nglobal",
-        "held-out loss\npersonalised",
-        "global − λ=0\n(same seed)",
-    ):
-        table.add_column(heading, justify="right")
+    table = make_table(
+        f"FedJudge-CL, mean ± standard deviation over {len(list(seeds))} seeds",
+        *("λ", "mean J·|δ|", "s", "penalty's share\nof gradient norm"),
+        *("held-out loss\nglobal", "\npersonalised", "global − λ=0\n(same seed)"),
+    )
     for weight in weights:
         runs = [events[weight, seed] for seed in seeds]
         table.add_row(
@@ -99,12 +93,12 @@ def _table(
 
 
 def _train(events: list[Event], key: str) -> float:
-    """Average a training metric over clients and rounds that have it."""
+    """Return a training metric's mean over the clients and rounds that report it."""
     return float(statistics.mean(e[key] for e in events if e["event"] == "train" and key in e))
 
 
 def _final_loss(events: list[Event], model: str) -> float:
-    """Average a model's last held-out losses over clients."""
+    """Return the mean of a model's last held-out losses over clients."""
     losses = {
         e["client"]: e["loss"] for e in events if e["event"] == "evaluate" and e["model"] == model
     }

@@ -8,33 +8,30 @@ stacked batch: the same samples for both, as in ``bench.schedules``. Frozen weig
 bfloat16, lanes are encrypted, adapters are LoRA on query, key and value. A client's micro-batch is
 one example of 512 tokens, half of them targets, and its step has four of these (``--rows``,
 ``--columns``). One process has the clients, one the server, one the whole model, all on the first
-GPU; where there are two or more, the server is on the second. A turn is over when what every
-process has queued on its GPU is done. Every pair of configurations has processes of its own, so
-that peaks of memory are theirs alone: bytes of tensors, loading included, without what CUDA itself
-takes and what the allocator keeps.
+GPU; where there are two or more, the server is on the second. A turn is over when the work that
+every process has queued on its GPU is done. Every pair of configurations has processes of its own,
+so that peaks of memory are theirs alone: bytes of tensors, loading included, without the memory of
+CUDA itself and the allocator's reserve.
 
 The checkpoint is written to a temporary directory (set TMPDIR), 14 GB of it for ``7b``. The run
 fails if the first losses of client-batch and the whole model differ by more than 0.05.
 
-``--size tiny --device cpu`` tries the program where there is no GPU; its figures say nothing.
+``--size tiny --device cpu`` tries the program where there is no GPU; its figures mean nothing.
 """
 
 import argparse
 import os
-import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from bench.schedules import SCHEDULES, check, groups_of, start
-from bench.split_groups import Group
-from bench.split_job import SEED, Job, Shape, random_examples
-from bench.split_step import ADAPTER, WARM_UP, Side, summary
-from finetuning.settings import ModelSettings, SplitSettings, TrainSettings
+from bench.harness import RATIOS, WARM_UP, make_table, ratios, show
+from bench.job import SEED, Job, Shape, random_job
+from bench.parties import Split, Whole, alternate
+from bench.schedules import SCHEDULES, TARGETS, check, start
+from finetuning.settings import ModelSettings, SplitSettings
 
 SIZES = {
     "tiny": Shape(hidden=64, blocks=4, vocabulary=128),
@@ -43,11 +40,10 @@ SIZES = {
     "7b": Shape(hidden=4096, blocks=32, vocabulary=32000, head_width=128),
 }
 _TOLERANCE = 0.05
-_TARGET = 0.95
 
 
 def devices(kind: str) -> tuple[str, str]:
-    """Say where clients and server are.
+    """Return the devices of clients and server.
 
     Raises:
         SystemExit: there is no GPU.
@@ -63,37 +59,27 @@ def devices(kind: str) -> tuple[str, str]:
     return "cuda:0", f"cuda:{min(1, torch.cuda.device_count() - 1)}"
 
 
-def measure(job: Job, clients: int, schedule: str, group: Group) -> list[Side]:
-    """Let the whole model and a schedule take their steps in turn."""
+def measure(table: Table, job: Job, clients: int, schedule: str) -> None:
+    """Let the whole model and a schedule take their steps in turn, and add a row for each."""
+    split = SplitSettings(activation_budget=2**20, frame_timeout=3600.0)
+    samples = clients * job.shape.rows * job.shape.micro_batches
     with ExitStack() as stack:
         cores = os.sched_getaffinity(0)
-        sides = start(stack, job, clients, {schedule: group}, cores, together=True)
-        for turn in range(job.steps):
-            for side in sides:
-                side.measure()
-            if not turn:
-                check(sides, _TOLERANCE)
-        for side in sides:
-            side.peaks = list(side.memory())
-    return sides
-
-
-def add_rows(table: Table, job: Job, clients: int, whole: Side, split: Side) -> None:
-    """Add a row for the whole model, and one for the schedule that was measured with it."""
-    samples = clients * job.shape.rows * job.shape.micro_batches
-    median, least, _ = summary(whole)
-    for side in (whole, split):
-        own_median, own_least, _ = summary(side)
-        rates = (samples / own_median, samples * job.shape.columns / own_median)
-        cells = [f"{own_median:.3f}", f"{own_least:.3f}", f"{rates[0]:.2f}", f"{rates[1]:.0f}"]
-        cells += [f"{median / own_median:.3f}", f"{least / own_least:.3f}"]
-        cells.append(" + ".join(f"{peak / 1e9:.2f}" for peak in side.peaks))
-        target = f"≥ {_TARGET:g}" if side.name == "client-batch" else ""
-        table.add_row(str(clients), side.name, *cells, target)
+        whole, (side,) = start(stack, job, split, clients, [schedule], cores, together=True)
+        pair: list[Whole | Split] = [whole, side]
+        alternate(pair, 1)
+        check(whole, [side], _TOLERANCE)
+        alternate(pair, job.steps - 1)
+        for each in pair:
+            median, minimum, _ = each.summary()
+            cells = [f"{median:.3f}", f"{minimum:.3f}", f"{samples / median:.2f}"]
+            cells += [f"{samples * job.shape.columns / median:.0f}", *ratios(whole, each)]
+            cells.append(" + ".join(f"{peak / 1e9:.2f}" for peak in each.gpu_peaks()))
+            table.add_row(str(clients), each.name, *cells, TARGETS.get(each.name, ""))
     table.add_section()
 
 
-def run(size: str, arguments: argparse.Namespace, console: Console) -> None:
+def run(size: str, arguments: argparse.Namespace) -> None:
     """Measure one size with all numbers of clients and all schedules."""
     shape = replace(SIZES[size], rows=arguments.rows, columns=arguments.columns)
     client_device, server_device = devices(arguments.device)
@@ -101,34 +87,24 @@ def run(size: str, arguments: argparse.Namespace, console: Console) -> None:
         quantization=arguments.quantization,
         gradient_checkpointing=arguments.gradient_checkpointing,
     )
-    split = SplitSettings(activation_budget=2**20, frame_timeout=3600.0)
-    train = TrainSettings(batch_size=shape.rows, accumulation=shape.micro_batches)
-    steps = WARM_UP + arguments.pairs
-    table = Table(title=f"{size}: {shape}, {model.quantization}, {arguments.pairs} turns, {SEED=}")
-    for heading in ("clients", "", "median s", "minimum s", "samples/s", "tokens/s"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for heading in ("÷ centralised,\nmedians", "\nminima", "peak GB (clients\n+ server)", "target"):
-        table.add_column(heading, justify="right")
-    with tempfile.TemporaryDirectory() as place:
-        shape.save(Path(place), torch.bfloat16)
-        job = Job(
-            Path(place),
-            shape,
-            steps,
-            ADAPTER,
-            train,
-            random_examples,
-            model,
-            client_device,
-            server_device,
-        )
+    table = make_table(
+        f"{size}: {shape}, {model.quantization}, {arguments.pairs} turns, {SEED=}; "
+        "ratios are centralised ÷ schedule",
+        *("clients", "", "median s", "minimum s", "samples/s", "tokens/s", *RATIOS),
+        *("peak GB (clients\n+ server)", "target"),
+    )
+    with random_job(
+        shape,
+        WARM_UP + arguments.pairs,
+        dtype=torch.bfloat16,
+        model=model,
+        client_device=client_device,
+        server_device=server_device,
+    ) as job:
         for clients in arguments.clients:
-            groups = groups_of(job, split, clients)
             for schedule in arguments.schedules:
-                sides = measure(job, clients, schedule, groups[schedule])
-                add_rows(table, job, clients, *sides)
-    console.print(f"clients on {client_device}, server on {server_device}")
-    console.print(table)
+                measure(table, job, clients, schedule)
+    show(f"clients on {client_device}, server on {server_device}", table)
 
 
 def main() -> None:
@@ -146,7 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     devices(arguments.device)
     for size in arguments.size:
-        run(size, arguments, Console(width=160))
+        run(size, arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs of the real strategies and the real ClientApp in one process, without a SuperLink.
 
-For measurements of many runs: Flower's start-up alone takes longer than a run of a tiny model.
+For tests, and for measurements of many runs: Flower takes longer to start than a tiny model to run.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,10 +23,10 @@ from strategies.run_config import Scalar, parse_run_config
 
 
 class InProcessGrid(Grid):
-    """Hands each message to the ClientApp at once, one SuperNode after another.
+    """Passes each message to the ClientApp at once, one SuperNode after another.
 
     Args:
-        run_config: what each ClientApp gets.
+        run_config: of every ClientApp.
         nodes: node config of each SuperNode by node id.
     """
 
@@ -44,29 +44,29 @@ class InProcessGrid(Grid):
 
     @property
     def run(self) -> Any:
-        """There is no run outside this process."""
+        """Raise: there is no run outside this process."""
         raise NotImplementedError
 
     def create_message(self, *_: Any, **__: Any) -> Message:
-        """Messages are made by their constructor."""
+        """Raise: messages are made by their constructor."""
         raise NotImplementedError
 
     def get_node_ids(self) -> Iterable[int]:
-        """Give all SuperNodes: they are always connected."""
+        """Return all SuperNodes: they are always connected."""
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Messages are only sent and received."""
+        """Raise: only ``send_and_receive`` is used."""
         raise NotImplementedError
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Messages are only sent and received."""
+        """Raise: only ``send_and_receive`` is used."""
         raise NotImplementedError
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Answer every message."""
+        """Return the answer to every message."""
         return [
             client_app(
                 message,
@@ -86,7 +86,7 @@ class MemoryJournal:
     """A journal that keeps everything in memory.
 
     Attributes:
-        events: as they would stand in ``metrics.jsonl``.
+        events: the lines of ``metrics.jsonl``.
         adapters: the global adapter after each round.
         kept: each client's personalised adapter.
     """
@@ -105,7 +105,7 @@ class MemoryJournal:
         self.kept[client] = state
 
     def personalised(self, client: str) -> State | None:
-        """Give a client's adapter."""
+        """Return a client's adapter."""
         return self.kept.get(client)
 
     def checkpoint(
@@ -128,8 +128,9 @@ def run_in_process(
     Args:
         values: the run config.
         state_path: where clients keep their state.
-        clients: how many.
-        grid: connects to them; None makes one.
+        clients: number of clients.
+        grid: that connects to them; None for a new ``InProcessGrid``.
+
     """
     values = {"min-nodes": clients, **values, "state-path": str(state_path)}
     config = parse_run_config(values)

@@ -1,38 +1,29 @@
-"""Local training against ``transformers.Trainer``: the same steps, the same losses, the time.
+"""Local training compared with ``transformers.Trainer``: the same steps and losses, and the time.
 
-    python -m bench.local_training [--vocabulary 32000] [--pairs 15]
+    python -m bench.local_training [--vocabulary 32000 8000] [--pairs 15]
 
 Both sides train the same random Llama with the same LoRA adapter on the same examples per
-optimizer step, one step in turn, in one process with one thread on one core. Which examples form a
-step is decided by the length-grouping sampler of ``Trainer``; into which micro-batches they are put
-is each side's own affair, and so is where the loss is computed. ``Trainer`` is timed from the
-beginning to the end of its step, without loading and padding its data; ``train_round`` is timed as
-a whole. The run fails if the losses of any step differ by more than 1e-4.
+optimizer step, one step in turn, in one process with one thread on one core. The length-grouping
+sampler of ``Trainer`` decides which examples form a step; each side divides them into micro-batches
+and computes the loss in its own way. ``Trainer`` is timed from the beginning to the end of its
+step, without loading and padding its data; ``train_round`` is timed as a whole. The run fails if
+the losses of any step differ by more than 1e-4.
 """
 
 import argparse
-import copy
 import math
 import os
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    logging,
-)
+from transformers import Trainer, TrainerCallback, TrainingArguments, logging
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from bench.harness import RATIOS, Side, ratios, show
+from bench.job import SEED, Job, Shape, load_whole, random_job
 from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.tokenization import Example
 from finetuning.model.whole_model import WholeModel
@@ -44,56 +35,36 @@ from finetuning.training.optimization import OptimizerState
 _KINDS = ((480, 288), (57, 209), (136, 221))
 _SPREAD = 0.5  # standard deviation of the logarithm
 _LONGEST = 800
-_SAMPLED = 3200  # examples the sampler sorts; with so many its groups have their full size
+_SAMPLED = 3200  # examples that the sampler sorts: enough for groups of its full size
 _TOLERANCE = 1e-4
-_SEED = 0
+_SETTINGS = TrainSettings(optimizer="adamw")
 
 
-@dataclass
-class Side:
-    """What was measured of one side, a value per step: seconds, CPU seconds and loss."""
-
-    seconds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-
-    def measured(self, started: tuple[float, float]) -> None:
-        """Append the time since ``now()`` gave ``started``."""
-        seconds, cpu = now()
-        self.seconds.append(seconds - started[0])
-        self.cpu.append(cpu - started[1])
-
-
-def now() -> tuple[float, float]:
-    """Give wall-clock and CPU time in seconds."""
-    return time.perf_counter(), time.process_time()
-
-
-def make_examples(count: int, vocabulary: int) -> list[Example]:
+def make_examples(job: Job) -> list[Example]:
     """Draw random token ids in lengths around the means of FedJudge's three kinds of text."""
-    random = np.random.default_rng(_SEED)
-    generator = torch.Generator().manual_seed(_SEED)
+    random = np.random.default_rng(SEED)
+    generator = torch.Generator().manual_seed(SEED)
     examples = []
-    for index in range(count):
+    for index in range(_SAMPLED):
         # A lognormal's mean is exp(mu + spread²/2).
         wanted, answered = (
             max(8, round(random.lognormal(math.log(mean) - _SPREAD**2 / 2, _SPREAD)))
             for mean in _KINDS[index % len(_KINDS)]
         )
         answered = min(answered, _LONGEST // 2)
-        length = min(wanted + answered, _LONGEST)  # the input loses its end
-        tokens = torch.randint(vocabulary, (length,), generator=generator)
+        length = min(wanted + answered, _LONGEST)  # the end of the input is cut off
+        tokens = torch.randint(job.shape.vocabulary, (length,), generator=generator)
         is_target = torch.arange(length) >= length - answered
         examples.append(Example(tokens, is_target, length - answered, ""))
     return examples
 
 
 def trainer_steps(examples: Sequence[Example], size: int, count: int) -> list[list[int]]:
-    """Give ``count`` steps spread evenly over an epoch in the order of Trainer's sampler.
+    """Return ``count`` steps spread evenly over an epoch in the order of Trainer's sampler.
 
-    Neighbouring steps are of like length, so the first ones alone would all be long.
+    Neighbouring steps are of similar length, so the first ones alone would all be long.
     """
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(SEED)
     sampler = LengthGroupedSampler(
         size, lengths=[len(example.tokens) for example in examples], generator=generator
     )
@@ -102,74 +73,48 @@ def trainer_steps(examples: Sequence[Example], size: int, count: int) -> list[li
     return [steps[int((index + 0.5) * len(steps) / count)] for index in range(count)]
 
 
-def make_model(vocabulary: int) -> Any:
-    """Make a random Llama with the paper's LoRA adapter, without dropout."""
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    torch.manual_seed(_SEED)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=512,
-            intermediate_size=1408,
-            num_hidden_layers=8,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            max_position_embeddings=_LONGEST,
-            use_cache=False,
-        )
-    )
-    targets = ["q_proj", "k_proj", "v_proj"]
-    config = LoraConfig(
-        r=4, lora_alpha=16, lora_dropout=0.0, target_modules=targets, task_type=TaskType.CAUSAL_LM
-    )
-    return get_peft_model(model, config)
-
-
 class Ours:
     """Runs one step of ``train_round`` at a time, keeping the optimizer's state between them."""
 
-    def __init__(
-        self, peft_model: Any, examples: Sequence[Example], settings: TrainSettings, steps: int
-    ) -> None:
-        self.side = Side()
+    def __init__(self, peft_model: Any, examples: Sequence[Example], steps: int) -> None:
+        self.side = Side("Chambers", [os.getpid()], warm_up=0)
         self._model = WholeModel(peft_model)
         self._parameters = trainable_parameters(peft_model)
-        self._examples, self._settings, self._steps = examples, settings, steps
+        self._examples, self._steps = examples, steps
         self._state: OptimizerState | None = None
 
     def step(self, index: int, chosen: Sequence[int]) -> None:
         """Train on the chosen examples."""
-        place = Round([chosen], index, self._steps, _SEED, math.inf)
-        started = now()
-        report, self._state = train_round(
-            self._model,
-            self._parameters,
-            self._examples,
-            0,
-            place,
-            self._settings,
-            optimizer_state=self._state,
-        )
-        self.side.measured(started)
-        self.side.losses += report.losses
+
+        def train() -> float:
+            report, self._state = train_round(
+                self._model,
+                self._parameters,
+                self._examples,
+                0,
+                Round([chosen], index, self._steps, SEED, math.inf),
+                _SETTINGS,
+                optimizer_state=self._state,
+            )
+            return report.losses[0]
+
+        self.side.measure(train)
 
 
 class Alternation(TrainerCallback):  # type: ignore[misc]
-    """Times each step of Trainer, and runs and times the same step of ours after it."""
+    """Times each step of Trainer, and then runs and times the same step of ours."""
 
     def __init__(self, ours: Ours, steps: Sequence[Sequence[int]]) -> None:
-        self.side = Side()
+        self.side = Side("Trainer", [os.getpid()], warm_up=0)
         self._ours, self._steps = ours, steps
-        self._started = now()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock."""
-        self._started = now()
+        self.side.start()
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-        """Stop the clock, and let ours take the same step."""
-        self.side.measured(self._started)
+        """Stop the clock, and take the same step with ours."""
+        self.side.stop()
         index = state.global_step - 1
         self._ours.step(index, self._steps[index])
 
@@ -179,9 +124,7 @@ class Alternation(TrainerCallback):  # type: ignore[misc]
             self.side.losses.append(logs["loss"])
 
 
-def run_trainer(
-    peft_model: Any, rows: list[dict[str, torch.Tensor]], settings: TrainSettings, callback: Any
-) -> None:
+def run_trainer(peft_model: Any, rows: list[dict[str, torch.Tensor]], callback: Any) -> None:
     """Train on the rows in their order, with nothing in a step that isn't training."""
 
     def pad(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -197,11 +140,11 @@ def run_trainer(
         arguments = TrainingArguments(
             output_dir=directory,
             num_train_epochs=1,
-            per_device_train_batch_size=settings.batch_size,
-            gradient_accumulation_steps=settings.accumulation,
-            learning_rate=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            max_grad_norm=settings.max_gradient_norm,
+            per_device_train_batch_size=_SETTINGS.batch_size,
+            gradient_accumulation_steps=_SETTINGS.accumulation,
+            learning_rate=_SETTINGS.learning_rate,
+            weight_decay=_SETTINGS.weight_decay,
+            max_grad_norm=_SETTINGS.max_gradient_norm,
             lr_scheduler_type="constant",
             optim="adamw_torch",
             train_sampling_strategy="sequential",  # the rows are in its grouping sampler's order
@@ -213,7 +156,7 @@ def run_trainer(
             eval_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            seed=_SEED,
+            seed=SEED,
         )
         trainer = Trainer(
             peft_model, arguments, train_dataset=rows, data_collator=pad, callbacks=[callback]
@@ -225,7 +168,7 @@ def run_trainer(
 
 
 def as_row(example: Example) -> dict[str, torch.Tensor]:
-    """Give what Trainer gets of an example: no loss outside the targets."""
+    """Convert an example to Trainer's format: no loss outside the targets."""
     return {
         "input_ids": example.tokens,
         "attention_mask": torch.ones_like(example.tokens),
@@ -233,60 +176,50 @@ def as_row(example: Example) -> dict[str, torch.Tensor]:
     }
 
 
-def print_table(vocabulary: int, tokens: Sequence[int], trainer: Side, ours: Side) -> None:
-    """Print both sides' throughput, and how many times faster ours is."""
-    rate = {name: sum(tokens) / sum(side.seconds) for name, side in (("t", trainer), ("o", ours))}
-    # Steps differ in length, so it is seconds per token that are ranked.
-    per_token = [
-        [seconds / count for seconds, count in zip(side.seconds, tokens, strict=True)]
-        for side in (trainer, ours)
-    ]
-    pairs = [theirs / mine for theirs, mine in zip(*per_token, strict=True)]
-    print(
-        f"vocabulary {vocabulary}, {len(tokens)} pairs of steps, {sum(tokens)} tokens each side\n"
-        f"  tokens per second: Trainer {rate['t']:.0f}, ours {rate['o']:.0f}\n"
-        f"  speed, ours ÷ Trainer: medians {median(per_token[0]) / median(per_token[1]):.3f}, "
-        f"minima {min(per_token[0]) / min(per_token[1]):.3f}, "
-        f"CPU seconds {sum(trainer.cpu) / sum(ours.cpu):.3f}, "
-        f"median of pairs {median(pairs):.3f}"
-    )
-
-
-def compare(vocabulary: int, pairs: int) -> None:
-    """Run the pairs for one vocabulary and print the result.
+def compare(job: Job) -> None:
+    """Run the pairs of steps, and print the result.
 
     Raises:
         SystemExit: the losses of a step differ.
+
     """
-    settings = TrainSettings(optimizer="adamw")
-    size = settings.batch_size * settings.accumulation
-    examples = make_examples(_SAMPLED, vocabulary)
-    steps = trainer_steps(examples, size, pairs)
-    theirs = make_model(vocabulary)
-    ours = Ours(copy.deepcopy(theirs), examples, settings, len(steps))
+    examples = make_examples(job)
+    steps = trainer_steps(examples, _SETTINGS.batch_size * _SETTINGS.accumulation, job.steps)
+    ours = Ours(load_whole(job), examples, job.steps)
     callback = Alternation(ours, steps)
-    run_trainer(theirs, [as_row(examples[i]) for step in steps for i in step], settings, callback)
+    rows = [as_row(examples[i]) for step in steps for i in step]
+    run_trainer(load_whole(job), rows, callback)
+    sides = (callback.side, ours.side)
     tokens = [sum(len(examples[i].tokens) for i in step) for step in steps]
-    print_table(vocabulary, tokens, callback.side, ours.side)
-    difference = max(
-        abs(a - b) for a, b in zip(callback.side.losses, ours.side.losses, strict=True)
+    rates = ", ".join(f"{s.name} {sum(tokens) / sum(s.seconds):.0f}" for s in sides)
+    for side in sides:  # steps differ in length, so seconds per token are compared
+        side.seconds = [s / count for s, count in zip(side.seconds, tokens, strict=True)]
+    values = ", ".join(f"{n} {v}" for n, v in zip(RATIOS, ratios(*sides), strict=True))
+    losses = zip(*(side.losses for side in sides), strict=True)
+    difference = max(abs(a - b) for a, b in losses)
+    show(
+        f"vocabulary {job.shape.vocabulary}, {len(tokens)} pairs of steps, {sum(tokens)} tokens "
+        f"each side\n  tokens per second: {rates}\n  speed, Chambers ÷ Trainer: {values}\n"
+        f"  largest difference of a step's loss: {difference:.1e}"
     )
-    print(f"  largest difference of a step's loss: {difference:.1e}")
     if not difference <= _TOLERANCE:
         raise SystemExit(f"the losses differ by more than {_TOLERANCE}")
 
 
 def main() -> None:
     """Compare at the given vocabularies."""
-    parser = argparse.ArgumentParser(description="Local training against transformers.Trainer.")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[32000, 8000])
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=15, help="steps that are measured")
+    parser.add_argument("--hidden", type=int, default=Shape.hidden)
     arguments = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     for vocabulary in arguments.vocabulary:
-        compare(vocabulary, arguments.pairs)
+        shape = Shape(hidden=arguments.hidden, vocabulary=vocabulary, columns=_LONGEST)
+        with random_job(shape, arguments.pairs) as job:
+            compare(job)
 
 
 if __name__ == "__main__":

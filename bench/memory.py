@@ -1,161 +1,312 @@
-"""What split learning takes of memory, at a client and at the server: ``python -m bench.memory``.
+"""The memory that split learning needs, at a client and at the server: ``python -m bench.memory``.
 
 *Client.* A fresh process loads head and tail of a large random checkpoint and trains over a lane;
 the server is another process. Its peak, loading included, is compared with
 
 - its own layers: all tensors of head and tail, each storage once, adapters among them;
-- activations: what autograd keeps for backward passes at once, over all micro-batches that are
-  under way. Every tensor that is saved for a backward pass is followed from its forward pass until
-  autograd gives it up; a storage that several of them share counts once, a parameter's doesn't.
-  That is the peak over one step, measured after the memory's;
+- activations: what autograd keeps for backward passes at once, over all micro-batches in flight.
+  Every tensor saved for a backward pass is counted from its forward pass until autograd releases
+  it; a storage that several of them share counts once, and parameters do not count. This is the
+  peak over one step, taken after the measurement of memory;
 - one part of a micro-batch's logits (256 targets × vocabulary, float32), which the backward pass of
-  the loss needs for their gradient beside what is saved.
+  the loss needs for their gradient in addition to the saved tensors.
 
-Not in the denominator, and so in the ratio: gradients and Adam's moments, frames on their way,
-gRPC, and what the allocator doesn't give back.
+The rest raises the ratio: gradients and Adam's moments, frames in transit, gRPC, and memory that
+the allocator does not return.
 
-*Server.* The same ``split.activation_budget`` for one hierarchical lane and for eight, in a fresh
-process each; the clients are threads of another. It has room for two micro-batches, which one lane
+*Server.* The same ``split.activation_budget`` for one hierarchical lane and for eight, each in a
+fresh process; the clients are threads of another. It has room for two micro-batches, which one lane
 of window 4 fills; with room for four, one lane would rarely have so many between their passes.
 
 glibc 2.36 never puts an aligned block, as all of torch's are, into a hole of exactly its size, so
-that tensors of up to 32 MiB leave its heap nearly half empty, and each thread that once took memory
-keeps some of it. ``--mapped`` lets it map every block of 1 MiB or more by itself and share two
-heaps among all threads: that shows what is held without what the allocator keeps, and costs about a
-third of the speed.
+that tensors of up to 32 MiB leave its heap nearly half empty, and each thread that once allocated
+memory keeps some of it. ``--mapped`` makes it map every block of 1 MiB or more separately and use
+two heaps for all threads: this leaves out what the allocator keeps, and costs about a third of the
+speed.
 
-A process's memory is what it has resident (VmHWM, reset after it has imported everything and has
-done all this once with a miniature), minus what it had then.
+A process's memory is the growth of its resident memory: VmHWM, reset after it has imported
+everything and has done all this once with a miniature, minus VmRSS at that time.
 """
 
 import argparse
+import gc
 import os
-import tempfile
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rich.console import Console
+import torch
 from rich.table import Table
+from torch.autograd.graph import saved_tensors_hooks
 
-from bench.split_job import Job, Shape, random_examples
-from bench.split_memory import (
-    ClientMemory,
-    ServerMemory,
-    measure_client,
-    measure_server,
-    run_clients,
+from bench.harness import Worker, make_table, show
+from bench.job import (
+    LIFETIME,
+    SEED,
+    Job,
+    Shape,
+    join,
+    load_body,
+    load_ends,
+    open_model,
+    random_job,
+    serving,
 )
-from bench.split_processes import Worker, serve
-from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
+from bench.parties import serve_clients, train_clients
+from finetuning.settings import SplitSettings
+from finetuning.training.loop import train_round
+from split.client.split_model import SplitModel
+from split.protocol.invitation import Invitation
 
-_ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0, targets="q_proj,k_proj,v_proj")
 _MINIATURE = Shape(hidden=64, blocks=3, vocabulary=64, rows=1, columns=8, micro_batches=1)
-_CLIENT = Shape(hidden=1024, blocks=12)
-_SERVER = Shape(hidden=1024, blocks=8, vocabulary=1000, micro_batches=2)
 _LANES = 8
 _ROOM = 2  # micro-batches within the activation budget
 _STEPS = 2
-_TARGETS_AT_ONCE = 256  # as in finetuning.whole_model
+_TARGETS_AT_ONCE = 256  # as in finetuning.model.whole_model
 _MEGABYTE = 1e6
 
 
-def print_client(console: Console, shape: Shape, memory: ClientMemory) -> None:
-    """Print a client's memory and its ratios."""
-    logits = _TARGETS_AT_ONCE * shape.vocabulary * 4
+class Memory:
+    """Growth of the process's resident memory since its construction."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        self._baseline = _status("VmRSS")
+
+    def peak(self) -> int:
+        """Return the largest growth so far, in bytes."""
+        return _status("VmHWM") - self._baseline
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the memory of tensors; each storage counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class SavedTensors:
+    """Counts what autograd keeps for backward passes.
+
+    Args:
+        parameters: they do not count.
+
+    Attributes:
+        peak: largest number of bytes kept at once.
+
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
+        self._users: Counter[int] = Counter()
+        self._bytes = self.peak = 0
+
+    def counting(self) -> saved_tensors_hooks:
+        """Count the tensors saved by forward passes in the ``with`` block."""
+        return saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> "_Saved":
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            if not self._users[storage.data_ptr()]:
+                self._bytes += storage.nbytes()
+                self.peak = max(self.peak, self._bytes)
+            self._users[storage.data_ptr()] += 1
+        return _Saved(tensor, self)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Count a saved tensor as released."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            self._users[storage.data_ptr()] -= 1
+            if not self._users[storage.data_ptr()]:
+                self._bytes -= storage.nbytes()
+
+
+@dataclass
+class _Saved:
+    """A saved tensor; autograd releases it after its backward pass."""
+
+    tensor: torch.Tensor
+    owner: SavedTensors
+
+    def __del__(self) -> None:
+        self.owner.forget(self.tensor)
+
+
+@dataclass(frozen=True)
+class ClientMemory:
+    """Bytes of a client.
+
+    Attributes:
+        layers: of head and tail.
+        activations: most that were saved for backward passes at once.
+        loading: the peak after loading.
+        peak: after training.
+
+    """
+
+    layers: int
+    activations: int
+    loading: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """Bytes of a server.
+
+    Attributes:
+        layers: of the frozen blocks.
+        loading: the peak after loading.
+        peak: after training.
+
+    """
+
+    layers: int
+    loading: int
+    peak: int
+
+
+def measure_client(link: Connection, job: Job, split: SplitSettings, miniature: Job) -> None:
+    """Load and train; the messages are two invitations, the answer is a ``ClientMemory``."""
+    _train_once(link.recv(), miniature, split)
+    memory = Memory()
+    ends = load_ends(job, split)
+    loading = memory.peak()
+    tensors = [p for part in ends.values() for p in part.model.parameters()]
+    buffers = [b for part in ends.values() for b in part.model.buffers()]
+    model = open_model(ends, link.recv(), job, split)
+    join(model, job)
+    _train(model, job, slice(None, -1))
+    peak = memory.peak()
+    saved = SavedTensors(tensors)
+    with saved.counting():
+        _train(model, job, slice(-1, None))
+    model.end()
+    link.send(ClientMemory(bytes_of(tensors + buffers), saved.peak, loading, peak))
+
+
+def _train_once(invitation: Invitation, job: Job, split: SplitSettings) -> None:
+    model = open_model(load_ends(job, split), invitation, job, split)
+    join(model, job)
+    _train(model, job, slice(None))
+    model.end()
+
+
+def _train(model: SplitModel, job: Job, chosen: slice) -> None:
+    place = job.place()
+    place = replace(place, steps=place.steps[chosen])
+    train_round(model, model.parameters, job.examples(job), 0, place, job.train)
+
+
+def measure_server(
+    link: Connection, job: Job, split: SplitSettings, lanes: int, miniature: Job
+) -> None:
+    """Serve the miniature and then the job; the last message is a ``ServerMemory``.
+
+    The messages before it are the clients' invitations; the answer to each is that all are done.
+    """
+    _serve(link, miniature, split, lanes)
+    memory = Memory()
+    layers, loading = _serve(link, job, split, lanes, memory)
+    link.send(ServerMemory(layers, loading, memory.peak()))
+
+
+def _serve(
+    link: Connection, job: Job, split: SplitSettings, lanes: int, memory: Memory | None = None
+) -> tuple[int, int]:
+    """Serve one round, and return the bytes of the layers and the peak of loading."""
+    body = load_body(job, split)
+    loading = memory.peak() if memory is not None else 0
+    layers = bytes_of([*body.model.parameters(), *body.model.buffers()])
+    names = [f"client-{number}" for number in range(lanes)]
+    with serving(body, job, split, lanes) as server:
+        server.begin_round(dict.fromkeys(names, 1.0), SEED)
+        link.send([server.invite_to_train(name, 1, SEED, LIFETIME) for name in names])
+        link.recv()
+        errors = [account.error for account in server.finish_lanes() if account.error]
+    if errors:
+        raise RuntimeError(errors[0])
+    return layers, loading
+
+
+def client_memory(job: Job, miniature: Job, cores: set[int]) -> Table:
+    """Run a client and the servers that it needs."""
+    split = SplitSettings(frame_timeout=600.0)
+    with ExitStack() as stack:
+        client = stack.enter_context(Worker(measure_client, cores, job, split, miniature))
+        for each in (miniature, job):
+            server = stack.enter_context(Worker(serve_clients, cores, [each], split))
+            client.send(server.receive()[0])
+        memory: ClientMemory = client.receive()
+    logits = _TARGETS_AT_ONCE * job.shape.vocabulary * 4
     needed = memory.layers + memory.activations + logits
-    table = Table(title=f"a client of {shape}, window 4")
-    for heading in ("", "MB", "ratio", "target"):
-        table.add_column(heading, justify="right" if heading else "left")
-    rows = (
+    table = make_table(f"a client of {job.shape}, window 4", "", "MB", "ratio", "target")
+    for name, value, against, target in (
         ("own layers", memory.layers, None, ""),
         ("activations", memory.activations, None, ""),
         ("a part of the logits", logits, None, ""),
         ("peak of loading ÷ own layers", memory.loading, memory.layers, ""),
         ("peak ÷ (layers + activations + logits)", memory.peak, needed, "≤ 1.15"),
-    )
-    for name, value, against, target in rows:
+    ):
         ratio = f"{value / against:.3f}" if against else ""
         table.add_row(name, f"{value / _MEGABYTE:.1f}", ratio, target)
-    console.print(table)
+    return table
 
 
-def print_server(
-    console: Console, shape: Shape, budget: int, one: ServerMemory, all_of: ServerMemory
-) -> None:
-    """Print a server's memory with one lane and with many."""
-    table = Table(title=f"the server of {shape}, activation-budget {budget}; MB")
-    for heading in ("lanes", "frozen layers", "peak of loading", "peak", "÷ 1 lane", "target"):
-        table.add_column(heading, justify="right")
-    for lanes, memory, target in ((1, one, ""), (_LANES, all_of, "≤ 1.10")):
+def server_memory(job: Job, miniature: Job, cores: set[int]) -> Table:
+    """Run a server for one lane and another for many, and their clients in other processes."""
+    budget = _ROOM * job.shape.tokens
+    split = SplitSettings(schedule="hierarchical", activation_budget=budget, frame_timeout=600.0)
+    headings = ("lanes", "frozen layers", "peak of loading", "peak", "÷ 1 lane", "target")
+    table = make_table(f"the server of {job.shape}, activation-budget {budget}; MB", *headings)
+    peak_of_one = 0
+    for lanes, target in ((1, ""), (_LANES, "≤ 1.10")):
+        with Worker(measure_server, cores, job, split, lanes, miniature) as server:
+            for each in (miniature, job):
+                with Worker(train_clients, cores, [each] * lanes, split) as clients:
+                    for message in (server.receive(), each.steps, "accounts"):
+                        clients.ask(message)
+                server.send("done")
+            memory: ServerMemory = server.receive()
+        peak_of_one = peak_of_one or memory.peak
         values = (memory.layers, memory.loading, memory.peak)
-        ratio = f"{memory.peak / one.peak:.3f}"
+        ratio = f"{memory.peak / peak_of_one:.3f}"
         table.add_row(str(lanes), *(f"{v / _MEGABYTE:.1f}" for v in values), ratio, target)
-    console.print(table)
-
-
-def client_memory(job: Job, miniature: Job, split: SplitSettings, cores: set[int]) -> ClientMemory:
-    """Run a client and the servers that it needs."""
-    with ExitStack() as stack:
-        client = stack.enter_context(Worker(measure_client, cores, job, split, miniature))
-        for each in (miniature, job):
-            server = stack.enter_context(Worker(serve, cores, each, split))
-            client.send(server.receive())
-        memory = client.receive()
-        assert isinstance(memory, ClientMemory)
-        return memory
-
-
-def server_memory(
-    job: Job, miniature: Job, split: SplitSettings, lanes: int, cores: set[int]
-) -> ServerMemory:
-    """Run a server, and its clients in another process."""
-    names = [f"client-{number}" for number in range(lanes)]
-    with Worker(measure_server, cores, job, split, names, miniature) as server:
-        for each in (miniature, job):
-            with Worker(run_clients, cores, each, split) as clients:
-                clients.ask(server.receive())
-            server.send("done")
-        memory = server.receive()
-        assert isinstance(memory, ServerMemory)
-        return memory
-
-
-def _job(directory: Path, shape: Shape) -> Job:
-    """Write a checkpoint, and give what is trained with it."""
-    train = TrainSettings(batch_size=shape.rows, accumulation=shape.micro_batches)
-    shape.save(directory)
-    return Job(directory, shape, _STEPS, _ADAPTER, train, random_examples)
+    return table
 
 
 def main() -> None:
     """Measure a client, and the server with one lane and with many."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=["client", "server"], help="measure one of them")
-    parser.add_argument("--mapped", action="store_true", help="map large blocks by themselves")
+    parser.add_argument("--mapped", action="store_true", help="map large blocks separately")
+    parser.add_argument("--hidden", type=int, default=1024)
     arguments = parser.parse_args()
-    only = arguments.only
-    if arguments.mapped:
-        # Which the processes inherit.
+    if arguments.mapped:  # inherited by the processes
         os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "2"}
-    console, cores = Console(width=120), os.sched_getaffinity(0)
-    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "moves")
-    console.print(f"{os.confstr('CS_GNU_LIBC_VERSION')}, threshold of mapping: {threshold}")
-    with tempfile.TemporaryDirectory() as directory:
-        miniature = _job(Path(directory) / "miniature", _MINIATURE)
-        if only != "server":
-            job = _job(Path(directory) / "client", _CLIENT)
-            split = SplitSettings(frame_timeout=600.0)
-            print_client(console, _CLIENT, client_memory(job, miniature, split, cores))
-        if only != "client":
-            job = _job(Path(directory) / "server", _SERVER)
-            budget = _ROOM * _SERVER.tokens
-            split = SplitSettings(
-                schedule="hierarchical", activation_budget=budget, frame_timeout=600.0
-            )
-            one, many = (
-                server_memory(job, miniature, split, lanes, cores) for lanes in (1, _LANES)
-            )
-            print_server(console, _SERVER, budget, one, many)
+    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "dynamic")
+    show(f"{os.confstr('CS_GNU_LIBC_VERSION')}, threshold of mapping: {threshold}")
+    cores = os.sched_getaffinity(0)
+    client = Shape(hidden=arguments.hidden, blocks=12)
+    server = Shape(hidden=arguments.hidden, blocks=8, vocabulary=1000, micro_batches=2)
+    with random_job(_MINIATURE, _STEPS) as miniature:
+        if arguments.only != "server":
+            with random_job(client, _STEPS) as job:
+                show(client_memory(job, miniature, cores))
+        if arguments.only != "client":
+            with random_job(server, _STEPS) as job:
+                show(server_memory(job, miniature, cores))
 
 
 if __name__ == "__main__":

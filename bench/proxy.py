@@ -1,33 +1,25 @@
-"""A line between client and server: a TCP proxy with a delay each way and a limited rate.
+"""A slower line between client and server: a TCP proxy with a delay each way and a limited rate.
 
-    python -m bench.proxy 127.0.0.1:8900 --delay 0.02 --gigabits 1
-
-It prints the port at which it listens and forwards each connection until its standard input ends.
-What comes is stamped with the time at which the line would have carried its last byte, and given
-out then: the delay costs no throughput, and each direction has the rate for itself. TCP's own
-slow start is that of the loopback on both sides of the proxy, so that of a real long line (which
-gRPC's large windows leave after a few round trips) is not measured.
+Received bytes are forwarded at the time at which the line would have delivered the last of them:
+the delay costs no throughput, and each direction has the full rate. TCP's slow start on both sides
+of the proxy is that of the loopback, so that of a real long line (which gRPC's large windows leave
+after a few round trips) is not measured.
 """
 
-import argparse
 import asyncio
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import cast
 
 _HOST = "127.0.0.1"
-_STOP_SECONDS = 5.0
 
 
 class _Direction(asyncio.Protocol):
-    """Takes bytes from one side and gives them to the other in their time.
+    """Takes bytes from one side and passes them to the other after the line's delay.
 
     Args:
         delay: seconds that a byte is under way.
-        bytes_per_second: that the line carries.
-        target: host and port to connect to for a connection that came in; None when it goes out.
+        bytes_per_second: rate of the line.
+        target: host and port to connect to for an incoming connection; None for an outgoing one.
 
     """
 
@@ -39,26 +31,26 @@ class _Direction(asyncio.Protocol):
         self._own: asyncio.Transport | None = None
         self._other: asyncio.Transport | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._free = 0.0  # when the line has carried all that came
+        self._free = 0.0  # time from which the line has capacity again
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Connect the other side, if this is the one that came in."""
+        """Connect the other side of an incoming connection."""
         self._own = cast(asyncio.Transport, transport)
         if self._target is not None:
             self._own.pause_reading()
             self._connecting = self._loop.create_task(self._connect(*self._target))
 
     def data_received(self, data: bytes) -> None:
-        """Give the bytes to the other side when the line would have brought them."""
+        """Schedule when the other side gets the bytes."""
         if self._other is not None:
             self._free = max(self._free, self._loop.time()) + len(data) / self._rate
             self._loop.call_at(self._free + self._delay, self._other.write, data)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the other side too, after all bytes."""
+        """Close the other side too, after all bytes."""
         if self._other is not None:
             end = max(self._free, self._loop.time()) + self._delay
-            # Later than the last bytes, whose time may be exactly this one.
+            # Later than the last bytes, which may be scheduled for exactly this time.
             self._loop.call_at(end + 1e-3, self._other.close)
 
     async def _connect(self, host: str, port: int) -> None:
@@ -74,61 +66,24 @@ class _Direction(asyncio.Protocol):
         self._own.resume_reading()
 
 
-async def _forward(host: str, port: int, delay: float, bytes_per_second: float) -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: _Direction(delay, bytes_per_second, (host, port)), _HOST, 0
-    )
-    stopped = asyncio.Event()
-    loop.add_reader(sys.stdin.fileno(), stopped.set)  # readable when the other end is closed
-    print(server.sockets[0].getsockname()[1], flush=True)
-    async with server:
-        await stopped.wait()
-
-
-@contextmanager
-def proxying(address: str, delay: float, gigabits: float) -> Iterator[tuple[str, int]]:
-    """Run a proxy in a process of its own; give its address and the process's id.
+def forward(link: Connection, address: str, delay: float, gigabits: float) -> None:
+    """Run a proxy until the pipe is closed; the only message is the proxy's own address.
 
     Args:
-        address: where it connects to, as host:port.
+        link: to the measuring process.
+        address: the server's, as host:port.
         delay: seconds each way.
         gigabits: per second, each way.
 
     """
-    command = [sys.executable, "-m", __spec__.name, address]
-    command += ["--delay", str(delay), "--gigabits", str(gigabits)]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # an interrupt is the measurement's affair
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        yield f"{_HOST}:{int(process.stdout.readline())}", process.pid
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+    asyncio.run(_forward(link, address, delay, gigabits * 1e9 / 8))
 
 
-def main() -> None:
-    """Forward until standard input ends."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("address", help="host:port to connect to")
-    parser.add_argument("--delay", type=float, default=0.02, help="seconds each way")
-    parser.add_argument("--gigabits", type=float, default=1.0, help="per second, each way")
-    arguments = parser.parse_args()
-    host, _, port = arguments.address.rpartition(":")
-    rate = arguments.gigabits * 1e9 / 8
-    asyncio.run(_forward(host, int(port), arguments.delay, rate))
-
-
-if __name__ == "__main__":
-    main()
+async def _forward(link: Connection, address: str, delay: float, rate: float) -> None:
+    loop = asyncio.get_running_loop()
+    host, _, port = address.rpartition(":")
+    server = await loop.create_server(lambda: _Direction(delay, rate, (host, int(port))), _HOST, 0)
+    stopped = asyncio.Event()
+    loop.add_reader(link.fileno(), stopped.set)  # readable when the other end is closed
+    link.send(f"{_HOST}:{server.sockets[0].getsockname()[1]}")
+    await stopped.wait()  # connections that are still open end with the process

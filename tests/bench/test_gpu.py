@@ -1,4 +1,4 @@
-"""The benchmark for GPUs: tried from end to end without one."""
+"""The measurement for GPUs, run from end to end without one."""
 
 import subprocess
 import sys

@@ -1,0 +1,192 @@
+"""What measurements share: processes on given cores, sides that are timed in turn, and tables."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from statistics import mean, median
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+RATIOS = ("medians", "minima", "CPU s", "pairs")
+WARM_UP = 2
+_ANSWER_SECONDS = 900.0
+_STOP_SECONDS = 10.0
+_SPAWN = get_context("spawn")
+
+
+class Worker:
+    """A process with one torch thread that answers messages; used in a ``with`` statement.
+
+    While it waits for a message, it uses no processor time.
+
+    Args:
+        role: run by the process with its end of the pipe and the arguments.
+        cores: the process is bound to them before it has any thread.
+        arguments: must be picklable.
+
+    """
+
+    def __init__(self, role: Callable[..., None], cores: Collection[int], *arguments: Any) -> None:
+        self._link, other = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(target=_enter, args=(role, other, arguments), daemon=True)
+        # Inherited by the process, and by every thread it starts.
+        os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores)
+        try:
+            self._process.start()
+        finally:
+            os.sched_setaffinity(0, before)
+        other.close()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def receive(self) -> Any:
+        """Wait for the next message of the process.
+
+        Raises:
+            SystemExit: it failed, or sent nothing for a quarter of an hour.
+
+        """
+        if not self._link.poll(_ANSWER_SECONDS):
+            raise SystemExit(f"process {self.pid} sent nothing for {_ANSWER_SECONDS:g} s")
+        try:
+            message = self._link.recv()
+        except EOFError:
+            raise SystemExit(f"process {self.pid} ended unexpectedly") from None
+        if isinstance(message, _Failure):
+            raise SystemExit(message.text)
+        return message
+
+    def send(self, message: Any) -> None:
+        """Send a message without waiting for its answer."""
+        self._link.send(message)
+
+    def ask(self, message: Any = None) -> Any:
+        """Send a message and wait for its answer."""
+        self.send(message)
+        return self.receive()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._link.close()  # a process that waits for a message then ends by itself
+        if kind is None:
+            self._process.join(_STOP_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    text: str
+
+
+def _enter(role: Callable[..., None], link: Connection, arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
+    torch.set_num_threads(1)
+    try:
+        role(link, *arguments)
+    except (EOFError, BrokenPipeError):
+        pass  # the parent has closed the pipe
+    except Exception as error:
+        link.send(_Failure(f"{role.__name__}: {type(error).__name__}: {error}"))
+        raise
+
+
+def ask_all(workers: Sequence[Worker], messages: Sequence[Any]) -> list[Any]:
+    """Send each process its message, then wait for all answers."""
+    for worker, message in zip(workers, messages, strict=True):
+        worker.send(message)
+    return [worker.receive() for worker in workers]
+
+
+class Side:
+    """One side of a comparison, and what each of its turns took.
+
+    Args:
+        name: of the side, for the tables.
+        pids: processes whose CPU time counts.
+        warm_up: turns at the beginning that do not count in ``summary`` and ``ratios``.
+
+    Attributes:
+        seconds: wall-clock time of each turn.
+        cpu: user and system time of each turn, by process.
+        losses: of each turn.
+
+    """
+
+    def __init__(self, name: str, pids: Sequence[int], warm_up: int = WARM_UP) -> None:
+        self.name = name
+        self.warm_up = warm_up
+        self._processes = [psutil.Process(pid) for pid in pids]
+        self.seconds: list[float] = []
+        self.cpu: list[list[float]] = []
+        self.losses: list[float] = []
+
+    def start(self) -> None:
+        """Begin a turn."""
+        self._before = self._cpu_seconds()
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """End the turn."""
+        self.seconds.append(time.perf_counter() - self._started)
+        after = self._cpu_seconds()
+        self.cpu.append([b - a for a, b in zip(self._before, after, strict=True)])
+
+    def measure(self, step: Callable[[], float]) -> None:
+        """Measure a step as one turn, and keep the loss that it returns."""
+        self.start()
+        loss = step()
+        self.stop()
+        self.losses.append(loss)
+
+    def summary(self) -> tuple[float, float, float]:
+        """Return the median and minimum of seconds per turn, and the mean of CPU seconds."""
+        seconds, cpu = self.seconds[self.warm_up :], self.cpu[self.warm_up :]
+        return median(seconds), min(seconds), mean(map(sum, cpu))
+
+    def _cpu_seconds(self) -> list[float]:
+        times = [process.cpu_times() for process in self._processes]
+        return [each.user + each.system for each in times]
+
+
+def ratios(one: Side, other: Side) -> list[str]:
+    """Format one side's time ÷ the other's, in the order of ``RATIOS``.
+
+    The last one is the median of the ratios within a round of turns; what slows the machine down
+    for minutes does not change it.
+    """
+    values = [a / b for a, b in zip(one.summary(), other.summary(), strict=True)]
+    both = zip(one.seconds[one.warm_up :], other.seconds[other.warm_up :], strict=True)
+    return [f"{value:.3f}" for value in (*values, median(a / b for a, b in both))]
+
+
+def make_table(title: str, *headings: str) -> Table:
+    """Make a table; numbers are aligned to the right, and columns without a heading to the left."""
+    table = Table(title=title)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading else "left")
+    return table
+
+
+def show(*parts: Table | str) -> None:
+    """Print tables and lines."""
+    console = Console(width=150)
+    for part in parts:
+        console.print(part)

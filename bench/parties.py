@@ -1,0 +1,275 @@
+"""The processes that train: the whole model, or a block server and its clients."""
+
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from statistics import mean
+from threading import Thread
+from typing import Any
+
+import torch
+
+from bench.harness import Side, Worker, ask_all
+from bench.job import (
+    LIFETIME,
+    SEED,
+    Job,
+    join,
+    load_body,
+    load_ends,
+    load_whole,
+    open_model,
+    serving,
+)
+from bench.proxy import forward
+from finetuning.adapters.adapter import trainable_parameters
+from finetuning.data.batching import MicroBatch
+from finetuning.model.whole_model import WholeModel
+from finetuning.settings import SplitSettings
+from finetuning.training.loop import Stages, train_round
+from split.model.cut import PartyName
+from split.model.part import Part
+
+_MEMORY, _ACCOUNTS = "memory", "accounts"
+
+
+class Whole(Side):
+    """The whole model in a process of its own.
+
+    Args:
+        stack: ends the process.
+        job: what is trained.
+        cores: that the process may use.
+
+    """
+
+    def __init__(self, stack: ExitStack, job: Job, cores: Collection[int]) -> None:
+        self._worker = stack.enter_context(Worker(_train_whole, cores, job))
+        self._worker.receive()
+        super().__init__("centralised", [self._worker.pid])
+
+    def step(self) -> float:
+        """Take an optimizer step, and return its loss."""
+        return float(self._worker.ask(1))
+
+    def gpu_peaks(self) -> list[int]:
+        """Return the peak of GPU memory in bytes, after the last step."""
+        return [self._worker.ask(_MEMORY)]
+
+
+class Split(Side):
+    """A block server and its clients, each in a process of its own.
+
+    Args:
+        stack: ends the processes.
+        name: of the side.
+        jobs: one per client.
+        split: settings of server and clients.
+        server_cores: that the server may use.
+        client_cores: that the clients may use.
+        line: delay each way in seconds and rate in Gbit/s of a proxy between them; None for none.
+        together: whether the clients are threads of one process.
+        steps_per_turn: optimizer steps of a turn, one after another.
+
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        name: str,
+        jobs: Sequence[Job],
+        split: SplitSettings,
+        *,
+        server_cores: Collection[int],
+        client_cores: Collection[int],
+        line: tuple[float, float] | None = None,
+        together: bool = False,
+        steps_per_turn: int = 1,
+    ) -> None:
+        self._steps_per_turn = steps_per_turn
+        self._server = stack.enter_context(Worker(serve_clients, server_cores, jobs, split))
+        groups = [jobs] if together else [[job] for job in jobs]
+        self._clients = [
+            stack.enter_context(Worker(train_clients, client_cores, group, split))
+            for group in groups
+        ]
+        workers, invitations = [*self._clients, self._server], self._server.receive()
+        if line is not None:
+            every_core, address = os.sched_getaffinity(0), invitations[0].address
+            proxy = stack.enter_context(Worker(forward, every_core, address, *line))
+            workers.append(proxy)
+            address = proxy.receive()
+            invitations = [replace(each, address=address) for each in invitations]
+        each = iter(invitations)
+        ask_all(self._clients, [[next(each) for _ in group] for group in groups])
+        super().__init__(name, [worker.pid for worker in workers])
+
+    def step(self) -> float:
+        """Take a step of every client; over when clients *and* server have taken it."""
+        losses: list[float] = []
+        for _ in range(self._steps_per_turn):
+            for each in ask_all(self._clients, [1] * len(self._clients)):
+                losses += each
+            self._server.ask()
+        return mean(losses)
+
+    def accounts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return what the round took at the clients and at the server, after the last step."""
+        own = ask_all(self._clients, [_ACCOUNTS] * len(self._clients))
+        return [account for each in own for account in each], self._server.ask(_ACCOUNTS)
+
+    def gpu_peaks(self) -> list[int]:
+        """Return the peaks of GPU memory in bytes: of all clients, and of the server."""
+        clients = ask_all(self._clients, [_MEMORY] * len(self._clients))
+        return [sum(clients), self._server.ask(_MEMORY)]
+
+
+def alternate(sides: Sequence[Whole | Split], turns: int) -> None:
+    """Measure all sides in turn."""
+    for _ in range(turns):
+        for side in sides:
+            side.measure(side.step)
+
+
+def _train_whole(link: Connection, job: Job) -> None:
+    """Train the whole model; answers like ``train``, and the peak of GPU memory at the end."""
+    peft_model = load_whole(job)
+    train(link, WholeModel(peft_model), trainable_parameters(peft_model), job)
+    link.recv()
+    link.send(_peak_gpu_memory())
+
+
+def train_clients(link: Connection, jobs: Sequence[Job], split: SplitSettings) -> None:
+    """Train clients, each in a thread; the first message is their invitations.
+
+    It is answered when all of them have joined. A number of steps is answered with the clients'
+    mean losses, ``memory`` with the peak of GPU memory, and ``accounts``, after the last step,
+    with what the round took each client.
+    """
+    links = [_start_client(job, split) for job in jobs]
+    answer: Any = _ask_clients(links, link.recv())
+    while True:
+        link.send(answer)
+        message = link.recv()
+        if message == _MEMORY:
+            answer = _peak_gpu_memory()
+        else:
+            answer = _ask_clients(links, [message] * len(links))
+
+
+def _start_client(job: Job, split: SplitSettings) -> Connection:
+    link, other = Pipe()
+    arguments = (other, load_ends(job, split), job, split)
+    Thread(target=_run_client, args=arguments, daemon=True).start()
+    return link
+
+
+def _ask_clients(links: Sequence[Connection], messages: Sequence[Any]) -> list[Any]:
+    for link, message in zip(links, messages, strict=True):
+        link.send(message)
+    answers = [link.recv() for link in links]
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers
+
+
+def _run_client(
+    link: Connection, ends: Mapping[PartyName, Part], job: Job, split: SplitSettings
+) -> None:
+    try:
+        model = open_model(ends, link.recv(), job, split)
+        join(model, job)
+        started = time.thread_time()
+        train(link, model, model.parameters, job)
+        computing = time.thread_time() - started
+        model.end()
+        link.recv()
+        account = asdict(model.lane.traffic)
+        account |= {"seconds_computing": computing, "seconds_waiting": model.seconds_waiting}
+        link.send(account)
+    except (EOFError, BrokenPipeError):
+        pass  # the process is ending
+    except Exception as error:
+        link.send(error)
+
+
+def serve_clients(link: Connection, jobs: Sequence[Job], split: SplitSettings) -> None:
+    """Serve clients; the first message of this process is their invitations.
+
+    ``memory`` is answered with the peak of GPU memory, ``accounts`` ends the round and is answered
+    with what it took, and any other message is answered when all work is done.
+    """
+    names = [f"client-{number}" for number in range(len(jobs))]
+    with serving(load_body(jobs[0], split), jobs[0], split, len(jobs)) as server:
+        server.begin_round(dict.fromkeys(names, 1.0), SEED)
+        link.send([server.invite_to_train(name, 1, SEED, LIFETIME) for name in names])
+        while (message := link.recv()) != _ACCOUNTS:
+            if message == _MEMORY:
+                link.send(_peak_gpu_memory())
+                continue
+            # The answer comes through the compute thread's queue, so after the optimizer step.
+            server.state_of(names[0])
+            _wait_for_gpus()
+            link.send(None)
+        link.send([asdict(account) for account in server.finish_lanes()])
+
+
+def train(
+    link: Connection, model: Stages, parameters: Mapping[str, torch.nn.Parameter], job: Job
+) -> None:
+    """Train; each message is a number of steps, answered with their mean loss.
+
+    The first answer, before any step, is that the model is loaded.
+    """
+    turns = _Turns(model, link)
+    train_round(turns, parameters, job.examples(job), 0, job.place(), job.train)
+    turns.answer()
+
+
+class _Turns:
+    """The stages of a model, which wait for a message before they begin a step."""
+
+    def __init__(self, stages: Stages, link: Connection) -> None:
+        self._stages, self._link = stages, link
+        self._remaining = 0
+        self._losses: list[float] = []
+
+    @property
+    def columns_before(self) -> int:
+        return self._stages.columns_before
+
+    def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
+        if not self._remaining:
+            self.answer()
+            self._remaining = self._link.recv()
+        self._remaining -= 1
+        losses = self._stages.accumulate(batches, seed)
+        self._losses.append(sum(losses) / sum(len(batch.labels) for batch in batches))
+        return losses
+
+    def clip(self, maximum: float) -> float:
+        return self._stages.clip(maximum)
+
+    def answer(self) -> None:
+        _wait_for_gpus()
+        self._link.send(mean(self._losses) if self._losses else None)
+        self._losses = []
+
+
+def _wait_for_gpus() -> None:
+    """Wait until the work queued on the GPUs that this process uses is done."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for number in range(torch.cuda.device_count()):
+            if torch.cuda.memory_allocated(number):  # synchronising would initialise the others
+                torch.cuda.synchronize(number)
+
+
+def _peak_gpu_memory() -> int:
+    """Return the peak of bytes of tensors on GPUs since the process began."""
+    numbers = range(torch.cuda.device_count())
+    return sum(torch.cuda.max_memory_allocated(number) for number in numbers)

@@ -1,0 +1,91 @@
+"""What each wire carries, and what it does to training: ``python -m bench.wires``.
+
+A small random Llama learns with LoRA on every linear module which of a few tokens follows which.
+Each wire trains it over a lane of its own on the same data from the same adapter, and so does the
+whole model in one process.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from statistics import mean
+from typing import get_args
+
+import torch
+
+from bench.harness import make_table, show
+from bench.job import SEED, Job, Shape, as_examples, random_job
+from bench.parties import Split, Whole
+from finetuning.data.tokenization import Example
+from finetuning.settings import AdapterSettings, SplitSettings
+from split.protocol.frames import WireType
+
+_SHAPE = Shape(hidden=256, blocks=6, vocabulary=1000, columns=128)
+_LAST = 10  # steps whose mean loss is compared
+_USED_TOKENS = 50
+_NOISE = 0.1
+_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+_ADAPTER = AdapterSettings(rank=8, alpha=32, dropout=0.0, targets=_TARGETS)
+
+
+def learnable_examples(job: Job) -> list[Example]:
+    """Draw sequences in which 9 of 10 tokens are determined by the one before."""
+    shape, generator = job.shape, torch.Generator().manual_seed(SEED)
+    count = shape.rows * shape.micro_batches * job.steps
+    successor = torch.randperm(_USED_TOKENS, generator=generator)
+    rows = torch.randint(_USED_TOKENS, (count, shape.columns), generator=generator)
+    follows = torch.rand(rows.shape, generator=generator) >= _NOISE
+    for column in range(1, shape.columns):
+        next_tokens = successor[rows[:, column - 1]]
+        rows[:, column] = next_tokens.where(follows[:, column], rows[:, column])
+    return as_examples(rows)
+
+
+def train_over(wire: WireType, job: Job) -> tuple[list[float], float]:
+    """Return the losses of all steps, and the bytes of a step in both directions."""
+    cores = sorted(os.sched_getaffinity(0))
+    split = SplitSettings(wire_dtype=wire)
+    own, other = {cores[0]}, {cores[-1]}
+    with ExitStack() as stack:
+        side = Split(stack, wire, [job], split, server_cores=own, client_cores=other)
+        losses = [side.step() for _ in range(job.steps)]
+        (account,), _ = side.accounts()
+    return losses, (account["bytes_up"] + account["bytes_down"]) / job.steps
+
+
+def train_whole(job: Job) -> list[float]:
+    """Return the losses of all steps."""
+    with ExitStack() as stack:
+        whole = Whole(stack, job, os.sched_getaffinity(0))
+        return [whole.step() for _ in range(job.steps)]
+
+
+def main() -> None:
+    """Train with each wire, and print what it carried and the losses."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100)
+    steps = parser.parse_args().steps
+    table = make_table(
+        f"{_SHAPE}, {steps} steps, LoRA on all linear modules, seed {SEED}",
+        *("", "kilobytes\nper step", "÷ (4 · tokens ·\nhidden · 2 bytes)"),
+        *("loss of the\nfirst step", f"mean of the\nlast {_LAST} steps", "− float32"),
+    )
+
+    def add(name: str, losses: Sequence[float], *carried: str) -> None:
+        end = mean(losses[-_LAST:])
+        ends.append(end)
+        values = (f"{losses[0]:.4f}", f"{end:.4f}", f"{end - ends[0]:+.4f}")
+        table.add_row(name, *(carried or ("", "")), *values)
+
+    ends: list[float] = []
+    with random_job(_SHAPE, steps, learnable_examples, adapter=_ADAPTER, learning_rate=3e-3) as job:
+        for wire in get_args(WireType):
+            losses, carried = train_over(wire, job)
+            add(wire, losses, f"{carried / 1000:.1f}", f"{carried / _SHAPE.step_bytes:.4f}")
+        add("(none)", train_whole(job))
+    show(table)
+
+
+if __name__ == "__main__":
+    main()
