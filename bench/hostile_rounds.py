@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from threading import Thread
 
 from bench.split_job import LIFETIME, SEED, Job, load_body, load_ends, serving
-from client_app.split import open_lane
+from client_app.fl_glm import open_lane
 from finetuning.settings import SplitSettings
 from finetuning.training.loop import train_round
 from split.client.split_model import ClientRound, SplitModel

@@ -37,7 +37,7 @@ from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.tokenization import Example
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import TrainSettings
-from finetuning.training.loop import Round, train_round
+from finetuning.training.loop import RoundPlan, train_round
 from finetuning.training.optimization import OptimizerState
 
 # FedJudge's table 1: the mean tokens of input and output of court, consultation and reasoning.
@@ -140,7 +140,7 @@ class Ours:
 
     def step(self, index: int, chosen: Sequence[int]) -> None:
         """Train on the chosen examples."""
-        place = Round([chosen], index, self._steps, _SEED, math.inf)
+        place = RoundPlan([chosen], index, self._steps, _SEED, math.inf)
         started = now()
         report, self._state = train_round(
             self._model,

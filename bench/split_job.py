@@ -14,7 +14,7 @@ from finetuning.adapters.adapter import State, attach_adapter, initial_adapter, 
 from finetuning.data.tokenization import Example
 from finetuning.model.base_model import loading_arguments, prepare
 from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
-from finetuning.training.loop import Round
+from finetuning.training.loop import RoundPlan
 from split.client.split_model import ClientRound, SplitModel
 from split.lane import dialling
 from split.lane.lane import Lane
@@ -113,12 +113,12 @@ class Job:
     client_device: str = "cpu"
     server_device: str = "cpu"
 
-    def place(self, first_step: int = 0) -> Round:
+    def place(self, first_step: int = 0) -> RoundPlan:
         """Give which examples each step is made of, in their order and over again."""
         size = self.shape.rows * self.shape.micro_batches
         count = len(self.examples(self))
         steps = [[i % count for i in range(n * size, (n + 1) * size)] for n in range(self.steps)]
-        return Round(steps, first_step, self.steps, SEED, time.monotonic() + LIFETIME)
+        return RoundPlan(steps, first_step, self.steps, SEED, time.monotonic() + LIFETIME)
 
     def state(self) -> State:
         """Give the adapter that all begin with."""
