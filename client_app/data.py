@@ -14,7 +14,7 @@ from finetuning.data.rows import FORMATS, DataError, Row, find_part, parse_messa
 from finetuning.generated import STYLES, examples
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
-from strategies.messages import NAME
+from strategies.messages import is_name
 
 # Unequal on purpose, as the paper's clients are (table 1), and small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
@@ -79,9 +79,9 @@ def _own(
             f"this SuperNode's --node-config lacks {' and '.join(missing)}; start it with "
             '--node-config \'name="court" data-path="/data/court"\''
         )
-    if not NAME.fullmatch(str(node["name"])):
+    if not is_name(str(node["name"])):
         raise DataError(
-            f"{node['name']!r} can't be a client's name: letters, digits, ' ', '.', '-'"
+            f"{node['name']!r} can't be a client's name: at most 64 letters, digits, ' ', '.', '-'"
         )
     path = Path(str(node["data-path"])).expanduser()
     if not path.is_absolute():

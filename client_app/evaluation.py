@@ -10,6 +10,7 @@ from finetuning.evaluation.held_out import generate_answers, held_out_loss
 from finetuning.model.base_model import reference
 from finetuning.model.whole_model import WholeModel
 from split.client.split_model import SplitModel
+from strategies.messages import LARGEST_METRIC
 
 
 def measure(kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Task) -> Metrics:
@@ -29,7 +30,7 @@ def measure(kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Tas
     held_out = held_out_loss(model, test, task.institution.padding, settings.batch_size)
     metrics: Metrics = {
         "loss": held_out.loss,
-        "perplexity": held_out.perplexity,
+        "perplexity": min(held_out.perplexity, LARGEST_METRIC),
         "examples": len(test),
         "target-tokens": held_out.target_tokens,
     }

@@ -21,7 +21,7 @@ from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import digest
 from finetuning.training.loop import DeadlineError
 from split.protocol.errors import LaneError
-from strategies.messages import SIZE, Instruction, answer, from_arrays, to_arrays
+from strategies.messages import SIZE, Instruction, answer, from_arrays, one_line, to_arrays
 from strategies.run_config import ConfigError, RunConfig, parse_run_config
 
 app = ClientApp()
@@ -69,9 +69,10 @@ def _reporting_problems(handler: Handler) -> Handler:
         try:
             return handler(message, context)
         except _PROBLEMS as error:
-            log(ERROR, "%s", error)
+            problem = one_line(str(error))  # it may quote the server
+            log(ERROR, "%s", problem)
             name = str(context.node_config.get("name", ""))
-            return answer(message, {"name": name, "problem": str(error)})
+            return answer(message, {"name": name, "problem": problem})
 
     return handle
 

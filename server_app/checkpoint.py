@@ -1,4 +1,4 @@
-"""What a run needs to go on after its last finished round: one file per round."""
+"""Checkpoints, from which a run is resumed: one file per round."""
 
 import dataclasses
 import json
@@ -15,8 +15,8 @@ from finetuning.model.fingerprint import differences
 from strategies.run_config import ConfigError, RunConfig
 
 _KEPT = 2
-# May differ between a run and its resumption: none of them changes what is computed. (Other devices
-# round otherwise, and have other dropout; but a machine can be another one.)
+# May differ between a run and its resumption, since they don't change what is computed. (Other
+# devices round differently and draw other dropout masks, but a run may move to another machine.)
 _MAY_CHANGE = {
     "min-nodes",
     "node-timeout",
@@ -50,13 +50,13 @@ class Checkpoint:
 
     Attributes:
         lineage: names the run across its resumptions.
-        finished_rounds: rounds whose averaged adapter this is.
-        evaluated: whether that adapter has been evaluated.
+        finished_rounds: rounds after which this was written.
+        evaluated: whether the global adapter has been evaluated.
         sizes: training examples of every client that has taken part.
-        metrics_bytes: length of ``metrics.jsonl`` when this was written.
+        metrics_bytes: length of ``metrics.jsonl`` at that time.
         state: the global adapter.
-        importance: J at it, if it has been computed.
-        optimizers: of what the server trains itself, if it does.
+        importance: J at the global adapter, if it has been computed.
+        optimizers: optimizer states of what the server itself trains, if anything.
 
     """
 
@@ -71,12 +71,13 @@ class Checkpoint:
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
-    """Write ``checkpoints/round-0002.safetensors``, whole or not at all; the last two are kept."""
-    tensors = {f"adapter.{name}": value for name, value in checkpoint.state.items()}
-    for name, value in (checkpoint.importance or {}).items():
-        tensors[f"importance.{name}"] = value
-    for name, value in (checkpoint.optimizers or {}).items():
-        tensors[f"optimizers.{name}"] = value
+    """Write ``checkpoints/round-0002.safetensors`` atomically; keep the last two."""
+    groups = {
+        "adapter": checkpoint.state,
+        "importance": checkpoint.importance or {},
+        "optimizers": checkpoint.optimizers or {},
+    }
+    tensors = {f"{group}.{k}": value for group in groups for k, value in groups[group].items()}
     fields = {
         field.name: getattr(checkpoint, field.name)
         for field in dataclasses.fields(checkpoint)
@@ -92,14 +93,14 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     """Read the newest checkpoint of a run's folder.
 
     Raises:
-        ConfigError: there is none, or ``config`` would go on with something else than that run.
+        ConfigError: there is none that can be read, or ``config`` differs from that run's.
 
     """
     if not directory.is_dir():
         raise ConfigError(f'resume = "{directory}" is not a folder')
     files = _all(directory)
     if not files:
-        raise ConfigError(f'resume = "{directory}" has no checkpoint; start the run anew')
+        raise ConfigError(f'resume = "{directory}" has no checkpoint; start a new run')
     before = json.loads((directory / "config.json").read_text())
     may_change = set(_MAY_CHANGE)
     if config.train.schedule == "constant" and config.train.warmup_ratio == 0:
@@ -111,7 +112,7 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     ]
     if changed:
         raise ConfigError(
-            f'resume = "{directory}": a run goes on with the config it began with:\n  '
+            f'resume = "{directory}": a run is resumed with the config it began with:\n  '
             + "\n  ".join(changed)
         )
     try:
@@ -129,14 +130,14 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
 
 
 def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
-    """Compare the base model with the one that a run began with.
+    """Compare the base model with that of the run that is resumed.
 
     Raises:
-        ConfigError: it is another one now.
+        ConfigError: they differ.
 
     """
     before = json.loads((directory / "base-model.json").read_text())["digests"]
-    # Shards of other parties may have come into the same folder since.
+    # Other parties' shards may have been added to the folder since.
     odd = [name for name in differences(before, fingerprint) if name in before]
     if odd:
         raise ConfigError(

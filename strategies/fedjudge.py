@@ -8,7 +8,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
 from strategies.messages import CONFIG, IMPORTANCE, SIZE, Instruction
-from strategies.roster import TooFewClientsError
+from strategies.participants import TooFewClientsError
 from strategies.rounds import Rounds
 
 
@@ -30,7 +30,7 @@ class FedJudgeCL(FedJudgeBase):
         for message in messages:
             message.content.config_records[CONFIG]["importance"] = own
             if not own:
-                assert self.progress.importance is not None  # _use_importance saw to it
+                assert self.progress.importance is not None  # set by _use_importance
                 message.content[IMPORTANCE] = self.progress.importance
         return messages
 

@@ -1,4 +1,4 @@
-"""Where a strategy writes down what it does; the server app has the files behind it."""
+"""The interface through which a strategy records a run; the server app writes the files."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ class Journal(Protocol):
         ...
 
     def personalised(self, client: str) -> State | None:
-        """Give what ``keep_personalised`` saved last for a client."""
+        """Return what ``keep_personalised`` saved last for a client, or None."""
         ...
 
     def checkpoint(
@@ -29,5 +29,5 @@ class Journal(Protocol):
         optimizers: State | None,
         evaluated: bool,
     ) -> None:
-        """Save the global adapter after a round, J, and the server's optimizers, if there are."""
+        """Save the global adapter after a round, and J and the server's optimizers if any."""
         ...

@@ -1,4 +1,4 @@
-"""A run that stops anywhere goes on as if it had not; what it left is whole."""
+"""A run that stops anywhere is resumed as if it had not; what it left is whole."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from server_app.checkpoint import load_checkpoint
-from server_app.main import STRATEGIES, place
+from server_app.main import STRATEGIES, open_directory
 from server_app.results import Results
 from strategies.messages import to_arrays
 from strategies.run_config import ConfigError, parse_run_config
@@ -31,10 +31,10 @@ def run(values: dict, stop_after: tuple[int, bool] | None = None) -> Path:
     state, peft_config = initial_adapter(
         config.model.name, config.adapter, derive_seed("adapter", config.seed)
     )
-    directory, progress, checkpoint = place(config)
+    directory, progress, checkpoint = open_directory(config)
     results = Results(directory, config, progress.lineage, str(base), peft_config)
     if checkpoint is not None:
-        results.go_on_from(checkpoint)
+        results.rewind_to(checkpoint)
         state = checkpoint.state
     results.describe(fingerprint(base))
     write = results.checkpoint
@@ -153,5 +153,5 @@ def test_a_damaged_checkpoint_is_named(values, tmp_path):
 
 def test_two_runs_of_one_second_have_folders_of_their_own(values, tmp_path):
     values |= {"output-dir": str(tmp_path / "runs")}
-    folders = {place(parse_run_config(values))[0] for _ in range(3)}
+    folders = {open_directory(parse_run_config(values))[0] for _ in range(3)}
     assert len(folders) == 3

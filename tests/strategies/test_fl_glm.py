@@ -16,7 +16,7 @@ from bench.in_process import InProcessGrid, run_in_process
 from client_app import fl_glm
 from client_app.institution import open_institution
 from finetuning.model.base_model import BaseModelError
-from strategies.roster import RefusedError
+from strategies.participants import RefusedError
 from strategies.run_config import ConfigError, parse_run_config
 
 
