@@ -17,8 +17,8 @@ from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from server_app.main import STRATEGIES
+from strategies.journal import Progress
 from strategies.messages import to_arrays
-from strategies.rounds import Progress
 from strategies.run_config import Scalar, parse_run_config
 
 
@@ -44,7 +44,7 @@ class InProcessGrid(Grid):
 
     @property
     def run(self) -> Any:
-        """There is no run outside this process."""
+        """Raise: there is no run outside this process."""
         raise NotImplementedError
 
     def create_message(self, *_: Any, **__: Any) -> Message:
@@ -52,7 +52,7 @@ class InProcessGrid(Grid):
         raise NotImplementedError
 
     def get_node_ids(self) -> Iterable[int]:
-        """Give all SuperNodes: they are always connected."""
+        """Return all SuperNodes: they are always connected."""
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -105,19 +105,12 @@ class MemoryJournal:
         self.kept[client] = state
 
     def personalised(self, client: str) -> State | None:
-        """Give a client's adapter."""
+        """Return a client's adapter."""
         return self.kept.get(client)
 
-    def checkpoint(
-        self,
-        round_number: int,
-        state: State,
-        importance: State | None,
-        optimizers: State | None,
-        evaluated: bool,
-    ) -> None:
+    def checkpoint(self, progress: Progress, state: State) -> None:
         """Keep the global adapter."""
-        self.adapters[round_number] = state
+        self.adapters[progress.finished_rounds] = state
 
 
 def run_in_process(
@@ -128,8 +121,9 @@ def run_in_process(
     Args:
         values: the run config.
         state_path: where clients keep their state.
-        clients: how many.
+        clients: number of clients.
         grid: connects to them; None makes one.
+
     """
     values = {"min-nodes": clients, **values, "state-path": str(state_path)}
     config = parse_run_config(values)

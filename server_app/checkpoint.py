@@ -1,6 +1,5 @@
 """Checkpoints, from which a run is resumed: one file per round."""
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from safetensors.torch import save_file
 from finetuning.adapters.adapter import State
 from finetuning.files import replacing
 from finetuning.model.fingerprint import differences
+from strategies.journal import Progress
 from strategies.run_config import ConfigError, RunConfig
 
 _KEPT = 2
@@ -46,44 +46,39 @@ _MAY_CHANGE = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after a round.
+    """A run after a round.
 
     Attributes:
-        lineage: names the run across its resumptions.
-        finished_rounds: rounds after which this was written.
-        evaluated: whether the global adapter has been evaluated.
+        progress: of the run.
+        state: the global adapter.
         sizes: training examples of every client that has taken part.
         metrics_bytes: length of ``metrics.jsonl`` at that time.
-        state: the global adapter.
-        importance: J at the global adapter, if it has been computed.
-        optimizers: optimizer states of what the server itself trains, if anything.
 
     """
 
-    lineage: str
-    finished_rounds: int
-    evaluated: bool
+    progress: Progress
+    state: State
     sizes: dict[str, int]
     metrics_bytes: int
-    state: State
-    importance: State | None
-    optimizers: State | None
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
     """Write ``checkpoints/round-0002.safetensors`` atomically; keep the last two."""
+    progress = checkpoint.progress
     groups = {
         "adapter": checkpoint.state,
-        "importance": checkpoint.importance or {},
-        "optimizers": checkpoint.optimizers or {},
+        "importance": progress.importance or {},
+        "optimizers": progress.optimizers or {},
     }
     tensors = {f"{group}.{k}": value for group in groups for k, value in groups[group].items()}
     fields = {
-        field.name: getattr(checkpoint, field.name)
-        for field in dataclasses.fields(checkpoint)
-        if field.name not in {"state", "importance", "optimizers"}
+        "lineage": progress.lineage,
+        "finished_rounds": progress.finished_rounds,
+        "evaluated": progress.evaluated,
+        "sizes": checkpoint.sizes,
+        "metrics_bytes": checkpoint.metrics_bytes,
     }
-    with replacing(_path(directory, checkpoint.finished_rounds)) as aside:
+    with replacing(_path(directory, progress.finished_rounds)) as aside:
         save_file(tensors, aside, metadata={"checkpoint": json.dumps(fields)})
     for old in _all(directory)[:-_KEPT]:
         old.unlink()
@@ -119,14 +114,15 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
         with safe_open(files[-1], framework="pt") as content:
             fields = json.loads(content.metadata()["checkpoint"])
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-    except (SafetensorError, KeyError, TypeError) as error:
+        sizes, metrics_bytes = fields.pop("sizes"), fields.pop("metrics_bytes")
+        progress = Progress(
+            **fields,
+            importance=_with_prefix(tensors, "importance.") or None,
+            optimizers=_with_prefix(tensors, "optimizers.") or None,
+        )
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{files[-1]} can't be read: {error}") from error
-    return Checkpoint(
-        **fields,
-        state=_with_prefix(tensors, "adapter."),
-        importance=_with_prefix(tensors, "importance.") or None,
-        optimizers=_with_prefix(tensors, "optimizers.") or None,
-    )
+    return Checkpoint(progress, _with_prefix(tensors, "adapter."), sizes, metrics_bytes)
 
 
 def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:

@@ -19,8 +19,8 @@ from server_app.results import Results, new_directory
 from server_app.summary import summary
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL
 from strategies.fl_glm import FLGLM
+from strategies.journal import Progress
 from strategies.messages import to_arrays
-from strategies.rounds import Progress
 from strategies.run_config import ConfigError, RunConfig, parse_run_config
 
 app = ServerApp()
@@ -32,9 +32,9 @@ STRATEGIES = {"fedjudge-base": FedJudgeBase, "fedjudge-cl": FedJudgeCL, "fl-glm"
 def main(grid: Grid, context: Context) -> None:
     """Run all remaining rounds; only an exception gives a Flower run a failed status."""
     config = parse_run_config(context.run_config)
-    directory, progress, checkpoint = open_directory(config)
+    directory, checkpoint = open_directory(config)
     try:
-        _run(grid, config, directory, progress, checkpoint)
+        _run(grid, config, directory, checkpoint)
     except BaseException:
         if (directory / "metrics.jsonl").exists():
             log(INFO, "Results so far: %s", directory)
@@ -44,13 +44,7 @@ def main(grid: Grid, context: Context) -> None:
     log(INFO, "%s", summary(directory))
 
 
-def _run(
-    grid: Grid,
-    config: RunConfig,
-    directory: Path,
-    progress: Progress,
-    checkpoint: Checkpoint | None,
-) -> None:
+def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint | None) -> None:
     kind = STRATEGIES[config.strategy]
     base = kind.locate_base_model(config)
     check_positions(base, config.row_with_answer)
@@ -60,11 +54,12 @@ def _run(
     )
     if checkpoint is not None:
         check_base_model(directory, digests)
-    loadable = reference(config.model.name, base)
-    results = Results(directory, config, progress.lineage, loadable, peft_config)
-    if checkpoint is not None:
+    results = Results(directory, config, reference(config.model.name, base), peft_config)
+    if checkpoint is None:
+        progress = Progress(lineage=uuid.uuid4().hex)
+    else:
+        progress, state = checkpoint.progress, checkpoint.state
         results.rewind_to(checkpoint)
-        state = checkpoint.state
         log(INFO, "Resuming after round %d of %s", progress.finished_rounds, directory)
     results.describe(digests)
     strategy = kind(config, digests, progress, results)
@@ -74,28 +69,20 @@ def _run(
         results.close()
 
 
-def open_directory(config: RunConfig) -> tuple[Path, Progress, Checkpoint | None]:
-    """Return the results folder, the run's progress, and the checkpoint if it is resumed.
+def open_directory(config: RunConfig) -> tuple[Path, Checkpoint | None]:
+    """Return the results folder, and the checkpoint if a run is resumed.
 
     Raises:
         ConfigError: the folder can't be written to, or the run can't be resumed.
 
     """
     if not config.resume:
-        return new_directory(config), Progress(lineage=uuid.uuid4().hex), None
+        return new_directory(config), None
     directory = Path(config.resume).expanduser()
     checkpoint = load_checkpoint(directory, config)
-    if checkpoint.finished_rounds >= config.rounds and checkpoint.evaluated:
+    finished = checkpoint.progress.finished_rounds
+    if finished >= config.rounds and checkpoint.progress.evaluated:
         raise ConfigError(
-            f'resume = "{directory}" has finished its {checkpoint.finished_rounds} rounds; raise '
-            "rounds to continue"
+            f'resume = "{directory}" has finished its {finished} rounds; raise rounds to continue'
         )
-    importance = checkpoint.importance
-    progress = Progress(
-        lineage=checkpoint.lineage,
-        finished_rounds=checkpoint.finished_rounds,
-        evaluated=checkpoint.evaluated,
-        importance=None if importance is None else to_arrays(importance),
-        optimizers=checkpoint.optimizers,
-    )
-    return directory, progress, checkpoint
+    return directory, checkpoint

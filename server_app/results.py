@@ -20,6 +20,7 @@ from finetuning.files import replacing
 from server_app.checkpoint import Checkpoint, save_checkpoint
 from server_app.report import write_report
 from split.protocol.errors import printable
+from strategies.journal import Progress
 from strategies.run_config import ConfigError, RunConfig
 
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizers", "safetensors")
@@ -31,18 +32,14 @@ class Results:
     Args:
         directory: the run's folder, made by ``new_directory`` or by the run that is resumed.
         config: the run's configuration.
-        lineage: the run's name across its resumptions.
         base: the base model's id or directory.
         peft_config: PEFT's configuration of the adapters.
 
     """
 
-    def __init__(
-        self, directory: Path, config: RunConfig, lineage: str, base: str, peft_config: Any
-    ) -> None:
+    def __init__(self, directory: Path, config: RunConfig, base: str, peft_config: Any) -> None:
         self.directory = directory
         self._config = config
-        self._lineage = lineage
         self._base = base
         self._peft_config = peft_config
         self._sizes: dict[str, int] = {}
@@ -91,30 +88,14 @@ class Results:
         file = self.directory / "adapters" / "clients" / client / "adapter_model.safetensors"
         return dict(load_file(file)) if file.is_file() else None
 
-    def checkpoint(
-        self,
-        round_number: int,
-        state: State,
-        importance: State | None,
-        optimizers: State | None,
-        evaluated: bool,
-    ) -> None:
+    def checkpoint(self, progress: Progress, state: State) -> None:
         """Save the global adapter, a checkpoint to resume from, and the report so far."""
-        if round_number > 0:
-            self._save_adapter("global", state, "Global adapter", self._sizes, round_number)
-        save_checkpoint(
-            self.directory,
-            Checkpoint(
-                lineage=self._lineage,
-                finished_rounds=round_number,
-                evaluated=evaluated,
-                sizes=dict(self._sizes),
-                metrics_bytes=self._metrics.stat().st_size if self._metrics.exists() else 0,
-                state=state,
-                importance=importance,
-                optimizers=optimizers,
-            ),
-        )
+        rounds = progress.finished_rounds
+        if rounds > 0:
+            self._save_adapter("global", state, "Global adapter", self._sizes, rounds)
+        recorded = self._metrics.stat().st_size if self._metrics.exists() else 0
+        checkpoint = Checkpoint(progress, state, sizes=self._sizes, metrics_bytes=recorded)
+        save_checkpoint(self.directory, checkpoint)
         self._tensorboard.flush()
         write_report(self.directory)
 

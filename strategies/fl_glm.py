@@ -21,10 +21,10 @@ from split.model.exactness import check_exactness
 from split.model.loading import load_parts, locate_parts, tensors_of
 from split.protocol.errors import printable
 from split.server.block_server import BlockServer
-from strategies.journal import Journal
+from strategies.journal import Journal, Progress
 from strategies.messages import BODY, LANE, State, from_arrays, lane_record, to_arrays
 from strategies.participants import RefusedError
-from strategies.rounds import Progress, Rounds, underscored
+from strategies.rounds import Rounds, underscored
 from strategies.run_config import RunConfig
 
 

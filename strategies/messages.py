@@ -31,7 +31,7 @@ LARGEST_METRIC = 1e30
 
 # A client's name; it becomes a folder's.
 NAME = re.compile(r"\w[\w .-]{0,62}\w|\w")
-# In UTF-8. File systems allow 255 for a folder's name, of which a few are for temporary names.
+# File systems allow 255 bytes for a folder's name; temporary names are a few longer.
 _MOST_NAME_BYTES = 200
 _LINEAGE = re.compile(r"[\w-]{1,64}")
 

@@ -188,7 +188,7 @@ class Participants:
             if reason is None:
                 valid[participant.name] = arrived[node]
             else:
-                left_out[participant.name] = reason
+                left_out[participant.name] = printable(reason)
         for name, reason in left_out.items():
             log(WARNING, "%s is left out: %s", name, reason)
         return valid, dict(sorted(left_out.items()))
@@ -219,7 +219,7 @@ class Participants:
                 participants[node] = Participant(node, name, metrics_of(reply)[SIZE])
             else:
                 who = f"{printable(name, 64)} (node {node})" if name else f"node {node}"
-                problems[who] = problem
+                problems[who] = printable(problem)
         for node in sorted(silent):
             problems[f"node {node}"] = f"no answer within {wait:g} s"
         return participants, problems

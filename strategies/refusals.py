@@ -1,6 +1,6 @@
 """Checks of clients' replies: what is malformed or out of bounds is refused, with a reason.
 
-Reasons quote replies; they are escaped and cut, so that they can be logged and stored.
+Reasons quote replies: use ``printable`` before they are logged or stored.
 """
 
 import math
@@ -51,15 +51,12 @@ def reason_to_refuse(
         minimum: smallest value that the arrays may have.
 
     """
-    reason = (
+    return (
         problem_of(reply)
         or _identity_problem(reply, name, base)
-        or _records_problem(reply)
         or _metrics_problem(metrics_of(reply), examples)
+        or _arrays_problem(reply.content.array_records.get(ARRAYS), reference, minimum)
     )
-    if reason is None and reference is not None:
-        reason = _arrays_problem(reply.content.array_records.get(ARRAYS), reference, minimum)
-    return None if reason is None else printable(reason)
 
 
 def reason_to_refuse_registration(
@@ -74,16 +71,13 @@ def reason_to_refuse_registration(
         fingerprint: of what it must hold of the base model; an empty digest is unknown.
 
     """
-    reason = problem_of(reply) or _registration_problem(reply, name, taken, fingerprint)
-    return None if reason is None else printable(reason)
-
-
-def _registration_problem(
-    reply: Message, name: str, taken: set[str], fingerprint: Mapping[str, str]
-) -> str | None:
+    if problem := problem_of(reply):
+        return problem
     if not is_name(name):
-        shown = printable(name, 64)
-        return f"the name {shown!r} must be letters, digits, spaces, '.', '_' or '-' (at most 64)"
+        return (
+            f"the name {printable(name, 64)!r} must be letters, digits, spaces, '.', '_' or '-' "
+            "(at most 64)"
+        )
     # Names become folders, and some file systems don't tell upper from lower case.
     if name.casefold() in {other.casefold() for other in taken}:
         return (
@@ -93,12 +87,14 @@ def _registration_problem(
     config, size = config_of(reply), metrics_of(reply).get(SIZE)
     if not isinstance(size, int) or not 0 < size <= _MOST_EXAMPLES:
         return f"its {SIZE} is {size!r}, and must be a whole number from 1 to {_MOST_EXAMPLES}"
-    tensors, digests = config.get("tensors"), config.get("digests")
+    return _base_model_problem(config.get("tensors"), config.get("digests"), fingerprint)
+
+
+def _base_model_problem(tensors: Any, digests: Any, fingerprint: Mapping[str, str]) -> str | None:
     if not _are_texts(tensors) or not _are_texts(digests) or len(tensors) != len(digests):
         return "it doesn't say which base model it has"
     theirs = dict(zip(tensors, digests, strict=True))
-    ours = {k: v or theirs.get(k, v) for k, v in fingerprint.items()}
-    odd = differences(ours, theirs)
+    odd = differences({k: v or theirs.get(k, v) for k, v in fingerprint.items()}, theirs)
     if not odd:
         return None
     more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
@@ -118,10 +114,6 @@ def _identity_problem(reply: Message, name: str, base: str) -> str | None:
         return f"it now calls itself {config.get('name')!r}"
     if config.get("base") != base:
         return "it trained another base model (the fingerprints differ)"
-    return None
-
-
-def _records_problem(reply: Message) -> str | None:
     # An average takes every record of a reply, so there may be none but those that are checked.
     content = reply.content
     if set(content.metric_records) != {METRICS} or not set(content.array_records) <= {ARRAYS}:
@@ -152,9 +144,11 @@ def _is_bounded_number(value: object) -> bool:
 
 
 def _arrays_problem(
-    arrays: ArrayRecord | None, reference: ArrayRecord, minimum: float
+    arrays: ArrayRecord | None, reference: ArrayRecord | None, minimum: float
 ) -> str | None:
     """Compare names, shapes and dtypes with the reference before any value is read."""
+    if reference is None:
+        return None
     if arrays is None:
         return "it sent no arrays"
     if set(arrays) != set(reference):

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg, Result
+from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords, aggregate_metricrecords
 
 from finetuning.model.base_model import locate
-from strategies.journal import Journal
+from strategies.journal import Journal, Progress
 from strategies.messages import (
     ARRAYS,
     CONFIG,
@@ -30,27 +30,7 @@ from strategies.participants import Participants, TooFewClientsError
 from strategies.run_config import RunConfig
 
 
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a run.
-
-    Attributes:
-        lineage: names the run across its resumptions.
-        finished_rounds: rounds whose adapters have been averaged.
-        evaluated: whether the current global adapter has been evaluated.
-        importance: J at the current global adapter, if it has been computed.
-        optimizers: optimizer states of what the server itself trains, if anything.
-
-    """
-
-    lineage: str
-    finished_rounds: int = 0
-    evaluated: bool = False
-    importance: ArrayRecord | None = None
-    optimizers: State | None = None
-
-
-class Rounds(FedAvg):
+class Rounds(Strategy):
     """Clients train adapters, the server averages them by data size, round after round.
 
     Args:
@@ -64,26 +44,18 @@ class Rounds(FedAvg):
     def __init__(
         self, config: RunConfig, fingerprint: dict[str, str], progress: Progress, journal: Journal
     ) -> None:
-        super().__init__(
-            min_train_nodes=config.min_nodes,
-            min_evaluate_nodes=config.min_nodes,
-            min_available_nodes=config.min_nodes,
-            weighted_by_key=SIZE,
-            arrayrecord_key=ARRAYS,
-            configrecord_key=CONFIG,
-        )
         self.config = config
         self.progress = progress
         self._journal = journal
         self._instruction = Instruction(
-            round=0,
-            lineage=progress.lineage,
-            base="",
-            time_limit=config.round_timeout,
+            round=0, lineage=progress.lineage, base="", time_limit=config.round_timeout
         )
         self._participants = Participants(config, self._instruction, fingerprint)
         self._reference = ArrayRecord()
         self._round_started = 0.0
+
+    def summary(self) -> None:
+        """Do nothing: the run's folder has its configuration."""
 
     @staticmethod
     def locate_base_model(config: RunConfig) -> Path:
@@ -271,14 +243,7 @@ class Rounds(FedAvg):
         self._checkpoint(arrays)
 
     def _checkpoint(self, arrays: ArrayRecord) -> None:
-        importance = self.progress.importance
-        self._journal.checkpoint(
-            self.progress.finished_rounds,
-            self._whole(from_arrays(arrays)),
-            None if importance is None else from_arrays(importance),
-            self.progress.optimizers,
-            self.progress.evaluated,
-        )
+        self._journal.checkpoint(self.progress, self._whole(from_arrays(arrays)))
 
 
 def _reasons(left_out: Mapping[str, str]) -> list[dict[str, str]]:

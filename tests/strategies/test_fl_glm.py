@@ -106,7 +106,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
     names = ["rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
     answering = {"generate": True, "generate-examples": 4, "batch-size": 3, "max-new-tokens": 12}
     values = split_values | {f"evaluate.{key}": value for key, value in answering.items()}
-    # So much that the random model says some of the words.
+    # So many steps that the random model generates some of the words.
     values |= {"adapter.rank": 16, "train.epochs": 8, "train.learning-rate": 2e-2}
     values |= {"adapter.targets": "q_proj,v_proj,up_proj,down_proj,lm_head"}
     journal = run(values, tmp_path)
@@ -209,7 +209,7 @@ def test_tickets_do_not_travel_in_clear_text(split_values, tmp_path):
         run_in_process(advertised, tmp_path, 1, Unencrypted(advertised, nodes))
 
 
-def test_a_port_in_use_is_said_in_words(split_values, tmp_path):
+def test_a_port_in_use_is_an_error_that_names_the_setting(split_values, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

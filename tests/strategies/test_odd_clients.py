@@ -227,7 +227,7 @@ def test_a_client_over_its_time_says_so(values, tmp_path):
         ("name", "../alpha", "must be letters"),
         ("name", "", "must be letters"),
         ("name", "ALPHA", r"another SuperNode is named 'alpha' already \(upper"),
-        ("name", "𐐀" * 63, "must be letters"),  # no folder's name: 252 bytes
+        pytest.param("name", "𐐀" * 63, "must be letters", id="252 bytes"),  # no folder's name
         ("name", "\x1b[2J\n" * 10**5, r"x1b\[2J\\n.*….* must be letters"),
         ("digests", None, "its base model is not the run's: .* differ"),
         ("tensors", "text", "which base model"),
