@@ -14,11 +14,11 @@ from strategies.messages import LARGEST_METRIC
 
 
 def measure(kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Task) -> Metrics:
-    """Measure the held-out loss of a model as it is now, and score its answers if the run does.
+    """Measure a model's held-out loss, and score its answers if the run sets it.
 
     Args:
-        kind: the model's name: ``base``, ``global`` or ``personalised``.
-        model: whole, or with its middle blocks at the server.
+        kind: ``base``, ``global`` or ``personalised``.
+        model: whole, or with its middle blocks at the server; its adapter as it is now.
         tokenizer: of the base model.
         task: the client's held-out data and the run's settings.
 
@@ -46,14 +46,7 @@ def measure(kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Tas
 
 
 def save_final_adapters(task: Task, adapters: Mapping[str, State], peft_config: Any) -> None:
-    """Save the run's last adapters on the client's own disk, in PEFT's format.
-
-    Args:
-        task: the client, the run and the folder.
-        adapters: whole adapters by the model's name.
-        peft_config: of the adapters.
-
-    """
+    """Save the run's last whole adapters, by kind, on the client's own disk in PEFT's format."""
     config, institution = task.config, task.institution
     base = reference(config.model.name, institution.directory)
     task.state.describe(config.flat(), base, institution.fingerprint)

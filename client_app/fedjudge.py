@@ -75,10 +75,9 @@ def train(task: Task) -> tuple[State, Metrics]:
     )
     adapter = export_adapter(model.peft_model)
     task.save(adapter, optimizer)
-    weights_in_all = sum(parameter.numel() for parameter in parameters.values())
-    return adapter, training_metrics(report) | _penalty_metrics(
-        report, task.config.continual.weight, weights_in_all
-    )
+    count = sum(parameter.numel() for parameter in parameters.values())
+    penalty_metrics = _penalty_metrics(report, task.config.continual.weight, count)
+    return adapter, training_metrics(report) | penalty_metrics
 
 
 def evaluate(task: Task) -> tuple[Metrics, State | None]:
@@ -148,21 +147,14 @@ def _importance(model: WholeModel, institution: Institution, config: RunConfig) 
     return {names[name]: value.float().cpu() for name, value in values.items()}
 
 
-def _penalty_metrics(report: TrainingReport, weight: float, weights_in_all: int) -> Metrics:
-    """Return the metrics of the continual-learning penalty; none without a penalty.
-
-    Args:
-        report: of the round.
-        weight: λ.
-        weights_in_all: number of trained weights.
-
-    """
+def _penalty_metrics(report: TrainingReport, weight: float, parameters: int) -> Metrics:
+    """Return the metrics of the continual-learning penalty of weight λ, if there is one."""
     s = report.final_distance
     if s is None:
         return {}
     return {
         "importance-distance": s,
-        "mean-importance-distance": s / weights_in_all,
+        "mean-importance-distance": s / parameters,
         "penalty": weight * (s + s * s),
         "penalty-gradient-share": report.penalty_gradient_share or 0.0,
     }

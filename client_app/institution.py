@@ -46,11 +46,6 @@ def open_institution(
 ) -> Institution:
     """Read and tokenize a client's data; once for each client in a process.
 
-    Args:
-        config: the run's configuration.
-        node: the SuperNode's ``--node-config``, or the simulation's.
-        base_model: finds the base model for the run's strategy.
-
     Raises:
         DataError: the data is missing or malformed.
         BaseModelError: the base model can't be found.

@@ -23,14 +23,7 @@ State = dict[str, torch.Tensor]
 
 
 class ClientState:
-    """The state of one client in one run.
-
-    Args:
-        state_path: ``state-path`` of the run config; empty means the user's state folder.
-        lineage: the run's name across its resumptions.
-        client: the client's name.
-
-    """
+    """The state of one client in one run; an empty ``state_path`` is the user's state folder."""
 
     def __init__(self, state_path: str, lineage: str, client: str) -> None:
         root = (
@@ -53,14 +46,7 @@ class ClientState:
     def describe(
         self, config: Mapping[str, Any], base: str, fingerprint: Mapping[str, str]
     ) -> None:
-        """Write which run and base model the adapters belong to, as in a run's folder.
-
-        Args:
-            config: the run's configuration with dotted keys.
-            base: where the base model was loaded from.
-            fingerprint: of the base model, or of the parts that are held here.
-
-        """
+        """Write which run and base model the adapters belong to, as in a run's folder."""
         for name, content in (
             ("config.json", dict(config)),
             ("base-model.json", {"loaded from": base, "digests": dict(fingerprint)}),

@@ -33,13 +33,6 @@ class FLGLM(Rounds):
 
     Flower's messages carry the adapters of heads and tails, once per round, and invitations to
     lanes; the adapters of the blocks between stay at the server.
-
-    Args:
-        config: the run's configuration.
-        fingerprint: of what the server holds of the base model.
-        progress: where to start.
-        journal: records what happens.
-
     """
 
     def __init__(

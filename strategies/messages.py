@@ -153,12 +153,8 @@ def answer(
 ) -> Message:
     """Make a reply.
 
-    Args:
-        message: the message that is answered.
-        config: at least the client's ``name``.
-        metrics: numbers; replies to train and evaluate messages include ``num-examples``.
-        arrays: the adapter, or J.
-
+    ``config`` has at least the client's ``name``; the metrics of replies to train and evaluate
+    messages include ``num-examples``; ``arrays`` is the adapter, or J.
     """
     content = RecordDict({CONFIG: ConfigRecord(dict(config))})
     if metrics is not None:

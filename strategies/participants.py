@@ -69,12 +69,8 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> list[int]:
 class Participants:
     """The registered clients of a run, and the recipients of the last messages.
 
-    Args:
-        config: the run's limits on numbers and times.
-        instruction: with the run's lineage and base model.
-        fingerprint: of what clients must hold of the base model, as the server computed it. An
-            empty digest is unknown, and becomes that of the first client.
-
+    ``fingerprint`` is of what clients must hold of the base model, as the server computed it. An
+    empty digest is unknown, and becomes that of the first client.
     """
 
     def __init__(

@@ -77,16 +77,11 @@ class Rounds(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the rounds that are left, from the adapter that ``progress`` goes with.
+        """Run the remaining rounds.
 
-        Args:
-            grid: connects to the SuperNodes.
-            initial_arrays: the global adapter after ``progress.finished_rounds``.
-            num_rounds: counted from the beginning of the run, finished ones included.
-            timeout: seconds to wait for replies.
-            train_config: not used; every round's instruction is made from the run config.
-            evaluate_config: not used.
-            evaluate_fn: not used; the server has no data.
+        ``initial_arrays`` is the global adapter after ``progress.finished_rounds``; ``num_rounds``
+        includes the finished ones. Flower's configs are not used, nor is ``evaluate_fn``: messages
+        follow from the run config, and the server has no data.
 
         Raises:
             RefusedError: clients can't take part as they are.
