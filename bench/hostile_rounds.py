@@ -9,10 +9,10 @@ from multiprocessing.connection import Connection
 from threading import Thread
 
 from bench.split_job import LIFETIME, SEED, Job, load_body, load_ends, serving
-from client_app.fl_glm import open_lane
 from finetuning.settings import SplitSettings
 from finetuning.training.loop import train_round
 from split.client.split_model import ClientRound, SplitModel
+from split.lane.dialling import open_lane
 from split.model.adapters import load_state
 from split.model.cut import PartyName
 from split.model.part import Part
@@ -83,7 +83,12 @@ def train_honest(link: Connection, jobs: Sequence[Job], split: SplitSettings) ->
 def _train(ends: Mapping[PartyName, Part], job: Job, invitation: Invitation) -> None:
     shape, deadline = job.shape, time.monotonic() + LIFETIME
     with closing(
-        open_lane(invitation, Limits(shape.hidden, "float32", shape.tokens), deadline)
+        open_lane(
+            invitation,
+            Limits(shape.hidden, "float32", shape.tokens),
+            deadline=deadline,
+            resume_timeout=30.0,
+        )
     ) as lane:
         model = SplitModel(ends["head"], ends["tail"], lane, 300.0)
         model.join(ClientRound(job.steps, 0, job.steps, shape.tokens, 0, deadline))
