@@ -18,7 +18,7 @@ from finetuning.adapters.adapter import State, attach_adapter, initial_adapter, 
 from finetuning.data.tokenization import Example
 from finetuning.model.base_model import loading_arguments, prepare
 from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
-from finetuning.training.loop import Round
+from finetuning.training.loop import RoundPlan
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
 from split.model.adapters import load_state, take_apart
@@ -170,12 +170,12 @@ class Job:
             learning_rate=self.learning_rate,
         )
 
-    def place(self) -> Round:
+    def place(self) -> RoundPlan:
         """Return which examples each step consists of: all in order, repeatedly."""
         size = self.shape.rows * self.shape.micro_batches
         count = len(self.examples(self))
         steps = [[i % count for i in range(n * size, (n + 1) * size)] for n in range(self.steps)]
-        return Round(steps, 0, self.steps, SEED, time.monotonic() + LIFETIME)
+        return RoundPlan(steps, 0, self.steps, SEED, time.monotonic() + LIFETIME)
 
     def state(self) -> State:
         """Return the initial adapter of all parties."""

@@ -28,7 +28,7 @@ from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.tokenization import Example
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import TrainSettings
-from finetuning.training.loop import Round, train_round
+from finetuning.training.loop import RoundPlan, train_round
 from finetuning.training.optimization import OptimizerState
 
 # FedJudge's table 1: the mean tokens of input and output of court, consultation and reasoning.
@@ -92,7 +92,7 @@ class Ours:
                 self._parameters,
                 self._examples,
                 0,
-                Round([chosen], index, self._steps, SEED, math.inf),
+                RoundPlan([chosen], index, self._steps, SEED, math.inf),
                 _SETTINGS,
                 optimizer_state=self._state,
             )

@@ -1,4 +1,4 @@
-"""Which private rows are this client's: its own files, a share of a data set, or generated ones."""
+"""A client's private rows: its own files, a share of a data set, or generated ones."""
 
 import re
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from finetuning.data.rows import FORMATS, DataError, Row, find_part, parse_messa
 from finetuning.generated import STYLES, examples
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
-from strategies.messages import NAME
+from strategies.messages import is_name
 
-# Unequal on purpose, as the paper's clients are (table 1), and small enough for a demonstration.
+# Unequal like the sizes of the paper's clients (table 1), and small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
 _GENERATED_TEST = 64
 # "name" or "owner/name".
@@ -28,8 +28,8 @@ class ClientData:
     """A client's name and its rows.
 
     Attributes:
-        name: the institution's.
-        train: rows to learn from.
+        name: the institution's name.
+        train: training rows.
         test: held-out rows.
 
     """
@@ -48,49 +48,31 @@ def read_client_data(
         settings: the run's data settings.
         node: the SuperNode's ``--node-config`` (``name`` and ``data-path``), or, in simulation,
             Flower's ``partition-id`` and ``num-partitions``.
-        seed: the run's.
+        seed: of the run.
 
     Raises:
-        DataError: nothing is there, or rows are malformed.
+        DataError: no data is there, or rows are malformed.
 
     """
+    reader = _Reader(settings, seed)
     if "data-path" in node or "partition-id" not in node:
-        return _own(settings, node, seed)
+        return reader.own(node)
     index, count = int(node["partition-id"]), int(node["num-partitions"])
     if not settings.path:
         return _generated(index, seed)
     path = Path(settings.path).expanduser()
     if not path.is_absolute():
-        return _share_of_hub(settings, index, count, seed)
+        return reader.share(reader.hub_rows(), None, index, count)
     folders = sorted(
         folder for folder in path.glob("*") if folder.is_dir() and find_part(folder, "train")
     )
     if folders:
-        return _one_of(folders, index, count, settings, seed)
-    return _share(settings, path, index, count, seed)
-
-
-def _own(
-    settings: DataSettings, node: Mapping[str, str | int | float | bool], seed: int
-) -> ClientData:
-    missing = [key for key in ("name", "data-path") if not node.get(key)]
-    if missing:
-        raise DataError(
-            f"this SuperNode's --node-config lacks {' and '.join(missing)}; start it with "
-            '--node-config \'name="court" data-path="/data/court"\''
-        )
-    if not NAME.fullmatch(str(node["name"])):
-        raise DataError(
-            f"{node['name']!r} can't be a client's name: letters, digits, ' ', '.', '-'"
-        )
-    path = Path(str(node["data-path"])).expanduser()
-    if not path.is_absolute():
-        raise DataError(f'data-path = "{path}" must be an absolute path')
-    return _from_folder(str(node["name"]), path, settings, seed)
+        return reader.one_of(folders, index, count)
+    return reader.share(*reader.parts(path), index, count)
 
 
 def _generated(index: int, seed: int) -> ClientData:
-    """Give one of the three generated clients; further ones repeat the styles with other facts."""
+    """Return one of the three generated clients; further ones repeat the styles with new facts."""
     style, copy = STYLES[index % len(STYLES)], index // len(STYLES)
     name = style if copy == 0 else f"{style}-{copy + 1}"
     own_seed = derive_seed("generated", seed, copy)
@@ -104,98 +86,110 @@ def _generated(index: int, seed: int) -> ClientData:
     return ClientData(name, rows["train"], rows["test"])
 
 
-def _one_of(
-    folders: list[Path], index: int, count: int, settings: DataSettings, seed: int
-) -> ClientData:
-    names = ", ".join(folder.name for folder in folders)
-    if count > len(folders):
-        raise DataError(
-            f"{count} SuperNodes, but {folders[0].parent} has {len(folders)} clients ({names}); "
-            f"run with --federation-config num-supernodes={len(folders)}"
+@dataclass(frozen=True)
+class _Reader:
+    """Reads and divides rows by a run's data settings and seed."""
+
+    settings: DataSettings
+    seed: int
+
+    def own(self, node: Mapping[str, str | int | float | bool]) -> ClientData:
+        """Read the files that a SuperNode's configuration names."""
+        missing = [key for key in ("name", "data-path") if not node.get(key)]
+        if missing:
+            raise DataError(
+                f"this SuperNode's --node-config lacks {' and '.join(missing)}; start it with "
+                '--node-config \'name="court" data-path="/data/court"\''
+            )
+        name, path = str(node["name"]), Path(str(node["data-path"])).expanduser()
+        if not is_name(name):
+            raise DataError(
+                f"{name!r} can't be a client's name: at most 64 letters, digits, ' ', '.', '-'"
+            )
+        if not path.is_absolute():
+            raise DataError(f'data-path = "{path}" must be an absolute path')
+        return self.folder(name, path)
+
+    def one_of(self, folders: list[Path], index: int, count: int) -> ClientData:
+        """Read one of the clients' folders."""
+        fix = f"run with --federation-config num-supernodes={len(folders)}"
+        if count > len(folders):
+            names = ", ".join(folder.name for folder in folders)
+            raise DataError(
+                f"{count} SuperNodes, but {folders[0].parent} has {len(folders)} clients "
+                f"({names}); {fix}"
+            )
+        if count < len(folders) and index == 0:
+            unused = ", ".join(folder.name for folder in folders[count:])
+            text = "%d SuperNodes for %d clients: %s won't take part; %s"
+            log(WARNING, text, count, len(folders), unused, fix)
+        return self.folder(folders[index].name, folders[index])
+
+    def folder(self, name: str, path: Path) -> ClientData:
+        """Read a client's own folder or file."""
+        train, test = self.parts(path)
+        return self.hold_out(name, train) if test is None else ClientData(name, train, test)
+
+    def parts(self, path: Path) -> tuple[list[Row], list[Row] | None]:
+        """Read ``path/train.*`` and ``path/test.*``, or the single file ``path``."""
+        skip_bad = self.settings.skip_bad_rows
+        if path.is_file():
+            return read_rows(path, skip_bad=skip_bad), None
+        if not path.is_dir():
+            raise DataError(f"{path} doesn't exist")
+        train, test = find_part(path, "train"), find_part(path, "test")
+        if train is None:
+            raise DataError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
+        rows = read_rows(train, skip_bad=skip_bad)
+        return rows, None if test is None else read_rows(test, skip_bad=skip_bad)
+
+    def hub_rows(self) -> list[Row]:
+        """Read a data set by its Hugging Face id."""
+        path = self.settings.path
+        if not _HUB_ID.fullmatch(path) or Path(path).suffix in FORMATS:
+            raise DataError(
+                f'data.path = "{path}" must be an absolute path (or start with ~): a run has its '
+                "own folder, to which relative paths would refer"
+            )
+        return read_rows(path, skip_bad=self.settings.skip_bad_rows)
+
+    def share(self, train: list[Row], test: list[Row] | None, index: int, count: int) -> ClientData:
+        """Return one client's share of a data set."""
+        name, kind = f"client-{index}", self.settings.partition
+
+        def divide(rows: list[Row]) -> list[Row]:
+            return partition(rows, count, self.settings, self.seed)[index]
+
+        if test is None:
+            # Held out after the division, so that no client trains on another one's test rows.
+            return self.hold_out(name, divide(train))
+        if kind in {"iid", "length"}:
+            return ClientData(name, divide(train), divide(test))
+        # Both parts are divided together, so that a client is tested on labels that it has.
+        own = divide([*train, *test])
+        held_out = {id(row) for row in test}
+        parts = ClientData(
+            name,
+            train=[row for row in own if id(row) not in held_out],
+            test=[row for row in own if id(row) in held_out],
         )
-    if count < len(folders) and index == 0:
-        unused = ", ".join(folder.name for folder in folders[count:])
-        log(
-            WARNING,
-            "%d SuperNodes for %d clients: %s won't take part; run with --federation-config "
-            "num-supernodes=%d",
-            count,
-            len(folders),
-            unused,
-            len(folders),
-        )
-    return _from_folder(folders[index].name, folders[index], settings, seed)
+        if not parts.train or not parts.test:
+            raise DataError(
+                f'data.partition = "{kind}" leaves {name} with {len(parts.train)} training and '
+                f"{len(parts.test)} test rows of {self.settings.path}; without a test file each "
+                "client holds out some of its own rows"
+            )
+        return parts
 
-
-def _from_folder(name: str, path: Path, settings: DataSettings, seed: int) -> ClientData:
-    train, test = _read_parts(path, settings)
-    if test is not None:
-        return ClientData(name, train, test)
-    return _hold_out(name, train, settings.test_fraction, seed)
-
-
-def _read_parts(path: Path, settings: DataSettings) -> tuple[list[Row], list[Row] | None]:
-    """Read ``path/train.*`` and ``path/test.*``, or the one file that ``path`` is."""
-    if path.is_file():
-        return read_rows(path, skip_bad=settings.skip_bad_rows), None
-    if not path.is_dir():
-        raise DataError(f"{path} doesn't exist")
-    train, test = find_part(path, "train"), find_part(path, "test")
-    if train is None:
-        raise DataError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
-    rows = read_rows(train, skip_bad=settings.skip_bad_rows)
-    return rows, None if test is None else read_rows(test, skip_bad=settings.skip_bad_rows)
-
-
-def _share_of_hub(settings: DataSettings, index: int, count: int, seed: int) -> ClientData:
-    """Read a data set by its Hugging Face id and give this client's part of it."""
-    if not _HUB_ID.fullmatch(settings.path) or Path(settings.path).suffix in FORMATS:
-        raise DataError(
-            f'data.path = "{settings.path}" must be an absolute path (or start with ~); a run has '
-            "a folder of its own, in which relative paths would begin"
-        )
-    rows = read_rows(settings.path, skip_bad=settings.skip_bad_rows)
-    own = partition(rows, count, settings, seed)[index]
-    return _hold_out(f"client-{index}", own, settings.test_fraction, seed)
-
-
-def _share(settings: DataSettings, path: Path, index: int, count: int, seed: int) -> ClientData:
-    """Read one data set and give this client's part of it."""
-    name = f"client-{index}"
-    train, test = _read_parts(path, settings)
-    if test is None:
-        # Held out after it is divided, so that no client trains on what another one is tested on.
-        own = partition(train, count, settings, seed)[index]
-        return _hold_out(name, own, settings.test_fraction, seed)
-    if settings.partition in {"iid", "length"}:
+    def hold_out(self, name: str, rows: list[Row]) -> ClientData:
+        """Hold out a share of the rows, at least one."""
+        if len(rows) < 2:
+            raise DataError(f"{name} has {len(rows)} row and no test part; none can be held out")
+        seed = derive_seed("hold out", self.seed, name)
+        order = np.random.default_rng(seed).permutation(len(rows))
+        cut = min(max(1, round(self.settings.test_fraction * len(rows))), len(rows) - 1)
         return ClientData(
             name,
-            partition(train, count, settings, seed)[index],
-            partition(test, count, settings, seed)[index],
+            train=[rows[i] for i in sorted(order[cut:])],
+            test=[rows[i] for i in sorted(order[:cut])],
         )
-    # Both parts are divided as one, so that a client is tested on the labels that it has.
-    own = partition([*train, *test], count, settings, seed)[index]
-    held_out = {id(row) for row in test}
-    parts = ClientData(
-        name,
-        [row for row in own if id(row) not in held_out],
-        [row for row in own if id(row) in held_out],
-    )
-    if not parts.train or not parts.test:
-        raise DataError(
-            f'data.partition = "{settings.partition}" leaves {name} with {len(parts.train)} '
-            f"training and {len(parts.test)} test rows of {path}; without a test file each client "
-            "holds out some of its own rows"
-        )
-    return parts
-
-
-def _hold_out(name: str, rows: list[Row], fraction: float, seed: int) -> ClientData:
-    """Hold out a share of the rows, at least one."""
-    if len(rows) < 2:
-        raise DataError(f"{name} has {len(rows)} row and no test part; nothing could be held out")
-    order = np.random.default_rng(derive_seed("hold out", seed, name)).permutation(len(rows))
-    cut = min(max(1, round(fraction * len(rows))), len(rows) - 1)
-    return ClientData(
-        name, [rows[i] for i in sorted(order[cut:])], [rows[i] for i in sorted(order[:cut])]
-    )

@@ -1,91 +1,43 @@
-"""Evaluating the base, global and personalised models on a client's held-out data."""
+"""What evaluating a model on a client's held-out data takes, whatever the strategy."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from client_app.institution import Institution, load_model
-from client_app.state import ClientState
-from client_app.training import own_importance
-from finetuning.adapters.adapter import State, load_adapter, save_adapter
+from client_app.task import Metrics, Task
+from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
 from finetuning.evaluation.held_out import generate_answers, held_out_loss
+from finetuning.model.base_model import reference
 from finetuning.model.whole_model import WholeModel
 from split.client.split_model import SplitModel
-from strategies.messages import Instruction
-from strategies.run_config import RunConfig
+from strategies.messages import LARGEST_METRIC
 
 
-def evaluate_models(
-    institution: Institution,
-    config: RunConfig,
-    instruction: Instruction,
-    arrays: State,
-    state: ClientState,
-) -> tuple[dict[str, int | float], State | None]:
-    """Do what an evaluate message asks for.
+def measure(kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Task) -> Metrics:
+    """Measure a model's held-out loss, and score its answers if the run sets it.
 
     Args:
-        institution: whose held-out data.
-        config: the run's.
-        instruction: the round, and what is due.
-        arrays: the global adapter.
-        state: where this client's personalised adapter is; the final ones are saved beside it.
-
-    Returns:
-        Metrics named ``<model>.<metric>``, and J at the global adapter if it was asked for.
-
-    """
-    model, tokenizer = load_model(config.model, config.adapter)
-    personalised = state.adapter(instruction.round)
-    metrics: dict[str, int | float] = {}
-    if instruction.losses:
-        if instruction.round == 0:
-            with model.without_adapter():
-                metrics |= measured("base", model, tokenizer, institution, config)
-        elif personalised is not None:
-            load_adapter(model.peft_model, personalised)
-            metrics |= measured("personalised", model, tokenizer, institution, config)
-    load_adapter(model.peft_model, arrays)
-    if instruction.losses and instruction.round > 0:
-        metrics |= measured("global", model, tokenizer, institution, config)
-    if instruction.final:
-        _keep(arrays, personalised, model, institution, config, state)
-    if not instruction.importance:
-        return metrics, None
-    return metrics, own_importance(institution, config, model, tokenizer.pad_token_id)
-
-
-def measured(
-    kind: str,
-    model: WholeModel | SplitModel,
-    tokenizer: Any,
-    institution: Institution,
-    config: RunConfig,
-) -> dict[str, int | float]:
-    """Measure the model as it is now; scores of generated answers where the run asks for them.
-
-    Args:
-        kind: the model's name.
-        model: whole, or with the blocks between at the server.
+        kind: ``base``, ``global`` or ``personalised``.
+        model: whole, or with its middle blocks at the server; its adapter as it is now.
         tokenizer: of the base model.
-        institution: whose held-out data.
-        config: the run's.
+        task: the client's held-out data and the run's settings.
 
     Returns:
         Metrics named ``<kind>.<metric>``.
 
     """
-    settings = config.evaluate
-    held_out = held_out_loss(model, institution.test, tokenizer.pad_token_id, settings.batch_size)
-    metrics: dict[str, int | float] = {
+    settings, test = task.config.evaluate, task.institution.test
+    held_out = held_out_loss(model, test, task.institution.padding, settings.batch_size)
+    metrics: Metrics = {
         "loss": held_out.loss,
-        "perplexity": held_out.perplexity,
-        "examples": len(institution.test),
+        "perplexity": min(held_out.perplexity, LARGEST_METRIC),
+        "examples": len(test),
         "target-tokens": held_out.target_tokens,
     }
     if settings.generate:
         from finetuning.evaluation.scoring import score
 
-        examples = institution.test[: settings.generate_examples]
+        examples = test[: settings.generate_examples]
         answers = generate_answers(
             model, tokenizer, examples, settings.batch_size, settings.max_new_tokens
         )
@@ -93,26 +45,18 @@ def measured(
     return {f"{kind}.{name}": value for name, value in metrics.items()}
 
 
-def _keep(
-    arrays: State,
-    personalised: State | None,
-    model: WholeModel,
-    institution: Institution,
-    config: RunConfig,
-    state: ClientState,
-) -> None:
-    """Save what the institution takes home, in PEFT's format, on its own disk."""
-    peft_config = model.peft_model.peft_config["default"]
-    base = str(peft_config.base_model_name_or_path)
-    state.describe(config.flat(), base, institution.fingerprint)
-    for kind, adapter in (("global", arrays), ("personalised", personalised)):
-        if adapter is not None:
-            card = model_card(
-                f"{kind} adapter of {institution.name}",
-                config.model.name,
-                base,
-                {institution.name: institution.size},
-                config.rounds,
-                config.flat(),
-            )
-            save_adapter(state.directory / "adapters" / kind, adapter, peft_config, card)
+def save_final_adapters(task: Task, adapters: Mapping[str, State], peft_config: Any) -> None:
+    """Save the run's last whole adapters, by kind, on the client's own disk in PEFT's format."""
+    config, institution = task.config, task.institution
+    base = reference(config.model.name, institution.directory)
+    task.state.describe(config.flat(), base, institution.fingerprint)
+    for kind, adapter in adapters.items():
+        card = model_card(
+            title=f"{kind} adapter of {institution.name}",
+            base=config.model.name,
+            directory=base,
+            sizes={institution.name: institution.size},
+            rounds=config.rounds,
+            config=config.flat(),
+        )
+        save_adapter(task.state.directory / "adapters" / kind, adapter, peft_config, card)

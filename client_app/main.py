@@ -2,43 +2,54 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 from logging import ERROR, INFO
+from pathlib import Path
+from typing import Protocol
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
-from client_app.evaluation import evaluate_models
+from client_app import fedjudge, fl_glm
 from client_app.institution import Institution, open_institution
-from client_app.split import evaluate_split_models, train_ends
 from client_app.state import ClientState
-from client_app.training import train_adapter
+from client_app.task import Metrics, Task
 from finetuning.adapters.adapter import State
 from finetuning.data.rows import DataError
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import digest
 from finetuning.training.loop import DeadlineError
 from split.protocol.errors import LaneError
-from strategies.messages import (
-    ARRAYS,
-    BODY,
-    IMPORTANCE,
-    SIZE,
-    Instruction,
-    answer,
-    from_arrays,
-    invitation_of,
-    models_of,
-    to_arrays,
-)
+from strategies.messages import SIZE, Instruction, answer, from_arrays, one_line, to_arrays
 from strategies.run_config import ConfigError, RunConfig, parse_run_config
 
 app = ClientApp()
 
+
+class Strategy(Protocol):
+    """A client's half of a strategy: one module each."""
+
+    def base_model(self, config: RunConfig) -> tuple[Path, dict[str, str]]:
+        """Return the directory and the fingerprint of what is held here of the base model."""
+        ...
+
+    def train(self, task: Task) -> tuple[State, Metrics]:
+        """Train for one round; return the local adapter and metrics."""
+        ...
+
+    def evaluate(self, task: Task) -> tuple[Metrics, State | None]:
+        """Return metrics named ``<model>.<metric>``, and J if it was asked for."""
+        ...
+
+
+_STRATEGIES: dict[str, Strategy] = {
+    "fedjudge-base": fedjudge,
+    "fedjudge-cl": fedjudge,
+    "fl-glm": fl_glm,
+}
 Handler = Callable[[Message, Context], Message]
-# What a person can mend; anything else is a fault of the program, and Flower reports its traceback.
+# Errors that a person can correct. Any other is a fault of the program: Flower reports a traceback.
 _PROBLEMS = (
     BaseModelError,
     ConfigError,
@@ -50,26 +61,27 @@ _PROBLEMS = (
 )
 
 
-def _says_problems(handler: Handler) -> Handler:
-    """Answer with the problem in words where the handler raises one that a person can mend."""
+def _reporting_problems(handler: Handler) -> Handler:
+    """Reply with the error's text where the handler raises one that a person can correct."""
 
     @wraps(handler)
     def handle(message: Message, context: Context) -> Message:
         try:
             return handler(message, context)
         except _PROBLEMS as error:
-            log(ERROR, "%s", error)
+            problem = one_line(str(error))  # it may quote the server
+            log(ERROR, "%s", problem)
             name = str(context.node_config.get("name", ""))
-            return answer(message, {"name": name, "problem": str(error)})
+            return answer(message, {"name": name, "problem": problem})
 
     return handle
 
 
 @app.query()
-@_says_problems
+@_reporting_problems
 def query(message: Message, context: Context) -> Message:
-    """Say who this is, how much data there is, and which base model; all data is checked."""
-    institution = open_institution(parse_run_config(context.run_config), context.node_config)
+    """Check all data; reply with the client's name, data size and base model."""
+    _, institution = _open(context)
     return answer(
         message,
         {
@@ -82,90 +94,61 @@ def query(message: Message, context: Context) -> Message:
 
 
 @app.train()
-@_says_problems
+@_reporting_problems
 def train(message: Message, context: Context) -> Message:
-    """Train from the global adapter on private data, and send the local adapter back."""
-    instruction, config, institution, state = _open(message, context)
-    arrays = message.content.array_records
-    if config.strategy == "fl-glm":
-        adapter, metrics = train_ends(
-            institution,
-            config,
-            instruction,
-            from_arrays(arrays[ARRAYS]),
-            state,
-            invitation_of(message),
-        )
-        return _trained(message, institution, instruction, adapter, metrics)
-    importance = from_arrays(arrays[IMPORTANCE]) if IMPORTANCE in arrays else None
-    adapter, metrics = train_adapter(
-        institution, config, instruction, from_arrays(arrays[ARRAYS]), importance, state
-    )
-    return _trained(message, institution, instruction, adapter, metrics)
+    """Train from the global adapter on private data, and reply with the local adapter."""
+    task = _task(message, context)
+    adapter, metrics = _STRATEGIES[task.config.strategy].train(task)
+    return _reply(task, metrics, adapter)
 
 
 @app.evaluate()
-@_says_problems
+@_reporting_problems
 def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate the global and the personalised adapter on held-out data; compute J if asked."""
-    instruction, config, institution, state = _open(message, context)
-    arrays = from_arrays(message.content.array_records[ARRAYS])
-    if config.strategy == "fl-glm":
-        records = message.content.array_records
-        bodies = {m: from_arrays(records[key]) for m, key in BODY.items() if key in records}
-        invitation = invitation_of(message)
-        metrics = evaluate_split_models(
-            institution,
-            config,
-            instruction,
-            arrays,
-            bodies,
-            state,
-            invitation,
-            models_of(message),
-        )
-        importance = None
-    else:
-        metrics, importance = evaluate_models(institution, config, instruction, arrays, state)
-    return answer(
-        message,
-        {"name": institution.name, "base": instruction.base},
-        {SIZE: institution.size, **metrics},
-        None if importance is None else to_arrays(importance),
-    )
+    """Evaluate models on held-out data; compute J if the message asks for it."""
+    task = _task(message, context)
+    metrics, importance = _STRATEGIES[task.config.strategy].evaluate(task)
+    return _reply(task, metrics, importance)
 
 
-def _trained(
-    message: Message,
-    institution: Institution,
-    instruction: Instruction,
-    adapter: State,
-    metrics: dict[str, int | float],
-) -> Message:
-    return answer(
-        message,
-        {"name": institution.name, "base": instruction.base},
-        {SIZE: institution.size, **metrics},
-        to_arrays(adapter),
-    )
+def _open(context: Context) -> tuple[RunConfig, Institution]:
+    config = parse_run_config(context.run_config)
+    base_model = _STRATEGIES[config.strategy].base_model
+    return config, open_institution(config, context.node_config, base_model)
 
 
-def _open(
-    message: Message, context: Context
-) -> tuple[Instruction, RunConfig, Institution, ClientState]:
-    """Prepare for a train or evaluate message; another base model than the run's is refused."""
+def _task(message: Message, context: Context) -> Task:
+    """Prepare for a train or evaluate message.
+
+    Raises:
+        BaseModelError: the base model here is not the run's.
+
+    """
     started = time.monotonic()
     instruction = Instruction.of(message)
-    config = parse_run_config(context.run_config)
-    institution = open_institution(config, context.node_config)
+    config, institution = _open(context)
     if digest(institution.fingerprint) != instruction.base:
         raise BaseModelError(
-            f"the base model in {institution.directory} is not the run's: it has changed, or "
-            "another one was put in its place"
+            f"the base model in {institution.directory} is not the run's: it has changed, or was "
+            "replaced by another one"
         )
-    state = ClientState(config.state_path, instruction.lineage, institution.name)
-    seconds = time.monotonic() - started
-    log(INFO, "%s is ready in %.1f s", institution.name, seconds)
-    # Reading and tokenizing came out of the time that the client has.
-    instruction = replace(instruction, time_limit=instruction.time_limit - seconds)
-    return instruction, config, institution, state
+    log(INFO, "%s is ready in %.1f s", institution.name, time.monotonic() - started)
+    return Task(
+        message=message,
+        instruction=instruction,
+        config=config,
+        institution=institution,
+        state=ClientState(config.state_path, instruction.lineage, institution.name),
+        arrays={name: from_arrays(a) for name, a in message.content.array_records.items()},
+        # Reading and tokenizing take from the client's time, too.
+        deadline=started + instruction.time_limit,
+    )
+
+
+def _reply(task: Task, metrics: Metrics, arrays: State | None) -> Message:
+    return answer(
+        task.message,
+        {"name": task.institution.name, "base": task.instruction.base},
+        {SIZE: task.institution.size, **metrics},
+        None if arrays is None else to_arrays(arrays),
+    )

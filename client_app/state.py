@@ -1,9 +1,9 @@
-"""What a client remembers between messages, on its own disk.
+"""A client's state between messages, on its own disk.
 
-Not in Flower's ``context.state``: that is lost when a SuperNode restarts, and states of 200 MB are
-lost without an error. ``<state-path>/<lineage>/<client>/round-0002/`` has the personalised adapter
-and the optimizer after that round; two rounds are kept, so that a run that lost its last round can
-go on from the one before.
+Flower's ``context.state`` is lost when a SuperNode restarts, and drops states of 200 MB without an
+error. ``<state-path>/<lineage>/<client>/round-0002/`` holds the personalised adapter and the
+optimizer's state after that round. Two rounds are kept, so that a run that lost its last round can
+resume from the previous one.
 """
 
 import json
@@ -23,14 +23,7 @@ State = dict[str, torch.Tensor]
 
 
 class ClientState:
-    """The state of one client in one run.
-
-    Args:
-        state_path: ``state-path`` of the run config; empty means the user's state folder.
-        lineage: of the run.
-        client: the client's name.
-
-    """
+    """The state of one client in one run; an empty ``state_path`` is the user's state folder."""
 
     def __init__(self, state_path: str, lineage: str, client: str) -> None:
         root = (
@@ -41,7 +34,7 @@ class ClientState:
         self.directory = root / lineage / client
 
     def save(self, round_number: int, adapter: State, optimizer: State) -> None:
-        """Save what a round of training left; rounds before the one before it are removed."""
+        """Save the adapter and the optimizer's state after a round; keep the last two rounds."""
         with replacing(self._round(round_number)) as aside:
             aside.mkdir(parents=True)
             save_file(adapter, aside / "adapter.safetensors")
@@ -53,14 +46,7 @@ class ClientState:
     def describe(
         self, config: Mapping[str, Any], base: str, fingerprint: Mapping[str, str]
     ) -> None:
-        """Write what the adapters here are of, in the same files as in a run's folder.
-
-        Args:
-            config: the run's, with dotted keys.
-            base: where the base model was loaded from.
-            fingerprint: of it, or of the parts that are held here.
-
-        """
+        """Write which run and base model the adapters belong to, as in a run's folder."""
         for name, content in (
             ("config.json", dict(config)),
             ("base-model.json", {"loaded from": base, "digests": dict(fingerprint)}),
@@ -69,17 +55,17 @@ class ClientState:
                 aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def forget_from(self, round_number: int) -> None:
-        """Remove what rounds from this one on left: a run that is resumed does them again."""
+        """Remove the state of this round and later ones: a resumed run repeats them."""
         for number in self._rounds():
             if number >= round_number:
                 shutil.rmtree(self._round(number))
 
     def adapter(self, round_number: int) -> State | None:
-        """Give the personalised adapter of the last round up to this one; None if there is none."""
+        """Return the personalised adapter of the last round up to this one, or None."""
         return self._load(round_number, "adapter.safetensors")
 
     def optimizer(self, round_number: int) -> State | None:
-        """Give the optimizer's state of the last round up to this one; None if there is none."""
+        """Return the optimizer's state of the last round up to this one, or None."""
         return self._load(round_number, "optimizer.safetensors")
 
     def _load(self, round_number: int, file: str) -> State | None:

@@ -1,6 +1,5 @@
-"""What a run needs to go on after its last finished round: one file per round."""
+"""Checkpoints, from which a run is resumed: one file per round."""
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ from safetensors.torch import save_file
 from finetuning.adapters.adapter import State
 from finetuning.files import replacing
 from finetuning.model.fingerprint import differences
+from strategies.journal import Progress
 from strategies.run_config import ConfigError, RunConfig
 
 _KEPT = 2
-# May differ between a run and its resumption: none of them changes what is computed. (Other devices
-# round otherwise, and have other dropout; but a machine can be another one.)
+# May differ between a run and its resumption, since they don't change what is computed. (Other
+# devices round differently and draw other dropout masks, but a run may move to another machine.)
 _MAY_CHANGE = {
     "min-nodes",
     "node-timeout",
@@ -46,43 +46,39 @@ _MAY_CHANGE = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after a round.
+    """A run after a round.
 
     Attributes:
-        lineage: names the run across its resumptions.
-        finished_rounds: rounds whose averaged adapter this is.
-        evaluated: whether that adapter has been evaluated.
-        sizes: training examples of every client that has taken part.
-        metrics_bytes: length of ``metrics.jsonl`` when this was written.
+        progress: of the run.
         state: the global adapter.
-        importance: J at it, if it has been computed.
-        optimizers: of what the server trains itself, if it does.
+        sizes: training examples of every client that has taken part.
+        metrics_bytes: length of ``metrics.jsonl`` at that time.
 
     """
 
-    lineage: str
-    finished_rounds: int
-    evaluated: bool
+    progress: Progress
+    state: State
     sizes: dict[str, int]
     metrics_bytes: int
-    state: State
-    importance: State | None
-    optimizers: State | None
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
-    """Write ``checkpoints/round-0002.safetensors``, whole or not at all; the last two are kept."""
-    tensors = {f"adapter.{name}": value for name, value in checkpoint.state.items()}
-    for name, value in (checkpoint.importance or {}).items():
-        tensors[f"importance.{name}"] = value
-    for name, value in (checkpoint.optimizers or {}).items():
-        tensors[f"optimizers.{name}"] = value
-    fields = {
-        field.name: getattr(checkpoint, field.name)
-        for field in dataclasses.fields(checkpoint)
-        if field.name not in {"state", "importance", "optimizers"}
+    """Write ``checkpoints/round-0002.safetensors`` atomically; keep the last two."""
+    progress = checkpoint.progress
+    groups = {
+        "adapter": checkpoint.state,
+        "importance": progress.importance or {},
+        "optimizers": progress.optimizers or {},
     }
-    with replacing(_path(directory, checkpoint.finished_rounds)) as aside:
+    tensors = {f"{group}.{k}": value for group in groups for k, value in groups[group].items()}
+    fields = {
+        "lineage": progress.lineage,
+        "finished_rounds": progress.finished_rounds,
+        "evaluated": progress.evaluated,
+        "sizes": checkpoint.sizes,
+        "metrics_bytes": checkpoint.metrics_bytes,
+    }
+    with replacing(_path(directory, progress.finished_rounds)) as aside:
         save_file(tensors, aside, metadata={"checkpoint": json.dumps(fields)})
     for old in _all(directory)[:-_KEPT]:
         old.unlink()
@@ -92,14 +88,14 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     """Read the newest checkpoint of a run's folder.
 
     Raises:
-        ConfigError: there is none, or ``config`` would go on with something else than that run.
+        ConfigError: there is none that can be read, or ``config`` differs from that run's.
 
     """
     if not directory.is_dir():
         raise ConfigError(f'resume = "{directory}" is not a folder')
     files = _all(directory)
     if not files:
-        raise ConfigError(f'resume = "{directory}" has no checkpoint; start the run anew')
+        raise ConfigError(f'resume = "{directory}" has no checkpoint; start a new run')
     before = json.loads((directory / "config.json").read_text())
     may_change = set(_MAY_CHANGE)
     if config.train.schedule == "constant" and config.train.warmup_ratio == 0:
@@ -111,32 +107,33 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     ]
     if changed:
         raise ConfigError(
-            f'resume = "{directory}": a run goes on with the config it began with:\n  '
+            f'resume = "{directory}": a run is resumed with the config it began with:\n  '
             + "\n  ".join(changed)
         )
     try:
         with safe_open(files[-1], framework="pt") as content:
             fields = json.loads(content.metadata()["checkpoint"])
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-    except (SafetensorError, KeyError, TypeError) as error:
+        sizes, metrics_bytes = fields.pop("sizes"), fields.pop("metrics_bytes")
+        progress = Progress(
+            **fields,
+            importance=_with_prefix(tensors, "importance.") or None,
+            optimizers=_with_prefix(tensors, "optimizers.") or None,
+        )
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{files[-1]} can't be read: {error}") from error
-    return Checkpoint(
-        **fields,
-        state=_with_prefix(tensors, "adapter."),
-        importance=_with_prefix(tensors, "importance.") or None,
-        optimizers=_with_prefix(tensors, "optimizers.") or None,
-    )
+    return Checkpoint(progress, _with_prefix(tensors, "adapter."), sizes, metrics_bytes)
 
 
 def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
-    """Compare the base model with the one that a run began with.
+    """Compare the base model with that of the run that is resumed.
 
     Raises:
-        ConfigError: it is another one now.
+        ConfigError: they differ.
 
     """
     before = json.loads((directory / "base-model.json").read_text())["digests"]
-    # Shards of other parties may have come into the same folder since.
+    # Other parties' shards may have been added to the folder since.
     odd = [name for name in differences(before, fingerprint) if name in before]
     if odd:
         raise ConfigError(

@@ -10,18 +10,17 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from finetuning.adapters.adapter import initial_adapter
-from finetuning.model.base_model import locate, reference
+from finetuning.model.base_model import reference
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.positions import check_positions
 from finetuning.randomness import derive_seed
 from server_app.checkpoint import Checkpoint, check_base_model, load_checkpoint
 from server_app.results import Results, new_directory
 from server_app.summary import summary
-from split.model.loading import locate_parts
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL
 from strategies.fl_glm import FLGLM
+from strategies.journal import Progress
 from strategies.messages import to_arrays
-from strategies.rounds import Progress
 from strategies.run_config import ConfigError, RunConfig, parse_run_config
 
 app = ServerApp()
@@ -31,11 +30,11 @@ STRATEGIES = {"fedjudge-base": FedJudgeBase, "fedjudge-cl": FedJudgeCL, "fl-glm"
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run all rounds that are left; only an exception gives a Flower run a failed status."""
+    """Run all remaining rounds; only an exception gives a Flower run a failed status."""
     config = parse_run_config(context.run_config)
-    directory, progress, checkpoint = place(config)
+    directory, checkpoint = open_directory(config)
     try:
-        _run(grid, config, directory, progress, checkpoint)
+        _run(grid, config, directory, checkpoint)
     except BaseException:
         if (directory / "metrics.jsonl").exists():
             log(INFO, "Results so far: %s", directory)
@@ -45,17 +44,9 @@ def main(grid: Grid, context: Context) -> None:
     log(INFO, "%s", summary(directory))
 
 
-def _run(
-    grid: Grid,
-    config: RunConfig,
-    directory: Path,
-    progress: Progress,
-    checkpoint: Checkpoint | None,
-) -> None:
-    if config.strategy == "fl-glm":
-        base = locate_parts(config.model.name, config.split, ("body",))
-    else:
-        base = locate(config.model.name)
+def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint | None) -> None:
+    kind = STRATEGIES[config.strategy]
+    base = kind.locate_base_model(config)
     check_positions(base, config.row_with_answer)
     digests = fingerprint(base)
     state, peft_config = initial_adapter(
@@ -63,41 +54,35 @@ def _run(
     )
     if checkpoint is not None:
         check_base_model(directory, digests)
-    loadable = reference(config.model.name, base)
-    results = Results(directory, config, progress.lineage, loadable, peft_config)
-    if checkpoint is not None:
-        results.go_on_from(checkpoint)
-        state = checkpoint.state
-        log(INFO, "Going on after round %d of %s", progress.finished_rounds, directory)
+    results = Results(directory, config, reference(config.model.name, base), peft_config)
+    if checkpoint is None:
+        progress = Progress(lineage=uuid.uuid4().hex)
+    else:
+        progress, state = checkpoint.progress, checkpoint.state
+        results.rewind_to(checkpoint)
+        log(INFO, "Resuming after round %d of %s", progress.finished_rounds, directory)
     results.describe(digests)
-    strategy = STRATEGIES[config.strategy](config, digests, progress, results)
+    strategy = kind(config, digests, progress, results)
     try:
         strategy.start(grid, to_arrays(state), config.rounds, timeout=config.reply_timeout)
     finally:
         results.close()
 
 
-def place(config: RunConfig) -> tuple[Path, Progress, Checkpoint | None]:
-    """Give the results folder, how far the run is, and what to go on from.
+def open_directory(config: RunConfig) -> tuple[Path, Checkpoint | None]:
+    """Return the results folder, and the checkpoint if a run is resumed.
 
     Raises:
-        ConfigError: nothing can be written there, or the run can't be resumed so.
+        ConfigError: the folder can't be written to, or the run can't be resumed.
+
     """
     if not config.resume:
-        return new_directory(config), Progress(lineage=uuid.uuid4().hex), None
+        return new_directory(config), None
     directory = Path(config.resume).expanduser()
     checkpoint = load_checkpoint(directory, config)
-    if checkpoint.finished_rounds >= config.rounds and checkpoint.evaluated:
+    finished = checkpoint.progress.finished_rounds
+    if finished >= config.rounds and checkpoint.progress.evaluated:
         raise ConfigError(
-            f'resume = "{directory}" has finished its {checkpoint.finished_rounds} rounds; raise '
-            "rounds to go on"
+            f'resume = "{directory}" has finished its {finished} rounds; raise rounds to continue'
         )
-    importance = checkpoint.importance
-    progress = Progress(
-        lineage=checkpoint.lineage,
-        finished_rounds=checkpoint.finished_rounds,
-        evaluated=checkpoint.evaluated,
-        importance=None if importance is None else to_arrays(importance),
-        optimizers=checkpoint.optimizers,
-    )
-    return directory, progress, checkpoint
+    return directory, checkpoint

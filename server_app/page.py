@@ -1,4 +1,4 @@
-"""The template of a run's report; it escapes all that it is given."""
+"""The template of a run's report; it escapes all values."""
 
 from jinja2 import Environment
 
@@ -55,7 +55,7 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 <div class="grid plots">{% for title, note, chart in plots if chart %}
 <figure><figcaption><b>{{ title }}</b>{{ note }}</figcaption>{{ chart }}</figure>
 {% else %}<p>No client has been trained yet.</p>{% endfor %}</div>
-<h2>Who took part</h2>
+<h2>Participation</h2>
 <div class="wide"><table><thead><tr><th scope="col">Round</th><th scope="col">Took part</th>
 <th scope="col">Left out</th><th scope="col" class="number">Seconds</th></tr></thead>
 {% for round in rounds %}

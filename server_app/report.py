@@ -1,8 +1,8 @@
 """The report of a run: one HTML page that needs nothing beside itself.
 
-It is made from the two files that every run writes, ``metrics.jsonl`` and ``config.json``, and can
-be made of a run that goes on or was killed, too. Client names come from outside: the template
-escapes all that it is given, and no name is drawn into a plot.
+It is made from the two files that every run writes, ``metrics.jsonl`` and ``config.json``, also
+during a run and after one that was killed. Client names come from outside: the template escapes
+all values, and no name is drawn into a plot.
 """
 
 import io
@@ -27,7 +27,7 @@ Event = dict[str, Any]  # a line of metrics.jsonl
 Curve = dict[int, float]  # a value per round
 Looks = Mapping[str, tuple[str, str, str]]  # client: colour, marker, marker as a character
 
-# What the report needs of an event; of one that isn't listed it needs nothing.
+# Keys that an event must have; events that aren't listed may have any.
 _NEEDS = {
     "train": {"client", "round"},
     "evaluate": {"client", "round", "model"},
@@ -53,20 +53,26 @@ class ClientSummary:
 def write_report(directory: Path) -> Path:
     """Write ``report.html`` into a run's folder, from its metrics and configuration.
 
-    Raises ValueError if the metrics are malformed, OSError if a file can't be read or written.
+    Raises:
+        ValueError: the metrics are malformed.
+        OSError: a file can't be read or written.
+
     """
     config = json.loads((directory / "config.json").read_bytes())
     html = _render(read_events(directory / "metrics.jsonl"), config)
-    aside = directory / "report.html.tmp"  # nobody gets to see half a page
+    aside = directory / "report.html.tmp"  # a reader never sees half a page
     aside.write_text(html, encoding="utf-8")
     return aside.replace(directory / "report.html")
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read ``metrics.jsonl``; a run that hasn't written one yet has no events.
+    """Read ``metrics.jsonl``; without a file there are no events.
 
-    A killed run can leave a last line that was cut: unreadable and without newline, it's ignored.
-    For any other malformed line a ValueError is raised that names file and line.
+    A last line without newline that can't be read is ignored: a killed run may leave one.
+
+    Raises:
+        ValueError: any other line is malformed; the message names file and line.
+
     """
     if not path.exists():
         return []
@@ -77,14 +83,14 @@ def read_events(path: Path) -> list[Event]:
     return events
 
 
-def _parse(line: bytes, place: str) -> Event:
+def _parse(line: bytes, where: str) -> Event:
     try:
         event: Event = json.loads(line)
         missing = sorted(_NEEDS.get(event["event"], set()) - event.keys())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{place}: not a JSON object with an 'event'") from error
+        raise ValueError(f"{where}: not a JSON object with an 'event'") from error
     if missing:
-        raise ValueError(f"{place}: no {', '.join(missing)} in a {event['event']} event")
+        raise ValueError(f"{where}: no {', '.join(missing)} in a {event['event']} event")
     return event
 
 
@@ -102,14 +108,14 @@ def _latest(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
     for event in events:
         if event["event"] in ("train", "evaluate"):
             models = latest.setdefault(event["client"], {model: {} for model in _MODELS})
-            # Text isn't generated in every round: an older score is better than none.
+            # Text isn't generated in every round: an older score is shown rather than none.
             known = {key: value for key, value in event.items() if value is not None}
             models.get(event.get("model", ""), {}).update(known)
     return dict(sorted(latest.items()))
 
 
 def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
-    """Make the page out of what has happened so far."""
+    """Return the page for the events so far."""
     latest = _latest(events)
     looks = {client: _LOOKS[i % len(_LOOKS)] for i, client in enumerate(latest)}
     rounds = {event["round"]: event for event in events if event["event"] == "round"}
@@ -132,7 +138,7 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
     )
 
 
-# Columns of the two result tables: small losses are good, large scores are.
+# Columns of the two result tables: the smallest loss and the largest score are the best.
 _LOSSES = {"loss": "Loss", "perplexity": "Perplexity"}
 _SCORES = {"rougeL": "ROUGE-L", "bleu4": "BLEU-4", "bleu_n": "BLEU-N"}
 
@@ -150,7 +156,7 @@ def _cells(models: Mapping[str, Event], key: str) -> list[tuple[str, bool]]:
     return [("-", False) if v is None else (f"{v:,.3f}", v == best) for v in values]
 
 
-# What a lane's events are summed up to: key, heading, and what a unit of the column is.
+# Columns of the lanes' table: key, heading, unit.
 _LANES = (
     ("steps", "Steps", 1),
     ("tokens", "Padded tokens", 1),
@@ -165,7 +171,7 @@ _LANES = (
 
 
 def _lanes(events: Iterable[Event]) -> list[tuple[str, list[str], list[str]]]:
-    """Sum up each client's training lanes; with the reasons why some ended early."""
+    """Return each client, the sums over its training lanes, and why some ended early."""
     lanes = [e for e in events if e["event"] == "lane" and e["purpose"] == "train"]
     rows = []
     for client in sorted({lane["client"] for lane in lanes}):
@@ -180,16 +186,16 @@ def _lanes(events: Iterable[Event]) -> list[tuple[str, list[str], list[str]]]:
 
 
 _INK = "#010203"  # becomes the page's text colour, so that plots follow its light or dark scheme
-# Petroff's ten colours are made to be told apart with any colour vision; markers help in print.
+# Petroff's ten colours can be told apart with any colour vision; markers help in print.
 _COLOURS = "#3f90da #bd1f01 #ffa90e #832db6 #94a4a2 #a96b59 #e76300 #717581 #b9ac70 #92dadd"
 _LOOKS = list(zip(_COLOURS.split(), "os^DvPX<>*", "●■▲◆▼✚✖◀▶★", strict=True))
-_LINES: dict[str, dict[str, Any]] = {  # by model; the base has no rounds and is drawn right across
+_LINES: dict[str, dict[str, Any]] = {  # by model; the base has no rounds and is a horizontal line
     "base": {"linestyle": ":", "linewidth": 1.2},
     "global": {"linestyle": "-"},
     "personalised": {"linestyle": "--", "fillstyle": "none"},
 }
 _PANELS = (("loss", "Held-out loss"), ("rougeL", "Held-out ROUGE-L"))
-_DISTANCE = "s = Σ J·|W - Ŵ|: how far training left the global adapter (FedJudge, Eq. 3)."
+_DISTANCE = "s = Σ J·|W - Ŵ|: distance from the global adapter after training (FedJudge, Eq. 3)."
 _PLOTS = (
     ("loss", "Training loss", "Mean over the round, in nats per target token."),
     ("importance_distance", "Distance weighted by importance", _DISTANCE),
@@ -197,7 +203,7 @@ _PLOTS = (
 )
 _RC = {
     "svg.fonttype": "none",  # text stays text, in the page's font
-    "svg.hashsalt": "report",  # the same run makes the same page
+    "svg.hashsalt": "report",  # the same run yields the same page
     "font.size": 9,
     "axes.grid": True,
     "grid.alpha": 0.15,
@@ -213,7 +219,7 @@ def _curve(events: Iterable[Event], key: str, **which: str) -> Curve:
 
 
 def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict[str, Markup]:
-    """Plot each client's three models by themselves, all clients on one scale."""
+    """Plot each client's three models in a panel of its own, all on one scale."""
     evaluated = [event for event in events if event["event"] == "evaluate"]
     values = _known(evaluated, key)
     if not values or all(event["model"] == "base" for event in evaluated):
@@ -231,11 +237,11 @@ def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict
 def _plot(
     title: str, curves: Mapping[str, Curve], looks: Looks, limits: tuple[float, float] | None = None
 ) -> Markup:
-    """Plot curves over rounds; the names and ends of the curves become the text alternative."""
+    """Plot curves over rounds; their names, first and last values are the text alternative."""
     figure = Figure(figsize=(3.6, 2.3) if limits else (5.4, 2.9), layout="constrained")
     axes = figure.add_subplot(xlabel="round", **({"ylim": limits} if limits else {}))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    ends = []
+    values = []
     for name, curve in curves.items():
         color, marker, _ = looks[name]
         lines = {"color": color, **(_LINES[name] if limits else {})}
@@ -247,12 +253,12 @@ def _plot(
         else:
             lines |= {"marker": marker, "markersize": 4.5, "markevery": max(1, len(curve) // 10)}
             axes.plot(list(curve), list(curve.values()), **lines)
-        ends.append(f"{name} from {first:.3g} to {last:.3g}")
-    return _svg(figure, f"{title}: {', '.join(ends)}") if ends else Markup()
+        values.append(f"{name} from {first:.3g} to {last:.3g}")
+    return _svg(figure, f"{title}: {', '.join(values)}") if values else Markup()
 
 
 def _svg(figure: Figure, label: str) -> Markup:
-    """Turn a figure into SVG for the inside of a page, with a text alternative."""
+    """Return a figure as inline SVG with a text alternative."""
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", transparent=True, metadata=nothing)

@@ -19,29 +19,27 @@ from finetuning.adapters.model_card import model_card
 from finetuning.files import replacing
 from server_app.checkpoint import Checkpoint, save_checkpoint
 from server_app.report import write_report
+from split.protocol.errors import printable
+from strategies.journal import Progress
 from strategies.run_config import ConfigError, RunConfig
 
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizers", "safetensors")
 
 
 class Results:
-    """Writes everything that a run leaves; a ``Journal`` for the strategy.
+    """Writes a run's results; the strategy's ``Journal``.
 
     Args:
-        directory: the run's folder, as ``new_directory`` made it or an earlier run left it.
-        config: the run's.
-        lineage: the run's.
+        directory: the run's folder, made by ``new_directory`` or by the run that is resumed.
+        config: the run's configuration.
         base: the base model's id or directory.
-        peft_config: of the adapters.
+        peft_config: PEFT's configuration of the adapters.
 
     """
 
-    def __init__(
-        self, directory: Path, config: RunConfig, lineage: str, base: str, peft_config: Any
-    ) -> None:
+    def __init__(self, directory: Path, config: RunConfig, base: str, peft_config: Any) -> None:
         self.directory = directory
         self._config = config
-        self._lineage = lineage
         self._base = base
         self._peft_config = peft_config
         self._sizes: dict[str, int] = {}
@@ -60,9 +58,13 @@ class Results:
                 aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def record(self, event: Mapping[str, Any]) -> None:
-        """Append an event to ``metrics.jsonl`` and its numbers to TensorBoard."""
+        """Append an event to ``metrics.jsonl`` and its numbers to TensorBoard.
+
+        Texts are escaped and cut: a peer's may be among them, and must not end the run.
+        """
+        event = _printable(event)
         with self._metrics.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(dict(event), ensure_ascii=False) + "\n")
+            lines.write(json.dumps(event, ensure_ascii=False) + "\n")
         if event["event"] not in {"train", "evaluate"}:
             return
         prefix = "/".join(str(event[k]) for k in ("client", "event", "model") if k in event)
@@ -78,72 +80,63 @@ class Results:
     def keep_personalised(self, client: str, state: State, round_number: int, size: int) -> None:
         """Save a client's personalised adapter under ``adapters/clients``."""
         self._sizes[client] = size
-        card = model_card(
-            f"Personalised adapter of {client}",
-            self._config.model.name,
-            self._base,
-            {client: size},
-            round_number,
-            self._config.flat(),
-        )
-        save_adapter(
-            self.directory / "adapters" / "clients" / client, state, self._peft_config, card
-        )
+        title = f"Personalised adapter of {client}"
+        self._save_adapter(f"clients/{client}", state, title, {client: size}, round_number)
 
     def personalised(self, client: str) -> State | None:
-        """Give a client's personalised adapter as it was saved last; None if it never was."""
+        """Return a client's personalised adapter as saved last, or None."""
         file = self.directory / "adapters" / "clients" / client / "adapter_model.safetensors"
         return dict(load_file(file)) if file.is_file() else None
 
-    def checkpoint(
-        self,
-        round_number: int,
-        state: State,
-        importance: State | None,
-        optimizers: State | None,
-        evaluated: bool,
-    ) -> None:
+    def checkpoint(self, progress: Progress, state: State) -> None:
         """Save the global adapter, a checkpoint to resume from, and the report so far."""
-        if round_number > 0:
-            card = model_card(
-                "Global adapter",
-                self._config.model.name,
-                self._base,
-                self._sizes,
-                round_number,
-                self._config.flat(),
-            )
-            save_adapter(self.directory / "adapters" / "global", state, self._peft_config, card)
-        save_checkpoint(
-            self.directory,
-            Checkpoint(
-                lineage=self._lineage,
-                finished_rounds=round_number,
-                evaluated=evaluated,
-                sizes=dict(self._sizes),
-                metrics_bytes=self._metrics.stat().st_size if self._metrics.exists() else 0,
-                state=state,
-                importance=importance,
-                optimizers=optimizers,
-            ),
-        )
+        rounds = progress.finished_rounds
+        if rounds > 0:
+            self._save_adapter("global", state, "Global adapter", self._sizes, rounds)
+        recorded = self._metrics.stat().st_size if self._metrics.exists() else 0
+        checkpoint = Checkpoint(progress, state, sizes=self._sizes, metrics_bytes=recorded)
+        save_checkpoint(self.directory, checkpoint)
         self._tensorboard.flush()
         write_report(self.directory)
 
-    def go_on_from(self, checkpoint: Checkpoint) -> None:
-        """Forget what was recorded after a checkpoint: it is about to happen again."""
+    def _save_adapter(
+        self, folder: str, state: State, title: str, sizes: Mapping[str, int], rounds: int
+    ) -> None:
+        card = model_card(
+            title=title,
+            base=self._config.model.name,
+            directory=self._base,
+            sizes=sizes,
+            rounds=rounds,
+            config=self._config.flat(),
+        )
+        save_adapter(self.directory / "adapters" / folder, state, self._peft_config, card)
+
+    def rewind_to(self, checkpoint: Checkpoint) -> None:
+        """Drop what was recorded after a checkpoint: the resumed run records it again."""
         self._sizes = dict(checkpoint.sizes)
         if self._metrics.exists():
             with self._metrics.open("r+b") as metrics:
                 metrics.truncate(checkpoint.metrics_bytes)
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush and close the files."""
         self._tensorboard.close()
 
 
+def _printable(value: Any) -> Any:
+    """Return a JSON value with all its texts made printable."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {printable(str(key)): _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return value
+
+
 def new_directory(config: RunConfig) -> Path:
-    """Make a folder of its own for a run, named by time and strategy.
+    """Make a new folder for a run, named by time and strategy.
 
     Raises:
         ConfigError: ``output-dir`` can't be written to.
@@ -165,4 +158,4 @@ def new_directory(config: RunConfig) -> Path:
                 continue
     except OSError as error:
         raise ConfigError(f'output-dir = "{parent}" can\'t be written to: {error}') from error
-    raise ConfigError(f'output-dir = "{parent}" has a thousand runs of this second')
+    raise ConfigError(f'output-dir = "{parent}" has a thousand runs from this second')

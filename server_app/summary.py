@@ -1,4 +1,4 @@
-"""The last lines of a run: a table that a person can read, and where the results are."""
+"""The last lines of a run: a table of the results, and where they are."""
 
 import io
 from pathlib import Path
@@ -10,7 +10,7 @@ from server_app.report import ClientSummary, read_events, summary_rows
 
 
 def summary(directory: Path) -> str:
-    """Give the table of a run: held-out loss per client and model, and ROUGE-L if it is known."""
+    """Return a run's table: held-out loss per client and model, and ROUGE-L if known."""
     rows = summary_rows(read_events(directory / "metrics.jsonl"))
     scored = any(score is not None for row in rows for score in _scores(row))
     what = "Held-out loss and ROUGE-L" if scored else "Held-out loss"

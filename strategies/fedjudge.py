@@ -7,8 +7,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
-from strategies.messages import CONFIG, IMPORTANCE, SIZE, Instruction
-from strategies.roster import TooFewClientsError
+from strategies.messages import CONFIG, IMPORTANCE, SIZE, Instruction, from_arrays, to_arrays
+from strategies.participants import TooFewClientsError
 from strategies.rounds import Rounds
 
 
@@ -27,11 +27,12 @@ class FedJudgeCL(FedJudgeBase):
         if server_round == 1:
             return messages
         own = self.config.continual.importance == "client"
+        # Otherwise _use_importance has set it.
+        averaged = None if own else to_arrays(self.progress.importance or {})
         for message in messages:
             message.content.config_records[CONFIG]["importance"] = own
-            if not own:
-                assert self.progress.importance is not None  # _use_importance saw to it
-                message.content[IMPORTANCE] = self.progress.importance
+            if averaged is not None:
+                message.content[IMPORTANCE] = averaged
         return messages
 
     def _evaluation(self, server_round: int) -> Instruction:
@@ -51,4 +52,4 @@ class FedJudgeCL(FedJudgeBase):
                 f"no client computed the importance of the weights after round {server_round}"
             )
         averaged = aggregate_arrayrecords(list(contents.values()), SIZE)
-        self.progress = replace(self.progress, importance=averaged)
+        self.progress = replace(self.progress, importance=from_arrays(averaged))

@@ -2,14 +2,15 @@
 
 import ipaddress
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from logging import INFO
+from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 
 from finetuning.model.fingerprint import PARTIES_SHARE
 from finetuning.randomness import derive_seed
@@ -18,35 +19,29 @@ from split.model.cut import PartyName, cut_of
 from split.model.devices import body_devices
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, locate_parts, tensors_of
+from split.protocol.errors import printable
 from split.server.block_server import BlockServer
-from strategies.journal import Journal
+from strategies.journal import Journal, Progress
 from strategies.messages import BODY, LANE, State, from_arrays, lane_record, to_arrays
-from strategies.roster import RefusedError
-from strategies.rounds import Progress, Rounds, underscored
+from strategies.participants import RefusedError
+from strategies.rounds import Rounds, underscored
 from strategies.run_config import RunConfig
 
 
 class FLGLM(Rounds):
-    """FL-GLM with serial or hierarchical training (section 3.3).
+    """FL-GLM with serial, client-batch or hierarchical training (section 3.3).
 
-    Flower's messages bring the adapters of heads and tails, once per round, and invitations to
-    lanes; the adapters of the blocks between are here.
-
-    Args:
-        config: the run's configuration.
-        fingerprint: of the base model, as far as the server has it.
-        progress: where to start.
-        journal: written to as the run goes on.
-
+    Flower's messages carry the adapters of heads and tails, once per round, and invitations to
+    lanes; the adapters of the blocks between stay at the server.
     """
 
     def __init__(
         self, config: RunConfig, fingerprint: dict[str, str], progress: Progress, journal: Journal
     ) -> None:
-        self._directory = locate_parts(config.model.name, config.split, ("body",))
+        self._directory = self.locate_base_model(config)
         self._cut = cut_of(self._directory, config.split)
         theirs = tensors_of(self._directory, self._cut, ("head", "tail"))
-        # What the server has no file of, clients compare with each other.
+        # Clients compare with each other what the server has no file of.
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
         super().__init__(config, expected, progress, journal)
@@ -54,59 +49,55 @@ class FLGLM(Rounds):
         self._body: State = {}
         self._bodies: dict[str, tuple[int, State | None]] = {}
 
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
-    ) -> Result:
-        """Run the rounds that are left; see ``Rounds.start``.
-
-        Args:
-            grid: connects to the SuperNodes.
-            initial_arrays: the whole global adapter after ``progress.finished_rounds``.
-            num_rounds: counted from the beginning of the run, finished ones included.
-            timeout: seconds to wait for replies.
-            train_config: not used.
-            evaluate_config: not used.
-            evaluate_fn: not used.
+    @staticmethod
+    def locate_base_model(config: RunConfig) -> Path:
+        """Return the directory of the server's part of the base model.
 
         Raises:
-            RefusedError: tickets would travel in clear text, or clients can't take part.
-            TooFewClientsError: fewer than ``min-nodes`` are there or gave valid replies.
+            BaseModelError: the base model can't be found.
 
         """
-        parts = take_apart(from_arrays(initial_arrays), self._cut)
+        return locate_parts(config.model.name, config.split, ("body",))
+
+    @contextmanager
+    def _prepared(self, grid: Grid, arrays: ArrayRecord) -> Iterator[ArrayRecord]:
+        """Serve the body during a run; yield the adapters of head and tail.
+
+        Raises:
+            RefusedError: tickets would travel in clear text.
+
+        """
+        parts = take_apart(from_arrays(arrays), self._cut)
         self._body = parts["body"]
-        self._server = self._serve_blocks(grid, parts)
+        self._server = self._serve_body(parts)
         try:
-            return super().start(
-                grid, to_arrays(parts["head"] | parts["tail"]), num_rounds, timeout
-            )
+            _refuse_clear_text(grid, self._server.address)
+            if self.progress.optimizers:
+                self._server.load_optimizers(self.progress.optimizers)
+            yield to_arrays(parts["head"] | parts["tail"])
         finally:
             self._server.stop()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every connected client to train, each with an invitation of its own.
+        """Ask every connected client to train, each with its own invitation.
 
-        With the serial schedule messages must be sent one at a time, as they are made.
+        With the serial schedule, messages must be sent one at a time, as they are made.
         """
         messages = super().configure_train(server_round, arrays, config, grid)
         if server_round > 1 and (server_round - 1) % self.config.split.rotate_keys_every == 0:
             self._server.rotate_keys()
         seed = derive_seed("stack", self.config.seed, server_round)
-        self._server.begin_round(self._roster.asked, seed)
+        self._server.begin_round(self._participants.asked, seed)
         for message in messages:
-            client = self._roster.name_of(message)
+            client = self._participants.name_of(message)
             seed = derive_seed("train", self.config.seed, client, server_round)
             invitation = self._server.invite_to_train(
-                client, server_round, seed, self.config.reply_timeout
+                client,
+                round_number=server_round,
+                seed=seed,
+                lifetime=self.config.reply_timeout,
             )
             message.content[LANE] = lane_record(invitation)
             yield message
@@ -114,17 +105,20 @@ class FLGLM(Rounds):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every connected client for what is due, each with an invitation of its own.
+        """Ask every connected client for what is due, each with its own invitation.
 
-        After the last round each takes home the adapters of the body, too.
+        After the last round, messages also bring the adapters of the body.
         """
         final = self._evaluation(server_round).final
         for message in super().configure_evaluate(server_round, arrays, config, grid):
-            client = self._roster.name_of(message)
+            client = self._participants.name_of(message)
             bodies = self._bodies_of(client, server_round)
             states = {model: state for model, (_, state) in bodies.items()}
             invitation = self._server.invite_to_evaluate(
-                client, server_round, states, self.config.reply_timeout
+                client,
+                round_number=server_round,
+                models=states,
+                lifetime=self.config.reply_timeout,
             )
             rounds = {model: number for model, (number, _) in bodies.items()}
             message.content[LANE] = lane_record(invitation, rounds)
@@ -136,45 +130,38 @@ class FLGLM(Rounds):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average heads and tails by data size, and what the schedule averages of the body."""
+        """Average heads and tails by data size, and the body as the schedule does."""
         self._end_lanes(server_round)
         return super().aggregate_train(server_round, replies)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Record each client's metrics; give their averages by data size."""
+        """Record each client's metrics; return their averages by data size."""
         self._end_lanes(server_round)
         return super().aggregate_evaluate(server_round, replies)
 
-    def _serve_blocks(self, grid: Grid, parts: Mapping[PartyName, State]) -> BlockServer:
+    def _serve_body(self, parts: Mapping[PartyName, State]) -> BlockServer:
         """Load the body, and start to listen."""
         started = time.monotonic()
-        prefixes = self.config.adapter.kind == "prefix"
+        config = self.config
+        prefixes = config.adapter.kind == "prefix"
         check_exactness(
-            self._directory, self.config.model, self._cut, prefixes, self.config.evaluate.generate
+            self._directory, config.model, self._cut, prefixes, config.evaluate.generate
         )
-        devices = body_devices(self.config.split)
-        loaded = load_parts(self.config.model, self._directory, self._cut, ("body",), devices)
+        devices = body_devices(config.split)
+        loaded = load_parts(config.model, self._directory, self._cut, ("body",), devices)
         server = BlockServer(
-            loaded["body"],
-            parts,
-            self.config.split,
-            self.config.adapter,
-            self.config.train,
-            self.progress.lineage,
-            self.config.longest,
-            self.config.min_nodes,
-            self.config.most_generated,
+            body=loaded["body"],
+            state=parts,
+            split=config.split,
+            adapter=config.adapter,
+            train=config.train,
+            run=self.progress.lineage,
+            longest=config.longest,
+            minimum=config.min_nodes,
+            most_kept=config.most_generated,
         )
-        try:
-            _refuse_clear_text(grid, server.address)
-            if self.progress.optimizers:
-                server.load_optimizers(self.progress.optimizers)
-        except BaseException:
-            server.stop()
-            raise
-        seconds = time.monotonic() - started
         blocks = self._cut.range_of("body")
         log(
             INFO,
@@ -182,32 +169,33 @@ class FLGLM(Rounds):
             blocks.start,
             blocks.stop - 1,
             server.address,
-            seconds,
+            time.monotonic() - started,
         )
         return server
 
     def _exchange(self, messages: Iterable[Message], grid: Grid, timeout: float) -> list[Message]:
-        """With the serial schedule each client's turn begins when the one before has replied."""
+        """Send messages; with the serial schedule, each after the reply to the previous one."""
         if self.config.split.schedule != "serial":
             return super()._exchange(messages, grid, timeout)
         replies = []
         for message in messages:
             replies += super()._exchange([message], grid, timeout)
-            # Whoever is late can't hold up the next turn.
+            # A late client can't delay the next turn.
             self._end_lanes(self.progress.finished_rounds + 1)
         return replies
 
     def _end_lanes(self, server_round: int) -> None:
         for account in self._server.finish_lanes():
             event = {underscored(k): v for k, v in asdict(account).items()}
+            event["error"] = printable(account.error)  # it may quote the client
             self._journal.record({"event": "lane", "round": server_round, **event})
 
     def _bodies_of(self, client: str, server_round: int) -> dict[str, tuple[int, State | None]]:
-        """Give the body's adapters of each model that a client evaluates, and their rounds."""
+        """Return the body's adapters of each model that a client evaluates, and their rounds."""
         if server_round == 0:
             return {"base": (0, None)}
         if client not in self._bodies and (kept := self._journal.personalised(client)):
-            # Of a run that goes on: whoever took part in its last round has this of that round.
+            # After a resumption: a client's last adapter counts for the last round.
             self._bodies[client] = (server_round, take_apart(kept, self._cut)["body"])
         own = {"personalised": self._bodies[client]} if client in self._bodies else {}
         return {"global": (server_round, self._body), **own}
@@ -227,10 +215,10 @@ class FLGLM(Rounds):
 
 
 def _refuse_clear_text(grid: Grid, address: str) -> None:
-    """Refuse to send tickets over a connection that isn't encrypted, unless all is one machine.
+    """Refuse to send tickets over an unencrypted connection, except within one machine.
 
-    All of a SuperLink's interfaces share one port, so that its ServerApp's connection to it is
-    encrypted if and only if the SuperNodes' are.
+    All of a SuperLink's interfaces share one port, so the ServerApp's connection to it is encrypted
+    if and only if the SuperNodes' are.
     """
     host = address.rpartition(":")[0].strip("[]")
     try:

@@ -1,9 +1,30 @@
-"""Where a strategy writes down what it does; the server app has the files behind it."""
+"""What a strategy records of a run; the server app writes the files."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from strategies.messages import State
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a run.
+
+    Attributes:
+        lineage: names the run across its resumptions.
+        finished_rounds: rounds whose adapters have been averaged.
+        evaluated: whether the current global adapter has been evaluated.
+        importance: J at the current global adapter, if it has been computed.
+        optimizers: optimizer states of what the server itself trains, if anything.
+
+    """
+
+    lineage: str
+    finished_rounds: int = 0
+    evaluated: bool = False
+    importance: State | None = None
+    optimizers: State | None = None
 
 
 class Journal(Protocol):
@@ -18,16 +39,9 @@ class Journal(Protocol):
         ...
 
     def personalised(self, client: str) -> State | None:
-        """Give what ``keep_personalised`` saved last for a client."""
+        """Return what ``keep_personalised`` saved last for a client, or None."""
         ...
 
-    def checkpoint(
-        self,
-        round_number: int,
-        state: State,
-        importance: State | None,
-        optimizers: State | None,
-        evaluated: bool,
-    ) -> None:
-        """Save the global adapter after a round, J, and the server's optimizers, if there are."""
+    def checkpoint(self, progress: Progress, state: State) -> None:
+        """Save the global adapter after a round, and what resuming the run takes."""
         ...

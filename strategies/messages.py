@@ -1,7 +1,7 @@
-"""What server and clients say to each other in Flower messages, written down once.
+"""The Flower messages between server and clients: their records and keys.
 
 Every message has a ConfigRecord ``config``; adapters travel as float32 ArrayRecords. A client that
-can't do what it is asked answers with a ``problem`` in words, which reaches people unchanged.
+can't carry out a message replies with a ``problem``, the text of its error.
 """
 
 import re
@@ -13,20 +13,26 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from split.protocol.errors import printable
 from split.protocol.invitation import Invitation
 from split.protocol.tickets import Identity, Ticket
 
 ARRAYS = "arrays"
 IMPORTANCE = "importance"
-# The body's adapters, which clients take home from split learning.
+# The body's adapters, sent to the clients after the last round of split learning.
 BODY = {"global": "body", "personalised": "personalised-body"}
 CONFIG = "config"
 LANE = "lane"
 METRICS = "metrics"
 SIZE = "num-examples"
 
+# Larger metrics could overflow in averages and plots; TensorBoard holds them as float32.
+LARGEST_METRIC = 1e30
+
 # A client's name; it becomes a folder's.
 NAME = re.compile(r"\w[\w .-]{0,62}\w|\w")
+# File systems allow 255 bytes for a folder's name; temporary names are a few longer.
+_MOST_NAME_BYTES = 200
 _LINEAGE = re.compile(r"[\w-]{1,64}")
 
 State = dict[str, torch.Tensor]
@@ -34,16 +40,16 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Instruction:
-    """What the server asks a client to do.
+    """The server's request to a client.
 
     Attributes:
         round: counted from 1; 0 is the evaluation before the first round.
         lineage: names the run across its resumptions; clients keep their state under it.
         base: digest of the base model's fingerprint.
         time_limit: seconds that the client has.
-        losses: evaluate: measure held-out loss (and generate, where the run config says so).
-        importance: evaluate: compute J at these weights. Train: use one's own J.
-        final: evaluate: these are the run's last weights, to be kept.
+        losses: evaluate: measure held-out loss (and generate, if the run config sets it).
+        importance: evaluate: compute J at these weights. Train: use the client's own J.
+        final: evaluate: these are the run's last weights, to be saved.
 
     """
 
@@ -56,7 +62,7 @@ class Instruction:
     final: bool = False
 
     def to_record(self) -> ConfigRecord:
-        """Write it as a ConfigRecord."""
+        """Return it as a ConfigRecord."""
         return ConfigRecord(asdict(self))
 
     @classmethod
@@ -64,7 +70,7 @@ class Instruction:
         """Read it from a message.
 
         Raises:
-            ValueError: the lineage, which becomes a folder's name, can't be one.
+            ValueError: the lineage can't be a folder's name, which it becomes.
 
         """
         record: Any = message.content.config_records[CONFIG]
@@ -74,12 +80,22 @@ class Instruction:
         return instruction
 
 
+def is_name(text: str) -> bool:
+    """Return whether a text can be a client's name."""
+    return NAME.fullmatch(text) is not None and len(text.encode()) <= _MOST_NAME_BYTES
+
+
+def one_line(text: str) -> str:
+    """Return a peer's text, or an error that may quote one, on one line of bounded length."""
+    return printable(" ".join(text[:10_000].split()))
+
+
 def lane_record(invitation: Invitation, models: Mapping[str, int] | None = None) -> ConfigRecord:
-    """Write an invitation to a lane as a ConfigRecord; it holds the secret of a ticket.
+    """Return an invitation to a lane as a ConfigRecord; it holds the secret of a ticket.
 
     Args:
         invitation: to train, or to evaluate models.
-        models: those to evaluate, each with the round that the server's part of it is of.
+        models: models to evaluate, each with the round of the server's part of it.
 
     """
     models = models or {}
@@ -112,7 +128,7 @@ def invitation_of(message: Message) -> Invitation:
 
 
 def models_of(message: Message) -> dict[str, int]:
-    """Read which models a client is invited to evaluate, and of which round they are."""
+    """Read which models a client is invited to evaluate, and the round of each."""
     record: Any = message.content.config_records[LANE]
     return dict(zip(record["models"], record["rounds"], strict=True))
 
@@ -137,12 +153,8 @@ def answer(
 ) -> Message:
     """Make a reply.
 
-    Args:
-        message: what is answered.
-        config: at least the client's ``name``.
-        metrics: numbers; those of train and evaluate messages include ``num-examples``.
-        arrays: the adapter, or J.
-
+    ``config`` has at least the client's ``name``; the metrics of replies to train and evaluate
+    messages include ``num-examples``; ``arrays`` is the adapter, or J.
     """
     content = RecordDict({CONFIG: ConfigRecord(dict(config))})
     if metrics is not None:
@@ -153,20 +165,20 @@ def answer(
 
 
 def problem_of(message: Message) -> str | None:
-    """Give what a reply says went wrong, on one line where Flower says it; None if nothing did."""
+    """Return what a reply says went wrong, on one line, or None if nothing did."""
     if message.has_error():
-        # Flower writes <class 'X'>:<'…'>, in simulation around its own exception's wording.
+        # Flower writes <class 'X'>:<'…'>, in simulation around its own exception's text.
         reason = str(message.error.reason).rpartition("Message: ")[2].strip()
-        return " ".join(reason.removesuffix("'>").split()) or f"error {message.error.code}"
+        return one_line(reason.removesuffix("'>")) or f"error {message.error.code}"
     problem = config_of(message).get("problem")
-    return str(problem) if problem else None
+    return one_line(str(problem)) if problem else None
 
 
 def config_of(message: Message) -> Mapping[str, Any]:
-    """Give a reply's config; empty if it has none."""
+    """Return a reply's config; empty if it has none."""
     return {} if message.has_error() else message.content.config_records.get(CONFIG) or {}
 
 
 def metrics_of(message: Message) -> Mapping[str, Any]:
-    """Give a reply's metrics; empty if it has none."""
+    """Return a reply's metrics; empty if it has none."""
     return {} if message.has_error() else message.content.metric_records.get(METRICS) or {}

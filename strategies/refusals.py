@@ -1,75 +1,167 @@
-"""Which replies may enter an average: anything odd is refused, with a reason in words."""
+"""Checks of clients' replies: what is malformed or out of bounds is refused, with a reason.
+
+Reasons quote replies: use ``printable`` before they are logged or stored.
+"""
 
 import math
+import re
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message
 
-from strategies.messages import ARRAYS, METRICS, SIZE, config_of, metrics_of, problem_of
+from finetuning.model.fingerprint import differences
+from split.protocol.errors import printable
+from strategies.messages import (
+    ARRAYS,
+    LARGEST_METRIC,
+    METRICS,
+    SIZE,
+    config_of,
+    is_name,
+    metrics_of,
+    problem_of,
+)
+
+_MOST_EXAMPLES = 10**9
+_MOST_METRICS = 100
+_METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+# Adapters' weights and importances are far smaller; an average with larger ones could overflow.
+_LARGEST_WEIGHT = 2.0**30
 
 
 def reason_to_refuse(
     reply: Message,
-    expected_name: str,
+    *,
+    name: str,
+    examples: int,
     base: str,
     reference: ArrayRecord | None,
     minimum: float = -math.inf,
 ) -> str | None:
-    """Say why a reply can't be used, or None if it can.
+    """Return why a reply can't be used, or None if it can.
 
     Args:
-        reply: of a train or evaluate message.
-        expected_name: the client that was asked.
+        reply: to a train or evaluate message.
+        name: of the client that was asked.
+        examples: its number of training examples when it registered.
         base: digest of the run's base model.
         reference: names and shapes that the reply's arrays must have; None if it has none.
-        minimum: of the arrays' values.
+        minimum: smallest value that the arrays may have.
 
     """
-    problem = problem_of(reply) or _odd_claims(reply, expected_name, base)
-    if problem is not None or reference is None:
+    return (
+        problem_of(reply)
+        or _identity_problem(reply, name, base)
+        or _metrics_problem(metrics_of(reply), examples)
+        or _arrays_problem(reply.content.array_records.get(ARRAYS), reference, minimum)
+    )
+
+
+def reason_to_refuse_registration(
+    reply: Message, name: str, taken: set[str], fingerprint: Mapping[str, str]
+) -> str | None:
+    """Return why a client can't take part, or None if it can.
+
+    Args:
+        reply: to a query message.
+        name: the one it gives.
+        taken: names of other clients.
+        fingerprint: of what it must hold of the base model; an empty digest is unknown.
+
+    """
+    if problem := problem_of(reply):
         return problem
-    return _odd_arrays(reply.content.array_records.get(ARRAYS), reference, minimum)
+    if not is_name(name):
+        return (
+            f"the name {printable(name, 64)!r} must be letters, digits, spaces, '.', '_' or '-' "
+            "(at most 64)"
+        )
+    # Names become folders, and some file systems don't tell upper from lower case.
+    if name.casefold() in {other.casefold() for other in taken}:
+        return (
+            f"another SuperNode is named {name!r} already (upper and lower case count as equal); "
+            "give each its own name"
+        )
+    config, size = config_of(reply), metrics_of(reply).get(SIZE)
+    if not isinstance(size, int) or not 0 < size <= _MOST_EXAMPLES:
+        return f"its {SIZE} is {size!r}, and must be a whole number from 1 to {_MOST_EXAMPLES}"
+    return _base_model_problem(config.get("tensors"), config.get("digests"), fingerprint)
 
 
-def _odd_claims(reply: Message, expected_name: str, base: str) -> str | None:
-    """Look at what a reply says of itself."""
-    config, metrics = config_of(reply), metrics_of(reply)
-    if config.get("name") != expected_name:
+def _base_model_problem(tensors: Any, digests: Any, fingerprint: Mapping[str, str]) -> str | None:
+    if not _are_texts(tensors) or not _are_texts(digests) or len(tensors) != len(digests):
+        return "it doesn't say which base model it has"
+    theirs = dict(zip(tensors, digests, strict=True))
+    odd = differences({k: v or theirs.get(k, v) for k, v in fingerprint.items()}, theirs)
+    if not odd:
+        return None
+    more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+    return (
+        f"its base model is not the run's: {', '.join(odd[:3])}{more} differ; give it the same "
+        "checkpoint"
+    )
+
+
+def _are_texts(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _identity_problem(reply: Message, name: str, base: str) -> str | None:
+    config = config_of(reply)
+    if config.get("name") != name:
         return f"it now calls itself {config.get('name')!r}"
     if config.get("base") != base:
         return "it trained another base model (the fingerprints differ)"
-    # What is averaged is every record of a reply, so there may be none but those looked at here.
+    # An average takes every record of a reply, so there may be none but those that are checked.
     content = reply.content
     if set(content.metric_records) != {METRICS} or not set(content.array_records) <= {ARRAYS}:
         return "it sent more than was asked for"
-    odd = [name for name, value in metrics.items() if not _is_finite_number(value)]
-    if odd:
-        return f"its {', '.join(odd)} are not finite numbers"
-    size = metrics.get(SIZE)
-    if not isinstance(size, int) or size <= 0:
-        return f"its {SIZE} is {size!r}, and must be a positive whole number"
     return None
 
 
-def _is_finite_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _metrics_problem(metrics: Mapping[str, Any], examples: int) -> str | None:
+    """Check metrics' number, names, types and sizes: they are stored, plotted and averaged."""
+    if len(metrics) > _MOST_METRICS:
+        return f"it sent {len(metrics)} metrics; at most {_MOST_METRICS} are accepted"
+    odd = [name for name in metrics if not _METRIC_NAME.fullmatch(name)]
+    if odd:
+        return f"its metric {printable(odd[0], 64)!r} must have a name of at most 64 letters"
+    odd = [name for name, value in metrics.items() if not _is_bounded_number(value)]
+    if odd:
+        return f"its {', '.join(odd[:3])} are not finite numbers up to {LARGEST_METRIC:g}"
+    if metrics.get(SIZE) != examples:
+        return (
+            f"its {SIZE} is {metrics.get(SIZE)!r} and was {examples} when it joined; restart its "
+            "SuperNode after its data has changed"
+        )
+    return None
 
 
-def _odd_arrays(arrays: ArrayRecord | None, reference: ArrayRecord, minimum: float) -> str | None:
+def _is_bounded_number(value: object) -> bool:
+    return isinstance(value, int | float) and -LARGEST_METRIC <= value <= LARGEST_METRIC
+
+
+def _arrays_problem(
+    arrays: ArrayRecord | None, reference: ArrayRecord | None, minimum: float
+) -> str | None:
     """Compare names, shapes and dtypes with the reference before any value is read."""
+    if reference is None:
+        return None
     if arrays is None:
         return "it sent no arrays"
     if set(arrays) != set(reference):
         odd = sorted(set(arrays) ^ set(reference))
         return f"its tensors are not the adapter's: {', '.join(odd[:3])}"
     for name, expected in reference.items():
-        reason = _odd_array(arrays[name], expected, minimum)
+        reason = _array_problem(arrays[name], expected, minimum)
         if reason is not None:
             return f"{name} {reason}"
     return None
 
 
-def _odd_array(array: Array, expected: Array, minimum: float) -> str | None:
+def _array_problem(array: Array, expected: Array, minimum: float) -> str | None:
     shape, dtype = tuple(expected.shape), expected.dtype
     if tuple(array.shape) != shape or array.dtype != dtype:
         return f"is {array.dtype}{list(array.shape)}, and must be {dtype}{list(shape)}"
@@ -77,8 +169,11 @@ def _odd_array(array: Array, expected: Array, minimum: float) -> str | None:
         value = array.numpy()
     except Exception as error:  # whatever bytes from outside make numpy raise
         return f"can't be read: {error}"
-    if value.shape != shape or str(value.dtype) != dtype:
+    # NumPy also reads archives of arrays.
+    if not isinstance(value, np.ndarray) or value.shape != shape or str(value.dtype) != dtype:
         return "is not what its header says"
     if not np.isfinite(value).all():
         return "has values that are not finite numbers"
+    if np.abs(value).max(initial=0.0) > _LARGEST_WEIGHT:
+        return "has values beyond 2³⁰"
     return None if value.min(initial=math.inf) >= minimum else f"has values below {minimum:g}"

@@ -1,18 +1,21 @@
-"""The rounds that every strategy has: enrol, train, average by data size, evaluate, checkpoint."""
+"""The rounds of every strategy: register, train, average by data size, evaluate, checkpoint."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from logging import INFO
+from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg, Result
+from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords, aggregate_metricrecords
 
-from strategies.journal import Journal
+from finetuning.model.base_model import locate
+from strategies.journal import Journal, Progress
 from strategies.messages import (
     ARRAYS,
     CONFIG,
@@ -21,65 +24,48 @@ from strategies.messages import (
     Instruction,
     State,
     from_arrays,
+    metrics_of,
 )
-from strategies.roster import Roster, TooFewClientsError
+from strategies.participants import Participants, TooFewClientsError
 from strategies.run_config import RunConfig
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is.
-
-    Attributes:
-        lineage: names the run across its resumptions.
-        finished_rounds: rounds whose averaged adapter is there.
-        evaluated: whether the last of them (or the initial adapter) has been evaluated.
-        importance: J at the present global adapter, if it has been computed.
-        optimizers: of what the server trains itself, if it does.
-
-    """
-
-    lineage: str
-    finished_rounds: int = 0
-    evaluated: bool = False
-    importance: ArrayRecord | None = None
-    optimizers: State | None = None
-
-
-class Rounds(FedAvg):
+class Rounds(Strategy):
     """Clients train adapters, the server averages them by data size, round after round.
 
     Args:
         config: the run's configuration.
         fingerprint: of the base model, as the server computed it.
         progress: where to start.
-        journal: written to as the run goes on.
+        journal: records what happens.
 
     """
 
     def __init__(
         self, config: RunConfig, fingerprint: dict[str, str], progress: Progress, journal: Journal
     ) -> None:
-        super().__init__(
-            min_train_nodes=config.min_nodes,
-            min_evaluate_nodes=config.min_nodes,
-            min_available_nodes=config.min_nodes,
-            weighted_by_key=SIZE,
-            arrayrecord_key=ARRAYS,
-            configrecord_key=CONFIG,
-        )
         self.config = config
         self.progress = progress
         self._journal = journal
         self._instruction = Instruction(
-            round=0,
-            lineage=progress.lineage,
-            base="",
-            time_limit=config.round_timeout,
+            round=0, lineage=progress.lineage, base="", time_limit=config.round_timeout
         )
-        self._roster = Roster(config, self._instruction, fingerprint)
+        self._participants = Participants(config, self._instruction, fingerprint)
         self._reference = ArrayRecord()
         self._round_started = 0.0
+
+    def summary(self) -> None:
+        """Do nothing: the run's folder has its configuration."""
+
+    @staticmethod
+    def locate_base_model(config: RunConfig) -> Path:
+        """Return the directory of what the server needs of the base model.
+
+        Raises:
+            BaseModelError: the base model can't be found.
+
+        """
+        return locate(config.model.name)
 
     def start(
         self,
@@ -91,25 +77,29 @@ class Rounds(FedAvg):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the rounds that are left, from the adapter that ``progress`` goes with.
+        """Run the remaining rounds.
 
-        Args:
-            grid: connects to the SuperNodes.
-            initial_arrays: the global adapter after ``progress.finished_rounds``.
-            num_rounds: counted from the beginning of the run, finished ones included.
-            timeout: seconds to wait for replies.
-            train_config: not used; every round's instruction is made from the run config.
-            evaluate_config: not used.
-            evaluate_fn: not used; the server has no data.
+        ``initial_arrays`` is the global adapter after ``progress.finished_rounds``; ``num_rounds``
+        includes the finished ones. Flower's configs are not used, nor is ``evaluate_fn``: messages
+        follow from the run config, and the server has no data.
 
         Raises:
             RefusedError: clients can't take part as they are.
-            TooFewClientsError: fewer than ``min-nodes`` are there or gave valid replies.
+            TooFewClientsError: fewer than ``min-nodes`` are connected or sent valid replies.
 
         """
-        self._roster.enrol_all(grid)
-        self._instruction = replace(self._instruction, base=self._roster.base)
-        self._reference = arrays = initial_arrays
+        with self._prepared(grid, initial_arrays) as arrays:
+            return self._run(grid, arrays, num_rounds, timeout)
+
+    @contextmanager
+    def _prepared(self, grid: Grid, arrays: ArrayRecord) -> Iterator[ArrayRecord]:
+        """Hold what a strategy needs during a run; yield what clients get of the adapter."""
+        yield arrays
+
+    def _run(self, grid: Grid, arrays: ArrayRecord, num_rounds: int, timeout: float) -> Result:
+        self._participants.register_all(grid)
+        self._instruction = replace(self._instruction, base=self._participants.base)
+        self._reference = arrays
         result = Result(arrays=arrays)
         finished = self.progress.finished_rounds
         lacks_importance = self._evaluation(finished).importance and not self.progress.importance
@@ -121,7 +111,7 @@ class Rounds(FedAvg):
             messages = self.configure_train(current, arrays, ConfigRecord(), grid)
             replies = self._exchange(messages, grid, timeout)
             aggregated, metrics = self.aggregate_train(current, replies)
-            assert aggregated is not None and metrics is not None  # else it raised
+            assert aggregated is not None and metrics is not None  # aggregate_train raises
             result.arrays = arrays = aggregated
             result.train_metrics_clientapp[current] = metrics
             self.progress = replace(
@@ -135,11 +125,11 @@ class Rounds(FedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask every connected client to train from the global adapter."""
-        self._roster.enrol_newcomers(grid)
+        self._participants.register_newcomers(grid)
         self._round_started = time.monotonic()
         instruction = replace(self._instruction, round=server_round)
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
-        return self._roster.address(MessageType.TRAIN, content, grid)
+        return self._participants.address(MessageType.TRAIN, content, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -150,16 +140,15 @@ class Rounds(FedAvg):
             TooFewClientsError: fewer valid replies than ``min-nodes``.
 
         """
-        valid, left_out = self._roster.screen(replies, self._reference)
+        valid, left_out = self._participants.screen(replies, self._reference)
+        seconds = round(time.monotonic() - self._round_started, 3)
         self._journal.record(
             {
                 "event": "round",
                 "round": server_round,
                 "participants": list(valid),
-                "left_out": [
-                    {"client": name, "reason": reason} for name, reason in left_out.items()
-                ],
-                "seconds": round(time.monotonic() - self._round_started, 3),
+                "left_out": _reasons(left_out),
+                "seconds": seconds,
             }
         )
         if len(valid) < self.config.min_nodes:
@@ -168,46 +157,40 @@ class Rounds(FedAvg):
                 f"round {server_round}: {len(valid)} valid replies, and min-nodes = "
                 f"{self.config.min_nodes} are needed; left out:{reasons or ' nobody'}"
             )
+        sizes = self._participants.asked
         for name, reply in valid.items():
-            metrics = dict(reply.content.metric_records[METRICS])
-            size = metrics.pop(SIZE)
-            event = {"event": "train", "round": server_round, "client": name, "examples": size}
-            self._journal.record({**{underscored(k): v for k, v in metrics.items()}, **event})
-            local = from_arrays(reply.content.array_records[ARRAYS])
-            self._journal.keep_personalised(
-                name,
-                self._personalised(name, local),
-                server_round,
-                int(size),  # type: ignore[arg-type]
-            )
-        contents = [reply.content for reply in valid.values()]
-        self._average({name: content_size(reply) for name, reply in valid.items()})
+            metrics = {underscored(k): v for k, v in metrics_of(reply).items() if k != SIZE}
+            event = {"event": "train", "round": server_round, "client": name}
+            self._journal.record({**metrics, **event, "examples": sizes[name]})
+            adapter = self._personalised(name, from_arrays(reply.content.array_records[ARRAYS]))
+            self._journal.keep_personalised(name, adapter, server_round, sizes[name])
+        self._average({name: sizes[name] for name in valid})
         log(INFO, "Averaged the adapters of %s", ", ".join(valid))
+        contents = [reply.content for reply in valid.values()]
         return aggregate_arrayrecords(contents, SIZE), _averages(contents)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every connected client for what is due after this round; nothing may be."""
+        """Ask every connected client for the evaluation that is due after this round, if any."""
         instruction = self._evaluation(server_round)
         if not (instruction.losses or instruction.importance or instruction.final):
             return []
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
-        return self._roster.address(MessageType.EVALUATE, content, grid)
+        return self._participants.address(MessageType.EVALUATE, content, grid)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Record each client's metrics; give their averages by data size."""
+        """Record each client's metrics; return their averages by data size."""
         expected = self._reference if self._evaluation(server_round).importance else None
         # J is never negative: a negative one would push weights away from the global ones.
-        valid, left_out = self._roster.screen(replies, expected, minimum=0.0)
+        valid, left_out = self._participants.screen(replies, expected, minimum=0.0)
         if left_out:
-            missing = [{"client": name, "reason": reason} for name, reason in left_out.items()]
-            event = {"event": "evaluation-missing", "round": server_round, "left_out": missing}
-            self._journal.record(event)
+            missing = {"event": "evaluation-missing", "round": server_round}
+            self._journal.record({**missing, "left_out": _reasons(left_out)})
         for name, reply in valid.items():
-            for event in _evaluation_events(reply.content.metric_records[METRICS]):
+            for event in _evaluation_events(metrics_of(reply)):
                 self._journal.record(
                     {**event, "event": "evaluate", "round": server_round, "client": name}
                 )
@@ -215,7 +198,7 @@ class Rounds(FedAvg):
         return _averages([reply.content for reply in valid.values()]) if valid else None
 
     def _evaluation(self, server_round: int) -> Instruction:
-        """Give what evaluation is due after a round."""
+        """Return what evaluation is due after a round."""
         final = server_round == self.config.rounds
         return replace(
             self._instruction,
@@ -225,19 +208,19 @@ class Rounds(FedAvg):
         )
 
     def _exchange(self, messages: Iterable[Message], grid: Grid, timeout: float) -> list[Message]:
-        """Send messages and wait for replies; all clients work at once."""
+        """Send messages and wait for replies; all clients work at the same time."""
         return list(grid.send_and_receive(list(messages), timeout=timeout))
 
     def _whole(self, averaged: State) -> State:
-        """Give the global adapter from the average of what clients sent."""
+        """Return the global adapter from the average of what clients sent."""
         return averaged
 
     def _personalised(self, client: str, local: State) -> State:
-        """Give a client's whole adapter from what it sent."""
+        """Return a client's whole adapter from what it sent."""
         return local
 
     def _average(self, weights: Mapping[str, int]) -> None:
-        """Average what the server itself holds of the clients' adapters, if anything."""
+        """Average what the server holds of the clients' adapters; nothing by default."""
 
     def _use_importance(self, contents: dict[str, RecordDict]) -> None:
         """Take the importance J from evaluate replies; only FedJudge-CL asks for it."""
@@ -255,14 +238,11 @@ class Rounds(FedAvg):
         self._checkpoint(arrays)
 
     def _checkpoint(self, arrays: ArrayRecord) -> None:
-        importance = self.progress.importance
-        self._journal.checkpoint(
-            self.progress.finished_rounds,
-            self._whole(from_arrays(arrays)),
-            None if importance is None else from_arrays(importance),
-            self.progress.optimizers,
-            self.progress.evaluated,
-        )
+        self._journal.checkpoint(self.progress, self._whole(from_arrays(arrays)))
+
+
+def _reasons(left_out: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"client": name, "reason": reason} for name, reason in left_out.items()]
 
 
 def _averages(contents: list[RecordDict]) -> MetricRecord:
@@ -275,8 +255,8 @@ def _averages(contents: list[RecordDict]) -> MetricRecord:
     )
 
 
-def _evaluation_events(metrics: MetricRecord) -> list[dict[str, Any]]:
-    """Split ``global.loss`` and the like into one event for each model that was evaluated."""
+def _evaluation_events(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Split metrics like ``global.loss`` into one event for each evaluated model."""
     events = []
     for model in ("base", "global", "personalised"):
         prefix = f"{model}."
@@ -286,11 +266,6 @@ def _evaluation_events(metrics: MetricRecord) -> list[dict[str, Any]]:
     return events
 
 
-def content_size(reply: Message) -> int:
-    """Give the data size |Dᵢ| that a valid reply says."""
-    return int(reply.content.metric_records[METRICS][SIZE])  # type: ignore[arg-type]
-
-
 def underscored(key: str) -> str:
-    """Give a key as it stands in ``metrics.jsonl``."""
+    """Return a key in the spelling of ``metrics.jsonl``."""
     return key.replace("-", "_")

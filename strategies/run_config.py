@@ -1,4 +1,4 @@
-"""The run configuration: everything in ``[tool.flwr.app.config]``, validated as one."""
+"""The run configuration: everything in ``[tool.flwr.app.config]``, validated together."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ from finetuning.settings import (
 
 Scalar = str | int | float | bool
 
-# Beyond the time a client has: starting a process, loading the model, carrying the messages.
+# Added to a client's time: starting a process, loading the model, transferring messages.
 _GRACE_SECONDS = 60.0
 
 
@@ -38,7 +38,7 @@ class ConfigError(ValueError):
 
 
 class RunConfig(Section):
-    """Settings of a run; sections hold those that are not about federation."""
+    """Settings of a run; those that are not about federation are in sections."""
 
     strategy: Literal["fedjudge-base", "fedjudge-cl", "fl-glm"] = Field(
         "fedjudge-cl",
@@ -69,7 +69,7 @@ class RunConfig(Section):
         "Empty: the user's state folder (`~/.local/state/chambers` on Linux).",
     )
     resume: str = Field(
-        "", description="Results folder of an earlier run to go on with; an absolute path."
+        "", description="Results folder of an earlier run to resume; an absolute path."
     )
     model: ModelSettings = Field(default_factory=ModelSettings)
     adapter: AdapterSettings = Field(default_factory=AdapterSettings)
@@ -82,7 +82,7 @@ class RunConfig(Section):
     @field_validator("output_dir", "state_path", "resume")
     @classmethod
     def _is_absolute(cls, value: str) -> str:
-        # A Flower app runs from Flower's own folder, so that a relative path would point there.
+        # A Flower app runs in Flower's own folder, where a relative path would point.
         if value and not Path(value).expanduser().is_absolute():
             raise ValueError("must be an absolute path (or start with ~)")
         return value
@@ -101,8 +101,8 @@ class RunConfig(Section):
     def _can_have_prefixes(self) -> "RunConfig":
         if self.adapter.kind == "prefix" and self.model.gradient_checkpointing:
             raise ValueError(
-                'adapter.kind = "prefix" does not go with model.gradient-checkpointing = true: '
-                "blocks that are computed again can't have keys and values before their own; "
+                'adapter.kind = "prefix" excludes model.gradient-checkpointing = true: recomputed '
+                "blocks can't have keys and values before their own; "
                 "lower train.batch-size or data.max-length instead"
             )
         return self
@@ -140,42 +140,36 @@ class RunConfig(Section):
 
     @property
     def row(self) -> dict[str, int]:
-        """Places of the longest row's keys and values, by the keys that set their numbers.
-
-        Those of a prefix take memory and positions, too.
-        """
+        """Positions of the longest row, prefix included, by the settings that determine them."""
         before = self.adapter.columns_before
         prefix = {"adapter.prefix-length": before} if before else {}
         return prefix | {"data.max-length": self.data.max_length}
 
     @property
     def row_with_answer(self) -> dict[str, int]:
-        """The same of a prompt and its answer, where any are generated."""
+        """Positions of the longest prompt and its answer, if answers are generated."""
         answer = {"evaluate.max-new-tokens": self.evaluate.max_new_tokens}
         return self.row | (answer if self.evaluate.generate else {})
 
     @property
     def longest(self) -> int:
-        """Padded tokens of the largest micro-batch that a client can have, prefixes included."""
+        """Padded tokens of a client's largest micro-batch, prefixes included."""
         return max(self.train.batch_size, self.evaluate.batch_size) * sum(self.row.values())
 
     @property
     def most_generated(self) -> int:
-        """Padded tokens of the largest batch of prompts and answers, where any are generated.
-
-        Prefixes are included.
-        """
+        """Padded tokens of the largest batch of prompts and answers; 0 if none are generated."""
         if not self.evaluate.generate:
             return 0
         return self.evaluate.batch_size * sum(self.row_with_answer.values())
 
     @property
     def reply_timeout(self) -> float:
-        """Seconds the server waits for a reply: a client's time, and a process's start."""
+        """Seconds the server waits for a reply: a client's time and a process's start."""
         return self.round_timeout + _GRACE_SECONDS
 
     def flat(self) -> dict[str, Scalar]:
-        """Give the configuration as Flower writes it: dotted kebab-case keys to scalars."""
+        """Return the configuration as Flower writes it: dotted kebab-case keys to scalars."""
         return {key: value for key, _, value in _leaves(self)}
 
 
@@ -205,7 +199,7 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
 
 
 def configuration_table() -> str:
-    """Give ``docs/configuration.md``: every key, default, allowed values and meaning."""
+    """Return ``docs/configuration.md``: every key, default, allowed values and meaning."""
     lines = [
         "# Run configuration",
         "",
@@ -239,7 +233,7 @@ def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldIn
 def _explain(
     problem: dict[str, Any], values: Mapping[str, Scalar], fields: Mapping[str, FieldInfo]
 ) -> str:
-    """Turn one pydantic error into a line with key, value and what is allowed."""
+    """Return a line with key, value and what is allowed, for one pydantic error."""
     key = ".".join(str(part) for part in problem["loc"])
     reason = problem["msg"].removeprefix("Value error, ")
     if key not in fields:
@@ -255,7 +249,7 @@ def _unknown(key: str, value: Scalar, fields: Mapping[str, FieldInfo]) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """Describe a field's type and bounds in words."""
+    """Describe a field's type and bounds."""
     annotation = field.annotation
     metadata = list(field.metadata)
     while get_origin(annotation) is Annotated:

@@ -23,35 +23,35 @@ from finetuning.training.optimization import (
 
 
 class DeadlineError(TimeoutError):
-    """The round's time is over before its training is."""
+    """The round's time ended before its training."""
 
 
 class Stages(Protocol):
-    """What the loop needs of a model: the stages of a step, wherever its blocks are computed."""
+    """The stages of a step; a model implements them wherever its blocks are computed."""
 
     @property
     def columns_before(self) -> int:
-        """Places that a prefix in use takes before each row's tokens."""
+        """Columns that a prefix in use takes before each row's tokens."""
         ...
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
-        """Add the gradient of the step's mean loss per target; give each summed loss in nats."""
+        """Add the gradient of the step's mean loss per target; return summed losses in nats."""
         ...
 
     def clip(self, maximum: float) -> float:
-        """Scale the gradients of all blocks to the maximum norm, unless it is 0; give the norm."""
+        """Clip the gradients of all blocks to the maximum norm, unless it is 0; return the norm."""
         ...
 
 
 @dataclass(frozen=True)
-class Round:
-    """Where in a run a round stands.
+class RoundPlan:
+    """What a client trains on in one round, and the round's position in the run.
 
     Attributes:
         steps: the examples of each optimizer step, as indices.
-        first_step: how many steps this client's earlier rounds have, whether it took part or not.
-        total_steps: how many steps all rounds of the run have.
-        seed: of this client in this round.
+        first_step: steps of this client's earlier rounds, whether it took part or not.
+        total_steps: steps of all rounds of the run.
+        seed: for this client in this round.
         deadline: on ``time.monotonic``'s clock.
 
     """
@@ -96,7 +96,7 @@ def train_round(
     parameters: Mapping[str, torch.nn.Parameter],
     examples: Sequence[Example],
     padding: int,
-    place: Round,
+    plan: RoundPlan,
     settings: TrainSettings,
     penalty: Penalty | None = None,
     optimizer_state: OptimizerState | None = None,
@@ -109,11 +109,11 @@ def train_round(
         parameters: the adapter's weights by name; changed in place.
         examples: the client's training examples.
         padding: the padding token.
-        place: which examples, in which order, until when.
+        plan: which examples, in which order, until when.
         settings: optimizer, schedule and batch sizes.
         penalty: the continual-learning penalty, if any.
-        optimizer_state: to go on with; None starts anew.
-        description: stands before the progress bar.
+        optimizer_state: of the previous round; None starts with a fresh optimizer.
+        description: text before the progress bar.
 
     Returns:
         The report, and the optimizer's state after the last step.
@@ -125,9 +125,9 @@ def train_round(
     """
     optimizer = make_optimizer(parameters, settings)
     load_optimizer(optimizer, parameters, optimizer_state or {})
-    # A round that broke off in this process may have left gradients of another client.
+    # A round that failed in this process may have left another client's gradients.
     optimizer.zero_grad()
-    rate = learning_rate(settings, place.total_steps)
+    rate = learning_rate(settings, plan.total_steps)
     lengths = [len(example.tokens) for example in examples]
     columns = [model.columns_before + length for length in lengths]
     budget = settings.batch_size * max(columns)
@@ -136,11 +136,11 @@ def train_round(
     pulls = []
     tokens = targets = 0
     started = time.perf_counter()
-    with progress_bar(total=len(place.steps), description=description) as bar:
-        for index, step in enumerate(place.steps):
-            if time.monotonic() > place.deadline:
+    with progress_bar(total=len(plan.steps), description=description) as bar:
+        for index, step in enumerate(plan.steps):
+            if time.monotonic() > plan.deadline:
                 raise DeadlineError(
-                    f"{index} of {len(place.steps)} steps were done when the round's time was "
+                    f"{index} of {len(plan.steps)} steps were done when the round's time was "
                     "over; raise round-timeout, or train less per round (train.local-steps)"
                 )
             batches = [
@@ -148,13 +148,13 @@ def train_round(
                 for group in micro_batches(step, columns, budget)
             ]
             step_targets = sum(len(batch.labels) for batch in batches)
-            loss = sum(model.accumulate(batches, derive_seed(place.seed, index))) / step_targets
+            loss = sum(model.accumulate(batches, derive_seed(plan.seed, index))) / step_targets
             if not loss < float("inf"):
                 raise FloatingPointError(f"the loss of step {index + 1} is {loss}")
             if penalty is not None:
                 pulls.append(penalty.add_gradient())
             norms.append(model.clip(settings.max_gradient_norm))
-            optimizer.param_groups[0]["lr"] = rate(place.first_step + index)
+            optimizer.param_groups[0]["lr"] = rate(plan.first_step + index)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss)

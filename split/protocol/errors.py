@@ -111,17 +111,17 @@ def refused(refusal: Refusal) -> HandshakeError:
 
 
 def printable(text: str, most: int = 1000) -> str:
-    """Return a peer's words as one short line that is safe in logs, terminals and files.
+    """Return a peer's text as one line that may be logged, stored and shown.
 
-    Characters that are not printable (control characters, line breaks, terminal escapes, lone
-    surrogates, marks of direction) are replaced by their escapes.
+    Everything that ``str.isprintable`` excludes becomes its escape: line breaks, control characters
+    and terminal escapes, bidirectional controls, lone surrogates. Letters of all languages stay.
 
     Args:
-        text: As it came.
-        most: Characters of it that are kept.
+        text: what a peer sent.
+        most: characters in the result; a longer one is cut.
 
     """
     shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[:most]
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: most + 1]
     )
-    return shown if len(text) <= most else f"{shown}…"
+    return shown if len(shown) <= most else shown[: most - 1] + "…"

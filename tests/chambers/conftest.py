@@ -16,6 +16,7 @@ from chambers.__main__ import main
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.model.fingerprint import fingerprint
 from server_app.results import Results
+from strategies.journal import Progress
 from strategies.run_config import parse_run_config
 from tests.conftest import write_checkpoint
 
@@ -37,7 +38,7 @@ def write_run(directory: Path, base: Path, **settings) -> Path:
     )
     directory.mkdir()
     state, peft_config = initial_adapter(str(base), config.adapter, 5)
-    results = Results(directory, config, "lineage", str(base), peft_config)
+    results = Results(directory, config, str(base), peft_config)
     results.describe(fingerprint(base))
     results.record({"event": "round", "round": 1, "participants": [*CLIENTS], "left_out": []})
     generator = torch.Generator().manual_seed(6)
@@ -47,7 +48,7 @@ def write_run(directory: Path, base: Path, **settings) -> Path:
 
     for client in CLIENTS:
         results.keep_personalised(client, drawn(), 1, 10)
-    results.checkpoint(1, drawn(), None, None, True)
+    results.checkpoint(Progress("lineage", finished_rounds=1, evaluated=True), drawn())
     results.close()
     return directory
 

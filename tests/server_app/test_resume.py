@@ -1,4 +1,4 @@
-"""A run that stops anywhere goes on as if it had not; what it left is whole."""
+"""A run that stops anywhere is resumed as if it had not; what it left is whole."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,9 @@ from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from server_app.checkpoint import load_checkpoint
-from server_app.main import STRATEGIES, place
+from server_app.main import STRATEGIES, open_directory
 from server_app.results import Results
+from strategies.journal import Progress
 from strategies.messages import to_arrays
 from strategies.run_config import ConfigError, parse_run_config
 
@@ -31,17 +32,18 @@ def run(values: dict, stop_after: tuple[int, bool] | None = None) -> Path:
     state, peft_config = initial_adapter(
         config.model.name, config.adapter, derive_seed("adapter", config.seed)
     )
-    directory, progress, checkpoint = place(config)
-    results = Results(directory, config, progress.lineage, str(base), peft_config)
+    directory, checkpoint = open_directory(config)
+    results = Results(directory, config, str(base), peft_config)
+    progress = Progress("test")
     if checkpoint is not None:
-        results.go_on_from(checkpoint)
-        state = checkpoint.state
+        results.rewind_to(checkpoint)
+        progress, state = checkpoint.progress, checkpoint.state
     results.describe(fingerprint(base))
     write = results.checkpoint
 
-    def stopping(round_number, state, importance, optimizers, evaluated):
-        write(round_number, state, importance, optimizers, evaluated)
-        if (round_number, evaluated) == stop_after:
+    def stopping(progress, state):
+        write(progress, state)
+        if (progress.finished_rounds, progress.evaluated) == stop_after:
             raise PowerFailureError
 
     results.checkpoint = stopping
@@ -66,7 +68,7 @@ def final(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def events(directory: Path) -> list[dict]:
-    """Give the events without what depends on the clock (a lane's last words may come too late)."""
+    """Return the events without what depends on timing (a lane's last bytes may come too late)."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [
         {k: v for k, v in json.loads(line).items() if not k.startswith(("seconds", "bytes"))}
@@ -153,5 +155,5 @@ def test_a_damaged_checkpoint_is_named(values, tmp_path):
 
 def test_two_runs_of_one_second_have_folders_of_their_own(values, tmp_path):
     values |= {"output-dir": str(tmp_path / "runs")}
-    folders = {place(parse_run_config(values))[0] for _ in range(3)}
+    folders = {open_directory(parse_run_config(values))[0] for _ in range(3)}
     assert len(folders) == 3

@@ -22,7 +22,7 @@ from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import derive_seed
 from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
-from finetuning.training.loop import Round, train_round
+from finetuning.training.loop import RoundPlan, train_round
 from finetuning.training.optimization import learning_rate, make_optimizer
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
@@ -58,13 +58,13 @@ def draw(count: int, seed: int) -> list[Example]:
     return examples
 
 
-def place_of(name: str, steps: int = STEPS) -> tuple[list[Example], Round]:
+def place_of(name: str, steps: int = STEPS) -> tuple[list[Example], RoundPlan]:
     """Give a client's examples, and which of them each step is made of."""
     examples = draw(24, derive_seed("examples", name) % 2**31)
     order = torch.Generator().manual_seed(derive_seed("order", name) % 2**31)
     chosen = [torch.randperm(24, generator=order)[:6].tolist() for _ in range(steps)]
     seed = derive_seed("train", name)
-    return examples, Round(chosen, 0, STEPS, seed, time.monotonic() + 300)
+    return examples, RoundPlan(chosen, 0, STEPS, seed, time.monotonic() + 300)
 
 
 class Client:

@@ -8,8 +8,8 @@ from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL
+from strategies.journal import Progress
 from strategies.messages import to_arrays
-from strategies.rounds import Progress
 from strategies.run_config import parse_run_config
 
 NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.in_process import InProcessGrid, run_in_process
+from client_app import fl_glm
 from client_app.institution import open_institution
 from finetuning.model.base_model import BaseModelError
-from strategies.roster import RefusedError
+from strategies.participants import RefusedError
 from strategies.run_config import ConfigError, parse_run_config
 
 
@@ -78,7 +79,7 @@ def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, tmp_path):
     config = parse_run_config(split_values)
     for partition, client in enumerate(("alpha", "beta", "gamma")):
         node = {"partition-id": partition, "num-partitions": 3}
-        institution = open_institution(config, node)
+        institution = open_institution(config, node, fl_glm.base_model)
         assert institution.name == client
         for kind in ("global", "personalised"):
             (directory,) = (tmp_path / "state").glob(f"*/{client}/adapters/{kind}")
@@ -105,7 +106,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
     names = ["rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
     answering = {"generate": True, "generate-examples": 4, "batch-size": 3, "max-new-tokens": 12}
     values = split_values | {f"evaluate.{key}": value for key, value in answering.items()}
-    # So much that the random model says some of the words.
+    # So many steps that the random model generates some of the words.
     values |= {"adapter.rank": 16, "train.epochs": 8, "train.learning-rate": 2e-2}
     values |= {"adapter.targets": "q_proj,v_proj,up_proj,down_proj,lm_head"}
     journal = run(values, tmp_path)
@@ -116,7 +117,8 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
     }
     config = parse_run_config(values)
     for partition, client in enumerate(("alpha", "beta", "gamma")):
-        institution = open_institution(config, {"partition-id": partition, "num-partitions": 3})
+        node = {"partition-id": partition, "num-partitions": 3}
+        institution = open_institution(config, node, fl_glm.base_model)
         tokenizer = load_tokenizer(institution.directory)
         for kind in ("base", "global", "personalised"):
             adapter = "global" if kind == "base" else kind
@@ -135,20 +137,16 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
 def test_a_client_that_breaks_off_is_left_out_and_named(
     split_values, tmp_path, schedule, monkeypatch
 ):
-    """Beta stops in the middle of its second round; the others go on."""
-    from client_app import split
-
+    """Beta stops in its second round; the others continue."""
     values = split_values | {"split.schedule": schedule, "min-nodes": 2}
-    train = split.train_round
+    train = fl_glm.train_round
 
-    def stopping(model, parameters, examples, padding, place, *rest, description, **others):
+    def stopping(*, plan, description, **others):
         if description == "beta, round 2":
-            place = replace(place, deadline=0.0)
-        return train(
-            model, parameters, examples, padding, place, *rest, description=description, **others
-        )
+            plan = replace(plan, deadline=0.0)
+        return train(plan=plan, description=description, **others)
 
-    monkeypatch.setattr(split, "train_round", stopping)
+    monkeypatch.setattr(fl_glm, "train_round", stopping)
     journal = run_in_process(values, tmp_path / "state", 3)
     (last,) = [e for e in journal.events if e["event"] == "round" and e["round"] == 2]
     assert last["participants"] == ["alpha", "gamma"]
@@ -211,7 +209,7 @@ def test_tickets_do_not_travel_in_clear_text(split_values, tmp_path):
         run_in_process(advertised, tmp_path, 1, Unencrypted(advertised, nodes))
 
 
-def test_a_port_in_use_is_said_in_words(split_values, tmp_path):
+def test_a_port_in_use_is_an_error_that_names_the_setting(split_values, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,5 +1,6 @@
-"""Clients that answer oddly, late or not at all are left out by name, and the others go on."""
+"""Clients that answer oddly, late or not at all are left out by name; the others continue."""
 
+import io
 import re
 
 import numpy as np
@@ -9,7 +10,7 @@ from flwr.app import Array, ArrayRecord, MetricRecord
 
 from bench.in_process import MemoryJournal
 from strategies.messages import ARRAYS, METRICS, SIZE
-from strategies.roster import RefusedError, TooFewClientsError
+from strategies.participants import RefusedError, TooFewClientsError
 from tests.strategies.grids import SpyingGrid, start
 
 
@@ -54,6 +55,16 @@ def lie(reply):
     return reply
 
 
+def archive(reply):
+    """Send an archive of arrays, which NumPy reads too, in the place of one."""
+    arrays = reply.content[ARRAYS]
+    array = arrays[next(iter(arrays))]
+    file = io.BytesIO()
+    np.savez(file, array.numpy())
+    array.data = file.getvalue()
+    return reply
+
+
 def with_config(key, value):
     def how(reply):
         reply.content["config"][key] = value
@@ -65,6 +76,14 @@ def with_config(key, value):
 def with_metric(key, value):
     def how(reply):
         reply.content[METRICS][key] = value
+        return reply
+
+    return how
+
+
+def with_metrics(count):
+    def how(reply):
+        reply.content[METRICS].update({f"metric-{i}": 1.0 for i in range(count)})
         return reply
 
     return how
@@ -86,10 +105,22 @@ ODD = {
     "keys": (rename, "not the adapter's"),
     "nothing": (without_arrays, "no arrays"),
     "bytes": (lie, "can't be read"),
+    "archive": (archive, "not what its header says"),
+    "large": (put(np.full((4, 32), 3e38, np.float32)), "beyond 2³⁰"),
     "fingerprint": (with_config("base", "0" * 64), "base model"),
     "name": (with_config("name", "mallory"), "mallory"),
+    "long name": (with_config("name", "mallory" * 10**5), "calls itself 'mallory"),
+    "problem": (
+        with_config("problem", "\x1b[2J\nround 1\u202e\ud800" * 10**5),
+        r"\\x1b\[2J round",
+    ),
     "size": (with_metric(SIZE, 0), SIZE),
+    "another size": (with_metric(SIZE, 10**9), "was 12 when it joined"),
     "loss": (with_metric("loss", float("nan")), "loss"),
+    "large loss": (with_metric("loss", -1e308), "up to 1e\\+30"),
+    "large count": (with_metric("steps", 10**400), "up to"),
+    "metric's name": (with_metric("a/b\n" * 10**5, 1.0), "at most 64 letters"),
+    "many metrics": (with_metrics(10**5), "at most 100"),
     "text for a number": (with_metric("loss", [1.0, 2.0]), "loss"),
     "more arrays": (with_more("more", ArrayRecord()), "more than was asked for"),
     "more metrics": (with_more("a", MetricRecord({SIZE: 10**9})), "more than was asked for"),
@@ -109,6 +140,7 @@ def test_an_odd_reply_is_left_out_by_name_and_the_others_count(values, tmp_path,
         (left_out,) = event["left_out"]
         assert left_out["client"] == "beta"
         assert re.search(reason, left_out["reason"])
+        assert left_out["reason"].isprintable() and len(left_out["reason"]) <= 1000
     assert all(torch.isfinite(v).all() for v in journal.adapters[2].values())
     assert set(journal.kept) == {"alpha", "gamma"}
 
@@ -194,8 +226,13 @@ def test_a_client_over_its_time_says_so(values, tmp_path):
         ("name", "alpha", "another SuperNode is named 'alpha'"),
         ("name", "../alpha", "must be letters"),
         ("name", "", "must be letters"),
+        ("name", "ALPHA", r"another SuperNode is named 'alpha' already \(upper"),
+        pytest.param("name", "𐐀" * 63, "must be letters", id="252 bytes"),  # no folder's name
+        ("name", "\x1b[2J\n" * 10**5, r"x1b\[2J\\n.*….* must be letters"),
         ("digests", None, "its base model is not the run's: .* differ"),
         ("tensors", "text", "which base model"),
+        ("tensors", [b"bytes"], "which base model"),
+        ("digests", [], "which base model"),
         ("problem", "disk on fire", "disk on fire"),
     ],
 )

@@ -53,7 +53,7 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from client_app import evaluation
+    from client_app import evaluation, fl_glm
     from client_app.institution import open_institution
     from finetuning.evaluation.held_out import generate_answers, held_out_loss
     from finetuning.model.base_model import load_tokenizer
@@ -88,7 +88,8 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     assert journal.adapters[3][SAVED].shape == expected[SAVED].shape
     for partition, client in enumerate(CLIENTS):
         assert losses[3, client, "global"] < losses[0, client, "base"]
-        institution = open_institution(config, {"partition-id": partition, "num-partitions": 3})
+        node = {"partition-id": partition, "num-partitions": 3}
+        institution = open_institution(config, node, fl_glm.base_model)
         for kind in ("global", "personalised"):
             (directory,) = (tmp_path / "state").glob(f"*/{client}/adapters/{kind}")
             whole = AutoModelForCausalLM.from_pretrained(config.model.name)

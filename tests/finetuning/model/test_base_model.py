@@ -19,7 +19,7 @@ from finetuning.model.fingerprint import differences, digest, fingerprint
 from finetuning.model.tiny import TinyRecipe, build_tiny
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
-from finetuning.training.loop import Round, train_round
+from finetuning.training.loop import RoundPlan, train_round
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_a_quantised_model_is_small_close_and_can_be_trained_on_a_processor(
     for parameter in parameters.values():
         parameter.grad = None
 
-    place = Round([range(6)] * 10, 0, 10, 0, float("inf"))
+    place = RoundPlan([range(6)] * 10, 0, 10, 0, float("inf"))
     report, _ = train_round(
         stages, parameters, examples, 0, place, TrainSettings(learning_rate=2e-2)
     )

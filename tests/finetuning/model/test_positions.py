@@ -8,7 +8,7 @@ from bench.in_process import InProcessGrid
 from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.model.positions import check_positions
 from finetuning.settings import ModelSettings
-from server_app.main import _run, place
+from server_app.main import _run, open_directory
 from strategies.run_config import parse_run_config
 
 SIZES = {
@@ -84,4 +84,4 @@ def test_a_run_is_refused_before_it_begins(saved, values, tmp_path, strategy):
     }
     config = parse_run_config(values)
     with pytest.raises(BaseModelError, match=r"adapter\.prefix-length \+ data\.max-length"):
-        _run(InProcessGrid(values, {}), config, *place(config))
+        _run(InProcessGrid(values, {}), config, *open_directory(config))

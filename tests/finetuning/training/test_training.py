@@ -14,7 +14,7 @@ from finetuning.adapters.adapter import export_adapter, load_adapter, trainable_
 from finetuning.data.tokenization import Example
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import TrainSettings
-from finetuning.training.loop import DeadlineError, Round, TrainingReport, train_round
+from finetuning.training.loop import DeadlineError, RoundPlan, TrainingReport, train_round
 from finetuning.training.optimization import OptimizerState
 
 ARCHITECTURES = [
@@ -34,7 +34,7 @@ def train(
     deadline: float = math.inf,
 ) -> tuple[TrainingReport, OptimizerState]:
     """Train one round of several that are equally long."""
-    place = Round(
+    place = RoundPlan(
         steps, (round_number - 1) * len(steps), rounds * len(steps), round_number, deadline
     )
     return train_round(

@@ -5,7 +5,7 @@ import torch
 
 from finetuning.adapters.adapter import export_adapter, load_adapter, trainable_parameters
 from finetuning.evaluation.held_out import held_out_loss
-from finetuning.training.loop import Round, train_round
+from finetuning.training.loop import RoundPlan, train_round
 from finetuning.training.optimization import make_optimizer
 from split.model.adapters import join_adapters, take_apart
 from split.model.cut import cut_of
@@ -112,7 +112,7 @@ def test_averaging_within_a_round_equals_lockstep_with_averages(base, beginning)
             load_adapter(model.peft_model, states[name])
             examples, place = place_of(name)
             chosen = place.steps[start : min(start + every, steps[name])]
-            part = Round(chosen, start, STEPS, 0, place.deadline)
+            part = RoundPlan(chosen, start, STEPS, 0, place.deadline)
             _, optimizers[name] = train_round(
                 model,
                 trainable_parameters(model.peft_model),

@@ -1,0 +1,160 @@
+"""FedJudge at a client: the whole model is here, and only adapters travel."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from client_app.evaluation import measure, save_final_adapters
+from client_app.institution import Institution
+from client_app.task import Metrics, Task, training_metrics
+from finetuning.adapters.adapter import (
+    State,
+    attach_adapter,
+    export_adapter,
+    exported_names,
+    load_adapter,
+    trainable_parameters,
+)
+from finetuning.data.batching import collate, micro_batches
+from finetuning.model.base_model import load_base_model, locate
+from finetuning.model.fingerprint import fingerprint
+from finetuning.model.whole_model import WholeModel
+from finetuning.randomness import derive_seed
+from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.training.continual import Penalty, importance
+from finetuning.training.loop import TrainingReport, train_round
+from strategies.messages import ARRAYS, IMPORTANCE
+from strategies.run_config import RunConfig
+
+
+def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
+    """Return the base model's directory and fingerprint.
+
+    Raises:
+        BaseModelError: the base model can't be found.
+
+    """
+    directory = locate(config.model.name)
+    return directory, fingerprint(directory)
+
+
+def train(task: Task) -> tuple[State, Metrics]:
+    """Train from the global adapter for one round (FedJudge Algorithm 1, ClientUpdate).
+
+    Returns:
+        The local adapter, and the round's metrics.
+
+    """
+    model, _ = _load_model(task.config.model, task.config.adapter)
+    load_adapter(model.peft_model, task.arrays[ARRAYS])
+    parameters = trainable_parameters(model.peft_model)
+    weights = task.arrays.get(IMPORTANCE)
+    if task.instruction.importance:
+        weights = _importance(model, task.institution, task.config)
+    penalty = None
+    if weights is not None:
+        names = exported_names(model.peft_model)
+        penalty = Penalty(
+            parameters,
+            anchor={name: task.arrays[ARRAYS][names[name]] for name in parameters},
+            importance={name: weights[names[name]] for name in parameters},
+            weight=task.config.continual.weight,
+        )
+    report, optimizer = train_round(
+        model=model,
+        parameters=parameters,
+        examples=task.institution.train,
+        padding=task.institution.padding,
+        plan=task.plan(),
+        settings=task.config.train,
+        penalty=penalty,
+        optimizer_state=task.saved_optimizer(),
+        description=task.title,
+    )
+    adapter = export_adapter(model.peft_model)
+    task.save(adapter, optimizer)
+    count = sum(parameter.numel() for parameter in parameters.values())
+    penalty_metrics = _penalty_metrics(report, task.config.continual.weight, count)
+    return adapter, training_metrics(report) | penalty_metrics
+
+
+def evaluate(task: Task) -> tuple[Metrics, State | None]:
+    """Measure the base, global and personalised models as far as they are due.
+
+    Returns:
+        Metrics named ``<model>.<metric>``, and J at the global adapter if it was asked for.
+
+    """
+    instruction, adapter = task.instruction, task.arrays[ARRAYS]
+    model, tokenizer = _load_model(task.config.model, task.config.adapter)
+    personalised = task.state.adapter(instruction.round)
+    metrics: Metrics = {}
+    if instruction.losses:
+        if instruction.round == 0:
+            with model.without_adapter():
+                metrics |= measure("base", model, tokenizer, task)
+        elif personalised is not None:
+            load_adapter(model.peft_model, personalised)
+            metrics |= measure("personalised", model, tokenizer, task)
+    load_adapter(model.peft_model, adapter)
+    if instruction.losses and instruction.round > 0:
+        metrics |= measure("global", model, tokenizer, task)
+    if instruction.final:
+        own = {} if personalised is None else {"personalised": personalised}
+        peft_config = model.peft_model.peft_config["default"]
+        save_final_adapters(task, {"global": adapter} | own, peft_config)
+    if not instruction.importance:
+        return metrics, None
+    return metrics, _importance(model, task.institution, task.config)
+
+
+@lru_cache(maxsize=1)
+def _load_model(model: ModelSettings, adapter: AdapterSettings) -> tuple[WholeModel, Any]:
+    """Return the model with an adapter, and its tokenizer; loaded once per process.
+
+    The adapter's weights are those of the previous message: set them before use.
+
+    Raises:
+        BaseModelError: the model can't be loaded, or the adapter doesn't fit.
+
+    """
+    base = load_base_model(model)
+    return WholeModel(attach_adapter(base.model, adapter, base.reference)), base.tokenizer
+
+
+def _importance(model: WholeModel, institution: Institution, config: RunConfig) -> State:
+    """Compute J at the adapter's present weights, on training examples drawn by the run's seed.
+
+    Returns:
+        J under the adapter's exported names.
+
+    """
+    generator = torch.Generator().manual_seed(
+        derive_seed("importance", config.seed, institution.name)
+    )
+    order = torch.randperm(len(institution.train), generator=generator)
+    examples = [institution.train[i] for i in order[: config.continual.importance_examples]]
+    columns = [model.columns_before + len(example.tokens) for example in examples]
+    budget = config.train.batch_size * max(columns)
+    batches = [
+        collate([examples[i] for i in group], institution.padding)
+        for group in micro_batches(range(len(examples)), columns, budget)
+    ]
+    values = importance(model, batches, config.continual.jacobian)
+    names = exported_names(model.peft_model)
+    return {names[name]: value.float().cpu() for name, value in values.items()}
+
+
+def _penalty_metrics(report: TrainingReport, weight: float, parameters: int) -> Metrics:
+    """Return the metrics of the continual-learning penalty of weight λ, if there is one."""
+    s = report.final_distance
+    if s is None:
+        return {}
+    return {
+        "importance-distance": s,
+        "mean-importance-distance": s / parameters,
+        "penalty": weight * (s + s * s),
+        "penalty-gradient-share": report.penalty_gradient_share or 0.0,
+    }

@@ -1,0 +1,164 @@
+"""FL-GLM at a client: head and tail are here, the blocks between at the server, over a lane."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+from client_app.evaluation import measure, save_final_adapters
+from client_app.task import Metrics, Task, training_metrics
+from finetuning.adapters.adapter import State, initial_adapter
+from finetuning.model.base_model import load_tokenizer
+from finetuning.model.fingerprint import fingerprint
+from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings
+from finetuning.training.loop import train_round
+from split.client.split_model import ClientRound, SplitModel
+from split.lane.dialling import open_lane
+from split.model.adapters import join_adapters, load_state
+from split.model.cut import PartyName, cut_of
+from split.model.exactness import check_exactness
+from split.model.loading import load_parts, locate_parts, tensors_of
+from split.model.part import Part
+from split.protocol.frames import Limits
+from split.protocol.invitation import Invitation
+from strategies.messages import ARRAYS, BODY, invitation_of, models_of
+from strategies.run_config import RunConfig
+
+_PARTS: tuple[PartyName, ...] = ("head", "tail")
+
+
+def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
+    """Return the base model's directory, and the fingerprint of head and tail.
+
+    Raises:
+        BaseModelError: the base model can't be found, or doesn't equal its split parts.
+
+    """
+    directory = locate_parts(config.model.name, config.split, _PARTS)
+    cut = cut_of(directory, config.split)
+    prefixes = config.adapter.kind == "prefix"
+    check_exactness(directory, config.model, cut, prefixes, config.evaluate.generate)
+    return directory, fingerprint(directory, tensors_of(directory, cut, _PARTS))
+
+
+def train(task: Task) -> tuple[State, Metrics]:
+    """Train head and tail for one round, with the blocks between at the server.
+
+    Returns:
+        The local adapters of head and tail, and the round's metrics.
+
+    Raises:
+        LaneError: the block server can't be reached, or the lane broke.
+
+    """
+    config, plan = task.config, task.plan()
+    with _split_model(config, invitation_of(task.message), task.deadline) as model:
+        parameters = model.parameters
+        load_state(parameters, task.arrays[ARRAYS])
+        longest = max(len(example.tokens) for example in task.institution.train)
+        model.join(
+            ClientRound(
+                steps=len(plan.steps),
+                first_step=plan.first_step,
+                total_steps=plan.total_steps,
+                longest=config.train.batch_size * (model.columns_before + longest),
+                average_every=config.split.average_every,
+                deadline=task.deadline,
+            )
+        )
+        report, optimizer = train_round(
+            model=model,
+            parameters=parameters,
+            examples=task.institution.train,
+            padding=task.institution.padding,
+            plan=plan,
+            settings=config.train,
+            optimizer_state=task.saved_optimizer(),
+            description=task.title,
+        )
+        model.end()
+    traffic = model.lane.traffic
+    adapters = {name: p.detach().float().cpu().clone() for name, p in parameters.items()}
+    task.save(adapters, optimizer)
+    return adapters, training_metrics(report) | {
+        "bytes-up": traffic.bytes_up,
+        "bytes-down": traffic.bytes_down,
+        "lanes": model.lane.opened,
+        "seconds-waiting": model.seconds_waiting,
+        "seconds-crypto": traffic.seconds_crypto,
+        "seconds-serialisation": traffic.seconds_serialisation,
+    }
+
+
+def evaluate(task: Task) -> tuple[Metrics, State | None]:
+    """Measure models on held-out data, with the blocks between at the server.
+
+    After the last round whole adapters are saved: the message brings the body's.
+
+    Returns:
+        Metrics named ``<model>.<metric>``, and None: there is no J in FL-GLM.
+
+    """
+    config, rounds = task.config, models_of(task.message)
+    adapters: dict[str, State | None] = {"base": None, "global": task.arrays[ARRAYS]}
+    personalised = task.state.adapter(rounds.get("personalised", 0))
+    if personalised is not None:
+        adapters["personalised"] = personalised
+    metrics: Metrics = {}
+    if task.instruction.losses:
+        tokenizer = load_tokenizer(task.institution.directory)
+        with _split_model(config, invitation_of(task.message), task.deadline) as model:
+            for kind in rounds:
+                if kind in adapters:
+                    model.choose(kind, adapters[kind])
+                    metrics |= measure(kind, model, tokenizer, task)
+            model.end()
+    if task.instruction.final:
+        whole = {
+            kind: join_adapters([own, task.arrays[BODY[kind]]])
+            for kind, own in adapters.items()
+            if kind in rounds and own is not None and BODY[kind] in task.arrays
+        }
+        directory = task.institution.directory
+        _, peft_config = initial_adapter(config.model.name, config.adapter, 0, directory)
+        save_final_adapters(task, whole, peft_config)
+    return metrics, None
+
+
+@lru_cache(maxsize=1)
+def _load_parts(
+    model: ModelSettings, adapter: AdapterSettings, split: SplitSettings
+) -> dict[PartyName, Part]:
+    """Return the head and the tail with adapters; loaded once per process.
+
+    The adapters' weights are those of the previous message: set them before use.
+
+    Raises:
+        BaseModelError: the model can't be loaded.
+
+    """
+    directory = locate_parts(model.name, split, _PARTS)
+    parts = load_parts(model, directory, cut_of(directory, split), _PARTS)
+    for part in parts.values():
+        part.attach(adapter)
+    return parts
+
+
+@contextmanager
+def _split_model(
+    config: RunConfig, invitation: Invitation, deadline: float
+) -> Iterator[SplitModel]:
+    parts = _load_parts(config.model, config.adapter, config.split)
+    for part in parts.values():
+        part.use("default")
+    limits = Limits(
+        hidden=parts["head"].hidden_size,
+        wire_dtype=config.split.wire_dtype,
+        maximum_tokens=config.longest,
+        window=config.split.window,
+    )
+    lane = open_lane(invitation, limits, deadline, config.split.resume_timeout)
+    try:
+        yield SplitModel(parts["head"], parts["tail"], lane, config.split.frame_timeout, deadline)
+    finally:
+        lane.close()

@@ -1,0 +1,97 @@
+"""A train or evaluate message as a client sees it, and the local round that it asks for."""
+
+from dataclasses import dataclass
+from logging import WARNING
+
+from flwr.app import Message
+from flwr.common.logger import log
+
+from client_app.institution import Institution
+from client_app.state import ClientState
+from finetuning.adapters.adapter import State
+from finetuning.data.batching import plan_round, steps_per_round
+from finetuning.randomness import derive_seed
+from finetuning.training.loop import RoundPlan, TrainingReport
+from finetuning.training.optimization import OptimizerState
+from strategies.messages import Instruction
+from strategies.run_config import RunConfig
+
+Metrics = dict[str, int | float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A train or evaluate message, and what is needed to carry it out.
+
+    Attributes:
+        message: the message itself.
+        instruction: the round, and what is due.
+        config: the run's configuration.
+        institution: the client's data.
+        state: the client's files from earlier rounds.
+        arrays: the message's adapters by record name.
+        deadline: on ``time.monotonic``'s clock.
+
+    """
+
+    message: Message
+    instruction: Instruction
+    config: RunConfig
+    institution: Institution
+    state: ClientState
+    arrays: dict[str, State]
+    deadline: float
+
+    @property
+    def title(self) -> str:
+        """Text before the progress bar."""
+        return f"{self.institution.name}, round {self.instruction.round}"
+
+    def plan(self) -> RoundPlan:
+        """Return which examples this round trains on, in which order, and until when."""
+        settings, name, number = self.config.train, self.institution.name, self.instruction.round
+        lengths = [len(example.tokens) for example in self.institution.train]
+        per_round = steps_per_round(len(lengths), settings)
+        return RoundPlan(
+            steps=plan_round(
+                lengths, settings, number, derive_seed("order", self.config.seed, name)
+            ),
+            first_step=(number - 1) * per_round,
+            total_steps=self.config.rounds * per_round,
+            seed=derive_seed("train", self.config.seed, name, number),
+            deadline=self.deadline,
+        )
+
+    def saved_optimizer(self) -> OptimizerState | None:
+        """Return the previous round's optimizer state if the run keeps it.
+
+        State that this and later rounds left is removed: a resumed run repeats them.
+        """
+        number = self.instruction.round
+        self.state.forget_from(number)
+        if self.config.train.optimizer_state != "keep":
+            return None
+        optimizer = self.state.optimizer(number - 1)
+        if number > 1 and not optimizer:
+            log(WARNING, "%s: no saved optimizer state; starting fresh", self.institution.name)
+        return optimizer
+
+    def save(self, adapter: State, optimizer: OptimizerState) -> None:
+        """Save the local adapter, and the optimizer's state if the run keeps it."""
+        keeps = self.config.train.optimizer_state == "keep"
+        self.state.save(self.instruction.round, adapter, optimizer if keeps else {})
+
+
+def training_metrics(report: TrainingReport) -> Metrics:
+    """Return the metrics of a round that all strategies report."""
+    return {
+        "loss": sum(report.losses) / len(report.losses),
+        "loss-first": report.losses[0],
+        "loss-last": report.losses[-1],
+        "steps": len(report.losses),
+        "tokens": report.tokens,
+        "target-tokens": report.target_tokens,
+        "seconds": report.seconds,
+        "gradient-norm": report.gradient_norm,
+        "learning-rate": report.learning_rate,
+    }
