@@ -31,7 +31,7 @@ def serve_rounds(link: Connection, job: Job) -> None:
             for number in (1, 2):
                 members = link.recv()
                 names = HONEST + [_HOSTILE] * bool(members)
-                server.begin_round(dict.fromkeys(names, 1.0), SEED)
+                server.begin_round(dict.fromkeys(names, 1), SEED)
                 train = [server.invite_to_train(name, number, SEED, LIFETIME) for name in names]
                 evaluate = [
                     server.invite_to_evaluate(f"{_HOSTILE}-{i % 8}", number, {"base": None}, 600.0)

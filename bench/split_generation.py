@@ -61,7 +61,16 @@ def serve_texts(link: Connection, job: Job, split: SplitSettings) -> None:
     body = load_body(job, split)
     state = take_apart(job.state(), body.cut)
     server = BlockServer(
-        body, state, split, job.adapter, job.train, "bench", ROWS * PROMPT, 1, ROWS * (PROMPT + NEW)
+        body=body,
+        state=state,
+        split=split,
+        adapter=job.adapter,
+        train=job.train,
+        run="bench",
+        rounds=1,
+        longest=ROWS * PROMPT,
+        minimum=1,
+        most_kept=ROWS * (PROMPT + NEW),
     )
     try:
         models = {"global": state["body"]}

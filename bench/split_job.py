@@ -183,10 +183,18 @@ def serving(
     """Serve the body for a round."""
     state = take_apart(job.state(), body.cut)
     server = BlockServer(
-        body, state, split, job.adapter, job.train, "bench", job.shape.tokens, len(clients)
+        body=body,
+        state=state,
+        split=split,
+        adapter=job.adapter,
+        train=job.train.model_copy(update={"local_steps": job.steps}),
+        run="bench",
+        rounds=2,
+        longest=job.shape.tokens,
+        minimum=len(clients),
     )
     try:
-        server.begin_round(dict.fromkeys(clients, 1.0), SEED)
+        server.begin_round(dict.fromkeys(clients, 1), SEED)
         yield server
     finally:
         server.stop()

@@ -157,15 +157,16 @@ class FLGLM(Rounds):
         devices = body_devices(self.config.split)
         loaded = load_parts(self.config.model, self._directory, self._cut, ("body",), devices)
         server = BlockServer(
-            loaded["body"],
-            parts,
-            self.config.split,
-            self.config.adapter,
-            self.config.train,
-            self.progress.lineage,
-            self.config.longest,
-            self.config.min_nodes,
-            self.config.most_generated,
+            body=loaded["body"],
+            state=parts,
+            split=self.config.split,
+            adapter=self.config.adapter,
+            train=self.config.train,
+            run=self.progress.lineage,
+            rounds=self.config.rounds,
+            longest=self.config.longest,
+            minimum=self.config.min_nodes,
+            most_kept=self.config.most_generated,
         )
         try:
             _refuse_clear_text(grid, server.address)

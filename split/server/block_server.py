@@ -20,9 +20,13 @@ from split.protocol.tickets import Identity
 from split.server.branch import Branch
 from split.server.compute import ComputeThread
 from split.server.evaluation_session import EvaluationSession, Models
+from split.server.round_plan import RoundLimits, RoundPlan, largest_plan
 from split.server.schedules.chosen import chosen_schedule
 from split.server.session import Account, ProtocolError
-from split.server.training_session import Terms, TrainingSession
+from split.server.training_session import TrainingSession
+
+# What an invitation allows: to train, or to evaluate models.
+Grant = RoundPlan | Models
 
 _log = logging.getLogger(__name__)
 _MOST_LANES = 256
@@ -40,6 +44,7 @@ class BlockServer:
         adapter: rank, scale, dropout and targets.
         train: of the optimizers.
         run: names the run in handshakes.
+        rounds: of the whole run.
         longest: padded tokens of the largest micro-batch that any client may send, with prefixes.
         minimum: clients without whom a round is not worth its while.
         most_kept: the same of the largest batch of texts that a client may generate; they take
@@ -58,6 +63,7 @@ class BlockServer:
         adapter: AdapterSettings,
         train: TrainSettings,
         run: str,
+        rounds: int,
         longest: int,
         minimum: int,
         most_kept: int = 0,
@@ -67,13 +73,14 @@ class BlockServer:
         self._adapter = adapter
         self._train = train
         self._run = run
+        self._rounds = rounds
         self._longest = longest
         self._most_kept = most_kept
-        self._grants: dict[Identity, int | Models] = {}
+        self._grants: dict[Identity, Grant] = {}
         self._accounts: list[Account] = []
         self._open: set[TrainingSession | EvaluationSession] = set()
         self._changed = threading.Condition()
-        self._lanes = 1
+        self._examples: dict[str, int] = {}
         self._compute = ComputeThread(split.activation_budget)
         numbers = itertools.count()
         self._schedule = chosen_schedule(
@@ -110,17 +117,18 @@ class BlockServer:
         """Where clients reach the server, as host:port."""
         return self._split.advertise or self._server.address
 
-    def begin_round(self, weights: Mapping[str, float], seed: int) -> None:
+    def begin_round(self, examples: Mapping[str, int], seed: int) -> None:
         """Prepare for a round of training.
 
         Args:
-            weights: of the clients that will be invited, by name.
+            examples: numbers of training examples of the clients that will be invited, by name;
+                they are the clients' weights in averages, and imply how many steps each may take.
             seed: of what all of them train together in this round.
 
         """
-        self._lanes = 1 if self._split.schedule == "serial" else len(weights)
+        self._examples = dict(examples)
         keep = self._train.optimizer_state == "keep"
-        self._compute.call(lambda: self._schedule.begin_round(weights, keep, seed))
+        self._compute.call(lambda: self._schedule.begin_round(examples, keep, seed))
 
     def invite_to_train(
         self, client: str, round_number: int, seed: int, lifetime: float
@@ -134,7 +142,14 @@ class BlockServer:
             lifetime: seconds for which the ticket is good.
 
         """
-        return self._invite("train", client, round_number, seed, lifetime)
+        plan = largest_plan(
+            examples=self._examples[client],
+            train=self._train,
+            rounds=self._rounds,
+            round_number=round_number,
+            seed=seed,
+        )
+        return self._invite("train", client, round_number, plan, lifetime)
 
     def invite_to_evaluate(
         self, client: str, round_number: int, models: Models, lifetime: float
@@ -204,7 +219,12 @@ class BlockServer:
         self._compute.stop()
 
     def _invite(
-        self, purpose: str, client: str, round_number: int, grant: int | Models, lifetime: float
+        self,
+        purpose: str,
+        client: str,
+        round_number: int,
+        grant: Grant,
+        lifetime: float,
     ) -> Invitation:
         identity = Identity(f"{self._run}/{purpose}", round_number, client)
         self._grants[identity] = grant
@@ -241,20 +261,20 @@ class BlockServer:
                 self._open.discard(session)
                 self._changed.notify_all()
 
-    def _session(self, lane: Lane, grant: int | Models) -> TrainingSession | EvaluationSession:
-        if isinstance(grant, int):
-            terms = Terms(
-                self._split.window,
-                self._split.activation_budget,
-                self._lanes,
-                self._adapter.columns_before,
+    def _session(self, lane: Lane, grant: Grant) -> TrainingSession | EvaluationSession:
+        if isinstance(grant, RoundPlan):
+            limits = RoundLimits.of(
+                split=self._split,
+                train=self._train,
+                lanes=1 if self._split.schedule == "serial" else len(self._examples),
+                columns_before=self._adapter.columns_before,
             )
             return TrainingSession(
                 lane,
                 grant,
                 self._schedule,
                 self._compute,
-                terms,
+                limits,
                 self._split.frame_timeout,
             )
         return EvaluationSession(

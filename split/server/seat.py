@@ -10,27 +10,8 @@ from split.model.part import Padding
 from split.protocol.frames import Kind
 from split.server.branch import Branch, Graph
 from split.server.compute import Urgency
+from split.server.round_plan import RoundPlan
 from split.server.session import Session
-
-
-@dataclass(frozen=True)
-class Place:
-    """What a client says of its round when it joins.
-
-    Attributes:
-        steps: optimizer steps in this round.
-        first_step: how many steps its earlier rounds have.
-        total_steps: how many steps all rounds of the run have.
-        wants_gradient: whether its head has anything to train.
-        seed: of its training in this round.
-
-    """
-
-    steps: int
-    first_step: int
-    total_steps: int
-    wants_gradient: bool
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -103,27 +84,27 @@ class Alone:
     Args:
         session: whose lane.
         branch: the body's adapters that it trains.
-        place: the client's round.
+        plan: the client's round.
 
     """
 
-    def __init__(self, session: Session, branch: Branch, place: Place) -> None:
+    def __init__(self, session: Session, branch: Branch, plan: RoundPlan) -> None:
         self._session = session
         self._branch = branch
-        self._place = place
+        self._plan = plan
         self._graphs: dict[int, tuple[Graph, int]] = {}
         self._held = 0  # places whose activations exist, or would if a job hadn't failed
 
     def forward(self, hidden: Hidden) -> None:
         """Compute a micro-batch as soon as the activation budget allows."""
         seed = derive_seed(
-            "dropout", derive_seed(self._place.seed, hidden.step), hidden.index, "body"
+            "dropout", derive_seed(self._plan.seed, hidden.step), hidden.index, "body"
         )
 
         def forward() -> None:
             self._held += hidden.places
             graph = self._branch.forward(
-                hidden.states, hidden.padding, seed, self._place.wants_gradient
+                hidden.states, hidden.padding, seed, self._plan.wants_gradient
             )
             self._graphs[hidden.index] = (graph, hidden.places)
             self._session.account.tokens += hidden.tokens
@@ -150,7 +131,7 @@ class Alone:
             factor, norm = self._branch.clip(squared_norm)
             # The client has its answer before the optimizer's work begins.
             self._session.lane.send(Kind.STEP, step, fields={"factor": factor, "norm": norm})
-            self._branch.step(self._place.first_step + step, self._place.total_steps)
+            self._branch.step(self._plan.first_step + step, self._plan.total_steps)
             self._session.account.steps += 1
 
         self._session.put(Urgency.STEP, take_step)

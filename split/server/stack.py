@@ -19,7 +19,8 @@ from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.server.branch import Branch
 from split.server.compute import ComputeThread, Job, Urgency
-from split.server.seat import Hidden, Place
+from split.server.round_plan import RoundPlan
+from split.server.seat import Hidden
 from split.server.session import Session
 from split.server.stacked import Member, Stacked
 
@@ -61,16 +62,14 @@ class Stack:
         self._counted = 0
         self._held = 0
 
-    def add(self, session: Session, place: Place) -> Member:
+    def add(self, session: Session, plan: RoundPlan) -> Member:
         """Take a client in, before the first step."""
         with self._lock:
-            member = Member(session, place)
+            member = Member(session, plan)
             self._members[member.client] = member
             # The body's learning rate is that of the client whose run is longest.
-            by_length = sorted(
-                self._members.values(), key=lambda m: (m.place.total_steps, m.client)
-            )
-            self._rate = by_length[-1].place
+            by_length = sorted(self._members.values(), key=lambda m: (m.plan.total_steps, m.client))
+            self._rate = by_length[-1].plan
             return member
 
     def forward(self, member: Member, hidden: Hidden) -> None:
@@ -187,7 +186,7 @@ class Stack:
             started = time.perf_counter()
             self._held += places
             states, padding = stacked.states()
-            wanted = any(member.place.wants_gradient for member in stacked.parts)
+            wanted = any(member.plan.wants_gradient for member in stacked.parts)
             stacked.graph = self._branch.forward(states, padding, seed, wanted)
             self._account(stacked, time.perf_counter() - started)
             for member, hidden, rows in stacked.rows_of(stacked.graph.output):
@@ -219,7 +218,7 @@ class Stack:
             if result is None:
                 return
             for member, hidden, rows in stacked.rows_of(result):
-                if member in gradients and member.place.wants_gradient:
+                if member in gradients and member.plan.wants_gradient:
                     # Back from the sum to the mean over the client's own step.
                     tensors = {"gradient": rows / hidden.step_targets}
                     with suppress(LaneError):

@@ -7,7 +7,8 @@ import torch
 
 from split.model.part import Padding
 from split.server.branch import Graph
-from split.server.seat import Hidden, Place
+from split.server.round_plan import RoundPlan
+from split.server.seat import Hidden
 from split.server.session import Session
 
 
@@ -17,7 +18,7 @@ class Member:
 
     Attributes:
         session: of its lane.
-        place: its round.
+        plan: its round.
         micro_batches: of its present step; None until the first of them has come.
         hidden: micro-batches that have come and are not stacked yet, by index.
         gradients: that have come and were not used yet, by index.
@@ -26,7 +27,7 @@ class Member:
     """
 
     session: Session
-    place: Place
+    plan: RoundPlan
     micro_batches: int | None = None
     hidden: dict[int, Hidden] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)

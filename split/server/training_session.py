@@ -1,7 +1,7 @@
 """One client's round of training at the block server: what it may send when."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
@@ -9,8 +9,9 @@ from split.lane.lane import Lane
 from split.protocol.errors import LaneError
 from split.protocol.frames import Frame, Kind
 from split.server.compute import ComputeThread
+from split.server.round_plan import RoundLimits, RoundPlan, check_plan
 from split.server.schedules.schedule import Schedule
-from split.server.seat import Hidden, Place, Seat
+from split.server.seat import Hidden, Seat
 from split.server.session import (
     ProtocolError,
     Session,
@@ -18,42 +19,10 @@ from split.server.session import (
     hidden_of,
     whole_number,
 )
+from split.server.step_counts import StepCounts
 
 # Squared; so that a sum over all clients is still a finite number.
 _LARGEST_NORM = 1e30
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What the lanes of a round have in common.
-
-    Attributes:
-        window: micro-batches of a lane that may be under way at once.
-        activation_budget: padded tokens whose activations may exist at once.
-        lanes: how many lanes share them.
-        columns_before: places that a prefix takes before each row's tokens.
-
-    """
-
-    window: int
-    activation_budget: int
-    lanes: int
-    columns_before: int
-
-    def credits(self, longest: int) -> int:
-        """Give how many micro-batches of a lane may be under way, by the longest one's tokens.
-
-        Raises:
-            ProtocolError: not even one fits.
-
-        """
-        if longest > self.activation_budget:
-            raise ProtocolError(
-                f"a micro-batch of {longest} padded tokens is larger than split.activation-budget "
-                f"= {self.activation_budget}; raise that, or lower train.batch-size, "
-                "data.max-length or adapter.prefix-length"
-            )
-        return max(1, min(self.window, self.activation_budget // (self.lanes * max(1, longest))))
 
 
 class TrainingSession(Session):
@@ -61,10 +30,10 @@ class TrainingSession(Session):
 
     Args:
         lane: to the client; the handshake is over.
-        seed: of the client's training in this round.
+        largest: the largest plan that the client may join with.
         schedule: decides what it trains.
         compute: runs its jobs.
-        terms: of the round.
+        limits: of the round.
         frame_timeout: seconds to wait for the client's next frame.
 
     """
@@ -72,22 +41,22 @@ class TrainingSession(Session):
     def __init__(
         self,
         lane: Lane,
-        seed: int,
+        largest: RoundPlan,
         schedule: Schedule,
         compute: ComputeThread,
-        terms: Terms,
+        limits: RoundLimits,
         frame_timeout: float,
     ) -> None:
         super().__init__(lane, "train", compute, frame_timeout)
-        self._seed = seed
+        self._largest = largest
         self._schedule = schedule
-        self._terms = terms
+        self._limits = limits
         self._seat: Seat
         self._joined = False
         self._step = 0
         self._shapes: list[torch.Size] = []  # of the hidden states that came in this step
         self._returned = 0  # micro-batches of this step whose gradients came
-        self._counts = (0, 0)  # targets and micro-batches that the present step is said to have
+        self._counts: StepCounts
 
     def serve(self) -> None:
         """Answer frames until the client ends its round.
@@ -101,17 +70,19 @@ class TrainingSession(Session):
         join = self.receive()
         if join.kind is not Kind.JOIN:
             raise ProtocolError(f"a lane began with a frame {join.kind.name}")
-        self._longest = whole_number(join, "longest")
-        self._credits = self._terms.credits(self._longest)
-        place = Place(
+        longest = whole_number(join, "longest")
+        self._credits = self._limits.credits(longest)
+        self._counts = StepCounts(self._limits, longest)
+        plan = replace(
+            self._largest,
             steps=whole_number(join, "steps"),
             first_step=whole_number(join, "first_step"),
             total_steps=whole_number(join, "total_steps"),
             wants_gradient=bool(join.fields.get("wants_gradient")),
-            seed=self._seed,
         )
-        self._steps = place.steps
-        self._seat = self._schedule.enter(self, place)
+        check_plan(plan, self._largest)
+        self._steps = plan.steps
+        self._seat = self._schedule.enter(self, plan)
         self._joined, finished = True, False
         try:
             self.lane.send(Kind.WELCOME, fields={"credits": self._credits})
@@ -175,19 +146,12 @@ class TrainingSession(Session):
             index,
             states,
             padding,
-            self._terms.columns_before,
+            self._limits.columns_before,
             targets=whole_number(frame, "targets"),
             step_targets=whole_number(frame, "step_targets"),
             micro_batches=whole_number(frame, "micro_batches"),
         )
-        counts = (hidden.step_targets, hidden.micro_batches)
-        if not 0 < hidden.targets <= counts[0] or index >= counts[1]:
-            raise ProtocolError(f"micro-batch {index} has more than its step of {counts}")
-        if index and counts != self._counts:
-            raise ProtocolError(f"a step of {self._counts} became one of {counts}")
-        if hidden.places > self._longest:
-            raise ProtocolError(f"{hidden.places} padded tokens came; {self._longest} were agreed")
-        self._counts = counts
+        self._counts.add(hidden)
         self._shapes.append(states.shape)
         self._seat.forward(hidden)
 
@@ -204,11 +168,12 @@ class TrainingSession(Session):
 
     def _take_step(self, frame: Frame) -> None:
         squared_norm = frame.fields.get("squared_norm")
-        if not isinstance(squared_norm, float) or not 0 <= squared_norm <= _LARGEST_NORM:
+        if type(squared_norm) not in (int, float) or not 0 <= squared_norm <= _LARGEST_NORM:
             raise ProtocolError(f"a step ended with squared_norm = {squared_norm!r}")
-        if not self._shapes or not self._returned == len(self._shapes) == self._counts[1]:
+        if not self._counts.complete or self._returned < len(self._shapes):
             raise ProtocolError("a step ended before all its gradients came")
         self._step += 1
         self._returned = self.answered = 0
         self._shapes.clear()
-        self._seat.step(frame.step, squared_norm)
+        self._counts.begin()
+        self._seat.step(frame.step, float(squared_norm))

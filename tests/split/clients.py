@@ -138,7 +138,16 @@ def serving(
     cut = cut_of(base, split)
     body = load_parts(model, base, cut, ("body",))["body"]
     server = BlockServer(
-        body, take_apart(state, cut), split, adapter, train, "run", LONGEST, minimum, most_kept
+        body=body,
+        state=take_apart(state, cut),
+        split=split,
+        adapter=adapter,
+        train=train.model_copy(update={"local_steps": STEPS}),
+        run="run",
+        rounds=1,
+        longest=LONGEST,
+        minimum=minimum,
+        most_kept=most_kept,
     )
     try:
         yield server

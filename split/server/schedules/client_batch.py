@@ -7,9 +7,10 @@ import torch
 
 from split.server.branch import Branch
 from split.server.compute import ComputeThread
+from split.server.round_plan import RoundPlan
 from split.server.schedules.joining import Joining
 from split.server.schedules.one_branch import OneBranch
-from split.server.seat import Hidden, Place
+from split.server.seat import Hidden
 from split.server.session import Session
 from split.server.stack import Stack
 from split.server.stacked import Member
@@ -54,12 +55,12 @@ class ClientBatch(OneBranch):
                 self._branch, self._compute, seed, self._activation_budget, self._gather_timeout
             )
 
-    def enter(self, session: Session, place: Place) -> "Stacking":
+    def enter(self, session: Session, plan: RoundPlan) -> "Stacking":
         """Let a client join, and wait until all have.
 
         Args:
             session: of the client's lane.
-            place: its round.
+            plan: its round.
 
         Raises:
             RuntimeError: the round began without it, or too few joined.
@@ -67,7 +68,7 @@ class ClientBatch(OneBranch):
         """
         with self._changed:
             self._joining.join(session.account.client)
-            member = self._stack.add(session, place)
+            member = self._stack.add(session, plan)
             try:
                 self._joining.wait(session.account.client)
             except RuntimeError:

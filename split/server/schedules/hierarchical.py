@@ -12,8 +12,9 @@ import torch
 from finetuning.adapters.adapter import State
 from split.server.branch import Branch
 from split.server.compute import ComputeThread
+from split.server.round_plan import RoundPlan
 from split.server.schedules.joining import Joining
-from split.server.seat import Alone, Place
+from split.server.seat import Alone
 from split.server.session import Session
 
 _POLL_SECONDS = 1.0
@@ -77,12 +78,12 @@ class Hierarchical:
             if not keep_optimizers:
                 self._branches[client].load_optimizer({})
 
-    def enter(self, session: Session, place: Place) -> Alone:
+    def enter(self, session: Session, plan: RoundPlan) -> Alone:
         """Let a client join; those who average within a round wait until all have.
 
         Args:
             session: of the client's lane.
-            place: its round.
+            plan: its round.
 
         Raises:
             RuntimeError: the round went on without it, or too few joined.
@@ -92,7 +93,7 @@ class Hierarchical:
         with self._changed:
             self._joining.join(client)
             # Before it waits: others may begin before it wakes, and must know of it.
-            self._steps[client] = place.steps
+            self._steps[client] = plan.steps
             self._due[client] = self._average_every
             if self._average_every:
                 try:
@@ -100,7 +101,7 @@ class Hierarchical:
                 except RuntimeError:
                     del self._steps[client]
                     raise
-        return Alone(session, self._branches[client], place)
+        return Alone(session, self._branches[client], plan)
 
     def leave(self, client: str, finished: bool) -> None:
         """Let a client go, in time or not; nobody waits for it any more."""

@@ -5,7 +5,8 @@ from typing import Protocol
 
 from finetuning.adapters.adapter import State
 from finetuning.training.optimization import OptimizerState
-from split.server.seat import Place, Seat
+from split.server.round_plan import RoundPlan
+from split.server.seat import Seat
 from split.server.session import Session
 
 
@@ -16,7 +17,7 @@ class Schedule(Protocol):
         """Prepare for the clients that may join."""
         ...
 
-    def enter(self, session: Session, place: Place) -> Seat:
+    def enter(self, session: Session, plan: RoundPlan) -> Seat:
         """Let a client begin its round."""
         ...
 

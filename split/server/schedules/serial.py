@@ -4,8 +4,9 @@ import threading
 
 from finetuning.adapters.adapter import State
 from split.server.branch import Branch
+from split.server.round_plan import RoundPlan
 from split.server.schedules.one_branch import OneBranch
-from split.server.seat import Alone, Place
+from split.server.seat import Alone
 from split.server.session import Session
 
 
@@ -23,12 +24,12 @@ class Serial(OneBranch):
         self._before: tuple[State, State] = ({}, {})
         self._lock = threading.Lock()
 
-    def enter(self, session: Session, place: Place) -> Alone:
+    def enter(self, session: Session, plan: RoundPlan) -> Alone:
         """Begin a client's turn.
 
         Args:
             session: of the client's lane.
-            place: its round.
+            plan: its round.
 
         Raises:
             RuntimeError: another client's turn hasn't ended.
@@ -40,7 +41,7 @@ class Serial(OneBranch):
                 raise RuntimeError(f"{client} came in {self._turn}'s turn, which has not ended")
             self._turn = client
         self._before = self._branch.export(), self._branch.export_optimizer()
-        return Alone(session, self._branch, place)
+        return Alone(session, self._branch, plan)
 
     def leave(self, client: str, finished: bool) -> None:
         """End a client's turn; one that broke off is taken back, as if it had never begun."""

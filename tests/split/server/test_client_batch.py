@@ -33,6 +33,8 @@ SETTINGS = {
     "beta": TRAIN.model_copy(update={"batch_size": 1}),
     "gamma": TRAIN.model_copy(update={"batch_size": 3}),
 }
+# Of these the server allows the most micro-batches.
+SERVER = TRAIN.model_copy(update={"accumulation": 6})
 
 
 def batches_of(name: str, step: list[int]):
@@ -116,7 +118,7 @@ def test_the_stack_equals_copies_of_head_and_tail_around_one_body(base, beginnin
     steps = {"alpha": 20, "beta": 13, "gamma": 17}
     split = split_settings(schedule="client-batch")
     clients = [Client(name, base, split) for name in SIZES]
-    with serving(base, beginning, split) as server:
+    with serving(base, beginning, split, train=SERVER) as server:
         server.begin_round(SIZES, 0)
         trained = train_together(clients, server, beginning, steps, SETTINGS)
         accounts = server.finish_lanes()
@@ -149,7 +151,7 @@ def test_who_is_slow_changes_nothing(base, beginning):
     results = []
     for disturbing in ({}, {"gamma": be_slow}, {"alpha": be_slow}):
         clients = [Client(name, base, split) for name in SIZES]
-        with serving(base, beginning, split) as server:
+        with serving(base, beginning, split, train=SERVER) as server:
             server.begin_round(SIZES, 0)
             steps = dict.fromkeys(SIZES, 3)
             trained = train_together(clients, server, beginning, steps, SETTINGS, disturbing)
@@ -167,7 +169,7 @@ def test_a_client_that_goes_away_leaves_what_it_finished(base, beginning, place,
     steps = dict.fromkeys(SIZES, 6)
     split = split_settings(schedule="client-batch", window=1, resume_timeout=0.5)
     clients = [Client(name, base, split) for name in SIZES]
-    with serving(base, beginning, split) as server:
+    with serving(base, beginning, split, train=SERVER) as server:
         server.begin_round(SIZES, 0)
         disturbing = {"beta": stop_after(step, count, how)}
         trained = train_together(clients, server, beginning, steps, SETTINGS, disturbing)
