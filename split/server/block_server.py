@@ -17,11 +17,11 @@ from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
 from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
-from split.server.branch import Branch
+from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
 from split.server.evaluation_session import EvaluationSession, Models
 from split.server.round_plan import RoundLimits, RoundPlan, largest_plan
-from split.server.schedules.chosen import chosen_schedule
+from split.server.schedules.make_schedule import make_schedule
 from split.server.session import Account, ProtocolError
 from split.server.training_session import TrainingSession
 
@@ -83,12 +83,18 @@ class BlockServer:
         self._examples: dict[str, int] = {}
         self._compute = ComputeThread(split.activation_budget)
         numbers = itertools.count()
-        self._schedule = chosen_schedule(
-            split,
-            lambda: Branch(body, f"branch-{next(numbers)}", adapter, train, state["body"]),
-            self._compute,
-            state,
-            minimum,
+        self._schedule = make_schedule(
+            split=split,
+            make_adapters=lambda: BodyAdapters(
+                body=body,
+                name=f"adapters-{next(numbers)}",
+                adapter=adapter,
+                train=train,
+                state=state["body"],
+            ),
+            compute=self._compute,
+            state=state,
+            minimum=minimum,
         )
         self._keys = ServerKeys(split.key_exchange)
         ends = sum(t.numel() for party in ("head", "tail") for t in state[party].values())

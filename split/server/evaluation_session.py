@@ -13,7 +13,7 @@ from split.model.key_values import KeyValues
 from split.model.part import Padding, Part
 from split.protocol.frames import Frame, Kind
 from split.server.compute import ComputeThread, Urgency
-from split.server.session import ProtocolError, Session, hidden_of, whole_number
+from split.server.session import ProtocolError, Session, check_size, hidden_of, whole_number
 
 # The body's adapters by the name of the model; None is the body without any.
 Models = Mapping[str, State | None]
@@ -119,6 +119,7 @@ class EvaluationSession(Session):
 
     def _take_hidden(self, frame: Frame) -> None:
         hidden, padding = hidden_of(frame)
+        check_size(hidden, "hidden")
         if "new_tokens" in frame.fields:
             self._begin_generation(frame, hidden, padding)
             return

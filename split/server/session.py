@@ -174,12 +174,14 @@ def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
 
 
 def check_size(numbers: torch.Tensor, name: str) -> None:
-    """Refuse numbers that could overflow in the body, where others' would be lost with them.
+    """Refuse numbers that could overflow where they are computed with those of other clients.
 
     Raises:
-        ProtocolError: one of them is larger than models' own ever are.
+        ProtocolError: a number is not finite, or larger than a model's own ever are.
 
     """
+    if not numbers.numel():
+        return
     least, most = (float(bound) for bound in torch.aminmax(numbers))
     if not -_LARGEST_NUMBER <= least <= most <= _LARGEST_NUMBER:
         raise ProtocolError(f"{name!r} came with numbers beyond 2³⁰")

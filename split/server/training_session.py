@@ -8,10 +8,11 @@ import torch
 from split.lane.lane import Lane
 from split.protocol.errors import LaneError
 from split.protocol.frames import Frame, Kind
+from split.server.client_trainer import ClientTrainer
 from split.server.compute import ComputeThread
+from split.server.head_output import HeadOutput
 from split.server.round_plan import RoundLimits, RoundPlan, check_plan
 from split.server.schedules.schedule import Schedule
-from split.server.seat import Hidden, Seat
 from split.server.session import (
     ProtocolError,
     Session,
@@ -51,7 +52,7 @@ class TrainingSession(Session):
         self._largest = largest
         self._schedule = schedule
         self._limits = limits
-        self._seat: Seat
+        self._trainer: ClientTrainer
         self._joined = False
         self._step = 0
         self._shapes: list[torch.Size] = []  # of the hidden states that came in this step
@@ -82,7 +83,7 @@ class TrainingSession(Session):
         )
         check_plan(plan, self._largest)
         self._steps = plan.steps
-        self._seat = self._schedule.enter(self, plan)
+        self._trainer = self._schedule.join(self, plan)
         self._joined, finished = True, False
         try:
             self.lane.send(Kind.WELCOME, fields={"credits": self._credits})
@@ -95,14 +96,14 @@ class TrainingSession(Session):
             self.lane.send(Kind.END)
         finally:
             self._joined = False
-            self._seat.leave()
+            self._trainer.leave()
             self._schedule.leave(self.account.client, finished)
         with suppress(LaneError):  # until the client has the end
             self.receive()
 
     def waits(self) -> bool:
         """Say whether it is not the client's turn to send something."""
-        waiting = (self._joined and self._seat.waits()) or super().waits()
+        waiting = (self._joined and self._trainer.waits()) or super().waits()
         # With an answer that it hasn't used, it is the client's turn, whatever else is queued.
         return waiting and self.answered <= self._returned
 
@@ -141,19 +142,19 @@ class TrainingSession(Session):
             raise ProtocolError(f"more than {self._credits} micro-batches are under way")
         states, padding = hidden_of(frame)
         check_size(states, "hidden")
-        hidden = Hidden(
-            frame.step,
-            index,
-            states,
-            padding,
-            self._limits.columns_before,
+        output = HeadOutput(
+            step=frame.step,
+            index=index,
+            hidden=states,
+            padding=padding,
+            columns_before=self._limits.columns_before,
             targets=whole_number(frame, "targets"),
             step_targets=whole_number(frame, "step_targets"),
             micro_batches=whole_number(frame, "micro_batches"),
         )
-        self._counts.add(hidden)
+        self._counts.add(output)
         self._shapes.append(states.shape)
-        self._seat.forward(hidden)
+        self._trainer.forward(output)
 
     def _take_gradient(self, frame: Frame) -> None:
         index = frame.micro_batch
@@ -164,11 +165,15 @@ class TrainingSession(Session):
             raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} came")
         check_size(gradient, "gradient")
         self._returned += 1
-        self._seat.backward(frame.step, index, gradient)
+        self._trainer.backward(frame.step, index, gradient)
 
     def _take_step(self, frame: Frame) -> None:
         squared_norm = frame.fields.get("squared_norm")
-        if type(squared_norm) not in (int, float) or not 0 <= squared_norm <= _LARGEST_NORM:
+        if (
+            isinstance(squared_norm, bool)
+            or not isinstance(squared_norm, int | float)
+            or not 0 <= squared_norm <= _LARGEST_NORM
+        ):
             raise ProtocolError(f"a step ended with squared_norm = {squared_norm!r}")
         if not self._counts.complete or self._returned < len(self._shapes):
             raise ProtocolError("a step ended before all its gradients came")
@@ -176,4 +181,4 @@ class TrainingSession(Session):
         self._returned = self.answered = 0
         self._shapes.clear()
         self._counts.begin()
-        self._seat.step(frame.step, float(squared_norm))
+        self._trainer.step(frame.step, float(squared_norm))

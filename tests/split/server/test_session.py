@@ -161,11 +161,11 @@ def test_what_a_client_may_not_do_ends_its_lane_alone(base, beginning, what):
     with serving(base, beginning, split, train=train) as server:
         server.begin_round({"alpha": 9}, 0)
         refused = Refusals(base, split)
-        with refused.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
-            with pytest.raises(LaneError):
-                disturb(refused, model)
-                while True:
-                    model.lane.receive(30.0)
+        invitation = server.invite_to_train("alpha", 1, 0, 60.0)
+        with refused.client.lane(invitation) as model, pytest.raises(LaneError):
+            disturb(refused, model)
+            while True:
+                model.lane.receive(30.0)
         (account,) = server.finish_lanes()
         assert reason in account.error
         assert all(torch.equal(v, beginning[n]) for n, v in server.end_round({}).items())
