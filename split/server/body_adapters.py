@@ -115,12 +115,16 @@ class BodyAdapters:
         norm = (squared_norm(gradients) + others) ** 0.5
         if not norm < float("inf"):
             raise FloatingPointError(f"the gradient's norm is {norm}")
-        maximum = self._train.max_gradient_norm
-        factor = min(1.0, maximum / (norm + _TINY_NORM)) if maximum else 1.0
+        factor = self.clip_factor(norm)
         if factor < 1:
             for gradient in gradients:
                 gradient.mul_(factor)
         return factor, norm
+
+    def clip_factor(self, norm: float) -> float:
+        """Return the factor that scales gradients of this norm down to the maximum norm."""
+        maximum = self._train.max_gradient_norm
+        return min(1.0, maximum / (norm + _TINY_NORM)) if maximum else 1.0
 
     def step(self, index: int, total: int) -> None:
         """Take an optimizer step at the learning rate of the client's step.

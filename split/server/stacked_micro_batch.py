@@ -12,6 +12,20 @@ from split.server.round_plan import RoundPlan
 from split.server.session import Session
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """Of a micro-batch's output, of the mean loss over its client's step.
+
+    Attributes:
+        tensor: (rows, columns, hidden).
+        squared_norm: of the tensor.
+
+    """
+
+    tensor: torch.Tensor
+    squared_norm: float
+
+
 @dataclass(eq=False)
 class Member:
     """A client whose micro-batches are computed together with others'.
@@ -21,7 +35,7 @@ class Member:
         plan: its round.
         micro_batches: of its present step; None until the first of them has come.
         outputs: micro-batches that have come and are not queued yet, by index.
-        gradients: that have come and are not used yet, by index.
+        gradients: that have come and are not used yet, by index, each with its squared norm.
         squared_norm: of its head's and tail's gradients, once its step has ended.
         received: micro-batches of the step that have come.
         answered: micro-batches of the step whose output was sent.
@@ -35,7 +49,7 @@ class Member:
     plan: RoundPlan
     micro_batches: int | None = None
     outputs: dict[int, HeadOutput] = field(default_factory=dict)
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[int, Gradient] = field(default_factory=dict)
     squared_norm: float | None = None
     received: int = 0
     answered: int = 0
@@ -99,20 +113,43 @@ class StackedMicroBatch:
         return stacked, Padding("right", lengths)
 
     def gradient(
-        self, gradients: Mapping[Member, torch.Tensor], like: torch.Tensor
+        self,
+        gradients: Mapping[Member, Gradient],
+        factors: Mapping[str, float],
+        like: torch.Tensor,
     ) -> torch.Tensor:
         """Return the members' gradients, each of the sum of its losses instead of their mean.
 
         Args:
-            gradients: of the mean loss over the member's step; rows of members without one are 0.
+            gradients: by member; rows of members without one are 0.
+            factors: by which members' gradients are scaled, by client.
             like: the body's output.
 
         """
         stacked = torch.zeros_like(like)
         for member, output, part in self.rows_of(stacked):
             if member in gradients:
-                part.copy_(gradients[member].to(like) * output.step_targets)
+                scale = output.step_targets * factors[member.client]
+                part.copy_(gradients[member].tensor.to(like) * scale)
         return stacked
+
+    def sums_of_squares(
+        self, gradients: Mapping[Member, Gradient]
+    ) -> tuple[dict[str, float], dict[str, int]]:
+        """Return by client the squared norms of such gradients, and numbers of their targets."""
+        parts = {member: self.parts[member] for member in gradients}
+        squares = {
+            member.client: gradients[member].squared_norm * output.step_targets**2
+            for member, output in parts.items()
+        }
+        return squares, {member.client: output.targets for member, output in parts.items()}
+
+    def account(self, seconds: float) -> None:
+        """Divide the time that a job took among the members, by their tokens."""
+        total = sum(output.padded_tokens for output in self.parts.values())
+        for member, output in self.parts.items():
+            share = output.padded_tokens / total
+            member.session.account.seconds_computing += seconds * share
 
     def rows_of(self, stacked: torch.Tensor) -> Iterator[tuple[Member, HeadOutput, torch.Tensor]]:
         """Yield each member's part, and the view of its rows and columns."""

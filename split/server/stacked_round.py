@@ -5,6 +5,15 @@ of the body's optimizer. With w_i the share of client i in the targets of all, t
 is Σ w_i·g_i, and each head and tail gets its own client's gradient. A member that leaves doesn't
 stop the others: its finished micro-batches count, its unfinished ones don't, and the shares are
 those of what counts.
+
+Two numbers of a member are held to ``split.share-cap`` times the median of the other members'
+(``ShareCap``); up to the cap nothing changes.
+
+- The gradient that it sends of a micro-batch's output, of the sum of its losses, as the root of the
+  squared norm per target. What is larger is scaled down before the backward pass, so that it has no
+  larger share in the body's gradient. The member's own head gets its gradient unscaled.
+- The norm that it reports of its head's and tail's gradients. What is larger enters the others'
+  norm over all parties as the cap, and its own as it is: it scales its sender's head and tail down.
 """
 
 import logging
@@ -25,7 +34,8 @@ from split.server.compute import ComputeThread, Job, Urgency
 from split.server.head_output import HeadOutput
 from split.server.round_plan import RoundPlan
 from split.server.session import Session
-from split.server.stacked_micro_batch import Member, StackedMicroBatch, stack
+from split.server.share_cap import ShareCap
+from split.server.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +47,7 @@ class StackedRound:
         adapters: of the body.
         compute: runs the jobs.
         seed: of the body's dropout in this round.
-        split: the activation budget, and how long members wait for each other.
+        split: the activation budget, the cap, and how long members wait for each other.
 
     """
 
@@ -57,10 +67,11 @@ class StackedRound:
         self._stacked: deque[StackedMicroBatch] = deque()  # whose gradients haven't all come
         self._next = 0  # micro-batch to be stacked next
         self._step = 0
-        # Of the compute thread alone: targets whose gradients are in the body's, and padded tokens
-        # whose activations exist.
-        self._counted = 0
-        self._held = 0
+        # Of the compute thread alone.
+        self._gradient_cap = ShareCap(split.share_cap)
+        self._norm_cap = ShareCap(split.share_cap)
+        self._counted = 0  # targets whose gradients are in the body's
+        self._held = 0  # padded tokens whose activations exist
 
     def add(self, session: Session, plan: RoundPlan) -> Member:
         """Add a client, before the first step."""
@@ -84,9 +95,11 @@ class StackedRound:
 
     def backward(self, member: Member, index: int, gradient: torch.Tensor) -> None:
         """Take the gradient of a micro-batch's output, of the mean loss over the client's step."""
+        # Not in float64, which takes ten times as long: no number that may come is above 2³⁰.
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
         with self._lock:
             member.awaited_since = None
-            member.gradients[index] = gradient
+            member.gradients[index] = Gradient(gradient, norm**2)
             member.returned += 1
             self._advance()
 
@@ -101,7 +114,7 @@ class StackedRound:
         with self._lock:
             del self._members[member.client]
             self._advance()
-        self._compute.call(self._clean)
+        self._compute.call(lambda: self._clean(member))
 
     def waits(self, member: Member) -> bool:
         """Whether it is not the member's turn to send something."""
@@ -198,7 +211,7 @@ class StackedRound:
             hidden, padding = stacked.hidden()
             stacked.activations = self._adapters.forward(hidden, padding, seed, wanted)
             output = stacked.activations.output
-            self._account(stacked, time.perf_counter() - started)
+            stacked.account(time.perf_counter() - started)
             self._note_computed(stacked)
             for member, part, rows in stacked.rows_of(output):
                 member.session.account.tokens += part.padded_tokens
@@ -209,7 +222,7 @@ class StackedRound:
         self._put(Urgency.FORWARD, forward, stacked.budget_tokens)
 
     def _put_backward(
-        self, stacked: StackedMicroBatch, gradients: Mapping[Member, torch.Tensor]
+        self, stacked: StackedMicroBatch, gradients: Mapping[Member, Gradient]
     ) -> None:
         """Queue a backward pass; members that have left give no gradient to it."""
         step = self._step
@@ -221,10 +234,11 @@ class StackedRound:
             self._compute.release(stacked.budget_tokens)
             if activations is None or not gradients:
                 return
-            gradient = stacked.gradient(gradients, activations.output)
+            factors = self._gradient_cap.factors(*stacked.sums_of_squares(gradients))
+            gradient = stacked.gradient(gradients, factors, activations.output)
             result = self._adapters.backward(activations, gradient)
             self._counted += sum(stacked.parts[member].targets for member in gradients)
-            self._account(stacked, time.perf_counter() - started)
+            stacked.account(time.perf_counter() - started)
             with self._lock:
                 for member in gradients:
                     member.finished += 1
@@ -234,7 +248,8 @@ class StackedRound:
             for member, part, rows in stacked.rows_of(result):
                 if member in gradients and member.plan.wants_gradient:
                     # Back from the sum to the mean over the client's own step.
-                    tensors = {"gradient": rows / part.step_targets}
+                    scale = part.step_targets * factors[member.client]
+                    tensors = {"gradient": rows / scale}
                     with suppress(LaneError):
                         member.session.lane.send(Kind.GRADIENT, step, stacked.index, tensors)
 
@@ -243,8 +258,11 @@ class StackedRound:
     def _take_step(self, squared_norms: Mapping[Member, float]) -> None:
         """Clip over all parties, answer all members, and take the optimizer's step."""
         self._adapters.scale(1 / self._counted)
-        factor, norm = self._adapters.clip(sum(squared_norms.values()))
         self._counted = 0
+        reported = {member.client: square for member, square in squared_norms.items()}
+        factors = self._norm_cap.factors(reported, dict.fromkeys(reported, 1))
+        capped = {client: square * factors[client] ** 2 for client, square in reported.items()}
+        factor, norm = self._adapters.clip(sum(capped.values()))
         with self._lock:
             step = self._step
             self._step += 1
@@ -253,12 +271,18 @@ class StackedRound:
             self._note_waiting()
         for member in squared_norms:
             member.session.account.steps += 1
+            fields = {"factor": factor, "norm": norm}
+            if factors[member.client] < 1:
+                own = (norm**2 - capped[member.client] + reported[member.client]) ** 0.5
+                fields = {"factor": self._adapters.clip_factor(own), "norm": own}
             with suppress(LaneError):
-                member.session.lane.send(Kind.STEP, step, fields={"factor": factor, "norm": norm})
+                member.session.lane.send(Kind.STEP, step, fields=fields)
         self._adapters.step(self._rate.first_step + step, self._rate.total_steps)
 
-    def _clean(self) -> None:
-        """Drop an unfinished step when no member is left to finish it."""
+    def _clean(self, left: Member) -> None:
+        """Forget a member that has left, and with the last one the unfinished step."""
+        for cap in (self._gradient_cap, self._norm_cap):
+            cap.remove(left.client)
         with self._lock:
             if self._members:
                 return
@@ -267,10 +291,3 @@ class StackedRound:
         self._compute.release(self._held)
         self._held = self._counted = 0
         self._adapters.zero_grad()
-
-    def _account(self, stacked: StackedMicroBatch, seconds: float) -> None:
-        """Divide the time that a job took among the members, by their tokens."""
-        total = sum(output.padded_tokens for output in stacked.parts.values())
-        for member, output in stacked.parts.items():
-            share = output.padded_tokens / total
-            member.session.account.seconds_computing += seconds * share

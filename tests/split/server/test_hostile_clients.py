@@ -11,6 +11,7 @@ import torch
 from split.client.split_model import ClientRound
 from split.protocol.errors import PeerError
 from split.protocol.frames import Kind
+from split.server.share_cap import ShareCap
 from tests.split.clients import SIZES, TRAIN, Client, serving, split_settings, train_together
 from tests.split.lanes import SOON, Proxy, ended
 
@@ -80,28 +81,64 @@ def as_float64(kind, tensors, fields):
     return tensors, fields
 
 
-def huge_norm(kind, tensors, fields):
-    return tensors, fields | ({"squared_norm": 1e308} if kind is Kind.STEP else {})
+def with_norm(squared_norm):
+    def change(kind, tensors, fields):
+        return tensors, fields | ({"squared_norm": squared_norm} if kind is Kind.STEP else {})
+
+    return spoil(change)
 
 
 SPOILT = {
     "huge hidden states": (huge(Kind.HIDDEN, 3e38), "beyond 2³⁰"),
     "huge gradients": (huge(Kind.GRADIENT, -3e38), "beyond 2³⁰"),
-    "a huge norm": (spoil(huge_norm), "squared_norm"),
+    "a huge norm": (with_norm(1e308), "squared_norm"),
 }
 
 
-def train_beside(base, beginning, disturb, **changes):
+def train_beside(base, beginning, disturb, names=tuple(SIZES), **changes):
     """Train together with beta, whose frames are disturbed; return what was trained, accounts."""
     split = split_settings(**({"schedule": "client-batch"} | changes))
-    clients = [Client(name, base, split) for name in SIZES]
+    clients = [Client(name, base, split) for name in names]
     with serving(base, beginning, split) as server:
-        server.begin_round(SIZES, 0)
-        steps = dict.fromkeys(SIZES, 3)
+        server.begin_round({name: SIZES[name] for name in names}, 0)
+        steps = dict.fromkeys(names, 3)
         trained = train_together(clients, server, beginning, steps, disturbing={"beta": disturb})
         accounts = {account.client: account for account in server.finish_lanes()}
-        assert all(v.isfinite().all() for v in server.end_round(SIZES).values())
+        trained["body"] = server.end_round(SIZES)
+        assert all(v.isfinite().all() for v in trained["body"].values())
     return trained, accounts
+
+
+@pytest.mark.parametrize("names", [("alpha", "beta"), ("alpha", "beta", "gamma")], ids=len)
+@pytest.mark.parametrize("how", ["norm", "gradients"])
+def test_a_client_that_exaggerates_holds_nobody_still(base, beginning, names, how):
+    """One that reported a norm of 3e14 used to scale the others' gradients to nothing."""
+    lie = with_norm(1e29) if how == "norm" else huge(Kind.GRADIENT, 2.0**30)
+    moved = []
+    for disturb in (lambda model: None, lie):
+        trained, _ = train_beside(base, beginning, disturb, names)
+        moved.append(
+            {
+                who: max(float((v - beginning[n]).abs().max()) for n, v in trained[who].items())
+                for who in ("alpha", "body")
+            }
+        )
+    assert moved[1]["alpha"] > 0.5 * moved[0]["alpha"]
+    assert moved[1]["body"] > 0.5 * moved[0]["body"]
+
+
+def test_a_share_is_capped_by_what_is_usual_of_the_others():
+    cap = ShareCap(10.0)
+    ones = dict.fromkeys("abc", 1)
+    assert cap.factors({"a": 1.0, "b": 4.0, "c": 99.0**2}, ones) == {
+        "a": 1.0,
+        "b": 1.0,
+        "c": 15 / 99,
+    }
+    # What is usual doesn't follow a single measure, and a client alone has nobody to outweigh.
+    assert cap.factors({"a": 1.0, "b": 1e-30, "c": 1.0}, ones) == dict.fromkeys("abc", 1.0)
+    cap.remove("b"), cap.remove("c")
+    assert cap.factors({"a": 1e9}, {"a": 1}) == {"a": 1.0}
 
 
 @pytest.mark.parametrize("what", SPOILT)
@@ -109,7 +146,7 @@ def test_numbers_that_could_spoil_the_stack_end_their_lane_alone(base, beginning
     """Without limits the stack's gradients would be NaN, and all its lanes would end."""
     disturb, reason = SPOILT[what]
     trained, accounts = train_beside(base, beginning, disturb)
-    assert set(trained) == {"alpha", "gamma"}
+    assert set(trained) == {"alpha", "gamma", "body"}
     assert reason in accounts["beta"].error
     assert not accounts["alpha"].error and not accounts["gamma"].error
 
@@ -134,7 +171,7 @@ def test_adapters_that_would_spoil_the_average_end_their_lane_alone(
 ):
     changes = {"schedule": "hierarchical", "average_every": 2}
     trained, accounts = train_beside(base, beginning, disturb, **changes)
-    assert set(trained) == {"alpha", "gamma"}
+    assert set(trained) == {"alpha", "gamma", "body"}
     assert all(v.isfinite().all() for state in trained.values() for v in state.values())
     assert reason in accounts["beta"].error
     assert not accounts["alpha"].error and not accounts["gamma"].error
