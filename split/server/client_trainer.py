@@ -7,7 +7,7 @@ import torch
 from finetuning.randomness import derive_seed
 from split.protocol.frames import Kind
 from split.server.body_adapters import Activations, BodyAdapters
-from split.server.compute import Urgency
+from split.server.compute import Priority
 from split.server.head_output import HeadOutput
 from split.server.round_plan import RoundPlan
 from split.server.session import Session
@@ -76,7 +76,7 @@ class SeparateTrainer:
             self._session.account.tokens += output.padded_tokens
             self._session.answer(output.step, output.index, activations.output)
 
-        self._session.put(Urgency.FORWARD, forward, output.budget_tokens)
+        self._session.put(Priority.FORWARD, forward, output.budget_tokens)
 
     def backward(self, step: int, index: int, gradient: torch.Tensor) -> None:
         """Compute a micro-batch's backward pass, which frees its activations."""
@@ -88,7 +88,7 @@ class SeparateTrainer:
             if result is not None:
                 self._session.lane.send(Kind.GRADIENT, step, index, {"gradient": result})
 
-        self._session.put(Urgency.BACKWARD, backward)
+        self._session.put(Priority.BACKWARD, backward)
 
     def step(self, step: int, squared_norm: float) -> None:
         """Clip over the client's parts and the body, and take the body's optimizer step."""
@@ -100,7 +100,7 @@ class SeparateTrainer:
             self._adapters.step(self._plan.first_step + step, self._plan.total_steps)
             self._session.account.steps += 1
 
-        self._session.put(Urgency.STEP, take_step)
+        self._session.put(Priority.STEP, take_step)
 
     def waits(self) -> bool:
         """Return False: the session counts the queued jobs itself."""

@@ -33,7 +33,7 @@ class Member:
     Attributes:
         session: of its lane.
         plan: its round.
-        micro_batches: of its present step; None until the first of them has come.
+        micro_batches: of its current step; None until the first of them has come.
         outputs: micro-batches that have come and are not queued yet, by index.
         gradients: that have come and are not used yet, by index, each with its squared norm.
         squared_norm: of its head's and tail's gradients, once its step has ended.

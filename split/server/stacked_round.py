@@ -30,7 +30,7 @@ from finetuning.settings import SplitSettings
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.server.body_adapters import BodyAdapters
-from split.server.compute import ComputeThread, Job, Urgency
+from split.server.compute import ComputeThread, Job, Priority
 from split.server.head_output import HeadOutput
 from split.server.round_plan import RoundPlan
 from split.server.session import Session
@@ -87,7 +87,7 @@ class StackedRound:
         """Take a micro-batch after the head."""
         with self._lock:
             if member.received == member.finished:
-                member.awaited_since = None  # and otherwise something else is due of it
+                member.awaited_since = None  # otherwise the member owes another frame
             member.micro_batches = output.micro_batches
             member.outputs[output.index] = output
             member.received += 1
@@ -153,10 +153,11 @@ class StackedRound:
             self._stacked.popleft()
             self._put_backward(stacked, gradients)
         norms = {member: member.squared_norm for member in members}
-        if members and self._next and None not in norms.values():
+        # A pass whose members have all left may still be queued.
+        if members and self._next and not self._stacked and None not in norms.values():
             self._next = 0
             present_norms = {m: norm for m, norm in norms.items() if norm is not None}
-            self._put(Urgency.STEP, lambda: self._take_step(present_norms))
+            self._put(Priority.STEP, lambda: self._take_step(present_norms))
         self._note_waiting()
 
     def _note_waiting(self) -> None:
@@ -192,8 +193,8 @@ class StackedRound:
     def _in_order(self) -> list[Member]:
         return [self._members[client] for client in sorted(self._members)]
 
-    def _put(self, urgency: Urgency, work: Callable[[], None], tokens: int = 0) -> None:
-        self._compute.put(Job(self, urgency, work, tokens))
+    def _put(self, priority: Priority, work: Callable[[], None], tokens: int = 0) -> None:
+        self._compute.put(Job(self, priority, work, tokens))
 
     def _put_forward(self, stacked: StackedMicroBatch) -> None:
         index, step = stacked.index, self._step
@@ -209,7 +210,9 @@ class StackedRound:
                 return
             wanted = any(member.plan.wants_gradient for member in stacked.parts)
             hidden, padding = stacked.hidden()
-            stacked.activations = self._adapters.forward(hidden, padding, seed, wanted)
+            stacked.activations = self._adapters.forward(
+                hidden=hidden, padding=padding, seed=seed, grad=wanted
+            )
             output = stacked.activations.output
             stacked.account(time.perf_counter() - started)
             self._note_computed(stacked)
@@ -219,7 +222,7 @@ class StackedRound:
                 with suppress(LaneError):  # a lane that has ended is not the others' affair
                     member.session.answer(step, index, rows)
 
-        self._put(Urgency.FORWARD, forward, stacked.budget_tokens)
+        self._put(Priority.FORWARD, forward, stacked.budget_tokens)
 
     def _put_backward(
         self, stacked: StackedMicroBatch, gradients: Mapping[Member, Gradient]
@@ -253,7 +256,7 @@ class StackedRound:
                     with suppress(LaneError):
                         member.session.lane.send(Kind.GRADIENT, step, stacked.index, tensors)
 
-        self._put(Urgency.BACKWARD, backward)
+        self._put(Priority.BACKWARD, backward)
 
     def _take_step(self, squared_norms: Mapping[Member, float]) -> None:
         """Clip over all parties, answer all members, and take the optimizer's step."""

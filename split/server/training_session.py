@@ -1,4 +1,4 @@
-"""One client's round of training at the block server: what it may send when."""
+"""One client's round of training at the block server: which frame it may send when."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +22,7 @@ from split.server.session import (
 )
 from split.server.step_counts import StepCounts
 
-# Squared; so that a sum over all clients is still a finite number.
+# Squared, and small enough for a finite sum over all clients.
 _LARGEST_NORM = 1e30
 
 
@@ -32,8 +32,8 @@ class TrainingSession(Session):
     Args:
         lane: to the client; the handshake is over.
         largest: the largest plan that the client may join with.
-        schedule: decides what it trains.
-        compute: runs its jobs.
+        schedule: decides with whom the client trains which adapters.
+        compute: runs the session's jobs.
         limits: of the round.
         frame_timeout: seconds to wait for the client's next frame.
 
@@ -55,8 +55,8 @@ class TrainingSession(Session):
         self._trainer: ClientTrainer
         self._joined = False
         self._step = 0
-        self._shapes: list[torch.Size] = []  # of the hidden states that came in this step
-        self._returned = 0  # micro-batches of this step whose gradients came
+        self._shapes: list[torch.Size] = []  # of the hidden states received in this step
+        self._returned = 0  # gradients received in this step
         self._counts: StepCounts
 
     def serve(self) -> None:
@@ -64,8 +64,8 @@ class TrainingSession(Session):
 
         Raises:
             LaneError: the lane broke, or the client was silent for too long.
-            ProtocolError: the client sent what it may not send now.
-            RuntimeError: the schedule doesn't let it in.
+            ProtocolError: the client sent something that it may not send now.
+            RuntimeError: the schedule refuses the client.
 
         """
         join = self.receive()
@@ -102,16 +102,13 @@ class TrainingSession(Session):
             self.receive()
 
     def waits(self) -> bool:
-        """Say whether it is not the client's turn to send something."""
+        """Whether it is not the client's turn to send a frame."""
         waiting = (self._joined and self._trainer.waits()) or super().waits()
-        # With an answer that it hasn't used, it is the client's turn, whatever else is queued.
+        # It is the client's turn while it has an unused answer, whatever else is queued.
         return waiting and self.answered <= self._returned
 
     def _settle(self) -> None:
-        """Let the job that runs come to its end.
-
-        The answer to a step goes out before the optimizer has done its work.
-        """
+        """Wait until the current job has ended: a step is answered before its optimizer's work."""
         self.compute.call(lambda: None)
 
     def _take(self, frame: Frame) -> None:
