@@ -165,10 +165,10 @@ def test_who_is_slow_changes_nothing(base, beginning):
     def be_slow(model) -> None:
         send = model.lane.send
 
-        def sending(kind, *rest):
+        def sending(kind, *rest, **named):
             if kind is Kind.GRADIENT:
                 time.sleep(0.2)
-            send(kind, *rest)
+            send(kind, *rest, **named)
 
         model.lane.send = sending
 

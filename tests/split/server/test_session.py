@@ -2,7 +2,6 @@
 
 import threading
 import time
-from contextlib import suppress
 
 import pytest
 import torch
@@ -85,18 +84,6 @@ def early_end(self, model):
     model.lane.send(Kind.END)
 
 
-def unseen(self, model):
-    """Go on and on, and never say to have an answer."""
-    self.join(model)
-    tensors = {"gradient": torch.zeros(2, 8, 32)}
-    with suppress(LaneError):
-        for index in range(9):
-            self.send_hidden(model, index, micro_batches=9, step_targets=27)
-            model.lane.receive(30)
-            model.lane.send(Kind.GRADIENT, 0, index, tensors)
-            model.lane.receive(30)
-
-
 def joined(**counts):
     """Join with other counts than a client of these examples has."""
     return lambda self, model: self.join(model, **counts)
@@ -132,7 +119,6 @@ REFUSED = {
     "twice": (twice, "in the place of 1"),
     "no targets": (lambda s, m: (s.join(m), s.send_hidden(m, targets=0)), "more than its step"),
     "too large": (larger, "18 padded tokens came"),
-    "without a word of what came": (unseen, "frames went out, and were not seen"),
     "beyond its credits": (beyond_credits, "under way"),
     "a gradient of nothing": (lambda s, m: (s.join(m), s.gradient(m)), "wrong place"),
     "a gradient of another shape": (odd_gradient, "shape"),
