@@ -17,8 +17,8 @@ from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from server_app.main import STRATEGIES
+from strategies.journal import Progress
 from strategies.messages import to_arrays
-from strategies.rounds import Progress
 from strategies.run_config import Scalar, parse_run_config
 
 
@@ -108,16 +108,9 @@ class MemoryJournal:
         """Return a client's adapter."""
         return self.kept.get(client)
 
-    def checkpoint(
-        self,
-        round_number: int,
-        state: State,
-        importance: State | None,
-        optimizers: State | None,
-        evaluated: bool,
-    ) -> None:
+    def checkpoint(self, progress: Progress, state: State) -> None:
         """Keep the global adapter."""
-        self.adapters[round_number] = state
+        self.adapters[progress.finished_rounds] = state
 
 
 def run_in_process(

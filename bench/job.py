@@ -268,15 +268,16 @@ def serving(
 ) -> Iterator[BlockServer]:
     """Serve the blocks to so many clients; generation keeps at most ``most_kept`` tokens."""
     server = BlockServer(
-        body,
-        take_apart(job.state(), body.cut),
-        split,
-        job.adapter,
-        job.train,
-        "bench",
-        job.shape.tokens,
-        clients,
-        most_kept,
+        body=body,
+        state=take_apart(job.state(), body.cut),
+        split=split,
+        adapter=job.adapter,
+        train=job.train.model_copy(update={"local_steps": job.steps}),
+        run="bench",
+        rounds=2,
+        longest=job.shape.tokens,
+        minimum=clients,
+        most_kept=most_kept,
     )
     try:
         yield server

@@ -231,7 +231,7 @@ def _serve(
     layers = bytes_of([*body.model.parameters(), *body.model.buffers()])
     names = [f"client-{number}" for number in range(lanes)]
     with serving(body, job, split, lanes) as server:
-        server.begin_round(dict.fromkeys(names, 1.0), SEED)
+        server.begin_round(dict.fromkeys(names, 1), SEED)
         link.send([server.invite_to_train(name, 1, SEED, LIFETIME) for name in names])
         link.recv()
         errors = [account.error for account in server.finish_lanes() if account.error]

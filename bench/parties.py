@@ -206,7 +206,7 @@ def serve_clients(link: Connection, jobs: Sequence[Job], split: SplitSettings) -
     """
     names = [f"client-{number}" for number in range(len(jobs))]
     with serving(load_body(jobs[0], split), jobs[0], split, len(jobs)) as server:
-        server.begin_round(dict.fromkeys(names, 1.0), SEED)
+        server.begin_round(dict.fromkeys(names, 1), SEED)
         link.send([server.invite_to_train(name, 1, SEED, LIFETIME) for name in names])
         while (message := link.recv()) != _ACCOUNTS:
             if message == _MEMORY:

@@ -251,6 +251,13 @@ class SplitSettings(Section):
     rotate_keys_every: PositiveInt = Field(
         1, description="Rounds after which the server makes itself a new key."
     )
+    share_cap: float = Field(
+        10.0,
+        ge=1,
+        description="With `client-batch`, how many times the median of the other clients' "
+        "gradients one client's may be: per predicted token in the server's blocks, and as the "
+        "norm that it reports. A larger one is scaled down; a smaller one is not changed.",
+    )
     join_timeout: PositiveFloat = Field(
         120.0, description="Seconds that clients who average together wait for each other to join."
     )

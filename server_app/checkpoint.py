@@ -37,6 +37,7 @@ _MAY_CHANGE = {
     "split.advertise",
     "split.key-exchange",
     "split.rotate-keys-every",
+    "split.share-cap",
     "split.gather-timeout",
     "split.join-timeout",
     "split.resume-timeout",

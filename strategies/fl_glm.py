@@ -158,6 +158,7 @@ class FLGLM(Rounds):
             adapter=config.adapter,
             train=config.train,
             run=self.progress.lineage,
+            rounds=config.rounds,
             longest=config.longest,
             minimum=config.min_nodes,
             most_kept=config.most_generated,

@@ -38,10 +38,13 @@ def learning_rate(settings: TrainSettings, total_steps: int) -> Callable[[int], 
 
 
 def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Sum the squares of all gradients' numbers; each device is waited for once."""
+    """Return the sum of all gradients' squares; each device is waited for once.
+
+    Squares are taken in float64: that of a float32 from 1.9e19 on is no float32 any more.
+    """
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
-        square = gradient.square().sum(dtype=torch.float64)
+        square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         by_device.setdefault(gradient.device, []).append(square)
     return float(sum(value for own in by_device.values() for value in torch.stack(own).tolist()))
 

@@ -1,4 +1,4 @@
-"""The block server: holds the body, lets invited clients train and evaluate through it."""
+"""The block server: holds the body, with which invited clients train and evaluate."""
 
 import itertools
 import logging
@@ -17,21 +17,25 @@ from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
 from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
-from split.server.branch import Branch
+from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
 from split.server.evaluation_session import EvaluationSession, Models
-from split.server.schedules.chosen import chosen_schedule
+from split.server.round_plan import RoundLimits, RoundPlan, largest_plan
+from split.server.schedules.make_schedule import make_schedule
 from split.server.session import Account, ProtocolError
-from split.server.training_session import Terms, TrainingSession
+from split.server.training_session import TrainingSession
+
+# What an invitation allows: to train, or to evaluate models.
+Grant = RoundPlan | Models
 
 _log = logging.getLogger(__name__)
 _MOST_LANES = 256
-# A lane ends when the job that it is at does.
+# A lane ends only after its current job.
 _END_SECONDS = 600.0
 
 
 class BlockServer:
-    """Holds the body; lives as long as the run. Its methods are called from one thread.
+    """Holds the body for a whole run. Its methods are called from one thread.
 
     Args:
         body: the frozen blocks.
@@ -40,10 +44,11 @@ class BlockServer:
         adapter: rank, scale, dropout and targets.
         train: of the optimizers.
         run: names the run in handshakes.
+        rounds: of the whole run.
         longest: padded tokens of the largest micro-batch that any client may send, with prefixes.
-        minimum: clients without whom a round is not worth its while.
-        most_kept: the same of the largest batch of texts that a client may generate; they take
-            their place in the activation budget.
+        minimum: clients that must have joined for a round that they begin together.
+        most_kept: padded tokens of the largest batch of texts that a client may generate; they
+            are taken from the activation budget.
 
     Raises:
         OSError: the address in ``split.listen`` can't be listened on.
@@ -58,6 +63,7 @@ class BlockServer:
         adapter: AdapterSettings,
         train: TrainSettings,
         run: str,
+        rounds: int,
         longest: int,
         minimum: int,
         most_kept: int = 0,
@@ -67,21 +73,28 @@ class BlockServer:
         self._adapter = adapter
         self._train = train
         self._run = run
+        self._rounds = rounds
         self._longest = longest
         self._most_kept = most_kept
-        self._grants: dict[Identity, int | Models] = {}
+        self._grants: dict[Identity, Grant] = {}
         self._accounts: list[Account] = []
         self._open: set[TrainingSession | EvaluationSession] = set()
         self._changed = threading.Condition()
-        self._lanes = 1
+        self._examples: dict[str, int] = {}
         self._compute = ComputeThread(split.activation_budget)
         numbers = itertools.count()
-        self._schedule = chosen_schedule(
-            split,
-            lambda: Branch(body, f"branch-{next(numbers)}", adapter, train, state["body"]),
-            self._compute,
-            state,
-            minimum,
+        self._schedule = make_schedule(
+            split=split,
+            make_adapters=lambda: BodyAdapters(
+                body=body,
+                name=f"adapters-{next(numbers)}",
+                adapter=adapter,
+                train=train,
+                state=state["body"],
+            ),
+            compute=self._compute,
+            state=state,
+            minimum=minimum,
         )
         self._keys = ServerKeys(split.key_exchange)
         ends = sum(t.numel() for party in ("head", "tail") for t in state[party].values())
@@ -110,48 +123,57 @@ class BlockServer:
         """Where clients reach the server, as host:port."""
         return self._split.advertise or self._server.address
 
-    def begin_round(self, weights: Mapping[str, float], seed: int) -> None:
+    def begin_round(self, examples: Mapping[str, int], seed: int) -> None:
         """Prepare for a round of training.
 
         Args:
-            weights: of the clients that will be invited, by name.
-            seed: of what all of them train together in this round.
+            examples: numbers of training examples of the clients that will be invited, by name;
+                they are the clients' weights in averages, and imply how many steps each may take.
+            seed: of everything that the clients train together in this round.
 
         """
-        self._lanes = 1 if self._split.schedule == "serial" else len(weights)
+        self._examples = dict(examples)
         keep = self._train.optimizer_state == "keep"
-        self._compute.call(lambda: self._schedule.begin_round(weights, keep, seed))
+        self._compute.call(lambda: self._schedule.begin_round(examples, keep, seed))
 
     def invite_to_train(
         self, client: str, round_number: int, seed: int, lifetime: float
     ) -> Invitation:
-        """Let a client train for a round.
+        """Invite a client to train for a round.
 
         Args:
-            client: who.
+            client: its name.
             round_number: counted from 1.
             seed: of the client's training in this round.
             lifetime: seconds for which the ticket is good.
 
         """
-        return self._invite("train", client, round_number, seed, lifetime)
+        plan = largest_plan(
+            examples=self._examples[client],
+            train=self._train,
+            rounds=self._rounds,
+            round_number=round_number,
+            seed=seed,
+        )
+        return self._invite(Identity(f"{self._run}/train", round_number, client), plan, lifetime)
 
     def invite_to_evaluate(
         self, client: str, round_number: int, models: Models, lifetime: float
     ) -> Invitation:
-        """Let a client evaluate models.
+        """Invite a client to evaluate models.
 
         Args:
-            client: who.
+            client: its name.
             round_number: after which; 0 is before the first.
             models: the body's adapters by the name of the model; None is no adapter.
             lifetime: seconds for which the ticket is good.
 
         """
-        return self._invite("evaluate", client, round_number, models, lifetime)
+        identity = Identity(f"{self._run}/evaluate", round_number, client)
+        return self._invite(identity, models, lifetime)
 
     def finish_lanes(self) -> list[Account]:
-        """End every lane that is still open, and take tickets back; give all lanes' accounts."""
+        """End every open lane, revoke all tickets, and return all lanes' accounts."""
         with self._changed:
             self._grants.clear()
             for session in self._open:
@@ -163,11 +185,11 @@ class BlockServer:
         return sorted(accounts, key=lambda account: account.client)
 
     def state_of(self, client: str) -> State:
-        """Give the body's adapters of a client, after its lane and before ``end_round``."""
+        """Return the body's adapters of a client, after its lane and before ``end_round``."""
         return self._compute.call(lambda: self._schedule.state_of(client))
 
     def end_round(self, weights: Mapping[str, float]) -> State:
-        """Give the body's adapters that the next round begins with.
+        """Return the body's adapters that the next round begins with.
 
         Args:
             weights: of the clients whose round counts, by name; at least one.
@@ -176,9 +198,9 @@ class BlockServer:
         return self._compute.call(lambda: self._schedule.end_round(weights))
 
     def export_optimizers(self) -> State:
-        """Give all optimizers' states, under ``<client or body>/<weight>:<moment>``.
+        """Return all optimizers' states, by ``<client or body>/<weight>:<moment>``.
 
-        There are none where optimizers start anew in every round.
+        There are none where every round begins with new optimizers.
         """
         if self._train.optimizer_state != "keep":
             return {}
@@ -186,7 +208,7 @@ class BlockServer:
         return {f"{key}/{n}": value for key, state in states.items() for n, value in state.items()}
 
     def load_optimizers(self, states: State) -> None:
-        """Put back what ``export_optimizers`` gave."""
+        """Restore what ``export_optimizers`` has returned."""
         by_key: dict[str, State] = {}
         for name, value in states.items():
             key, _, rest = name.partition("/")
@@ -194,7 +216,7 @@ class BlockServer:
         self._compute.call(lambda: self._schedule.load_optimizers(by_key))
 
     def rotate_keys(self) -> None:
-        """Make the server a new key; invitations with the old one are no longer good."""
+        """Renew the server's key; invitations with the old one are no longer valid."""
         self._keys.rotate()
 
     def stop(self) -> None:
@@ -203,17 +225,14 @@ class BlockServer:
         self._server.stop()
         self._compute.stop()
 
-    def _invite(
-        self, purpose: str, client: str, round_number: int, grant: int | Models, lifetime: float
-    ) -> Invitation:
-        identity = Identity(f"{self._run}/{purpose}", round_number, client)
+    def _invite(self, identity: Identity, grant: Grant, lifetime: float) -> Invitation:
         self._grants[identity] = grant
         return Invitation(
-            self.address,
-            self._split.key_exchange,
-            self._keys.public,
-            identity,
-            self._server.issue(identity, lifetime),
+            address=self.address,
+            suite=self._split.key_exchange,
+            server_key=self._keys.public,
+            identity=identity,
+            ticket=self._server.issue(identity, lifetime),
         )
 
     def _serve(self, lane: Lane) -> None:
@@ -241,30 +260,30 @@ class BlockServer:
                 self._open.discard(session)
                 self._changed.notify_all()
 
-    def _session(self, lane: Lane, grant: int | Models) -> TrainingSession | EvaluationSession:
-        if isinstance(grant, int):
-            terms = Terms(
-                self._split.window,
-                self._split.activation_budget,
-                self._lanes,
-                self._adapter.columns_before,
+    def _session(self, lane: Lane, grant: Grant) -> TrainingSession | EvaluationSession:
+        if isinstance(grant, RoundPlan):
+            limits = RoundLimits.of(
+                split=self._split,
+                train=self._train,
+                lanes=1 if self._split.schedule == "serial" else len(self._examples),
+                columns_before=self._adapter.columns_before,
             )
             return TrainingSession(
-                lane,
-                grant,
-                self._schedule,
-                self._compute,
-                terms,
-                self._split.frame_timeout,
+                lane=lane,
+                largest=grant,
+                schedule=self._schedule,
+                compute=self._compute,
+                limits=limits,
+                frame_timeout=self._split.frame_timeout,
             )
         return EvaluationSession(
-            lane,
-            grant,
-            self._body,
-            self._adapter,
-            self._compute,
-            self._split.window,
-            self._longest,
-            min(self._most_kept, self._split.activation_budget),
-            self._split.frame_timeout,
+            lane=lane,
+            models=grant,
+            body=self._body,
+            adapter=self._adapter,
+            compute=self._compute,
+            window=self._split.window,
+            longest=self._longest,
+            most_kept=min(self._most_kept, self._split.activation_budget),
+            frame_timeout=self._split.frame_timeout,
         )

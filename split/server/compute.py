@@ -1,4 +1,4 @@
-"""The thread that computes: all lanes' jobs go through one queue before the device."""
+"""The thread that computes: the jobs of all clients pass through one queue to the device."""
 
 import logging
 import threading
@@ -12,21 +12,21 @@ Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 
-class Urgency(IntEnum):
-    """What goes first: whatever frees memory, then what clients wait for."""
+class Priority(IntEnum):
+    """Order of jobs: those that free memory first, then those that clients wait for."""
 
-    CLEANING = 0
+    CLEANUP = 0
     BACKWARD = 1
     STEP = 2
     FORWARD = 3
-    KEEPING = 4  # takes memory for longer than a step
+    GENERATION = 4  # holds memory for longer than a step
 
 
-class Owner(Protocol):
-    """Whose job it is; an error in a job is its owner's alone."""
+class JobOwner(Protocol):
+    """The owner of jobs; it alone learns of their errors."""
 
     def failed(self, error: BaseException) -> None:
-        """Take note that a job raised."""
+        """Handle an exception that a job has raised."""
         ...
 
 
@@ -35,31 +35,32 @@ class Job:
     """Something to compute.
 
     Attributes:
-        owner: whose it is.
-        urgency: jobs of lower numbers go first, those of the same number in order of arrival.
-        tokens: padded tokens of whose activations it takes the place, until ``release`` is called;
-            it must be, by the owner, whether the job failed or not.
-        run: does it.
+        owner: learns of the job's error.
+        priority: jobs of lower numbers go first, those of the same number in order of arrival.
+        run: the computation.
+        tokens: padded tokens that the job takes of the activation budget. The owner must return
+            them with ``release``, whether the job failed or not.
 
     """
 
-    owner: Owner
-    urgency: Urgency
+    owner: JobOwner
+    priority: Priority
     run: Callable[[], None]
     tokens: int = 0
 
 
 def first_ready(waiting: Sequence[Job], free_tokens: int) -> Job | None:
-    """Choose the job that runs next: the most urgent, and of these the oldest.
+    """Return the next job: the oldest of the highest priority, or None if it must wait for room.
 
-    One that doesn't fit into the activation budget has all younger ones wait: nobody is overtaken.
+    No job overtakes an older one of the same priority, even if only the younger one fits into the
+    activation budget.
     """
-    job = min(waiting, key=lambda job: job.urgency, default=None)
+    job = min(waiting, key=lambda job: job.priority, default=None)
     return job if job is not None and job.tokens <= free_tokens else None
 
 
 class ComputeThread:
-    """Runs jobs one at a time, so that nothing else ever touches the body.
+    """Runs jobs one at a time, so that only one thread uses the body.
 
     Args:
         activation_budget: padded tokens whose activations may exist at once.
@@ -75,7 +76,7 @@ class ComputeThread:
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Queue a job; it fails if the thread has been stopped."""
+        """Queue a job; it fails if the thread is stopped."""
         with self._changed:
             stopping = self._stopping
             if not stopping:
@@ -85,18 +86,18 @@ class ComputeThread:
             job.owner.failed(RuntimeError("the block server has stopped"))
 
     def release(self, tokens: int) -> None:
-        """Give activations' place back."""
+        """Return tokens to the activation budget."""
         with self._changed:
             self._free += tokens
             self._changed.notify()
 
-    def withdraw(self, owner: Owner) -> None:
-        """Remove an owner's jobs that have not begun."""
+    def withdraw(self, owner: JobOwner) -> None:
+        """Remove an owner's jobs that have not started."""
         with self._changed:
             self._waiting = [job for job in self._waiting if job.owner is not owner]
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Run a function in the thread, wait for it, and give or raise what comes of it."""
+        """Run a function in the thread, wait for it, and return its result or raise its error."""
         done = threading.Event()
         result: list[Result] = []
         caller = _Caller(done)
@@ -105,14 +106,14 @@ class ComputeThread:
             result.append(function())
             done.set()
 
-        self.put(Job(caller, Urgency.CLEANING, run))
+        self.put(Job(caller, Priority.CLEANUP, run))
         done.wait()
         if caller.error is not None:
             raise caller.error
         return result[0]
 
     def stop(self) -> None:
-        """End the thread after the job that it is at; those that wait fail."""
+        """End the thread after the current job; queued jobs fail."""
         with self._changed:
             self._stopping = True
             dropped, self._waiting = self._waiting, []
@@ -128,7 +129,7 @@ class ComputeThread:
             except Exception as error:
                 _log.debug("a job failed", exc_info=error)
                 job.owner.failed(error)
-            del job  # and the tensors that it holds, while waiting for the next
+            del job  # frees its tensors while waiting for the next one
 
     def _take(self) -> Job | None:
         with self._changed:
@@ -143,7 +144,7 @@ class ComputeThread:
 
 
 class _Caller:
-    """Owner of a job that another thread waits for."""
+    """The owner of a job that another thread waits for."""
 
     def __init__(self, done: threading.Event) -> None:
         self.error: BaseException | None = None

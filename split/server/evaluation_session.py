@@ -1,4 +1,4 @@
-"""One client's evaluation of models at the block server: forward passes, and generation of text."""
+"""One client's evaluation of models at the block server: forward passes, and generated text."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from split.model.adapters import load_state
 from split.model.key_values import KeyValues
 from split.model.part import Padding, Part
 from split.protocol.frames import Frame, Kind
-from split.server.compute import ComputeThread, Urgency
-from split.server.session import ProtocolError, Session, hidden_of, whole_number
+from split.server.compute import ComputeThread, Priority
+from split.server.session import ProtocolError, Session, check_size, hidden_of, whole_number
 
 # The body's adapters by the name of the model; None is the body without any.
 Models = Mapping[str, State | None]
@@ -22,19 +22,19 @@ Models = Mapping[str, State | None]
 class EvaluationSession(Session):
     """Serves one client's evaluation; each frame JOIN chooses a model.
 
-    Besides forward passes that have nothing to do with each other the client may generate text: one
-    batch of prompts at a time, of whose keys and values the body's are kept here.
+    Besides independent forward passes the client may generate text, one batch of prompts at a time;
+    the body's keys and values of the batch are kept here.
 
     Args:
         lane: to the client; the handshake is over.
-        models: what may be chosen.
+        models: those that the client may choose.
         body: the frozen blocks.
         adapter: rank, scale and targets.
         compute: runs its jobs.
         window: micro-batches that may be under way at once.
-        longest: padded tokens of the largest micro-batch, a prefix's places included; 0 allows
-            none but those of a generation.
-        most_kept: padded tokens whose keys and values may be kept at once, those of a prefix too.
+        longest: padded tokens of the largest micro-batch, prefixes included; 0 allows only those
+            of a generation.
+        most_kept: padded tokens whose keys and values may be kept at once, prefixes included.
         frame_timeout: seconds to wait for the client's next frame.
 
     """
@@ -57,22 +57,22 @@ class EvaluationSession(Session):
         self._adapter = adapter
         self._window = window
         self._name: str | None = None
-        self._columns_before = 0  # places that the chosen model's prefix takes in each row
+        self._columns_before = 0  # of the chosen model's prefix
         self._longest = longest
         self._most_kept = most_kept
         self._received = self._computed = 0  # micro-batches
         self._generation: _Generation | None = None
-        # Of the compute thread alone: of that generation, and the tokens of the budget it takes.
+        # Of the compute thread alone: the generation's, and the budget tokens that they take.
         self._key_values: KeyValues | None = None
         self._kept = 0
         self._choosing = False
 
     def serve(self) -> None:
-        """Answer frames until the client has evaluated all it wants.
+        """Answer frames until the client ends the evaluation.
 
         Raises:
             LaneError: the lane broke, or the client was silent for too long.
-            ProtocolError: the client sent what it may not send now.
+            ProtocolError: the client sent something that it may not send now.
 
         """
         try:
@@ -115,23 +115,24 @@ class EvaluationSession(Session):
             self._choosing = False
             self.lane.send(Kind.WELCOME, fields={"credits": self._window})
 
-        self.put(Urgency.STEP, choose)
+        self.put(Priority.STEP, choose)
 
     def _take_hidden(self, frame: Frame) -> None:
         hidden, padding = hidden_of(frame)
+        check_size(hidden, "hidden")
         if "new_tokens" in frame.fields:
             self._begin_generation(frame, hidden, padding)
             return
         if self._generation is not None:
-            self._go_on(frame, hidden)
+            self._continue_generation(frame, hidden)
             return
         self._received += 1
         if self._received - self._computed > self._window:
             raise ProtocolError(f"more than {self._window} micro-batches are under way")
-        tokens = self._places(hidden, 0)
+        tokens = self._budget_tokens(hidden, 0)
         if tokens > self._longest:
             raise ProtocolError(f"{tokens} padded tokens came; {self._longest} were agreed")
-        self._put(Urgency.FORWARD, frame, lambda: self._body(hidden, padding))
+        self._put(Priority.FORWARD, frame, lambda: self._body(hidden, padding))
 
     def _begin_generation(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> None:
         self._end_generation()
@@ -142,7 +143,7 @@ class EvaluationSession(Session):
                 f"a generation of {new_tokens} tokens began with number {frame.micro_batch}, and "
                 f"padding on the {padding.side}"
             )
-        tokens = self._places(hidden, new_tokens)
+        tokens = self._budget_tokens(hidden, new_tokens)
         if tokens > self._most_kept:
             raise ProtocolError(
                 f"{rows} texts of {columns} + {new_tokens} tokens were to be generated, with a "
@@ -158,9 +159,9 @@ class EvaluationSession(Session):
             self._key_values = KeyValues(self._body, padding, columns)
             return self._key_values.extend(hidden)
 
-        self._put(Urgency.KEEPING, frame, begin, tokens)
+        self._put(Priority.GENERATION, frame, begin, tokens)
 
-    def _go_on(self, frame: Frame, hidden: torch.Tensor) -> None:
+    def _continue_generation(self, frame: Frame, hidden: torch.Tensor) -> None:
         generation = self._generation
         assert generation is not None
         self._refuse_if_under_way("the next token")
@@ -178,17 +179,17 @@ class EvaluationSession(Session):
             assert self._key_values is not None
             return self._key_values.extend(hidden)
 
-        # Those that wait for room may have to wait for the end of this one.
-        self._put(Urgency.BACKWARD, frame, extend)
+        # Generations that wait for room may have to wait for the end of this one.
+        self._put(Priority.BACKWARD, frame, extend)
 
     def _end_generation(self) -> None:
         self._refuse_if_under_way("the end of a generation, or another one,")
         if self._generation is not None:
             self._generation = None
-            self.put(Urgency.CLEANING, self._forget)
+            self.put(Priority.CLEANUP, self._forget)
 
-    def _places(self, hidden: torch.Tensor, new_tokens: int) -> int:
-        """Count what a micro-batch takes: padded tokens, and the prefix's places in each row."""
+    def _budget_tokens(self, hidden: torch.Tensor, new_tokens: int) -> int:
+        """Return the padded tokens of a micro-batch, prefixes and new tokens included."""
         rows, columns = hidden.shape[:2]
         return rows * (self._columns_before + columns + new_tokens)
 
@@ -198,7 +199,7 @@ class EvaluationSession(Session):
 
     def _put(
         self,
-        urgency: Urgency,
+        priority: Priority,
         frame: Frame,
         compute: Callable[[], torch.Tensor],
         tokens: int = 0,
@@ -215,7 +216,7 @@ class EvaluationSession(Session):
             self._computed += 1
             self.lane.send(Kind.HIDDEN, step, index, {"hidden": output})
 
-        self.put(urgency, forward, tokens)
+        self.put(priority, forward, tokens)
 
     def _forget(self) -> None:
         self._key_values = None
@@ -230,12 +231,12 @@ class EvaluationSession(Session):
 
 @dataclass
 class _Generation:
-    """What a client said that it generates, and how far it is.
+    """A batch of texts that is generated.
 
     Attributes:
         rows: texts.
-        new_tokens: most that each of them gets.
-        received: frames that came; the prompts' gives the first new token.
+        new_tokens: at most, of each text.
+        received: frames received; that of the prompts gives the first new token.
 
     """
 

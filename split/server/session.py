@@ -1,4 +1,4 @@
-"""What serving a lane takes, whatever it is for: its jobs, its waits, its account."""
+"""What training and evaluation sessions share: jobs, waits and an account."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from split.lane.lane import Lane
 from split.model.part import Padding
 from split.protocol.errors import LaneError, LaneTimeoutError
 from split.protocol.frames import Frame, Kind
-from split.server.compute import ComputeThread, Job, Urgency
+from split.server.compute import ComputeThread, Job, Priority
 
 POLL_SECONDS = 1.0
 # Hidden states of some models come to 10⁶; squares of 2³⁰ are still far from float32's largest.
@@ -20,27 +20,27 @@ _LARGEST_NUMBER = 2.0**30
 
 
 class ProtocolError(RuntimeError):
-    """The client sent what it may not send now; its lane ends."""
+    """The client sent something that it may not send now; its lane ends."""
 
 
 @dataclass
 class Account:
-    """What a lane did and what it cost.
+    """What a client's lane was used for, and its costs.
 
     Attributes:
-        client: whose.
+        client: its name.
         purpose: ``train`` or ``evaluate``.
-        steps: optimizer steps that were finished.
+        steps: finished optimizer steps.
         tokens: padded tokens whose forward pass was computed.
         bytes_up: from the client, on the wire.
         bytes_down: to the client.
-        seconds_computing: in the compute thread; with a GPU until the work is queued there.
-        seconds_queued: that jobs waited for it.
-        seconds_crypto: sealing and opening records, at the server.
-        seconds_serialisation: packing and unpacking tensors, at the server.
+        seconds_computing: of the compute thread; with a GPU until the work is queued there.
+        seconds_queued: for which jobs waited for the compute thread.
+        seconds_crypto: for sealing and opening records, at the server.
+        seconds_serialisation: for packing and unpacking tensors, at the server.
         seconds: from the handshake to the end.
-        resumed: how often the lane was cut and taken up again.
-        error: why it ended early; empty if it didn't.
+        resumed: how often the lane was cut and resumed.
+        error: the reason for an early end; empty without one.
 
     """
 
@@ -69,10 +69,10 @@ class Session:
         frame_timeout: seconds to wait for the client's next frame.
 
     Attributes:
-        account: what it did and what it cost.
+        account: of the lane.
         lane: to the client.
         compute: runs its jobs.
-        answered: micro-batches of the present step that were answered.
+        answered: micro-batches of the current step whose output was sent.
 
     """
 
@@ -88,7 +88,7 @@ class Session:
         self._lock = threading.Lock()
 
     def count_traffic(self) -> None:
-        """Put what the lane has carried into the account."""
+        """Copy the lane's traffic into the account."""
         traffic = self.lane.traffic
         self.account.bytes_up = traffic.bytes_up
         self.account.bytes_down = traffic.bytes_down
@@ -97,15 +97,15 @@ class Session:
         self.account.resumed = self.lane.opened - 1
 
     def failed(self, error: BaseException) -> None:
-        """End the lane: one of its jobs raised."""
+        """End the lane after one of its jobs has raised."""
         with self._lock:
             self._owed -= 1
-        # That the lane has ended, its own thread finds out.
+        # The lane's own thread notices that it has ended.
         if not isinstance(error, LaneError):
             self.give_up(f"{type(error).__name__}: {error}")
 
-    def put(self, urgency: Urgency, work: Callable[[], None], tokens: int = 0) -> None:
-        """Queue a job whose activations take so many tokens of the budget, and note its times."""
+    def put(self, priority: Priority, work: Callable[[], None], tokens: int = 0) -> None:
+        """Queue a job that takes ``tokens`` of the activation budget, and account for its time."""
         queued = time.perf_counter()
 
         def run() -> None:
@@ -118,7 +118,7 @@ class Session:
 
         with self._lock:
             self._owed += 1
-        self.compute.put(Job(self, urgency, run, tokens))
+        self.compute.put(Job(self, priority, run, tokens))
 
     def answer(self, step: int, index: int, states: torch.Tensor) -> None:
         """Send the hidden states of a micro-batch after the body."""
@@ -146,25 +146,25 @@ class Session:
                     ) from None
 
     def waits(self) -> bool:
-        """Say whether it is not the client's turn to send something."""
+        """Whether it is not the client's turn to send a frame."""
         with self._lock:
             return self._owed > 0
 
     def abandon(self, reason: str) -> None:
-        """End the lane from another thread: its time is over."""
+        """End the lane from another thread."""
         self.lane.close(reason)
 
     def give_up(self, reason: str) -> None:
-        """End the lane, and say why."""
+        """End the lane, and tell the client the reason."""
         self.account.error = self.account.error or reason
         self.lane.close(reason)
 
 
 def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
-    """Read hidden states and their padding; the lane has checked shapes and lengths.
+    """Return hidden states and their padding, of which the lane has checked shapes and lengths.
 
     Raises:
-        ProtocolError: there are no lengths.
+        ProtocolError: the lengths are missing.
 
     """
     if "lengths" not in frame.tensors:
@@ -174,22 +174,24 @@ def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
 
 
 def check_size(numbers: torch.Tensor, name: str) -> None:
-    """Refuse numbers that could overflow in the body, where others' would be lost with them.
+    """Refuse numbers that could overflow where they are computed with those of other clients.
 
     Raises:
-        ProtocolError: one of them is larger than models' own ever are.
+        ProtocolError: a number is not finite, or larger than a model's own ever are.
 
     """
+    if not numbers.numel():
+        return
     least, most = (float(bound) for bound in torch.aminmax(numbers))
     if not -_LARGEST_NUMBER <= least <= most <= _LARGEST_NUMBER:
         raise ProtocolError(f"{name!r} came with numbers beyond 2³⁰")
 
 
 def whole_number(frame: Frame, name: str) -> int:
-    """Read a field that must be a whole number of at least 0.
+    """Return a field that must be a whole number of at least 0.
 
     Raises:
-        ProtocolError: it isn't.
+        ProtocolError: it is something else.
 
     """
     value = frame.fields.get(name)

@@ -1,16 +1,18 @@
-"""One client's round of training at the block server: what it may send when."""
+"""One client's round of training at the block server: which frame it may send when."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from split.lane.lane import Lane
 from split.protocol.errors import LaneError
 from split.protocol.frames import Frame, Kind
+from split.server.client_trainer import ClientTrainer
 from split.server.compute import ComputeThread
+from split.server.head_output import HeadOutput
+from split.server.round_plan import RoundLimits, RoundPlan, check_plan
 from split.server.schedules.schedule import Schedule
-from split.server.seat import Hidden, Place, Seat
 from split.server.session import (
     ProtocolError,
     Session,
@@ -18,42 +20,10 @@ from split.server.session import (
     hidden_of,
     whole_number,
 )
+from split.server.step_counts import StepCounts
 
-# Squared; so that a sum over all clients is still a finite number.
+# Squared, and small enough for a finite sum over all clients.
 _LARGEST_NORM = 1e30
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What the lanes of a round have in common.
-
-    Attributes:
-        window: micro-batches of a lane that may be under way at once.
-        activation_budget: padded tokens whose activations may exist at once.
-        lanes: how many lanes share them.
-        columns_before: places that a prefix takes before each row's tokens.
-
-    """
-
-    window: int
-    activation_budget: int
-    lanes: int
-    columns_before: int
-
-    def credits(self, longest: int) -> int:
-        """Give how many micro-batches of a lane may be under way, by the longest one's tokens.
-
-        Raises:
-            ProtocolError: not even one fits.
-
-        """
-        if longest > self.activation_budget:
-            raise ProtocolError(
-                f"a micro-batch of {longest} padded tokens is larger than split.activation-budget "
-                f"= {self.activation_budget}; raise that, or lower train.batch-size, "
-                "data.max-length or adapter.prefix-length"
-            )
-        return max(1, min(self.window, self.activation_budget // (self.lanes * max(1, longest))))
 
 
 class TrainingSession(Session):
@@ -61,10 +31,10 @@ class TrainingSession(Session):
 
     Args:
         lane: to the client; the handshake is over.
-        seed: of the client's training in this round.
-        schedule: decides what it trains.
-        compute: runs its jobs.
-        terms: of the round.
+        largest: the largest plan that the client may join with.
+        schedule: decides with whom the client trains which adapters.
+        compute: runs the session's jobs.
+        limits: of the round.
         frame_timeout: seconds to wait for the client's next frame.
 
     """
@@ -72,46 +42,48 @@ class TrainingSession(Session):
     def __init__(
         self,
         lane: Lane,
-        seed: int,
+        largest: RoundPlan,
         schedule: Schedule,
         compute: ComputeThread,
-        terms: Terms,
+        limits: RoundLimits,
         frame_timeout: float,
     ) -> None:
         super().__init__(lane, "train", compute, frame_timeout)
-        self._seed = seed
+        self._largest = largest
         self._schedule = schedule
-        self._terms = terms
-        self._seat: Seat
+        self._limits = limits
+        self._trainer: ClientTrainer
         self._joined = False
         self._step = 0
-        self._shapes: list[torch.Size] = []  # of the hidden states that came in this step
-        self._returned = 0  # micro-batches of this step whose gradients came
-        self._counts = (0, 0)  # targets and micro-batches that the present step is said to have
+        self._shapes: list[torch.Size] = []  # of the hidden states received in this step
+        self._returned = 0  # gradients received in this step
+        self._counts: StepCounts
 
     def serve(self) -> None:
         """Answer frames until the client ends its round.
 
         Raises:
             LaneError: the lane broke, or the client was silent for too long.
-            ProtocolError: the client sent what it may not send now.
-            RuntimeError: the schedule doesn't let it in.
+            ProtocolError: the client sent something that it may not send now.
+            RuntimeError: the schedule refuses the client.
 
         """
         join = self.receive()
         if join.kind is not Kind.JOIN:
             raise ProtocolError(f"a lane began with a frame {join.kind.name}")
-        self._longest = whole_number(join, "longest")
-        self._credits = self._terms.credits(self._longest)
-        place = Place(
+        longest = whole_number(join, "longest")
+        self._credits = self._limits.credits(longest)
+        self._counts = StepCounts(self._limits, longest)
+        plan = replace(
+            self._largest,
             steps=whole_number(join, "steps"),
             first_step=whole_number(join, "first_step"),
             total_steps=whole_number(join, "total_steps"),
             wants_gradient=bool(join.fields.get("wants_gradient")),
-            seed=self._seed,
         )
-        self._steps = place.steps
-        self._seat = self._schedule.enter(self, place)
+        check_plan(plan, self._largest)
+        self._steps = plan.steps
+        self._trainer = self._schedule.join(self, plan)
         self._joined, finished = True, False
         try:
             self.lane.send(Kind.WELCOME, fields={"credits": self._credits})
@@ -124,22 +96,19 @@ class TrainingSession(Session):
             self.lane.send(Kind.END)
         finally:
             self._joined = False
-            self._seat.leave()
+            self._trainer.leave()
             self._schedule.leave(self.account.client, finished)
         with suppress(LaneError):  # until the client has the end
             self.receive()
 
     def waits(self) -> bool:
-        """Say whether it is not the client's turn to send something."""
-        waiting = (self._joined and self._seat.waits()) or super().waits()
-        # With an answer that it hasn't used, it is the client's turn, whatever else is queued.
+        """Whether it is not the client's turn to send a frame."""
+        waiting = (self._joined and self._trainer.waits()) or super().waits()
+        # It is the client's turn while it has an unused answer, whatever else is queued.
         return waiting and self.answered <= self._returned
 
     def _settle(self) -> None:
-        """Let the job that runs come to its end.
-
-        The answer to a step goes out before the optimizer has done its work.
-        """
+        """Wait until the current job has ended: a step is answered before its optimizer's work."""
         self.compute.call(lambda: None)
 
     def _take(self, frame: Frame) -> None:
@@ -170,26 +139,19 @@ class TrainingSession(Session):
             raise ProtocolError(f"more than {self._credits} micro-batches are under way")
         states, padding = hidden_of(frame)
         check_size(states, "hidden")
-        hidden = Hidden(
-            frame.step,
-            index,
-            states,
-            padding,
-            self._terms.columns_before,
+        output = HeadOutput(
+            step=frame.step,
+            index=index,
+            hidden=states,
+            padding=padding,
+            columns_before=self._limits.columns_before,
             targets=whole_number(frame, "targets"),
             step_targets=whole_number(frame, "step_targets"),
             micro_batches=whole_number(frame, "micro_batches"),
         )
-        counts = (hidden.step_targets, hidden.micro_batches)
-        if not 0 < hidden.targets <= counts[0] or index >= counts[1]:
-            raise ProtocolError(f"micro-batch {index} has more than its step of {counts}")
-        if index and counts != self._counts:
-            raise ProtocolError(f"a step of {self._counts} became one of {counts}")
-        if hidden.places > self._longest:
-            raise ProtocolError(f"{hidden.places} padded tokens came; {self._longest} were agreed")
-        self._counts = counts
+        self._counts.add(output)
         self._shapes.append(states.shape)
-        self._seat.forward(hidden)
+        self._trainer.forward(output)
 
     def _take_gradient(self, frame: Frame) -> None:
         index = frame.micro_batch
@@ -200,15 +162,20 @@ class TrainingSession(Session):
             raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} came")
         check_size(gradient, "gradient")
         self._returned += 1
-        self._seat.backward(frame.step, index, gradient)
+        self._trainer.backward(frame.step, index, gradient)
 
     def _take_step(self, frame: Frame) -> None:
         squared_norm = frame.fields.get("squared_norm")
-        if not isinstance(squared_norm, float) or not 0 <= squared_norm <= _LARGEST_NORM:
+        if (
+            isinstance(squared_norm, bool)
+            or not isinstance(squared_norm, int | float)
+            or not 0 <= squared_norm <= _LARGEST_NORM
+        ):
             raise ProtocolError(f"a step ended with squared_norm = {squared_norm!r}")
-        if not self._shapes or not self._returned == len(self._shapes) == self._counts[1]:
+        if not self._counts.complete or self._returned < len(self._shapes):
             raise ProtocolError("a step ended before all its gradients came")
         self._step += 1
         self._returned = self.answered = 0
         self._shapes.clear()
-        self._seat.step(frame.step, squared_norm)
+        self._counts.begin()
+        self._trainer.step(frame.step, float(squared_norm))

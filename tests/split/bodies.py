@@ -6,7 +6,7 @@ from finetuning.settings import ModelSettings, TrainSettings
 from split.model.cut import Cut
 from split.model.loading import load_parts
 from split.model.part import Padding
-from split.server.branch import Branch
+from split.server.body_adapters import BodyAdapters
 from tests.split.clients import ADAPTER
 from tests.split.conftest import LENGTHS
 
@@ -36,7 +36,10 @@ def train_branches(body, adapter):
         body.remove("shapes")
         generator = torch.Generator().manual_seed(number)
         state = {n: 0.2 * torch.randn(s, generator=generator) for n, s in shapes.items()}
-        branches.append(Branch(body, f"Dr. {number}", adapter, TRAIN, state))
+        name = f"Dr. {number}"
+        branches.append(
+            BodyAdapters(body=body, name=name, adapter=adapter, train=TRAIN, state=state)
+        )
     for step, side in enumerate(["right", "left"]):
         graphs = [
             branch.forward(hidden, Padding(side, LENGTHS), 7 + step, True)

@@ -33,8 +33,8 @@ from split.model.loading import load_parts
 from split.protocol.errors import LaneCutError
 from split.protocol.frames import Kind, Limits
 from split.server.block_server import BlockServer
-from split.server.branch import Graph
-from split.server.stacked import Stacked
+from split.server.body_adapters import Activations
+from split.server.stacked_micro_batch import StackedMicroBatch
 
 STEPS = 20
 LONGEST = 4 * 20
@@ -138,7 +138,16 @@ def serving(
     cut = cut_of(base, split)
     body = load_parts(model, base, cut, ("body",))["body"]
     server = BlockServer(
-        body, take_apart(state, cut), split, adapter, train, "run", LONGEST, minimum, most_kept
+        body=body,
+        state=take_apart(state, cut),
+        split=split,
+        adapter=adapter,
+        train=train.model_copy(update={"local_steps": STEPS}),
+        run="run",
+        rounds=1,
+        longest=LONGEST,
+        minimum=minimum,
+        most_kept=most_kept,
     )
     try:
         yield server
@@ -154,7 +163,8 @@ def assert_nothing_is_left() -> None:
         assert time.monotonic() < end, left
         time.sleep(0.1)
     gc.collect()
-    assert not [each for each in gc.get_objects() if isinstance(each, Graph | Stacked)]
+    kinds = (Activations, StackedMicroBatch)
+    assert not [each for each in gc.get_objects() if isinstance(each, kinds)]
 
 
 def split_settings(**changes) -> SplitSettings:

@@ -5,104 +5,96 @@ from collections.abc import Mapping
 
 import torch
 
-from split.server.branch import Branch
+from finetuning.settings import SplitSettings
+from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
-from split.server.schedules.joining import Joining
-from split.server.schedules.one_branch import OneBranch
-from split.server.seat import Hidden, Place
+from split.server.head_output import HeadOutput
+from split.server.round_plan import RoundPlan
+from split.server.schedules.join_barrier import JoinBarrier
+from split.server.schedules.shared_adapters import SharedAdapters
 from split.server.session import Session
-from split.server.stack import Stack
-from split.server.stacked import Member
+from split.server.stacked_micro_batch import Member
+from split.server.stacked_round import StackedRound
 
 
-class ClientBatch(OneBranch):
+class ClientBatch(SharedAdapters):
     """One set of adapters, and one optimizer step for all clients' micro-batches.
 
     Args:
-        branch: the adapters.
-        compute: runs the stacks.
-        activation_budget: padded tokens whose activations may exist at once.
-        minimum: clients who must have joined when a round begins.
-        join_timeout: seconds that clients wait for each other then.
-        gather_timeout: seconds after which members that others wait for are left behind.
+        adapters: of the body.
+        compute: runs the stacked micro-batches.
+        split: the activation budget, and how long clients wait for each other.
+        minimum: clients that must have joined when a round begins.
 
     """
 
     def __init__(
-        self,
-        branch: Branch,
-        compute: ComputeThread,
-        activation_budget: int,
-        minimum: int,
-        join_timeout: float,
-        gather_timeout: float,
+        self, adapters: BodyAdapters, compute: ComputeThread, split: SplitSettings, minimum: int
     ) -> None:
-        super().__init__(branch)
+        super().__init__(adapters)
         self._compute = compute
-        self._activation_budget = activation_budget
-        self._gather_timeout = gather_timeout
+        self._split = split
         self._changed = threading.Condition()
-        self._joining = Joining(self._changed, minimum, join_timeout)
-        self._stack: Stack
+        self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
+        self._round: StackedRound
 
     def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
-        """Prepare a stack for the clients that may join; see ``OneBranch.begin_round``."""
+        """Prepare for the clients that may join; see ``SharedAdapters.begin_round``."""
         super().begin_round(weights, keep_optimizers, seed)
         with self._changed:
-            self._joining.begin(weights)
-            self._stack = Stack(
-                self._branch, self._compute, seed, self._activation_budget, self._gather_timeout
+            self._barrier.begin(weights)
+            self._round = StackedRound(
+                adapters=self._adapters, compute=self._compute, seed=seed, split=self._split
             )
 
-    def enter(self, session: Session, place: Place) -> "Stacking":
-        """Let a client join, and wait until all have.
+    def join(self, session: Session, plan: RoundPlan) -> "StackedTrainer":
+        """Add a client, and wait until all have joined.
 
         Args:
             session: of the client's lane.
-            place: its round.
+            plan: its round.
 
         Raises:
             RuntimeError: the round began without it, or too few joined.
 
         """
         with self._changed:
-            self._joining.join(session.account.client)
-            member = self._stack.add(session, place)
+            self._barrier.join(session.account.client)
+            member = self._round.add(session, plan)
             try:
-                self._joining.wait(session.account.client)
+                self._barrier.wait(session.account.client)
             except RuntimeError:
-                self._stack.remove(member)
+                self._round.remove(member)
                 raise
-        return Stacking(self._stack, member)
+        return StackedTrainer(self._round, member)
 
     def leave(self, client: str, finished: bool) -> None:
-        """Let a client go; its seat has left the stack."""
+        """Do nothing: the client's trainer has left the round."""
 
 
-class Stacking:
-    """A seat in a stack; see ``split.seat.Seat``."""
+class StackedTrainer:
+    """Trains a client together with others; see ``ClientTrainer``."""
 
-    def __init__(self, stack: Stack, member: Member) -> None:
-        self._stack = stack
+    def __init__(self, stacked_round: StackedRound, member: Member) -> None:
+        self._round = stacked_round
         self._member = member
 
-    def forward(self, hidden: Hidden) -> None:
-        """Compute a micro-batch when those of all others are there."""
-        self._stack.forward(self._member, hidden)
+    def forward(self, output: HeadOutput) -> None:
+        """Compute a micro-batch when those of all others have come."""
+        self._round.forward(self._member, output)
 
     def backward(self, step: int, index: int, gradient: torch.Tensor) -> None:
-        """Take a micro-batch's gradient, and use it when those of all others are there."""
-        self._stack.backward(self._member, index, gradient)
+        """Use a micro-batch's gradient when those of all others have come."""
+        self._round.backward(self._member, index, gradient)
 
     def step(self, step: int, squared_norm: float) -> None:
         """End a step when all others have."""
-        self._stack.step(self._member, squared_norm)
+        self._round.step(self._member, squared_norm)
 
     def waits(self) -> bool:
-        """Say whether it is not the client's turn to send something; leave stragglers behind."""
-        self._stack.leave_stragglers_behind()
-        return self._stack.waits(self._member)
+        """Whether it is not the client's turn to send a frame; end the lanes of late clients."""
+        return self._round.waits(self._member)
 
     def leave(self) -> None:
-        """Leave the stack."""
-        self._stack.remove(self._member)
+        """Leave the round."""
+        self._round.remove(self._member)

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from finetuning.adapters.adapter import State
-from split.server.branch import Branch
+from finetuning.settings import SplitSettings
+from split.server.body_adapters import BodyAdapters
+from split.server.client_trainer import SeparateTrainer
 from split.server.compute import ComputeThread
-from split.server.schedules.joining import Joining
-from split.server.seat import Alone, Place
-from split.server.session import Session
+from split.server.round_plan import RoundPlan
+from split.server.schedules.join_barrier import JoinBarrier
+from split.server.session import ProtocolError, Session, check_size
 
 _POLL_SECONDS = 1.0
 
@@ -23,93 +25,91 @@ class Hierarchical:
     """One set of adapters and one optimizer per client.
 
     Args:
-        make_branch: makes a client's adapters and optimizer.
-        compute: does what touches the adapters.
+        make_adapters: returns new adapters of the body with an optimizer.
+        compute: runs the jobs that use the adapters.
         state: the body's adapters to begin with.
-        ends: adapters of a head and a tail, for their names and shapes.
-        minimum: clients who must have joined when those who average begin.
-        average_every: steps after which clients average within a round; 0 for never.
-        join_timeout: seconds that clients who average wait for each other at a round's start.
+        client_adapters: of a head and a tail, for their names, types and shapes.
+        split: the averaging period, and how long clients that average wait for each other.
+        minimum: clients that must have joined when clients that average begin.
 
     """
 
     def __init__(
         self,
-        make_branch: Callable[[], Branch],
+        make_adapters: Callable[[], BodyAdapters],
         compute: ComputeThread,
         state: Mapping[str, torch.Tensor],
-        ends: Mapping[str, torch.Tensor],
+        client_adapters: Mapping[str, torch.Tensor],
+        split: SplitSettings,
         minimum: int,
-        average_every: int,
-        join_timeout: float,
     ) -> None:
-        self._make_branch = make_branch
+        self._make_adapters = make_adapters
         self._compute = compute
         self._global = dict(state)
-        self._ends = ends
-        self._average_every = average_every
-        self._branches: dict[str, Branch] = {}
+        self._client_adapters = client_adapters
+        self._average_every = split.average_every
+        self._adapters: dict[str, BodyAdapters] = {}
         self._weights: dict[str, float] = {}
         self._steps: dict[str, int] = {}
         self._gathered: dict[int, dict[str, State]] = {}
-        self._averages: dict[str, State] = {}  # by the clients who have not taken them yet
+        self._averages: dict[str, State] = {}  # by the clients that have not taken them yet
         self._due: dict[str, int] = {}  # after which step each client averages next
         self._changed = threading.Condition()
-        self._joining = Joining(self._changed, minimum, join_timeout)
+        self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
 
     def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
-        """Give every client the average that the last round ended with.
+        """Load the average that the last round ended with into every client's adapters.
 
         Args:
             weights: of the clients that may join.
-            keep_optimizers: whether optimizers go on or start anew.
+            keep_optimizers: whether optimizers are kept.
             seed: of the round; each client has its own.
 
         """
         with self._changed:
             self._weights = dict(weights)
             self._steps, self._due, self._gathered, self._averages = {}, {}, {}, {}
-            self._joining.begin(weights)
+            self._barrier.begin(weights)
         for client in weights:
-            if client not in self._branches:
-                self._branches[client] = self._make_branch()
-            self._branches[client].load(self._global)
+            if client not in self._adapters:
+                self._adapters[client] = self._make_adapters()
+            self._adapters[client].load(self._global)
             if not keep_optimizers:
-                self._branches[client].load_optimizer({})
+                self._adapters[client].load_optimizer({})
 
-    def enter(self, session: Session, place: Place) -> Alone:
-        """Let a client join; those who average within a round wait until all have.
+    def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
+        """Add a client; where clients average within a round, wait until all have joined.
 
         Args:
             session: of the client's lane.
-            place: its round.
+            plan: its round.
 
         Raises:
-            RuntimeError: the round went on without it, or too few joined.
+            RuntimeError: the round began without it, or too few joined.
 
         """
         client = session.account.client
         with self._changed:
-            self._joining.join(client)
+            self._barrier.join(client)
             # Before it waits: others may begin before it wakes, and must know of it.
-            self._steps[client] = place.steps
+            self._steps[client] = plan.steps
             self._due[client] = self._average_every
             if self._average_every:
                 try:
-                    self._joining.wait(client)
+                    self._barrier.wait(client)
                 except RuntimeError:
                     del self._steps[client]
                     raise
-        return Alone(session, self._branches[client], place)
+        return SeparateTrainer(session, self._adapters[client], plan)
 
     def leave(self, client: str, finished: bool) -> None:
-        """Let a client go, in time or not; nobody waits for it any more."""
+        """Remove a client; the others no longer wait for it."""
         with self._changed:
             self._steps.pop(client, None)
             self._changed.notify_all()
 
     def average(self, session: Session, step: int, own: State) -> State:
-        """Average all parties' adapters over the clients that train beyond this step.
+        """Average all parties' adapters over the clients that have not finished by this step.
 
         Args:
             session: of a client's lane.
@@ -120,8 +120,8 @@ class Hierarchical:
             The average of heads and tails. The body's adapters are averaged in place.
 
         Raises:
-            RuntimeError: no average is due for this client, its adapters are not those of head and
-                tail.
+            RuntimeError: no average is due for this client.
+            ProtocolError: its adapters are not those of head and tail, or not finite.
             LaneError: its lane ended.
 
         """
@@ -140,25 +140,25 @@ class Hierarchical:
             return self._averages.pop(client)
 
     def state_of(self, client: str) -> State:
-        """Give a client's own adapters."""
-        return self._branches[client].export()
+        """Return the body's adapters of a client."""
+        return self._adapters[client].export()
 
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Average the adapters of the clients whose round counts."""
         self._weights = dict(weights)
-        self._global = self._mean({name: self._branches[name].export() for name in weights})
+        self._global = self._mean({name: self._adapters[name].export() for name in weights})
         return self._global
 
     def export_optimizers(self) -> dict[str, State]:
-        """Give each client's optimizer state."""
-        return {name: branch.export_optimizer() for name, branch in self._branches.items()}
+        """Return the optimizers' states by client."""
+        return {name: adapters.export_optimizer() for name, adapters in self._adapters.items()}
 
     def load_optimizers(self, states: Mapping[str, State]) -> None:
-        """Put the clients' optimizers back."""
+        """Restore the clients' optimizers."""
         for name, state in states.items():
-            if name not in self._branches:
-                self._branches[name] = self._make_branch()
-            self._branches[name].load_optimizer(state)
+            if name not in self._adapters:
+                self._adapters[name] = self._make_adapters()
+            self._adapters[name].load_optimizer(state)
 
     def _hand_in(self, client: str, step: int, own: State) -> None:
         if not self._average_every or step != self._due[client] or step >= self._steps[client]:
@@ -166,21 +166,39 @@ class Hierarchical:
                 f"{client} asked for an average after step {step}, which is not due "
                 f"(split.average-every = {self._average_every})"
             )
-        odd = {n for n in own.keys() | self._ends.keys() if not _alike(n, own, self._ends)}
-        if odd:
-            raise RuntimeError(f"{client} sent {min(odd)} otherwise than the adapters have it")
+        self._check(own)
         self._due[client] += self._average_every
         self._gathered.setdefault(step, {})[client] = own
         self._changed.notify_all()
+
+    def _check(self, own: State) -> None:
+        """Check adapters whose average the other clients will receive.
+
+        Raises:
+            ProtocolError: names, types or shapes are not those of head and tail, or a number is too
+                large or not finite.
+
+        """
+        expected = self._client_adapters
+        for name in sorted(own.keys() | expected.keys()):
+            if name not in own or name not in expected:
+                raise ProtocolError(f"adapters with and without {name!r} can't be averaged")
+            given, shape = own[name], expected[name].shape
+            if given.dtype is not torch.float32 or given.shape != shape:
+                raise ProtocolError(
+                    f"{name!r} came as {given.dtype} of shape {tuple(given.shape)}; its average is "
+                    f"of float32 and shape {tuple(shape)}"
+                )
+            check_size(given, name)
 
     def _all_at(self, step: int) -> bool:
         expected = {name for name, steps in self._steps.items() if steps > step}
         return expected <= self._gathered[step].keys()
 
     def _average_bodies(self, clients: Iterable[str]) -> None:
-        mean = self._mean({name: self._branches[name].export() for name in clients})
+        mean = self._mean({name: self._adapters[name].export() for name in clients})
         for name in clients:
-            self._branches[name].load(mean)
+            self._adapters[name].load(mean)
 
     def _mean(self, states: Mapping[str, State]) -> State:
         """Average by the clients' weights, in the order of names."""
@@ -191,7 +209,3 @@ class Hierarchical:
             for key, value in states[name].items():
                 mean[key] = mean[key] + share * value if key in mean else share * value
         return mean
-
-
-def _alike(name: str, one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return name in one and name in other and one[name].shape == other[name].shape

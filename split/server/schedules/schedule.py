@@ -1,11 +1,12 @@
-"""What the block server and its sessions need of a schedule."""
+"""The interface of a schedule."""
 
 from collections.abc import Mapping
 from typing import Protocol
 
 from finetuning.adapters.adapter import State
 from finetuning.training.optimization import OptimizerState
-from split.server.seat import Place, Seat
+from split.server.client_trainer import ClientTrainer
+from split.server.round_plan import RoundPlan
 from split.server.session import Session
 
 
@@ -16,12 +17,12 @@ class Schedule(Protocol):
         """Prepare for the clients that may join."""
         ...
 
-    def enter(self, session: Session, place: Place) -> Seat:
-        """Let a client begin its round."""
+    def join(self, session: Session, plan: RoundPlan) -> ClientTrainer:
+        """Begin a client's round."""
         ...
 
     def leave(self, client: str, finished: bool) -> None:
-        """Let a client go."""
+        """End a client's round, finished or not."""
         ...
 
     def average(self, session: Session, step: int, own: State) -> State:
@@ -29,17 +30,17 @@ class Schedule(Protocol):
         ...
 
     def state_of(self, client: str) -> State:
-        """Give the body's adapters of a client."""
+        """Return the body's adapters of a client."""
         ...
 
     def end_round(self, weights: Mapping[str, float]) -> State:
-        """Give the body's adapters that the next round begins with."""
+        """Return the body's adapters that the next round begins with."""
         ...
 
     def export_optimizers(self) -> dict[str, OptimizerState]:
-        """Give the optimizers' states by their keys."""
+        """Return the optimizers' states by their keys."""
         ...
 
     def load_optimizers(self, states: Mapping[str, OptimizerState]) -> None:
-        """Put the optimizers' states back."""
+        """Restore the optimizers' states."""
         ...

@@ -3,32 +3,33 @@
 import threading
 
 from finetuning.adapters.adapter import State
-from split.server.branch import Branch
-from split.server.schedules.one_branch import OneBranch
-from split.server.seat import Alone, Place
+from split.server.body_adapters import BodyAdapters
+from split.server.client_trainer import SeparateTrainer
+from split.server.round_plan import RoundPlan
+from split.server.schedules.shared_adapters import SharedAdapters
 from split.server.session import Session
 
 
-class Serial(OneBranch):
+class Serial(SharedAdapters):
     """One set of adapters and one optimizer that pass from turn to turn.
 
     Args:
-        branch: the adapters.
+        adapters: of the body.
 
     """
 
-    def __init__(self, branch: Branch) -> None:
-        super().__init__(branch)
+    def __init__(self, adapters: BodyAdapters) -> None:
+        super().__init__(adapters)
         self._turn = ""
         self._before: tuple[State, State] = ({}, {})
         self._lock = threading.Lock()
 
-    def enter(self, session: Session, place: Place) -> Alone:
+    def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
         """Begin a client's turn.
 
         Args:
             session: of the client's lane.
-            place: its round.
+            plan: its round.
 
         Raises:
             RuntimeError: another client's turn hasn't ended.
@@ -39,14 +40,14 @@ class Serial(OneBranch):
             if self._turn:
                 raise RuntimeError(f"{client} came in {self._turn}'s turn, which has not ended")
             self._turn = client
-        self._before = self._branch.export(), self._branch.export_optimizer()
-        return Alone(session, self._branch, place)
+        self._before = self._adapters.export(), self._adapters.export_optimizer()
+        return SeparateTrainer(session, self._adapters, plan)
 
     def leave(self, client: str, finished: bool) -> None:
-        """End a client's turn; one that broke off is taken back, as if it had never begun."""
+        """End a client's turn, and undo it unless it is finished."""
         state, optimizer = self._before
         if not finished:
-            self._branch.load(state)
-            self._branch.load_optimizer(optimizer)
+            self._adapters.load(state)
+            self._adapters.load_optimizer(optimizer)
         with self._lock:
             self._turn = ""

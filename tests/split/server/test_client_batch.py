@@ -11,7 +11,10 @@ from finetuning.data.batching import collate, micro_batches
 from finetuning.training.optimization import learning_rate, make_optimizer
 from split.model.adapters import join_adapters, load_state, take_apart
 from split.model.cut import cut_of
+from split.model.part import Padding
 from split.protocol.frames import Kind
+from split.server.head_output import HeadOutput
+from split.server.stacked_micro_batch import stack
 from tests.split.clients import (
     SIZES,
     STEPS,
@@ -33,6 +36,8 @@ SETTINGS = {
     "beta": TRAIN.model_copy(update={"batch_size": 1}),
     "gamma": TRAIN.model_copy(update={"batch_size": 3}),
 }
+# Of these the server allows the most micro-batches.
+SERVER = TRAIN.model_copy(update={"accumulation": 6})
 
 
 def batches_of(name: str, step: list[int]):
@@ -111,12 +116,13 @@ class Reference:
         optimizer.step()
 
 
-def test_the_stack_equals_copies_of_head_and_tail_around_one_body(base, beginning):
-    """With unequal lengths, rows, micro-batches per step, and steps."""
+@pytest.mark.parametrize("budget", [100_000, 3 * 20])
+def test_the_stack_equals_copies_of_head_and_tail_around_one_body(base, beginning, budget):
+    """With unequal lengths, rows, micro-batches per step, and steps; in one pass or several."""
     steps = {"alpha": 20, "beta": 13, "gamma": 17}
-    split = split_settings(schedule="client-batch")
+    split = split_settings(schedule="client-batch", activation_budget=budget)
     clients = [Client(name, base, split) for name in SIZES]
-    with serving(base, beginning, split) as server:
+    with serving(base, beginning, split, train=SERVER) as server:
         server.begin_round(SIZES, 0)
         trained = train_together(clients, server, beginning, steps, SETTINGS)
         accounts = server.finish_lanes()
@@ -132,16 +138,37 @@ def test_the_stack_equals_copies_of_head_and_tail_around_one_body(base, beginnin
     assert not [account for account in accounts if account.error]
 
 
+def test_rows_and_columns_that_do_not_fit_together_are_not_stacked():
+    shapes = [(256, 1), (1, 256), (2, 128), (1, 128)]
+    outputs = [
+        HeadOutput(
+            step=0,
+            index=0,
+            hidden=torch.full((rows, columns, 4), float(number)),
+            padding=Padding("right", torch.full((rows,), columns)),
+            columns_before=0,
+            targets=1,
+            step_targets=1,
+            micro_batches=1,
+        )
+        for number, (rows, columns) in enumerate(shapes)
+    ]
+    passes = list(stack(0, dict(enumerate(outputs)), 512))
+    sizes = [tuple(each.hidden()[0].shape[:2]) for each in passes]
+    assert sizes == [(256, 1), (1, 256), (3, 128)]
+    assert [each.budget_tokens for each in passes] == [256, 256, 384]
+
+
 def test_who_is_slow_changes_nothing(base, beginning):
     """Gradients are added in the order of micro-batches, of which some clients have fewer."""
 
     def be_slow(model) -> None:
         send = model.lane.send
 
-        def sending(kind, *rest):
+        def sending(kind, *rest, **named):
             if kind is Kind.GRADIENT:
                 time.sleep(0.2)
-            send(kind, *rest)
+            send(kind, *rest, **named)
 
         model.lane.send = sending
 
@@ -149,7 +176,7 @@ def test_who_is_slow_changes_nothing(base, beginning):
     results = []
     for disturbing in ({}, {"gamma": be_slow}, {"alpha": be_slow}):
         clients = [Client(name, base, split) for name in SIZES]
-        with serving(base, beginning, split) as server:
+        with serving(base, beginning, split, train=SERVER) as server:
             server.begin_round(SIZES, 0)
             steps = dict.fromkeys(SIZES, 3)
             trained = train_together(clients, server, beginning, steps, SETTINGS, disturbing)
@@ -167,7 +194,7 @@ def test_a_client_that_goes_away_leaves_what_it_finished(base, beginning, place,
     steps = dict.fromkeys(SIZES, 6)
     split = split_settings(schedule="client-batch", window=1, resume_timeout=0.5)
     clients = [Client(name, base, split) for name in SIZES]
-    with serving(base, beginning, split) as server:
+    with serving(base, beginning, split, train=SERVER) as server:
         server.begin_round(SIZES, 0)
         disturbing = {"beta": stop_after(step, count, how)}
         trained = train_together(clients, server, beginning, steps, SETTINGS, disturbing)

@@ -1,8 +1,9 @@
 """Clients who have a lane and mean harm take nothing from others."""
 
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch
 from split.client.split_model import ClientRound
 from split.protocol.errors import PeerError
 from split.protocol.frames import Kind
-from tests.split.clients import SIZES, Client, serving, split_settings, train_together
+from split.server.share_cap import ShareCap
+from tests.split.clients import SIZES, TRAIN, Client, serving, split_settings, train_together
 from tests.split.lanes import SOON, Proxy, ended
 
 
@@ -73,28 +75,70 @@ def huge(kind_changed, value):
     return spoil(change)
 
 
-def huge_norm(kind, tensors, fields):
-    return tensors, fields | ({"squared_norm": 1e308} if kind is Kind.STEP else {})
+def as_float64(kind, tensors, fields):
+    if kind is Kind.AVERAGE:
+        tensors = {n: torch.full_like(t, 1e300, dtype=torch.float64) for n, t in tensors.items()}
+    return tensors, fields
+
+
+def with_norm(squared_norm):
+    def change(kind, tensors, fields):
+        return tensors, fields | ({"squared_norm": squared_norm} if kind is Kind.STEP else {})
+
+    return spoil(change)
 
 
 SPOILT = {
     "huge hidden states": (huge(Kind.HIDDEN, 3e38), "beyond 2³⁰"),
     "huge gradients": (huge(Kind.GRADIENT, -3e38), "beyond 2³⁰"),
-    "a huge norm": (spoil(huge_norm), "squared_norm"),
+    "a huge norm": (with_norm(1e308), "squared_norm"),
 }
 
 
-def train_beside(base, beginning, disturb):
-    """Train a stack in which beta's frames are disturbed; give who finished, and accounts."""
-    split = split_settings(schedule="client-batch")
-    clients = [Client(name, base, split) for name in SIZES]
+def train_beside(base, beginning, disturb, names=tuple(SIZES), **changes):
+    """Train together with beta, whose frames are disturbed; return what was trained, accounts."""
+    split = split_settings(**({"schedule": "client-batch"} | changes))
+    clients = [Client(name, base, split) for name in names]
     with serving(base, beginning, split) as server:
-        server.begin_round(SIZES, 0)
-        steps = dict.fromkeys(SIZES, 3)
+        server.begin_round({name: SIZES[name] for name in names}, 0)
+        steps = dict.fromkeys(names, 3)
         trained = train_together(clients, server, beginning, steps, disturbing={"beta": disturb})
         accounts = {account.client: account for account in server.finish_lanes()}
-        assert all(v.isfinite().all() for v in server.end_round(SIZES).values())
+        trained["body"] = server.end_round(SIZES)
+        assert all(v.isfinite().all() for v in trained["body"].values())
     return trained, accounts
+
+
+@pytest.mark.parametrize("names", [("alpha", "beta"), ("alpha", "beta", "gamma")], ids=len)
+@pytest.mark.parametrize("how", ["norm", "gradients"])
+def test_a_client_that_exaggerates_holds_nobody_still(base, beginning, names, how):
+    """One that reported a norm of 3e14 used to scale the others' gradients to nothing."""
+    lie = with_norm(1e29) if how == "norm" else huge(Kind.GRADIENT, 2.0**30)
+    moved = []
+    for disturb in (lambda model: None, lie):
+        trained, _ = train_beside(base, beginning, disturb, names)
+        moved.append(
+            {
+                who: max(float((v - beginning[n]).abs().max()) for n, v in trained[who].items())
+                for who in ("alpha", "body")
+            }
+        )
+    assert moved[1]["alpha"] > 0.5 * moved[0]["alpha"]
+    assert moved[1]["body"] > 0.5 * moved[0]["body"]
+
+
+def test_a_share_is_capped_by_what_is_usual_of_the_others():
+    cap = ShareCap(10.0)
+    ones = dict.fromkeys("abc", 1)
+    assert cap.factors({"a": 1.0, "b": 4.0, "c": 99.0**2}, ones) == {
+        "a": 1.0,
+        "b": 1.0,
+        "c": 15 / 99,
+    }
+    # What is usual doesn't follow a single measure, and a client alone has nobody to outweigh.
+    assert cap.factors({"a": 1.0, "b": 1e-30, "c": 1.0}, ones) == dict.fromkeys("abc", 1.0)
+    cap.remove("b"), cap.remove("c")
+    assert cap.factors({"a": 1e9}, {"a": 1}) == {"a": 1.0}
 
 
 @pytest.mark.parametrize("what", SPOILT)
@@ -102,7 +146,7 @@ def test_numbers_that_could_spoil_the_stack_end_their_lane_alone(base, beginning
     """Without limits the stack's gradients would be NaN, and all its lanes would end."""
     disturb, reason = SPOILT[what]
     trained, accounts = train_beside(base, beginning, disturb)
-    assert set(trained) == {"alpha", "gamma"}
+    assert set(trained) == {"alpha", "gamma", "body"}
     assert reason in accounts["beta"].error
     assert not accounts["alpha"].error and not accounts["gamma"].error
 
@@ -115,3 +159,81 @@ def test_the_largest_numbers_that_may_come_leave_the_stack_finite(base, beginnin
     trained, accounts = train_beside(base, beginning, disturb)
     assert {"alpha", "gamma"} <= set(trained)
     assert not accounts["alpha"].error and not accounts["gamma"].error
+
+
+@pytest.mark.parametrize(
+    ("disturb", "reason"),
+    [(spoil(as_float64), "torch.float64"), (huge(Kind.AVERAGE, 3e38), "beyond 2³⁰")],
+    ids=["float64", "huge"],
+)
+def test_adapters_that_would_spoil_the_average_end_their_lane_alone(
+    base, beginning, disturb, reason
+):
+    changes = {"schedule": "hierarchical", "average_every": 2}
+    trained, accounts = train_beside(base, beginning, disturb, **changes)
+    assert set(trained) == {"alpha", "gamma", "body"}
+    assert all(v.isfinite().all() for state in trained.values() for v in state.values())
+    assert reason in accounts["beta"].error
+    assert not accounts["alpha"].error and not accounts["gamma"].error
+
+
+def test_numbers_of_an_evaluation_are_bounded_too(base, beginning):
+    split = split_settings()
+    with serving(base, beginning, split) as server:
+        invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
+        with Client("alpha", base, split).lane(invitation) as model:
+            model.choose("base", None)
+            tensors = {"hidden": torch.full((1, 2, 32), 3e38), "lengths": torch.tensor([2])}
+            model.lane.send(Kind.HIDDEN, 0, 0, tensors, {"side": "right"})
+            ended(model.lane, PeerError, "beyond 2³⁰")
+
+
+def test_others_do_not_learn_why_a_common_computation_failed(base, beginning):
+    split = split_settings(schedule="client-batch")
+    clients = [Client(name, base, split) for name in ("alpha", "beta")]
+    with serving(base, beginning, split) as server:
+
+        def fail(model):
+            server._compute.call(lambda: server._body.remove("adapters-0"))
+
+        server.begin_round({"alpha": 9, "beta": 6}, 0)
+        steps = {"alpha": 3, "beta": 3}
+        disturbing = {"alpha": fail, "beta": lambda model: None}
+        assert not train_together(clients, server, beginning, steps, disturbing=disturbing)
+        reasons = {account.error for account in server.finish_lanes()}
+    assert reasons == {"the server failed to compute all clients' micro-batches"}
+
+
+def test_a_client_that_keeps_sending_does_not_stop_the_clock_of_one_that_hangs(base, beginning):
+    split = split_settings(schedule="client-batch", gather_timeout=1.0, window=10)
+    train = TRAIN.model_copy(update={"accumulation": 10})
+    times = {}
+
+    def join(server, name):
+        model = lanes.enter_context(
+            Client(name, base, split).lane(server.invite_to_train(name, 1, 0, 60.0))
+        )
+        model.join(ClientRound(3, 0, 3, 16, 0, time.monotonic() + SOON))
+        return model.lane
+
+    def hang(server):
+        ended(join(server, "beta"), PeerError, r"split\.gather-timeout")
+        times["hung"] = time.monotonic()
+
+    def keep_sending(server):
+        lane = join(server, "gamma")
+        counts = {"targets": 3, "step_targets": 30, "micro_batches": 10, "side": "right"}
+        for index in range(8):
+            tensors = {"hidden": torch.zeros(1, 8, 32), "lengths": torch.tensor([8])}
+            lane.send(Kind.HIDDEN, 0, index, tensors, counts)
+            time.sleep(0.5)
+        times["sent"] = time.monotonic()
+
+    with ExitStack() as lanes, serving(base, beginning, split, train=train) as server:
+        server.begin_round({"beta": 6, "gamma": 3}, 0)
+        threads = [Thread(target=target, args=(server,)) for target in (hang, keep_sending)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert times["hung"] < times["sent"]

@@ -24,7 +24,7 @@ from tests.split.clients import (
     split_settings,
     train_together,
 )
-from tests.split.server.test_client_batch import SETTINGS, Reference
+from tests.split.server.test_client_batch import SERVER, SETTINGS, Reference
 
 pytestmark = pytest.mark.slow
 _STEPS, _LAST_STEP = 5, 2
@@ -89,7 +89,7 @@ def test_a_stack_goes_on_with_what_a_killed_client_had_finished(base, beginning,
     beta = Beta(stage, base, split, beginning)
     clients = [Client(name, base, split) for name in ("alpha", "gamma")]
     steps = dict.fromkeys(SIZES, _STEPS)
-    with serving(base, beginning, split) as server:
+    with serving(base, beginning, split, train=SERVER) as server:
         server.begin_round(SIZES, 0)
         killing = threading.Thread(target=beta.train, args=(server,))
         killing.start()
@@ -118,7 +118,7 @@ def test_others_train_as_if_a_killed_client_had_not_been_there(base, beginning, 
     results = []
     for killed in ([Beta(stage, base, split, beginning)], []):
         clients = [Client(name, base, split) for name in ("alpha", "gamma")]
-        with serving(base, beginning, split) as server:
+        with serving(base, beginning, split, train=SERVER) as server:
             names = ["alpha", "gamma", *["beta"] * len(killed)]
             server.begin_round({name: SIZES[name] for name in names}, 0)
             for beta in killed:

@@ -9,7 +9,7 @@ import torch
 from split.client.split_model import ClientRound
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
-from tests.split.clients import Client, bodies_kept, send_texts, serving, split_settings
+from tests.split.clients import TRAIN, Client, bodies_kept, send_texts, serving, split_settings
 
 
 class Refusals:
@@ -21,8 +21,9 @@ class Refusals:
         self.lengths = torch.tensor([8, 8])
         self.counts = {"targets": 3, "step_targets": 3, "micro_batches": 1, "side": "right"}
 
-    def join(self, model) -> None:
-        model.join(ClientRound(3, 0, 3, 16, 0, time.monotonic() + 60))
+    def join(self, model, steps=3, first_step=0, total_steps=3) -> None:
+        deadline = time.monotonic() + 60
+        model.join(ClientRound(steps, first_step, total_steps, 16, 0, deadline))
 
     def send_hidden(self, model, index=0, step=0, **changes) -> None:
         tensors = {"hidden": self.hidden, "lengths": self.lengths}
@@ -53,7 +54,7 @@ def twice(self, model):
 def beyond_credits(self, model):
     self.join(model)
     for index in range(5):
-        self.send_hidden(model, index, micro_batches=9, step_targets=99)
+        self.send_hidden(model, index, micro_batches=9, step_targets=27)
 
 
 def odd_gradient(self, model):
@@ -83,6 +84,29 @@ def early_end(self, model):
     model.lane.send(Kind.END)
 
 
+def joined(**counts):
+    """Join with other counts than a client of these examples has."""
+    return lambda self, model: self.join(model, **counts)
+
+
+def counted(**counts):
+    """Send a micro-batch with other counts than it can have."""
+    return lambda self, model: (self.join(model), self.send_hidden(model, **counts))
+
+
+def too_many_rows(self, model):
+    self.join(model)
+    self.hidden, self.lengths = torch.zeros(10, 1, 32), torch.ones(10, dtype=torch.long)
+    for index in range(2):
+        self.send_hidden(model, index, micro_batches=2, step_targets=6)
+
+
+def too_few_targets(self, model):
+    self.join(model)
+    self.send_hidden(model, micro_batches=2, step_targets=7)
+    self.send_hidden(model, 1, micro_batches=2, step_targets=7)
+
+
 def no_lengths(self, model):
     self.join(model)
     model.lane.send(Kind.HIDDEN, 0, 0, {"hidden": self.hidden}, {"targets": 1})
@@ -103,6 +127,15 @@ REFUSED = {
     "an end within a step": (early_end, "the round ended in step 0 of 3"),
     "an average that is not due": (average, "average"),
     "no lengths": (no_lengths, "lengths"),
+    "more steps than its examples allow": (joined(steps=21, total_steps=21), "steps = 21"),
+    "a later step than its rounds allow": (joined(first_step=1), "first_step = 1"),
+    "a longer run than its rounds allow": (joined(total_steps=21), "total_steps = 21"),
+    "more steps than its whole run": (joined(total_steps=2), "more than total_steps = 2"),
+    "more targets than tokens": (counted(targets=17, step_targets=17), "16 tokens has 17 targets"),
+    "more targets in a step than fit": (counted(step_targets=2**62), "a step of 4611686"),
+    "targets that do not add up": (too_few_targets, "7 targets has 6 after 2 of 2"),
+    "more micro-batches than a step has": (counted(micro_batches=10), "train.accumulation"),
+    "more rows than a step has": (too_many_rows, "train.batch-size × train.accumulation"),
 }
 
 
@@ -110,14 +143,15 @@ REFUSED = {
 def test_what_a_client_may_not_do_ends_its_lane_alone(base, beginning, what):
     split = split_settings()
     disturb, reason = REFUSED[what]
-    with serving(base, beginning, split) as server:
+    train = TRAIN.model_copy(update={"accumulation": 9})
+    with serving(base, beginning, split, train=train) as server:
         server.begin_round({"alpha": 9}, 0)
         refused = Refusals(base, split)
-        with refused.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+        invitation = server.invite_to_train("alpha", 1, 0, 60.0)
+        with refused.client.lane(invitation) as model, pytest.raises(LaneError):
             disturb(refused, model)
-            with pytest.raises(LaneError):
-                while True:
-                    model.lane.receive(30.0)
+            while True:
+                model.lane.receive(30.0)
         (account,) = server.finish_lanes()
         assert reason in account.error
         assert all(torch.equal(v, beginning[n]) for n, v in server.end_round({}).items())

@@ -1,11 +1,11 @@
-"""Which schedule a run's clients share the body by."""
+"""The schedule that the run's configuration names."""
 
 from collections.abc import Callable, Mapping
 
 from finetuning.adapters.adapter import State
 from finetuning.settings import SplitSettings
 from split.model.cut import PartyName
-from split.server.branch import Branch
+from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
 from split.server.schedules.client_batch import ClientBatch
 from split.server.schedules.hierarchical import Hierarchical
@@ -13,40 +13,32 @@ from split.server.schedules.schedule import Schedule
 from split.server.schedules.serial import Serial
 
 
-def chosen_schedule(
+def make_schedule(
     split: SplitSettings,
-    make_branch: Callable[[], Branch],
+    make_adapters: Callable[[], BodyAdapters],
     compute: ComputeThread,
     state: Mapping[PartyName, State],
     minimum: int,
 ) -> Schedule:
-    """Give what ``split.schedule`` names.
+    """Return a new schedule of the kind that ``split.schedule`` names.
 
     Args:
         split: the schedule and its limits.
-        make_branch: makes a set of the body's adapters with an optimizer.
-        compute: does what touches the adapters.
+        make_adapters: returns a new set of the body's adapters with an optimizer.
+        compute: runs the jobs that use the adapters.
         state: the whole model's adapters to begin with, by party.
-        minimum: clients without whom a round is not worth its while.
+        minimum: clients that must have joined for a round that they begin together.
 
     """
     if split.schedule == "serial":
-        return Serial(make_branch())
+        return Serial(make_adapters())
     if split.schedule == "client-batch":
-        return ClientBatch(
-            make_branch(),
-            compute,
-            split.activation_budget,
-            minimum,
-            split.join_timeout,
-            split.gather_timeout,
-        )
+        return ClientBatch(adapters=make_adapters(), compute=compute, split=split, minimum=minimum)
     return Hierarchical(
-        make_branch,
-        compute,
-        state["body"],
-        state["head"] | state["tail"],
-        minimum,
-        split.average_every,
-        split.join_timeout,
+        make_adapters=make_adapters,
+        compute=compute,
+        state=state["body"],
+        client_adapters=state["head"] | state["tail"],
+        split=split,
+        minimum=minimum,
     )

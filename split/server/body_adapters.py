@@ -1,4 +1,4 @@
-"""One set of the body's adapters with its optimizer: what a lane trains at the server."""
+"""One set of the body's adapters with its optimizer: what clients train at the server."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,32 +19,32 @@ from finetuning.training.optimization import (
 from split.model.adapters import load_state
 from split.model.part import Padding, Part
 
-# As in torch.nn.utils.clip_grad_norm_: a norm of 0 must not be divided by.
+# As in torch.nn.utils.clip_grad_norm_, which must not divide by a norm of 0.
 _TINY_NORM = 1e-6
 
 
 @dataclass(frozen=True)
-class Graph:
+class Activations:
     """A micro-batch between its forward and its backward pass.
 
     Attributes:
-        given: (rows, columns, hidden) as it came from the client; a leaf.
-        output: of the body's last block; holds every activation in between.
+        hidden: (rows, columns, hidden) from the client; a leaf.
+        output: of the body's last block; its graph holds every activation in between.
 
     """
 
-    given: torch.Tensor
+    hidden: torch.Tensor
     output: torch.Tensor
 
 
-class Branch:
-    """The body under one set of adapters; used by the compute thread alone.
+class BodyAdapters:
+    """The body with one set of adapters; used by the compute thread alone.
 
     Args:
-        body: the frozen blocks, which all branches share.
-        name: of the adapters; unique among the branches.
+        body: the frozen blocks, which all sets of adapters share.
+        name: of the adapters; unique at the body.
         adapter: rank, scale, dropout and targets.
-        train: of the optimizer.
+        train: the optimizer's settings.
         state: the adapters' weights, under whole-model names.
 
     """
@@ -66,13 +66,13 @@ class Branch:
         self._optimizer = make_optimizer(self.parameters, train)
         self._rates: dict[int, Callable[[int], float]] = {}
 
-    def forward(self, hidden: torch.Tensor, padding: Padding, seed: int, grad: bool) -> Graph:
+    def forward(self, hidden: torch.Tensor, padding: Padding, seed: int, grad: bool) -> Activations:
         """Compute the body's blocks in training mode.
 
         Args:
             hidden: (rows, columns, hidden) from the client's head.
             padding: of its rows.
-            seed: of the dropout.
+            seed: for the dropout.
             grad: whether the client wants the gradient of ``hidden``.
 
         """
@@ -80,19 +80,19 @@ class Branch:
         self._body.use(self.name)
         self._body.train(True)
         with drawing_from(seed):
-            return Graph(given, self._body(given, padding))
+            return Activations(given, self._body(given, padding))
 
-    def backward(self, graph: Graph, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add to the adapters' gradients; give that of ``given`` where it was wanted."""
-        if graph.output.requires_grad:
+    def backward(self, activations: Activations, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Add to the adapters' gradients; return that of ``hidden`` where it is wanted."""
+        if activations.output.requires_grad:
             self._body.use(self.name)
             self._body.train(True)
             with drawing_nothing_new():
-                graph.output.backward(gradient.to(graph.output))  # type: ignore[no-untyped-call]
-        return graph.given.grad
+                activations.output.backward(gradient.to(activations.output))  # type: ignore[no-untyped-call]
+        return activations.hidden.grad
 
     def scale(self, factor: float) -> None:
-        """Scale what the gradients have come to."""
+        """Scale the gradients."""
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
@@ -115,12 +115,16 @@ class Branch:
         norm = (squared_norm(gradients) + others) ** 0.5
         if not norm < float("inf"):
             raise FloatingPointError(f"the gradient's norm is {norm}")
-        maximum = self._train.max_gradient_norm
-        factor = min(1.0, maximum / (norm + _TINY_NORM)) if maximum else 1.0
+        factor = self.clip_factor(norm)
         if factor < 1:
             for gradient in gradients:
                 gradient.mul_(factor)
         return factor, norm
+
+    def clip_factor(self, norm: float) -> float:
+        """Return the factor that scales gradients of this norm down to the maximum norm."""
+        maximum = self._train.max_gradient_norm
+        return min(1.0, maximum / (norm + _TINY_NORM)) if maximum else 1.0
 
     def step(self, index: int, total: int) -> None:
         """Take an optimizer step at the learning rate of the client's step.
@@ -136,8 +140,8 @@ class Branch:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def forget_gradients(self) -> None:
-        """Drop what an unfinished step has added."""
+    def zero_grad(self) -> None:
+        """Drop the gradients of an unfinished step."""
         self._optimizer.zero_grad()
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -145,21 +149,21 @@ class Branch:
         load_state(self.parameters, state)
 
     def export(self) -> State:
-        """Copy the adapters' weights out as float32 in CPU memory."""
+        """Return a copy of the adapters' weights as float32 in CPU memory."""
         return {
             name: parameter.detach().to("cpu", torch.float32, copy=True)
             for name, parameter in self.parameters.items()
         }
 
     def export_optimizer(self) -> OptimizerState:
-        """Copy the optimizer's moments and step counts out."""
+        """Return a copy of the optimizer's moments and step counts."""
         return export_optimizer(self._optimizer, self.parameters)
 
     def load_optimizer(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put the optimizer's state back; an empty one starts anew."""
+        """Restore the optimizer's state; an empty one is a new optimizer."""
         self._optimizer = make_optimizer(self.parameters, self._train)
         load_optimizer(self._optimizer, self.parameters, state)
 
     def close(self) -> None:
-        """Take the adapters off the body."""
+        """Remove the adapters from the body."""
         self._body.remove(self.name)

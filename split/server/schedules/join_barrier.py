@@ -1,20 +1,20 @@
-"""How clients who work together wait for each other at the beginning of a round."""
+"""Clients that train together wait for each other at the beginning of a round."""
 
 import threading
 import time
 from collections.abc import Iterable
 
 
-class Joining:
-    """Those who may join, those who have, and whether the others went on without the rest.
+class JoinBarrier:
+    """Which clients may join and have joined, and whether the round has begun.
 
     Args:
-        changed: guards everything here; its owner waits for it too.
-        minimum: clients who must have joined for a round to begin.
+        changed: guards this object; its owner waits for it, too.
+        minimum: clients that must have joined for a round to begin.
         timeout: seconds that clients wait for each other.
 
     Attributes:
-        joined: names of those who have.
+        joined: names of the clients that have joined.
 
     """
 
@@ -31,25 +31,25 @@ class Joining:
         self._invited, self.joined, self._begun = set(invited), set(), False
 
     def join(self, client: str) -> None:
-        """Let a client join.
+        """Add a client.
 
         Raises:
-            RuntimeError: the others went on without it.
+            RuntimeError: the round has begun without it.
 
         """
         if self._begun:
             raise RuntimeError(
-                f"{client} joined after split.join-timeout = {self._timeout:g} s, and the others "
-                "went on without it"
+                f"{client} joined after split.join-timeout = {self._timeout:g} s, and the round "
+                "had begun without it"
             )
         self.joined.add(client)
         self._changed.notify_all()
 
     def wait(self, client: str) -> None:
-        """Wait until all have joined, or the time is over; ``changed`` is held meanwhile.
+        """Wait until all have joined or the time is over; the caller holds ``changed``.
 
         Args:
-            client: who waits; if too few come, it hasn't joined.
+            client: the one that waits; if too few come, it is removed.
 
         Raises:
             RuntimeError: fewer than the minimum have joined in time.

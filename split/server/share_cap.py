@@ -1,0 +1,62 @@
+"""How much more than the others' median one client may weigh (``split.share-cap``)."""
+
+from collections.abc import Mapping
+from statistics import median
+
+# Below this a measure says nothing about what is usual: such a client has nothing to train.
+_NEGLIGIBLE = 1e-12
+
+
+class ShareCap:
+    """Caps a measure of each client at a multiple of the median of the others'.
+
+    The measure is a root mean square. What a client's present measure is compared with is the
+    median, over all *other* clients, of their measures over the whole round so far: what is usual
+    does not depend on a single micro-batch, and not on the client itself. With three clients or
+    more, one that lies can so neither pass the cap nor lower it for the others. With two nobody can
+    tell which of them is wrong: the larger is scaled down to the multiple of the smaller.
+
+    Args:
+        multiple: of the median that a client's measure may reach.
+
+    """
+
+    def __init__(self, multiple: float) -> None:
+        self._multiple = multiple
+        self._squares: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+
+    def factors(
+        self, squares: Mapping[str, float], counts: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return the factor by which each client is scaled down: 1.0 up to the cap.
+
+        Args:
+            squares: the present sums of squares by client.
+            counts: what each sum is a sum over, by client; above 0.
+
+        """
+        sums = {
+            client: (
+                self._squares.get(client, 0.0) + squares.get(client, 0.0),
+                self._counts.get(client, 0.0) + counts.get(client, 0.0),
+            )
+            for client in self._squares.keys() | squares.keys()
+        }
+        usual = {client: (total / count) ** 0.5 for client, (total, count) in sums.items()}
+        factors = {}
+        for client, square in squares.items():
+            others = [u for name, u in usual.items() if name != client and u > _NEGLIGIBLE]
+            measure = (square / counts[client]) ** 0.5
+            most = self._multiple * median(others) if others else measure
+            factors[client] = most / measure if measure > most else 1.0
+        for client, factor in factors.items():
+            accepted = squares[client] * factor**2
+            self._squares[client] = self._squares.get(client, 0.0) + accepted
+            self._counts[client] = self._counts.get(client, 0.0) + counts[client]
+        return factors
+
+    def remove(self, client: str) -> None:
+        """Forget a client that has left."""
+        self._squares.pop(client, None)
+        self._counts.pop(client, None)

@@ -1,0 +1,195 @@
+"""Micro-batch j of several clients as one: which rows are whose."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from split.model.part import Padding
+from split.server.body_adapters import Activations
+from split.server.head_output import HeadOutput
+from split.server.round_plan import RoundPlan
+from split.server.session import Session
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Of a micro-batch's output, of the mean loss over its client's step.
+
+    Attributes:
+        tensor: (rows, columns, hidden).
+        squared_norm: of the tensor.
+
+    """
+
+    tensor: torch.Tensor
+    squared_norm: float
+
+
+@dataclass(eq=False)
+class Member:
+    """A client whose micro-batches are computed together with others'.
+
+    Attributes:
+        session: of its lane.
+        plan: its round.
+        micro_batches: of its current step; None until the first of them has come.
+        outputs: micro-batches that have come and are not queued yet, by index.
+        gradients: that have come and are not used yet, by index, each with its squared norm.
+        squared_norm: of its head's and tail's gradients, once its step has ended.
+        received: micro-batches of the step that have come.
+        answered: micro-batches of the step whose output was sent.
+        returned: micro-batches of the step whose gradient has come.
+        finished: micro-batches of the step whose backward pass is done.
+        awaited_since: since when another client waits for this one; None while none does.
+
+    """
+
+    session: Session
+    plan: RoundPlan
+    micro_batches: int | None = None
+    outputs: dict[int, HeadOutput] = field(default_factory=dict)
+    gradients: dict[int, Gradient] = field(default_factory=dict)
+    squared_norm: float | None = None
+    received: int = 0
+    answered: int = 0
+    returned: int = 0
+    finished: int = 0
+    awaited_since: float | None = None
+
+    @property
+    def client(self) -> str:
+        """The client's name."""
+        return self.session.account.client
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is the client's turn to send a frame."""
+        if self.squared_norm is not None:
+            return False
+        return self.answered > self.returned or self.received == self.finished
+
+    def needs(self, index: int) -> bool:
+        """Whether a micro-batch of this index is still to come in this step, or may be."""
+        return self.micro_batches is None or self.micro_batches > index
+
+    def begin_step(self) -> None:
+        """Reset what is of the finished step."""
+        self.micro_batches = self.squared_norm = self.awaited_since = None
+        self.received = self.answered = self.returned = self.finished = 0
+
+
+class StackedMicroBatch:
+    """One micro-batch of each of several members, padded to the longest and put together.
+
+    Args:
+        index: of the micro-batches in their steps.
+        number: of this pass among those of the same index.
+        parts: in the order of their rows.
+
+    Attributes:
+        budget_tokens: padded tokens, prefixes included: what it takes of the activation budget.
+        computed: whether the forward pass is done.
+        activations: between the forward and the backward pass; None if nobody was left for them.
+
+    """
+
+    def __init__(self, index: int, number: int, parts: Mapping[Member, HeadOutput]) -> None:
+        self.index = index
+        self.number = number
+        self.parts = parts
+        self.budget_tokens = _budget_tokens(parts)
+        self.computed = False
+        self.activations: Activations | None = None
+
+    def hidden(self) -> tuple[torch.Tensor, Padding]:
+        """Return all members' hidden states, (rows, columns, hidden); padding is zero, right."""
+        rows, columns = _size(self.parts)
+        first = next(iter(self.parts.values())).hidden
+        stacked = torch.zeros(rows, columns, first.shape[2], dtype=first.dtype)
+        for _, output, part in self.rows_of(stacked):
+            part.copy_(output.hidden)
+        lengths = torch.cat([output.padding.lengths for output in self.parts.values()])
+        return stacked, Padding("right", lengths)
+
+    def gradient(
+        self,
+        gradients: Mapping[Member, Gradient],
+        factors: Mapping[str, float],
+        like: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the members' gradients, each of the sum of its losses instead of their mean.
+
+        Args:
+            gradients: by member; rows of members without one are 0.
+            factors: by which members' gradients are scaled, by client.
+            like: the body's output.
+
+        """
+        stacked = torch.zeros_like(like)
+        for member, output, part in self.rows_of(stacked):
+            if member in gradients:
+                scale = output.step_targets * factors[member.client]
+                part.copy_(gradients[member].tensor.to(like) * scale)
+        return stacked
+
+    def sums_of_squares(
+        self, gradients: Mapping[Member, Gradient]
+    ) -> tuple[dict[str, float], dict[str, int]]:
+        """Return by client the squared norms of such gradients, and numbers of their targets."""
+        parts = {member: self.parts[member] for member in gradients}
+        squares = {
+            member.client: gradients[member].squared_norm * output.step_targets**2
+            for member, output in parts.items()
+        }
+        return squares, {member.client: output.targets for member, output in parts.items()}
+
+    def account(self, seconds: float) -> None:
+        """Divide the time that a job took among the members, by their tokens."""
+        total = sum(output.padded_tokens for output in self.parts.values())
+        for member, output in self.parts.items():
+            share = output.padded_tokens / total
+            member.session.account.seconds_computing += seconds * share
+
+    def rows_of(self, stacked: torch.Tensor) -> Iterator[tuple[Member, HeadOutput, torch.Tensor]]:
+        """Yield each member's part, and the view of its rows and columns."""
+        first = 0
+        for member, output in self.parts.items():
+            rows, columns = output.hidden.shape[:2]
+            yield member, output, stacked[first : first + rows, :columns]
+            first += rows
+
+
+def stack(
+    index: int, parts: Mapping[Member, HeadOutput], budget: int
+) -> Iterator[StackedMicroBatch]:
+    """Stack micro-batches of one index, in as many passes as the budget asks for.
+
+    Few rows with many columns and many rows with few would pad each other to far more tokens than
+    all of them have.
+
+    Args:
+        index: of the micro-batches in their steps.
+        parts: in the order of their rows; each by itself fits into the budget.
+        budget: padded tokens of a pass at most, prefixes included.
+
+    """
+    number = 0
+    chosen: dict[Member, HeadOutput] = {}
+    for member, output in parts.items():
+        if chosen and _budget_tokens({**chosen, member: output}) > budget:
+            yield StackedMicroBatch(index, number, chosen)
+            number, chosen = number + 1, {}
+        chosen[member] = output
+    yield StackedMicroBatch(index, number, chosen)
+
+
+def _size(parts: Mapping[Member, HeadOutput]) -> tuple[int, int]:
+    rows = sum(output.hidden.shape[0] for output in parts.values())
+    return rows, max(output.hidden.shape[1] for output in parts.values())
+
+
+def _budget_tokens(parts: Mapping[Member, HeadOutput]) -> int:
+    rows, columns = _size(parts)
+    before = max(output.columns_before for output in parts.values())  # the same for all
+    return rows * (before + columns)

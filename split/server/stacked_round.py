@@ -1,0 +1,296 @@
+"""A round whose clients' micro-batches are computed together (FL-GLM section 3.3, client-batch).
+
+Micro-batch j of all members is padded, stacked and run once, and all members' steps end in one step
+of the body's optimizer. With w_i the share of client i in the targets of all, the body's gradient
+is Σ w_i·g_i, and each head and tail gets its own client's gradient. A member that leaves doesn't
+stop the others: its finished micro-batches count, its unfinished ones don't, and the shares are
+those of what counts.
+
+Two numbers of a member are held to ``split.share-cap`` times the median of the other members'
+(``ShareCap``); up to the cap nothing changes.
+
+- The gradient that it sends of a micro-batch's output, of the sum of its losses, as the root of the
+  squared norm per target. What is larger is scaled down before the backward pass, so that it has no
+  larger share in the body's gradient. The member's own head gets its gradient unscaled.
+- The norm that it reports of its head's and tail's gradients. What is larger enters the others'
+  norm over all parties as the cap, and its own as it is: it scales its sender's head and tail down.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import torch
+
+from finetuning.randomness import derive_seed
+from finetuning.settings import SplitSettings
+from split.protocol.errors import LaneError
+from split.protocol.frames import Kind
+from split.server.body_adapters import BodyAdapters
+from split.server.compute import ComputeThread, Job, Priority
+from split.server.head_output import HeadOutput
+from split.server.round_plan import RoundPlan
+from split.server.session import Session
+from split.server.share_cap import ShareCap
+from split.server.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
+
+_log = logging.getLogger(__name__)
+
+
+class StackedRound:
+    """What the clients of a round compute together.
+
+    Args:
+        adapters: of the body.
+        compute: runs the jobs.
+        seed: of the body's dropout in this round.
+        split: the activation budget, the cap, and how long members wait for each other.
+
+    """
+
+    def __init__(
+        self,
+        adapters: BodyAdapters,
+        compute: ComputeThread,
+        seed: int,
+        split: SplitSettings,
+    ) -> None:
+        self._adapters = adapters
+        self._compute = compute
+        self._seed = seed
+        self._split = split
+        self._lock = threading.RLock()
+        self._members: dict[str, Member] = {}
+        self._stacked: deque[StackedMicroBatch] = deque()  # whose gradients haven't all come
+        self._next = 0  # micro-batch to be stacked next
+        self._step = 0
+        # Of the compute thread alone.
+        self._gradient_cap = ShareCap(split.share_cap)
+        self._norm_cap = ShareCap(split.share_cap)
+        self._counted = 0  # targets whose gradients are in the body's
+        self._held = 0  # padded tokens whose activations exist
+
+    def add(self, session: Session, plan: RoundPlan) -> Member:
+        """Add a client, before the first step."""
+        with self._lock:
+            member = Member(session, plan)
+            self._members[member.client] = member
+            # The body's learning rate is that of the client whose run is longest.
+            by_length = sorted(self._members.values(), key=lambda m: (m.plan.total_steps, m.client))
+            self._rate = by_length[-1].plan
+            return member
+
+    def forward(self, member: Member, output: HeadOutput) -> None:
+        """Take a micro-batch after the head."""
+        with self._lock:
+            if member.received == member.finished:
+                member.awaited_since = None  # otherwise the member owes another frame
+            member.micro_batches = output.micro_batches
+            member.outputs[output.index] = output
+            member.received += 1
+            self._advance()
+
+    def backward(self, member: Member, index: int, gradient: torch.Tensor) -> None:
+        """Take the gradient of a micro-batch's output, of the mean loss over the client's step."""
+        # Not in float64, which takes ten times as long: no number that may come is above 2³⁰.
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        with self._lock:
+            member.awaited_since = None
+            member.gradients[index] = Gradient(gradient, norm**2)
+            member.returned += 1
+            self._advance()
+
+    def step(self, member: Member, squared_norm: float) -> None:
+        """Take the end of a member's step."""
+        with self._lock:
+            member.squared_norm = squared_norm
+            self._advance()
+
+    def remove(self, member: Member) -> None:
+        """Remove a member; the others train without it."""
+        with self._lock:
+            del self._members[member.client]
+            self._advance()
+        self._compute.call(lambda: self._clean(member))
+
+    def waits(self, member: Member) -> bool:
+        """Whether it is not the member's turn to send something."""
+        self._end_late_members()
+        with self._lock:
+            return not member.is_due
+
+    def failed(self, error: BaseException) -> None:
+        """End all lanes: a job for all of them raised.
+
+        What it says can be about one client's data, and stays at the server.
+        """
+        _log.error("a stacked computation failed: %s", ascii(f"{type(error).__name__}: {error}"))
+        with self._lock:
+            for member in self._members.values():
+                member.session.give_up("the server failed to compute all clients' micro-batches")
+
+    def _advance(self) -> None:
+        """Queue every job whose inputs have come."""
+        members = self._in_order()
+        while needed := [member for member in members if member.needs(self._next)]:
+            if any(self._next not in member.outputs for member in needed):
+                break
+            parts = {member: member.outputs.pop(self._next) for member in needed}
+            for stacked in stack(self._next, parts, self._split.activation_budget):
+                self._stacked.append(stacked)
+                self._put_forward(stacked)
+            self._next += 1
+        # In this order alone: the sum of all gradients is rounded by the order of its terms.
+        while self._stacked and self._stacked[0].computed:
+            stacked = self._stacked[0]
+            present = self._present(stacked)
+            if any(stacked.index not in member.gradients for member in present):
+                break
+            gradients = {member: member.gradients.pop(stacked.index) for member in present}
+            self._stacked.popleft()
+            self._put_backward(stacked, gradients)
+        norms = {member: member.squared_norm for member in members}
+        # A pass whose members have all left may still be queued.
+        if members and self._next and not self._stacked and None not in norms.values():
+            self._next = 0
+            present_norms = {m: norm for m, norm in norms.items() if norm is not None}
+            self._put(Priority.STEP, lambda: self._take_step(present_norms))
+        self._note_waiting()
+
+    def _note_waiting(self) -> None:
+        """Start the clocks of members that others wait for, and stop those of all others."""
+        waiting = any(not member.is_due for member in self._members.values())
+        for member in self._members.values():
+            if not (waiting and member.is_due):
+                member.awaited_since = None
+            elif member.awaited_since is None:
+                member.awaited_since = time.monotonic()
+
+    def _end_late_members(self) -> None:
+        """End the lanes of members that others have waited for, for too long."""
+        with self._lock:
+            for member in self._members.values():
+                since = member.awaited_since
+                if since is not None and time.monotonic() - since >= self._split.gather_timeout:
+                    member.session.give_up(
+                        f"others waited {time.monotonic() - since:.0f} s for {member.client} "
+                        f"(split.gather-timeout = {self._split.gather_timeout:g})"
+                    )
+
+    def _note_computed(self, stacked: StackedMicroBatch) -> None:
+        with self._lock:
+            stacked.computed = True
+            for member in stacked.parts:
+                member.answered += 1
+            self._advance()
+
+    def _present(self, stacked: StackedMicroBatch) -> list[Member]:
+        return [m for m in stacked.parts if self._members.get(m.client) is m]
+
+    def _in_order(self) -> list[Member]:
+        return [self._members[client] for client in sorted(self._members)]
+
+    def _put(self, priority: Priority, work: Callable[[], None], tokens: int = 0) -> None:
+        self._compute.put(Job(self, priority, work, tokens))
+
+    def _put_forward(self, stacked: StackedMicroBatch) -> None:
+        index, step = stacked.index, self._step
+        passes = (stacked.number,) if stacked.number else ()
+        seed = derive_seed("dropout", derive_seed(self._seed, step), index, "body", *passes)
+        queued = time.perf_counter()
+
+        def forward() -> None:
+            started = time.perf_counter()
+            self._held += stacked.budget_tokens
+            if not self._present(stacked):
+                self._note_computed(stacked)
+                return
+            wanted = any(member.plan.wants_gradient for member in stacked.parts)
+            hidden, padding = stacked.hidden()
+            stacked.activations = self._adapters.forward(
+                hidden=hidden, padding=padding, seed=seed, grad=wanted
+            )
+            output = stacked.activations.output
+            stacked.account(time.perf_counter() - started)
+            self._note_computed(stacked)
+            for member, part, rows in stacked.rows_of(output):
+                member.session.account.tokens += part.padded_tokens
+                member.session.account.seconds_queued += started - queued
+                with suppress(LaneError):  # a lane that has ended is not the others' affair
+                    member.session.answer(step, index, rows)
+
+        self._put(Priority.FORWARD, forward, stacked.budget_tokens)
+
+    def _put_backward(
+        self, stacked: StackedMicroBatch, gradients: Mapping[Member, Gradient]
+    ) -> None:
+        """Queue a backward pass; members that have left give no gradient to it."""
+        step = self._step
+
+        def backward() -> None:
+            started = time.perf_counter()
+            activations, stacked.activations = stacked.activations, None
+            self._held -= stacked.budget_tokens
+            self._compute.release(stacked.budget_tokens)
+            if activations is None or not gradients:
+                return
+            factors = self._gradient_cap.factors(*stacked.sums_of_squares(gradients))
+            gradient = stacked.gradient(gradients, factors, activations.output)
+            result = self._adapters.backward(activations, gradient)
+            self._counted += sum(stacked.parts[member].targets for member in gradients)
+            stacked.account(time.perf_counter() - started)
+            with self._lock:
+                for member in gradients:
+                    member.finished += 1
+                self._note_waiting()
+            if result is None:
+                return
+            for member, part, rows in stacked.rows_of(result):
+                if member in gradients and member.plan.wants_gradient:
+                    # Back from the sum to the mean over the client's own step.
+                    scale = part.step_targets * factors[member.client]
+                    tensors = {"gradient": rows / scale}
+                    with suppress(LaneError):
+                        member.session.lane.send(Kind.GRADIENT, step, stacked.index, tensors)
+
+        self._put(Priority.BACKWARD, backward)
+
+    def _take_step(self, squared_norms: Mapping[Member, float]) -> None:
+        """Clip over all parties, answer all members, and take the optimizer's step."""
+        self._adapters.scale(1 / self._counted)
+        self._counted = 0
+        reported = {member.client: square for member, square in squared_norms.items()}
+        factors = self._norm_cap.factors(reported, dict.fromkeys(reported, 1))
+        capped = {client: square * factors[client] ** 2 for client, square in reported.items()}
+        factor, norm = self._adapters.clip(sum(capped.values()))
+        with self._lock:
+            step = self._step
+            self._step += 1
+            for member in squared_norms:
+                member.begin_step()
+            self._note_waiting()
+        for member in squared_norms:
+            member.session.account.steps += 1
+            fields = {"factor": factor, "norm": norm}
+            if factors[member.client] < 1:
+                own = (norm**2 - capped[member.client] + reported[member.client]) ** 0.5
+                fields = {"factor": self._adapters.clip_factor(own), "norm": own}
+            with suppress(LaneError):
+                member.session.lane.send(Kind.STEP, step, fields=fields)
+        self._adapters.step(self._rate.first_step + step, self._rate.total_steps)
+
+    def _clean(self, left: Member) -> None:
+        """Forget a member that has left, and with the last one the unfinished step."""
+        for cap in (self._gradient_cap, self._norm_cap):
+            cap.remove(left.client)
+        with self._lock:
+            if self._members:
+                return
+            self._compute.withdraw(self)
+            self._stacked.clear()
+        self._compute.release(self._held)
+        self._held = self._counted = 0
+        self._adapters.zero_grad()
