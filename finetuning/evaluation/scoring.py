@@ -3,15 +3,15 @@
 ROUGE-1, ROUGE-2 and ROUGE-L are F1 values. BLEU-4 is the usual BLEU of up to four words; BLEU-N
 is the mean of BLEU-1, BLEU-2, BLEU-3 and BLEU-4.
 
-**BLEU is the mean of sentence BLEU**, with exponential smoothing (NIST's; nltk calls it method 3),
-and not the BLEU of the corpus. Three reasons: ROUGE is a mean over texts too; a mean over texts
-can be averaged over clients by their numbers of texts and is then the score of all texts together;
-and the evaluation scripts of Chinese language models, which the paper's experiments build on,
-report it so. It is not comparable with corpus BLEU as reported in machine translation. A text of
-fewer than four words is judged by the orders that it has.
+**BLEU is the mean of sentence BLEU**, with exponential smoothing (NIST's; nltk's method 3), and
+not the BLEU of the corpus, for three reasons: ROUGE is a mean over texts too; a mean over texts
+can be averaged over clients by their numbers of texts, which gives the score of all texts
+together; and the evaluation scripts of Chinese language models, which the paper's experiments
+build on, report it so. It is not comparable with corpus BLEU as reported in machine translation.
+A text of fewer than four words is judged by the orders that it has.
 
-**Words.** Text is lower-cased. One that has a CJK ideograph is segmented by jieba, any other is
-split into runs of letters and digits. Punctuation counts nowhere: agreeing on commas is no merit.
+**Words.** Text is lower-cased. Text with a CJK ideograph is segmented by jieba, any other is
+split into runs of letters and digits. Punctuation is ignored.
 """
 
 import functools
