@@ -17,7 +17,7 @@ split into runs of letters and digits. Punctuation is ignored.
 import functools
 import re
 from collections.abc import Callable, Sequence
-from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 _WORD = re.compile(r"\w+")
@@ -45,46 +45,11 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
         )
     if not predictions:
         raise ValueError("there are no predictions to score")
-    # Held in memory, no text is written to disk and processes do not wait for each other's locks;
-    # evaluate still makes an empty folder, which goes where nothing stays.
-    with TemporaryDirectory() as folder:
-        metric = _metric_class()(keep_in_memory=True, cache_dir=folder)
-        scores: dict[str, float] = metric.compute(
-            predictions=list(predictions), references=list(references)
-        )
-    return scores
-
-
-@functools.cache
-def _metric_class() -> Any:
-    """Return the scores as a subclass of ``evaluate.Metric``.
-
-    The class is made on first use because importing evaluate takes 0.5 s where transformers is
-    loaded already and 3 s where it is not, and most processes never score a text.
-    """
-    import datasets
-    import evaluate
-
-    class GeneratedText(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
-        """ROUGE F1 and BLEU of generated texts, words segmented by language."""
-
-        def _info(self) -> Any:
-            text = datasets.Value("string")
-            return evaluate.MetricInfo(
-                description="ROUGE-1/2/L F1, BLEU-4 and BLEU-N, means over texts, within 0..1.",
-                citation="FedJudge, section 4.2.2",
-                inputs_description="predictions and references: a string each",
-                features=datasets.Features({"predictions": text, "references": text}),
-            )
-
-        def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-            rows = [
-                _score_pair(words(prediction), words(reference))
-                for prediction, reference in zip(predictions, references, strict=True)
-            ]
-            return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
-
-    return GeneratedText
+    rows = [
+        _score_pair(words(prediction), words(reference))
+        for prediction, reference in zip(predictions, references, strict=True)
+    ]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
 def words(text: str) -> list[str]:
@@ -110,20 +75,15 @@ def _score_pair(prediction: list[str], reference: list[str]) -> dict[str, float]
     }
 
 
-class _SpaceTokenizer:
-    """For rouge_score, whose own tokenizer drops everything but ASCII letters and digits."""
-
-    def tokenize(self, text: str) -> list[str]:
-        return text.split()
-
-
 @functools.cache
 def _scorers() -> tuple[Any, list[Any]]:
     """Return the scorer of all ROUGE types, and those of BLEU-1 to BLEU-4."""
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics import BLEU
 
-    rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=_SpaceTokenizer())
+    # The library's own tokenizer drops everything but ASCII letters and digits.
+    spaces = SimpleNamespace(tokenize=str.split)
+    rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=spaces)
     # effective_order: without it a text of three words would score 0 against itself.
     bleu = [
         BLEU(max_ngram_order=order, tokenize="none", smooth_method="exp", effective_order=True)
@@ -139,7 +99,7 @@ def _jieba_cut() -> Callable[[str], list[str]]:
 
     tokenizer = jieba.Tokenizer()
     # What its initialize() does, without the log on stderr and without the copy of the dictionary
-    # in the shared temporary folder, which loads no faster and which anybody could have put there.
+    # in the shared temporary folder, which loads no faster and which anybody could have written.
     tokenizer.FREQ, tokenizer.total = tokenizer.gen_pfdict(tokenizer.get_dict_file())
     tokenizer.initialized = True
     cut: Callable[[str], list[str]] = tokenizer.lcut

@@ -152,7 +152,14 @@ def prepare(model: Any, settings: ModelSettings) -> None:
     """Freeze a loaded model, and enable gradient checkpointing if the settings ask for it."""
     model.requires_grad_(False)
     if settings.quantization == "nf4" and model.device.type == "cpu":
-        _keep_differentiable(model)
+        from bitsandbytes.nn import Linear4bit
+
+        # On a processor with AVX512-BF16 bitsandbytes repacks the weights of a layer on its first
+        # use in evaluation mode. From then on no gradient passes through the layer, in training
+        # mode either, and no error is raised.
+        for module in model.modules():
+            if isinstance(module, Linear4bit):
+                module.support_avx512bf16_for_cpu = False
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -200,19 +207,6 @@ def refuse_unless_causal(model: Any, directory: Path) -> None:
             f"the model in {directory} is not causal: its tokens attend to later ones, so it can't "
             "be fine-tuned to predict the next token"
         )
-
-
-def _keep_differentiable(model: Any) -> None:
-    """Stop bitsandbytes from repacking 4-bit weights on a processor with AVX512-BF16.
-
-    It repacks a layer on its first use in evaluation mode. From then on no gradient passes through
-    the layer, in training mode either, and no error is raised.
-    """
-    from bitsandbytes.nn import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
 
 
 def _quantization(kind: str, compute_dtype: torch.dtype) -> Any:

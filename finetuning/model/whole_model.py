@@ -1,7 +1,7 @@
 """The stages of a training step if one process holds every block of the model."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,31 +18,45 @@ from finetuning.randomness import derive_seed, set_seed
 _TARGETS_AT_ONCE = 256
 
 
-class _GivenHiddenStates(torch.nn.Module):
-    """Replaces a model's blocks and returns hidden states that are computed already."""
+class _Backbone(torch.nn.Module):
+    """Replaces a model's blocks by a function that returns hidden states and a cache."""
 
-    def forward(self, *_: None, inputs_embeds: torch.Tensor, **__: Any) -> Any:
+    def __init__(self, compute: Callable[[Any, Any], tuple[torch.Tensor, Any]]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def forward(self, input_ids: Any = None, *_: None, inputs_embeds: Any = None, **__: Any) -> Any:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
-        output = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        hidden, cache = self._compute(input_ids, inputs_embeds)
+        output = MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
         output.cross_attentions = None  # GPT-2 reads them.
         return output
 
     @property
-    def decoder(self) -> "_GivenHiddenStates":
+    def decoder(self) -> "_Backbone":
         """OPT's name for its blocks."""
         return self
 
 
-def output_head(causal_lm: Any) -> Any:
+def output_head(
+    causal_lm: Any,
+    compute: Callable[[Any, Any], tuple[torch.Tensor, Any]] = lambda _, embeds: (embeds, None),
+) -> Any:
     """Return the checkpoint's own model class without everything before the output head.
 
     With (1, targets, hidden) as ``inputs_embeds`` it returns their logits, with the architecture's
     scaling and capping. Its modules are the model's own, not copies.
+
+    Args:
+        causal_lm: The model, or a party's part of it.
+        compute: Replaces the blocks: returns hidden states and a cache for ``input_ids`` and
+            ``inputs_embeds``.
+
     """
     head = copy.copy(causal_lm)
     head._modules = dict(causal_lm._modules)
-    setattr(head, causal_lm.base_model_prefix, _GivenHiddenStates())
+    setattr(head, causal_lm.base_model_prefix, _Backbone(compute))
     return head
 
 

@@ -57,13 +57,17 @@ def take_apart(state: Mapping[str, torch.Tensor], cut: Cut) -> dict[PartyName, S
     """
     result: dict[PartyName, State] = {party: {} for party in PARTIES}
     for name, tensor in sorted(state.items()):
-        if name == SAVED:
-            for block, prefix in enumerate(_prefix_of_each(tensor, cut.blocks)):
-                party = cut.party_of(block)
-                assert party is not None
-                result[party][name_of_block(block)] = prefix
-        else:
+        if name != SAVED:
             result[_party_of(name, cut)][name] = tensor
+            continue
+        if tensor.shape[1] % cut.blocks:
+            raise ValueError(
+                f"a prefix of {tensor.shape[1]} columns does not fit a model of {cut.blocks} blocks"
+            )
+        prefixes = tensor.chunk(cut.blocks, dim=1)
+        for party in PARTIES:
+            for block in cut.range_of(party):
+                result[party][name_of_block(block)] = prefixes[block].contiguous()
     return result
 
 
@@ -111,14 +115,6 @@ def _with_one_prefix(state: State) -> State:
         raise ValueError(f"no part has the prefix of block {min(missing)}")
     others = {name: tensor for name, tensor in state.items() if not _PREFIX.fullmatch(name)}
     return {**others, SAVED: torch.cat([prefixes[block] for block in sorted(prefixes)], dim=1)}
-
-
-def _prefix_of_each(whole: torch.Tensor, blocks: int) -> list[torch.Tensor]:
-    if whole.shape[1] % blocks:
-        raise ValueError(
-            f"a prefix of {whole.shape[1]} columns does not fit a model of {blocks} blocks"
-        )
-    return [part.contiguous() for part in whole.chunk(blocks, dim=1)]
 
 
 def _party_of(name: str, cut: Cut) -> PartyName:

@@ -212,8 +212,11 @@ def _keep(model: Any, cut: Cut, party: PartyName) -> None:
         own.add_module(str(number), blocks[number])
     _shorten(model, cut, party)
     for name, module in list(container.named_children()):
-        owner = _owner(name)
-        if module is not blocks and owner not in {party, None}:
+        # Every party needs rotary embeddings.
+        if module is blocks or "rot" in name:
+            continue
+        owner = "head" if stands_before_blocks(name) else "tail"
+        if owner != party:
             positions = owner == "head" and re.search("wpe|pos", name)
             setattr(container, name, _NoPositions() if positions else nn.Identity())
     setattr(container, attribute, own)
@@ -225,13 +228,6 @@ def _keep(model: Any, cut: Cut, party: PartyName) -> None:
             if name != model.base_model_prefix:
                 setattr(model, name, nn.Identity())
     model.all_tied_weights_keys = {}
-
-
-def _owner(name: str) -> PartyName | None:
-    """Return the party of a backbone's module outside the blocks; None if every party needs it."""
-    if "rot" in name:
-        return None
-    return "head" if stands_before_blocks(name) else "tail"
 
 
 def _shorten(model: Any, cut: Cut, party: PartyName) -> None:

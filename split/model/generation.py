@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from finetuning.adapters.prefixes import prefix_cache
 from finetuning.model.whole_model import output_head
@@ -62,8 +61,7 @@ class Generation:
             (rows, columns and new tokens), or the output that the settings ask for.
 
         """
-        model = output_head(self._tail.model)
-        setattr(model, model.base_model_prefix, _Backbone(self))
+        model = output_head(self._tail.model, lambda ids, _: (self.forward(ids), self.cache))
         device = self._tail.device
         return model.generate(
             input_ids=tokens.to(device),
@@ -91,10 +89,8 @@ class Generation:
         if self._kept is None or columns == self._kept[0].columns + 1:
             lengths = columns - padding
             left = Padding("left", lengths)
-            self._kept = (
-                KeyValues(self._head, left, columns),
-                KeyValues(self._tail, left, columns),
-            )
+            head, tail = (KeyValues(part, left, columns) for part in (self._head, self._tail))
+            self._kept = head, tail
             self._sent = 0
             fields["new_tokens"] = self._end - columns
         elif columns == 1:
@@ -116,26 +112,3 @@ class Generation:
             return head.cache
         # An embedding alone has none. The placeholder has the right length and no content.
         return prefix_cache({}, head.length, config, 1, self._head.dtype)
-
-
-class _Backbone(nn.Module):
-    """Stands where the model has its blocks; positions and masks each party derives itself."""
-
-    def __init__(self, generation: Generation) -> None:
-        super().__init__()
-        self._generation = generation
-
-    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        hidden = self._generation.forward(input_ids)
-        output = MoeModelOutputWithPast(
-            last_hidden_state=hidden, past_key_values=self._generation.cache
-        )
-        output.cross_attentions = None  # GPT-2 passes them on.
-        return output
-
-    @property
-    def decoder(self) -> "_Backbone":
-        """OPT calls its blocks under this name."""
-        return self

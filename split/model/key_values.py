@@ -60,12 +60,7 @@ class KeyValues:
             norm.
 
         """
-        part = self._part
-        if part.party == "head":
-            inputs = {"input_ids": given.to(part.device)}
-        else:
-            inputs = {"inputs_embeds": given.to(part.device, part.dtype)}
-        inputs |= self._mask_and_positions(given.shape[1])
+        inputs = self._part.inputs_of(given) | self._mask_and_positions(given.shape[1])
         self.columns += given.shape[1]
         output = self._backbone(
             **inputs, past_key_values=self.cache, use_cache=self.cache is not None

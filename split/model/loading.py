@@ -104,7 +104,12 @@ def load_parts(
     checkpoint = Checkpoint(directory)
     for party in (party for party in PARTIES if party in parties):
         sources = tensors_of_part(whole, full, cut, party)
-        _refuse_absent(checkpoint, set(sources.values()), directory)
+        absent = sorted(set(sources.values()) - checkpoint.files.keys())
+        if absent:
+            raise BaseModelError(
+                f"{len(absent)} tensors, {absent[0]} among them, are in none of the {WEIGHTS} in "
+                f"{directory}; the checkpoint is incomplete, so download it again"
+            )
         kind = part_class(whole, cut, party)
         state = {
             key: StoredTensor(checkpoint, name, arguments["dtype"]) for key, name in sources.items()
@@ -127,15 +132,6 @@ def _names(directory: Path) -> set[str]:
     if (directory / _INDEX).is_file():
         return set(json.loads((directory / _INDEX).read_text())["weight_map"])
     return set(Checkpoint(directory).files)
-
-
-def _refuse_absent(checkpoint: Checkpoint, needed: set[str], directory: Path) -> None:
-    absent = sorted(needed - checkpoint.files.keys())
-    if absent:
-        raise BaseModelError(
-            f"{len(absent)} tensors, {absent[0]} among them, are in none of the {WEIGHTS} in "
-            f"{directory}; the checkpoint is incomplete, so fetch it again"
-        )
 
 
 def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str, Any]) -> Any:

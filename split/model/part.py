@@ -85,10 +85,7 @@ class Part:
             norm. Gradients flow to ``given``.
 
         """
-        if self.party == "head":
-            inputs = {"input_ids": given.to(self.device)}
-        else:
-            inputs = {"inputs_embeds": given.to(self.device, self.dtype)}
+        inputs = self.inputs_of(given)
         columns = given.shape[1]
         if padding.side == "left" and bool((padding.lengths < columns).any()):
             lengths = padding.lengths.to(self.device)
@@ -98,6 +95,12 @@ class Part:
         with self.autocast():
             output = self._backbone(**inputs, use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def inputs_of(self, given: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Name tokens or hidden states for the backbone, and move them to its device."""
+        if self.party == "head":
+            return {"input_ids": given.to(self.device)}
+        return {"inputs_embeds": given.to(self.device, self.dtype)}
 
     @property
     def prefixes(self) -> BlockPrefixes | None:
