@@ -8,13 +8,13 @@ from client_app.evaluation import measured
 from client_app.institution import Institution, load_ends
 from client_app.state import ClientState
 from client_app.training import optimizer_to_go_on_with, place_of, training_metrics
-from finetuning.adapters.adapter import State, initial_adapter, save_adapter
+from finetuning.adapters.adapter import State, initial_adapter, load_state, save_adapter
 from finetuning.adapters.model_card import model_card
 from finetuning.model.base_model import load_tokenizer, reference
 from finetuning.training.loop import train_round
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
-from split.model.adapters import join_adapters, load_state
+from split.model.adapters import join_adapters
 from split.protocol.frames import Limits
 from split.protocol.invitation import Invitation
 from strategies.messages import Instruction

@@ -11,7 +11,7 @@ import argparse
 import time
 from pathlib import Path
 
-from finetuning.adapters.adapter import initial_adapter, save_adapter
+from finetuning.adapters.adapter import initial_adapter, load_state, save_adapter
 from finetuning.data.rows import Row, parse_messages
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.generated import examples
@@ -20,7 +20,7 @@ from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, T
 from finetuning.training.loop import Round, train_round
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
-from split.model.adapters import join_adapters, load_state, take_apart
+from split.model.adapters import join_adapters, take_apart
 from split.model.cut import cut_of
 from split.model.loading import load_parts
 from split.protocol.frames import Limits

@@ -183,18 +183,28 @@ def load_adapter(peft_model: Any, state: Mapping[str, torch.Tensor]) -> None:
 
     """
     names = exported_names(peft_model)
-    parameters = trainable_parameters(peft_model)
-    if set(names.values()) != set(state):
-        odd = sorted(set(names.values()) ^ set(state))
-        raise ValueError(f"the adapter's tensors are not those of this model: {odd[:3]} …")
+    load_state({names[n]: p for n, p in trainable_parameters(peft_model).items()}, state)
+
+
+@torch.no_grad()
+def load_state(
+    parameters: Mapping[str, torch.nn.Parameter], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Set weights by name.
+
+    Raises:
+        ValueError: Names or shapes are not exactly those of the parameters; nothing was changed.
+
+    """
+    if set(state) != set(parameters):
+        odd = sorted(set(state) ^ set(parameters))
+        raise ValueError(f"the tensors are not those of this model's adapter: {odd[:3]} …")
     for name, parameter in parameters.items():
-        shape = state[names[name]].shape
-        if shape != parameter.shape:
-            own = tuple(parameter.shape)
-            raise ValueError(f"{names[name]} has shape {tuple(shape)}, not {own}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(state[names[name]])
+        if state[name].shape != parameter.shape:
+            shapes = tuple(state[name].shape), tuple(parameter.shape)
+            raise ValueError(f"{name} has shape {shapes[0]}, not {shapes[1]}")
+    for name, parameter in parameters.items():
+        parameter.copy_(state[name])
 
 
 def save_adapter(

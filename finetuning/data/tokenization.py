@@ -222,13 +222,13 @@ def _encode_pieces(conversations: Sequence[_Conversation], tokenizer: Any) -> li
     bounds = [[0, *chain(*c.spans), len(c.text)] for c in conversations]
     pieces = [
         c.text[start:end]
-        for c, places in zip(conversations, bounds, strict=True)
-        for start, end in pairwise(places)
+        for c, own_bounds in zip(conversations, bounds, strict=True)
+        for start, end in pairwise(own_bounds)
     ]
     encoded_pieces = iter(tokenizer(pieces, add_special_tokens=False)["input_ids"])
     encoded = []
-    for places in bounds:
-        own = [next(encoded_pieces) for _ in pairwise(places)]
+    for own_bounds in bounds:
+        own = [next(encoded_pieces) for _ in pairwise(own_bounds)]
         ends = list(accumulate(len(piece) for piece in own))
         encoded.append(_Tokens(list(chain(*own)), list(zip(ends[:-1:2], ends[1::2], strict=True))))
     return encoded

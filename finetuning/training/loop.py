@@ -96,7 +96,7 @@ def train_round(
     parameters: Mapping[str, torch.nn.Parameter],
     examples: Sequence[Example],
     padding: int,
-    place: Round,
+    plan: Round,
     settings: TrainSettings,
     penalty: Penalty | None = None,
     optimizer_state: OptimizerState | None = None,
@@ -109,7 +109,7 @@ def train_round(
         parameters: The adapter's weights by name; changed in place.
         examples: The client's training examples.
         padding: The padding token.
-        place: Order of the examples, and the deadline.
+        plan: Order of the examples, and the deadline.
         settings: Optimizer, schedule and batch sizes.
         penalty: The continual-learning penalty, if any.
         optimizer_state: State to continue from; None starts with a new optimizer.
@@ -127,7 +127,7 @@ def train_round(
     load_optimizer(optimizer, parameters, optimizer_state or {})
     # An interrupted round in this process may have left gradients of another client.
     optimizer.zero_grad()
-    rate = learning_rate(settings, place.total_steps)
+    rate = learning_rate(settings, plan.total_steps)
     lengths = [len(example.tokens) for example in examples]
     columns = [model.columns_before + length for length in lengths]
     budget = settings.batch_size * max(columns)
@@ -136,11 +136,11 @@ def train_round(
     pulls = []
     tokens = targets = 0
     started = time.perf_counter()
-    with progress_bar(total=len(place.steps), description=description) as bar:
-        for index, step in enumerate(place.steps):
-            if time.monotonic() > place.deadline:
+    with progress_bar(total=len(plan.steps), description=description) as bar:
+        for index, step in enumerate(plan.steps):
+            if time.monotonic() > plan.deadline:
                 raise DeadlineError(
-                    f"{index} of {len(place.steps)} steps were done when the round's time was "
+                    f"{index} of {len(plan.steps)} steps were done when the round's time was "
                     "over; raise round-timeout, or train less per round (train.local-steps)"
                 )
             batches = [
@@ -148,13 +148,13 @@ def train_round(
                 for group in micro_batches(step, columns, budget)
             ]
             step_targets = sum(len(batch.labels) for batch in batches)
-            loss = sum(model.accumulate(batches, derive_seed(place.seed, index))) / step_targets
+            loss = sum(model.accumulate(batches, derive_seed(plan.seed, index))) / step_targets
             if not loss < float("inf"):
                 raise FloatingPointError(f"the loss of step {index + 1} is {loss}")
             if penalty is not None:
                 pulls.append(penalty.add_gradient())
             norms.append(model.clip(settings.max_gradient_norm))
-            optimizer.param_groups[0]["lr"] = rate(place.first_step + index)
+            optimizer.param_groups[0]["lr"] = rate(plan.first_step + index)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss)

@@ -88,23 +88,6 @@ def body_digest(settings: AdapterSettings, state: Mapping[str, torch.Tensor] | N
     return hashlib.sha256(json.dumps([facts, digests], sort_keys=True).encode()).hexdigest()
 
 
-@torch.no_grad()
-def load_state(
-    parameters: Mapping[str, torch.nn.Parameter], state: Mapping[str, torch.Tensor]
-) -> None:
-    """Set weights by name.
-
-    Raises:
-        ValueError: Names are not exactly those of the parameters; nothing was changed.
-
-    """
-    if set(state) != set(parameters):
-        odd = sorted(set(state) ^ set(parameters))
-        raise ValueError(f"the tensors are not those of the party's adapters: {odd[:3]} …")
-    for name, parameter in parameters.items():
-        parameter.copy_(state[name])
-
-
 def _with_one_prefix(state: State) -> State:
     """Concatenate the prefixes of blocks, as PEFT saves them."""
     prefixes = {int(m[1]): state[m[0]] for name in state if (m := _PREFIX.fullmatch(name))}

@@ -80,9 +80,9 @@ def spread(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
 
     """
     scale = sum(sizes) / sum(room)
-    ends = [scale * end for end in accumulate(room)]
+    shares = [scale * end for end in accumulate(room)]
     middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
-    return [min(sum(middle > end for end in ends), len(room) - 1) for middle in middles]
+    return [min(sum(middle > end for end in shares), len(room) - 1) for middle in middles]
 
 
 def hand_over(model: Any, devices: Mapping[str, str]) -> None:

@@ -85,10 +85,10 @@ def _difference(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     plain = settings.model_copy(update={"dtype": "float32", "quantization": "none"})
-    with TemporaryDirectory() as place:
-        miniature(AutoConfig.from_pretrained(directory)).save_pretrained(place)
-        whole = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
-        parts = load_parts(plain, Path(place), cut, PARTIES, ["cpu"])
+    with TemporaryDirectory() as folder:
+        miniature(AutoConfig.from_pretrained(directory)).save_pretrained(folder)
+        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        parts = load_parts(plain, Path(folder), cut, PARTIES, ["cpu"])
     # Rounding of products depends on the memory alignment of their factors, which is arbitrary in a
     # mapped file.
     for parameter in whole.parameters():
