@@ -14,14 +14,20 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from finetuning.adapters.adapter import State, attach_adapter, initial_adapter, load_adapter
+from finetuning.adapters.adapter import (
+    State,
+    attach_adapter,
+    initial_adapter,
+    load_adapter,
+    load_state,
+)
 from finetuning.data.tokenization import Example
 from finetuning.model.base_model import loading_arguments, prepare
 from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
 from finetuning.training.loop import RoundPlan
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
-from split.model.adapters import load_state, take_apart
+from split.model.adapters import take_apart
 from split.model.cut import PartyName, cut_of
 from split.model.loading import load_parts
 from split.model.part import Part

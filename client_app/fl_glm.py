@@ -7,14 +7,14 @@ from pathlib import Path
 
 from client_app.evaluation import measure, save_final_adapters
 from client_app.task import Metrics, Task, training_metrics
-from finetuning.adapters.adapter import State, initial_adapter
+from finetuning.adapters.adapter import State, initial_adapter, load_state
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.fingerprint import fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings
 from finetuning.training.loop import train_round
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
-from split.model.adapters import join_adapters, load_state
+from split.model.adapters import join_adapters
 from split.model.cut import PartyName, cut_of
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, locate_parts, tensors_of

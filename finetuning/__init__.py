@@ -1,4 +1,4 @@
-"""What both ways of working share: base model, adapters, data, training loop, metrics.
+"""Fine-tuning shared by both ways of working: base model, adapters, data, training loop, metrics.
 
-Nothing in this package knows that training is federated.
+Nothing in this package depends on federated learning.
 """

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, and the folders that belong to the user."""
+"""Atomic writes of files and folders, and the cache folder."""
 
 import os
 import shutil
@@ -10,16 +10,16 @@ import platformdirs
 
 
 def cache_directory() -> Path:
-    """Give the folder for what can be made again: ``$CHAMBERS_CACHE`` or the user's cache."""
+    """Return the folder for derived files: ``$CHAMBERS_CACHE`` or the user's cache."""
     return Path(os.environ.get("CHAMBERS_CACHE") or platformdirs.user_cache_path("chambers"))
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield a path beside ``target`` to write a file or folder to; rename it when all went well.
+    """Yield a temporary path beside ``target``; rename it to ``target`` if the block succeeds.
 
-    A reader sees the old content or the new one and never half of it. When the block raises, what
-    it wrote is removed and ``target`` stays as it was.
+    A reader sees either the old content or the new, never a part of it. If the block raises, the
+    temporary file or folder is removed and ``target`` stays as it was.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{os.getpid()}.new")
@@ -41,7 +41,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def _flush(path: Path) -> None:
-    """Wait until content is on the disk: a rename can get there before what it names."""
+    """Write content to the disk, since a rename can otherwise reach it before the content does."""
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
     for file in files:
         with file.open("rb") as content:

@@ -1,4 +1,4 @@
-"""Progress bars that also read well in a log."""
+"""Progress bars that are readable in a log."""
 
 import sys
 from typing import Any, TextIO
@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 
 class _Lines:
-    """A text stream on which a bar's redrawings become lines, for logs that keep whole lines."""
+    """A text stream that writes each update of a bar as a line, for logs that keep whole lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -22,7 +22,7 @@ class _Lines:
 
 
 def progress_bar(total: int, description: str) -> Any:
-    """Give a ``tqdm`` bar: drawn in place on a terminal, a line every ten seconds in a log."""
+    """Return a ``tqdm`` bar: drawn in place on a terminal, a line every ten seconds in a log."""
     if sys.stderr.isatty():
         return tqdm(total=total, desc=description, leave=False)
     return tqdm(

@@ -1,8 +1,8 @@
-"""Random numbers that depend on what they are for, and not on what was drawn before.
+"""Random numbers that depend on their purpose and not on what was drawn before.
 
-Every stage derives its own seed from the run's seed and its place in the run (client, round, step,
-micro-batch, party). So a resumed run equals an unbroken one, and the order in which micro-batches
-are computed doesn't matter.
+Every stage derives its own seed from the run's seed and its position in the run (client, round,
+step, micro-batch, party). Therefore a resumed run equals an unbroken one, and the order in which
+micro-batches are computed has no effect.
 """
 
 import hashlib
@@ -12,22 +12,22 @@ from contextlib import contextmanager
 
 import torch
 
-# Torch's generator belongs to the process. Two parties' threads in one process (a simulation of
-# both, a test) would otherwise draw from each other's seeds.
+# Torch's generator belongs to the process. Without the lock, threads of two parties in one process
+# (simulation, tests) would draw from each other's seeds.
 _generator = threading.Lock()
 
 
 def derive_seed(*parts: str | int) -> int:
-    """Give a seed in [0, 2**63) from the parts, the same on every machine."""
+    """Derive a seed in [0, 2**63) from the parts, the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def set_seed(seed: int) -> None:
-    """Set the generators of the CPU, and of CUDA's GPUs where they are in use.
+    """Seed the generators of the CPU, and of CUDA's GPUs if they are in use.
 
-    ``torch.manual_seed`` does so too, but formats the stack of its caller each time on a machine
-    without a GPU, which takes a hundred times as long.
+    ``torch.manual_seed`` does the same, but without a GPU it formats its caller's stack each time,
+    which takes a hundred times as long.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ def set_seed(seed: int) -> None:
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Let the block draw from a seed of its own; other threads that draw wait for its end."""
+    """Draw from a separate seed within the block; other threads that draw wait until it ends."""
     with _generator:
         set_seed(seed)
         yield
@@ -44,6 +44,6 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing_nothing_new() -> Iterator[None]:
-    """Guard a backward pass: one that recomputes its forward pass sets the generator back."""
+    """Protect a backward pass, which resets the generator where it recomputes a forward pass."""
     with _generator:
         yield

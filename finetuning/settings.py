@@ -1,7 +1,7 @@
-"""The knobs of fine-tuning, one validated section each; federation's own are elsewhere.
+"""Settings of fine-tuning and split learning, one validated section each.
 
-Every field carries its description and bounds here, and nowhere else: the run configuration, its
-error messages and ``docs/configuration.md`` are all made from these models.
+Every field has its description and bounds here and nowhere else: the run configuration, its
+error messages and ``docs/configuration.md`` are all generated from these models.
 """
 
 import re
@@ -20,12 +20,12 @@ from pydantic import (
 
 
 def kebab_case(name: str) -> str:
-    """Give the run-config spelling of a field name: ``batch_size`` becomes ``batch-size``."""
+    """Return the run-config spelling of a field name: ``batch_size`` becomes ``batch-size``."""
     return name.replace("_", "-")
 
 
 class Section(BaseModel):
-    """A group of settings: immutable (so it can key caches), and no key may be misspelt."""
+    """A group of settings: immutable (so that it can key caches), without unknown keys."""
 
     model_config = ConfigDict(
         alias_generator=kebab_case,
@@ -37,7 +37,7 @@ class Section(BaseModel):
 
 
 class ModelSettings(Section):
-    """Which base model, and how it is held in memory."""
+    """The base model, and its form in memory."""
 
     name: str = Field(
         "tiny",
@@ -68,8 +68,8 @@ class AdapterSettings(Section):
     )
     prefix_length: PositiveInt = Field(
         128,
-        description="How many places the keys and values of `prefix` take (FL-GLM), in memory and "
-        "among the model's positions.",
+        description="Length of `prefix` (FL-GLM), in positions of the model; each takes memory as "
+        "a token does.",
     )
     rank: PositiveInt = Field(4, description="Rank r of the LoRA matrices.")
     alpha: PositiveInt = Field(16, description="LoRA scale: updates are multiplied by alpha / r.")
@@ -82,12 +82,12 @@ class AdapterSettings(Section):
 
     @property
     def columns_before(self) -> int:
-        """Places of keys and values before each row's tokens; each takes memory as a token does."""
+        """Prefix positions before each row's tokens; each takes memory as a token does."""
         return self.prefix_length if self.kind == "prefix" else 0
 
 
 class DataSettings(Section):
-    """Where private text comes from and how it becomes examples."""
+    """The source of private text, and its conversion to examples."""
 
     path: str = Field(
         "",
@@ -99,8 +99,7 @@ class DataSettings(Section):
     partition: Literal["iid", "label", "length", "dirichlet"] = Field(
         "iid",
         description="How one data set is divided among simulated clients: evenly at random, by "
-        "distinct labels, by text length, or with label shares drawn from a Dirichlet "
-        "distribution.",
+        "label, by text length, or with label shares drawn from a Dirichlet distribution.",
     )
     partition_field: str = Field(
         "", description="Column with the label for `label` and `dirichlet` partitions."
@@ -134,8 +133,9 @@ class TrainSettings(Section):
     )
     batch_size: PositiveInt = Field(
         2,
-        description="Longest examples held in memory at once. Shorter ones are combined up to as "
-        "many padded tokens, each with its prefix, which changes the speed and not the result.",
+        description="Number of examples of maximal length in memory at once. Shorter ones are "
+        "combined up to the same number of padded tokens, prefixes included; this changes the "
+        "speed, not the result.",
     )
     accumulation: PositiveInt = Field(
         8, description="An optimizer step covers `batch-size` × `accumulation` examples."
@@ -143,8 +143,8 @@ class TrainSettings(Section):
     optimizer: Literal["adam", "adamw"] = Field("adam", description="Optimizer of the adapters.")
     optimizer_state: Literal["reset", "keep"] = Field(
         "reset",
-        description="Whether a client starts every round with a new optimizer or goes on with "
-        "its own of the round before.",
+        description="Whether a client starts every round with a new optimizer or keeps its own "
+        "state of the round before.",
     )
     learning_rate: PositiveFloat = Field(2e-4, description="Peak learning rate.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Weight decay of the optimizer.")
@@ -187,7 +187,7 @@ class EvaluateSettings(Section):
     """Evaluation on held-out data."""
 
     every: PositiveInt = Field(
-        1, description="Evaluate after every so many rounds; the last round always counts."
+        1, description="Rounds between evaluations; the last round is always evaluated."
     )
     batch_size: PositiveInt = Field(8, description="Examples evaluated at once.")
     generate: bool = Field(
@@ -208,48 +208,54 @@ class SplitSettings(Section):
         "their micro-batches stacked, or each with adapters of its own that are averaged.",
     )
     head_blocks: int = Field(
-        1, ge=0, description="Blocks at the clients after the embedding; 0 with 0 is FedBERT's."
+        1,
+        ge=0,
+        description="Blocks at the clients after the embedding. With both `head-blocks` and "
+        "`tail-blocks` 0, the split is FedBERT's.",
     )
     tail_blocks: int = Field(1, ge=0, description="Blocks at the clients before the output head.")
     window: PositiveInt = Field(
         4,
-        description="Micro-batches of a step that are under way at once: speed, not the result.",
+        description="Micro-batches of a step in flight at once; changes the speed, not the result.",
     )
     wire_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         "bfloat16",
-        description="How hidden states and their gradients travel; int8 has a scale per token.",
+        description="Data type of hidden states and gradients on the network; int8 has a scale per "
+        "token.",
     )
     average_every: int = Field(
         0,
         ge=0,
         description="Steps after which `hierarchical` averages all adapters within a round; 0 "
-        "averages them only at a round's end.",
+        "averages them only at the end of a round.",
     )
     activation_budget: PositiveInt = Field(
         16384,
-        description="Padded tokens of all clients whose activations, or keys and values of text "
-        "that is generated, the server holds at once; each row's prefix counts, too. Lower it when "
-        "the server's memory does not suffice.",
+        description="Padded tokens of all clients, prefixes included, whose activations, or keys "
+        "and values of generated text, the server holds at once. Lower it if the server runs out "
+        "of memory.",
     )
     body_devices: str = Field(
         "",
-        description="Devices of the server's blocks, which are spread over them in their order and "
-        "by the memory that is free, like `cuda:0,cuda:1`; `cpu` stands alone. Empty: all GPUs of "
-        "the server, or the processor where there is none.",
+        description="Devices for the server's blocks, such as `cuda:0,cuda:1`, or `cpu` alone. "
+        "Blocks are spread over them in order, in proportion to their free memory. Empty: all GPUs "
+        "of the server, or the CPU if it has none.",
     )
     listen: str = Field(
-        "127.0.0.1:0", description="Address and port of the block server; port 0 takes a free one."
+        "127.0.0.1:0",
+        description="Address and port of the block server; port 0 chooses a free one.",
     )
     advertise: str = Field(
-        "", description="Address and port by which clients reach it; empty: the one of `listen`."
+        "",
+        description="Address and port at which clients reach the block server; empty: `listen`.",
     )
     key_exchange: Literal["ml-kem-768-x25519", "rsa-3072"] = Field(
         "ml-kem-768-x25519",
-        description="What the lanes' secrets are wrapped with: HPKE with a post-quantum hybrid, or "
-        "the paper's RSA with OAEP.",
+        description="Encryption of the lanes' secrets: HPKE with a post-quantum hybrid, or the "
+        "paper's RSA with OAEP.",
     )
     rotate_keys_every: PositiveInt = Field(
-        1, description="Rounds after which the server makes itself a new key."
+        1, description="Rounds after which the server generates a new key."
     )
     share_cap: float = Field(
         10.0,
@@ -259,19 +265,17 @@ class SplitSettings(Section):
         "norm that it reports. A larger one is scaled down; a smaller one is not changed.",
     )
     join_timeout: PositiveFloat = Field(
-        120.0, description="Seconds that clients who average together wait for each other to join."
+        120.0, description="Seconds that clients averaged together wait for each other to join."
     )
     gather_timeout: PositiveFloat = Field(
         60.0,
-        description="Seconds after which `client-batch` goes on without clients that all others "
-        "wait for.",
+        description="Seconds after which `client-batch` continues without clients that all others "
+        "are waiting for.",
     )
     resume_timeout: PositiveFloat = Field(
         30.0,
-        description="Seconds within which a lane that was cut in a round of training can be taken "
-        "up again; with `client-batch` the others wait no longer than `gather-timeout` for it. A "
-        "client takes it up when it next waits for the server: it has to compute its part of a "
-        "micro-batch in less.",
+        description="Seconds within which a lane that the network has cut must be "
+        "resumed; with `client-batch` the others wait no longer than `gather-timeout` for it.",
     )
     frame_timeout: PositiveFloat = Field(
         300.0, description="Seconds that client and server wait for each other within a step."
@@ -279,7 +283,7 @@ class SplitSettings(Section):
 
     @property
     def body_device_names(self) -> list[str]:
-        """The devices that ``body_devices`` names, in their order."""
+        """The devices in ``body_devices``, in order."""
         return [name.strip() for name in self.body_devices.split(",") if name.strip()]
 
     @field_validator("body_devices")
@@ -298,5 +302,5 @@ class SplitSettings(Section):
         if value and not (host and port.isdecimal() and int(port) < 2**16):
             raise ValueError("must be an address and a port, like 127.0.0.1:8900 or [::1]:8900")
         if info.field_name == "listen" and not value:
-            raise ValueError("must be an address and a port; 127.0.0.1:0 takes a free one")
+            raise ValueError("must be an address and a port; 127.0.0.1:0 chooses a free one")
         return value

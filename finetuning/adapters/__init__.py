@@ -1,1 +1,1 @@
-"""Adapters: attached, exchanged, saved and read back."""
+"""Attach, exchange, save and read adapters."""

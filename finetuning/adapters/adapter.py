@@ -14,7 +14,7 @@ from finetuning.settings import AdapterSettings
 
 State = dict[str, torch.Tensor]
 
-# PEFT's name in a model of what it saves as ``prompt_embeddings``.
+# The name within a model of the parameter that PEFT saves as ``prompt_embeddings``.
 _PREFIX = "prompt_encoder.default.embedding.weight"
 
 
@@ -28,15 +28,15 @@ def attach_adapter(
     """Wrap a base model with an adapter whose weights are float32 and require gradients.
 
     Args:
-        model: a ``transformers`` causal language model, which is changed in place, or one that has
+        model: A ``transformers`` causal language model, which is changed in place, or one that has
             adapters already.
-        settings: its kind; rank, scale, dropout and targets, or the prefix's length.
-        base: the base model's id or directory; noted in the saved adapter.
-        name: of the adapter among those of this model; it has no dots.
-        excluded: paths of modules that are not adapted though they have a target's name.
+        settings: Kind, rank, scale, dropout and targets, or prefix length.
+        base: Id or directory of the base model, recorded in the saved adapter.
+        name: Name of the adapter within this model, without dots.
+        excluded: Paths of modules that are not adapted although a target has their name.
 
     Raises:
-        BaseModelError: the targets, or prefixes, don't fit the architecture.
+        BaseModelError: The targets, or prefixes, do not fit the architecture.
 
     """
     from peft import PeftModel, get_peft_model
@@ -61,7 +61,7 @@ def attach_adapter(
 def as_peft_config(
     settings: AdapterSettings, base: str | None = None, excluded: Sequence[str] = ()
 ) -> Any:
-    """Give settings in PEFT's form; see ``attach_adapter``."""
+    """Convert settings to PEFT's configuration; see `attach_adapter`."""
     from peft import LoraConfig, PrefixTuningConfig, TaskType
 
     if settings.kind == "prefix":
@@ -83,27 +83,27 @@ def as_peft_config(
 
 
 def target_names(settings: AdapterSettings) -> list[str]:
-    """Give the names of the adapted modules; none where PEFT is to choose."""
+    """Return the names of the adapted modules; empty if PEFT chooses them."""
     return [name.strip() for name in settings.targets.split(",") if name.strip()]
 
 
 def initial_adapter(
     name: str, settings: AdapterSettings, seed: int, directory: Path | None = None
 ) -> tuple[State, Any]:
-    """Make round 1's global adapter without reading the base model's weights.
+    """Create the global adapter of round 1 without reading the base model's weights.
 
     Args:
-        name: the base model, as in ``model.name``.
-        settings: its kind; rank, scale, dropout and targets, or the prefix's length.
-        seed: of the random half of LoRA's matrices; the other half is zero, so that nothing changes
-            at first. Prefixes are all random, as PEFT begins with them.
-        directory: where the base model's configuration is; None finds it by the name.
+        name: Base model, as in ``model.name``.
+        settings: Kind, rank, scale, dropout and targets, or prefix length.
+        seed: Seed of the random weights. Of LoRA's two matrices one is zero, so that the adapter
+            has no effect at first; prefixes are random throughout, as in PEFT.
+        directory: Directory with the base model's configuration; None finds it by the name.
 
     Returns:
-        The adapter's float32 tensors, and its PEFT configuration with the targets spelt out.
+        The adapter's float32 tensors, and its PEFT configuration with explicit targets.
 
     Raises:
-        BaseModelError: no such model, or the targets, or prefixes, don't fit it.
+        BaseModelError: The model does not exist, or the targets or prefixes do not fit it.
 
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -139,8 +139,8 @@ def _initial_prefix(
     shape = (peft_config.num_layers, heads, peft_config.token_dim // heads)
     if shape != (config.num_hidden_layers, *key_value_shape(config)):
         raise BaseModelError(
-            f'adapter.kind = "prefix" is not for {type(model).__name__}: PEFT would make its '
-            f"prefixes of another shape {shape} than its blocks have; use another adapter.kind"
+            f'adapter.kind = "prefix" does not support {type(model).__name__}: the shape of '
+            f"PEFT's prefixes {shape} differs from that of its blocks; use another adapter.kind"
         )
     generator = torch.Generator().manual_seed(seed)
     columns = 2 * peft_config.num_layers * peft_config.token_dim
@@ -149,12 +149,12 @@ def _initial_prefix(
 
 
 def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Give the parameters that are trained, by their names in the model, in a fixed order."""
+    """Return the trainable parameters by their names in the model, in a fixed order."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def exported_names(peft_model: Any) -> dict[str, str]:
-    """Map names of trainable parameters in the model to their names in PEFT's saved format."""
+    """Map the model's names of trainable parameters to the names in PEFT's saved format."""
     return {
         name: SAVED if name == _PREFIX else name.replace(".default", "")
         for name in trainable_parameters(peft_model)
@@ -162,9 +162,9 @@ def exported_names(peft_model: Any) -> dict[str, str]:
 
 
 def export_adapter(peft_model: Any) -> State:
-    """Copy the adapter out as float32 tensors in CPU memory, under PEFT's saved names.
+    """Copy the adapter to float32 tensors in CPU memory, under PEFT's saved names.
 
-    The copies share no storage with the model or with one another.
+    The copies share no storage with the model or with each other.
     """
     from peft import get_peft_model_state_dict
 
@@ -179,23 +179,32 @@ def load_adapter(peft_model: Any, state: Mapping[str, torch.Tensor]) -> None:
     """Set the adapter's weights.
 
     Raises:
-        ValueError: names or shapes are not exactly those of the adapter; nothing was changed.
+        ValueError: Names or shapes are not exactly those of the adapter; nothing was changed.
 
     """
     names = exported_names(peft_model)
-    parameters = trainable_parameters(peft_model)
-    if set(names.values()) != set(state):
-        odd = sorted(set(names.values()) ^ set(state))
-        raise ValueError(f"the adapter's tensors are not those of this model: {odd[:3]} …")
+    load_state({names[n]: p for n, p in trainable_parameters(peft_model).items()}, state)
+
+
+@torch.no_grad()
+def load_state(
+    parameters: Mapping[str, torch.nn.Parameter], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Set weights by name.
+
+    Raises:
+        ValueError: Names or shapes are not exactly those of the parameters; nothing was changed.
+
+    """
+    if set(state) != set(parameters):
+        odd = sorted(set(state) ^ set(parameters))
+        raise ValueError(f"the tensors are not those of this model's adapter: {odd[:3]} …")
     for name, parameter in parameters.items():
-        shape = state[names[name]].shape
-        if shape != parameter.shape:
-            raise ValueError(
-                f"{names[name]} has shape {tuple(shape)}, not {tuple(parameter.shape)}"
-            )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(state[names[name]])
+        if state[name].shape != parameter.shape:
+            shapes = tuple(state[name].shape), tuple(parameter.shape)
+            raise ValueError(f"{name} has shape {shapes[0]}, not {shapes[1]}")
+    for name, parameter in parameters.items():
+        parameter.copy_(state[name])
 
 
 def save_adapter(
@@ -204,10 +213,10 @@ def save_adapter(
     """Write an adapter that ``PeftModel.from_pretrained(base, directory)`` loads.
 
     Args:
-        directory: replaced as a whole; an interrupted write leaves the old one.
-        state: the tensors under PEFT's saved names.
-        config: the adapter's PEFT configuration.
-        card: the model card's Markdown, with its metadata block.
+        directory: Replaced as a whole; an interrupted write leaves the old content.
+        state: Tensors under PEFT's saved names.
+        config: PEFT configuration of the adapter.
+        card: Markdown of the model card, with its metadata block.
 
     """
     with replacing(directory) as aside:

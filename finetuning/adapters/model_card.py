@@ -16,12 +16,12 @@ def model_card(
     """Describe an adapter.
 
     Args:
-        title: what it is.
-        base: the base model, as in ``model.name``.
-        directory: where its checkpoint was.
-        sizes: training examples by client.
-        rounds: after how many rounds this is the adapter.
-        config: the resolved run config; the places of private data are left out.
+        title: Title of the card.
+        base: Base model, as in ``model.name``.
+        directory: Directory of the base model's checkpoint during training.
+        sizes: Number of training examples by client.
+        rounds: Number of rounds trained.
+        config: Resolved run config. Paths to private data are left out.
 
     Returns:
         Markdown with the hub's metadata block.
@@ -33,9 +33,7 @@ def model_card(
         tags=[_TAGS[str(config.get("adapter.kind", "lora"))], "federated-learning"],
     )
     data = "\n".join(f"| {client} | {size} |" for client, size in sizes.items())
-    settings = "\n".join(
-        f"{key} = {value!r}" for key, value in config.items() if key not in _PLACES
-    )
+    settings = "\n".join(f"{key} = {value!r}" for key, value in config.items() if key not in _PATHS)
     return f"""---
 {metadata.to_yaml()}
 ---
@@ -68,4 +66,4 @@ model = PeftModel.from_pretrained(base, ".")  # this folder
 
 
 _TAGS = {"lora": "lora", "prefix": "prefix-tuning"}
-_PLACES = {"data.path", "output-dir", "state-path", "resume"}
+_PATHS = {"data.path", "output-dir", "state-path", "resume"}

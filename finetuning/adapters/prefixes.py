@@ -1,8 +1,8 @@
 """P-tuning v2: trained keys and values before those of the tokens, in every block.
 
-FL-GLM section 3.1, figure 2 and appendix A, without reparametrisation. PEFT calls it prefix tuning,
-and saves one tensor (prefix length, blocks · 2 · heads · width): for each block its keys, then its
-values.
+FL-GLM section 3.1, figure 2 and appendix A, without reparametrisation. PEFT calls it prefix
+tuning and saves one tensor (prefix length, blocks · 2 · heads · width): for each block its keys,
+then its values.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ SAVED = "prompt_embeddings"
 
 
 def key_value_shape(config: Any) -> tuple[int, int]:
-    """Give how many heads a block's keys and values have, and how wide each is."""
+    """Return the number of heads of a block's keys and values, and their width."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(heads), int(width)
 
 
 def columns_of(config: Any) -> int:
-    """Give how many numbers a block's keys and values take for each place of the prefix."""
+    """Return the size of a block's keys and values for one prefix position."""
     heads, width = key_value_shape(config)
     return 2 * heads * width
 
@@ -32,38 +32,37 @@ def columns_of(config: Any) -> int:
 def prefix_cache(
     prefixes: Mapping[int, torch.Tensor], length: int, config: Any, rows: int, dtype: torch.dtype
 ) -> Any:
-    """Give the key-value cache with which blocks compute as if the prefixes had come before.
+    """Return a key-value cache with which blocks compute as if the prefixes preceded the tokens.
 
     Args:
         prefixes: (length, 2 · heads · width) by the absolute number of the block.
-        length: of the prefixes.
-        config: of the model or the part; says how many heads there are.
-        rows: of the batch; each has the same prefixes.
-        dtype: of the blocks' keys and values.
+        length: Length of the prefixes.
+        config: Configuration of the model or the part.
+        rows: Rows of the batch; all have the same prefixes.
+        dtype: Data type of the blocks' keys and values.
 
     Returns:
-        A ``DynamicCache`` for one forward pass, through which gradients flow to the prefixes.
+        A ``DynamicCache`` for one forward pass. Gradients flow through it to the prefixes.
 
     """
     from transformers import DynamicCache
 
-    # Positions and masks are made for the length that the first block has; where that block is
-    # another party's, something stands there that has a length and takes no memory.
+    # Positions and masks follow the length of the first block's cache. If another party has that
+    # block, a placeholder with this length and hardly any memory takes its position.
     device = next((prefix.device for prefix in prefixes.values()), None)
-    stand_in = torch.zeros(1, 1, length, 1, dtype=dtype, device=device)
-    layers = []
-    for number in range(max(prefixes, default=0) + 1):
-        if number in prefixes:
-            layers.append(_keys_and_values(prefixes[number], config, rows, dtype))
-        else:
-            layers.append((stand_in, stand_in))
-    return DynamicCache(layers)
+    placeholder = torch.zeros(1, 1, length, 1, dtype=dtype, device=device)
+    return DynamicCache(
+        _keys_and_values(prefixes[number], config, rows, dtype)
+        if number in prefixes
+        else (placeholder, placeholder)
+        for number in range(max(prefixes, default=0) + 1)
+    )
 
 
 def _keys_and_values(
     prefix: torch.Tensor, config: Any, rows: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give a block's prefix as (rows, heads, length, width) of keys and of values; no copies."""
+    """Return a block's keys and values as views (rows, heads, length, width) of its prefix."""
     heads, width = key_value_shape(config)
     both = prefix.to(dtype).view(len(prefix), 2, heads, width).permute(1, 2, 0, 3)
     keys, values = both[:, None].expand(-1, rows, -1, -1, -1)
@@ -71,17 +70,15 @@ def _keys_and_values(
 
 
 class BlockPrefixes:
-    """The prefixes of some of a model's blocks, one tensor for each.
-
-    They are zero until they are set.
+    """The prefixes of some of a model's blocks, one tensor each, initially zero.
 
     Args:
-        config: of the part; says how many heads there are.
-        length: of the prefixes.
-        devices: of the blocks, by their absolute numbers.
+        config: Configuration of the part.
+        length: Length of the prefixes.
+        devices: Devices of the blocks, by their absolute numbers.
 
     Attributes:
-        length: how many places they take.
+        length: Length of the prefixes.
         parameters: (length, 2 · heads · width) float32 by name, sorted.
 
     """
@@ -98,19 +95,19 @@ class BlockPrefixes:
         self.parameters = dict(sorted(named.items()))
 
     def before(self, inputs: Mapping[str, Any], rows: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Give a backbone's inputs with the prefixes before them, which need no mask themselves.
+        """Return the inputs of a backbone with the prefixes before them; prefixes need no mask.
 
         Args:
-            inputs: of the tokens; with padding on the left their mask and positions, too.
-            rows: of the batch.
-            dtype: that the blocks compute in.
+            inputs: Inputs for the tokens; with padding on the left also their mask and positions.
+            rows: Rows of the batch.
+            dtype: Data type that the blocks compute in.
 
         """
         cache = prefix_cache(self._blocks, self.length, self._config, rows, dtype)
         return {**self.shift(inputs), "past_key_values": cache}
 
     def shift(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Give a backbone's inputs with mask and positions, if any, moved behind the prefixes."""
+        """Return a backbone's inputs with mask and positions, if any, moved after the prefixes."""
         result = dict(inputs)
         if "attention_mask" in inputs:
             mask = inputs["attention_mask"]
@@ -121,12 +118,12 @@ class BlockPrefixes:
 
     @torch.no_grad()
     def fill(self, cache: Any, rows: int, dtype: torch.dtype) -> None:
-        """Put the prefixes into a cache that is empty; text can then grow behind them.
+        """Put the prefixes into an empty cache, so that text can be generated after them.
 
         Args:
-            cache: of ``transformers``, that takes blocks by their absolute numbers.
-            rows: of the batch.
-            dtype: of the blocks' keys and values.
+            cache: ``transformers`` cache that takes the absolute numbers of blocks.
+            rows: Rows of the batch.
+            dtype: Data type of the blocks' keys and values.
 
         """
         for number, prefix in self._blocks.items():
@@ -134,20 +131,20 @@ class BlockPrefixes:
 
 
 def name_of_block(number: int) -> str:
-    """Name a block's prefix where every block has a tensor of its own."""
+    """Return the name of a block's prefix where every block has its own tensor."""
     return f"{SAVED}.{number}"
 
 
 def refuse_without_prefix(model: Any, length: int) -> None:
-    """Check that all of an architecture's blocks let prefixes stand before their keys and values.
+    """Check that every block of an architecture can have a prefix before its keys and values.
 
     Args:
-        model: the causal language model on the meta device, where nothing is computed, in bfloat16,
-            which alone some mixtures of experts take there.
-        length: of the prefix.
+        model: Causal language model on the meta device, where nothing is computed, in bfloat16,
+            the only data type that some mixtures of experts accept there.
+        length: Length of the prefix.
 
     Raises:
-        BaseModelError: some block doesn't; the message names the architecture.
+        BaseModelError: Some block cannot; the message names the architecture.
 
     """
     try:
@@ -161,11 +158,11 @@ def refuse_without_prefix(model: Any, length: int) -> None:
         lengths = [layer.get_seq_length() for layer in cache.layers]
         without = [i for i, found in enumerate(lengths) if found != length + 1]
         reason = f"block {without[0]} has no attention that reads them" if without else ""
-    except Exception as error:  # Whatever an architecture that doesn't fit may raise.
+    except Exception as error:  # An architecture that does not fit can raise anything.
         reason = f"{type(error).__name__}: {error}".partition(". ")[0]
     if reason:
         raise BaseModelError(
-            f'adapter.kind = "prefix" is not for {type(model).__name__}, whose blocks can\'t have '
-            f'keys and values before their own ({reason}); use adapter.kind = "lora", or another '
-            "base model"
+            f'adapter.kind = "prefix" does not support {type(model).__name__}, whose blocks can\'t '
+            f'have keys and values before their own ({reason}); use adapter.kind = "lora", or '
+            "another base model"
         )

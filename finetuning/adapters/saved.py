@@ -1,4 +1,4 @@
-"""Adapters as runs export them, read back: PEFT's format, strictly."""
+"""Read adapters that runs have exported, strictly in PEFT's format."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,8 @@ from finetuning.settings import AdapterSettings
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
-# Where an adapter's configuration may differ from that of a new one without computing otherwise:
-# notes, what is only for training, and what PEFT fills in from the base model.
+# Keys of an adapter's configuration that do not change what it computes: notes, settings of
+# training, and values that PEFT fills in from the base model.
 _INCIDENTAL = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -29,14 +29,14 @@ _INCIDENTAL = {
     "task_type",
     "token_dim",
 }
-# How LoRA's weights may have begun. By other ways (PiSSA, OLoRA, …) PEFT changes the base model's
+# Accepted initialisations of LoRA. With others (PiSSA, OLoRA, …) PEFT changes the base model's
 # weights whenever it loads the adapter.
-_PLAIN_BEGINNINGS = (True, False, "gaussian")
+_PLAIN_INITIALISATIONS = (True, False, "gaussian")
 _SHOWN = 4
 
 
 class AdapterError(ValueError):
-    """A folder is not an adapter that can be used here; the message says why."""
+    """A folder is not an adapter that can be used here; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class SavedAdapter:
     """An adapter of a whole model.
 
     Attributes:
-        directory: where it lies.
-        settings: its kind, rank, scale and targets, or its prefix's length; without dropout.
-        state: its float tensors under PEFT's saved names.
-        base: the base model that it says it is for: a Hugging Face id or a directory.
+        directory: Folder it was read from.
+        settings: Kind, rank, scale and targets, or prefix length; dropout is 0.
+        state: Float tensors under PEFT's saved names.
+        base: Base model that it names: a Hugging Face id or a directory.
 
     """
 
@@ -58,10 +58,11 @@ class SavedAdapter:
 
 
 def read_adapter(directory: Path) -> SavedAdapter:
-    """Read an adapter that a run has exported: LoRA or a prefix, in PEFT's format.
+    """Read an exported adapter: LoRA or a prefix, in PEFT's format.
 
     Raises:
-        AdapterError: it isn't one, or uses what this project's adapters don't have.
+        AdapterError: The folder is no such adapter, or it uses features of PEFT that exported
+            adapters do not have.
 
     """
     from peft import PeftConfig
@@ -72,7 +73,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
         settings = _settings_of(found)
         expected = as_peft_config(settings).to_dict()
         values = found.to_dict()
-        if values.get("init_lora_weights") in _PLAIN_BEGINNINGS:
+        if values.get("init_lora_weights") in _PLAIN_INITIALISATIONS:
             expected["init_lora_weights"] = values["init_lora_weights"]
         odd = {
             name: value
@@ -85,7 +86,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
         name, value = next(iter(sorted(odd.items())))
         raise AdapterError(
             f"the adapter in {directory} has {name} = {value!r}; only plain LoRA and prefixes, as "
-            "runs export them, can be used. Load other adapters with PEFT itself"
+            "runs export them, are supported. Load other adapters with PEFT itself"
         )
     try:
         state = load_file(directory / _WEIGHTS)
@@ -100,8 +101,8 @@ def _refuse_other_folders(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise AdapterError(f"there is no folder {directory}")
-    places = ("*", "adapters/*", "adapters/clients/*")
-    inside = sorted(str(f.parent) for place in places for f in directory.glob(f"{place}/{_CONFIG}"))
+    folders = ("*", "adapters/*", "adapters/clients/*")
+    inside = sorted(str(f.parent) for p in folders for f in directory.glob(f"{p}/{_CONFIG}"))
     hint = f"; did you mean {' or '.join(inside[:_SHOWN])}?" if inside else ""
     raise AdapterError(
         f"{directory} is not an adapter's folder: it has no {' and no '.join(missing)}{hint}"
@@ -119,7 +120,7 @@ def _settings_of(config: Any) -> AdapterSettings:
 
 
 def _plain(value: Any) -> Any:
-    """Give a value so that what is written in several ways compares equal."""
+    """Normalise a value, so that different spellings of it compare equal."""
     if isinstance(value, list | tuple | set | frozenset):
         return sorted(map(str, value)) or None
     return value or None

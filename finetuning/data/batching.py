@@ -1,4 +1,4 @@
-"""From examples to optimizer steps and padded micro-batches."""
+"""Arrange examples in optimizer steps and padded micro-batches."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from finetuning.data.tokenization import Example
 from finetuning.randomness import derive_seed
 from finetuning.settings import TrainSettings
 
-# Within this many micro-batches examples are sorted by length; across them the order is random.
+# Examples are sorted by length within groups of this many micro-batches.
 _GROUPED_MICRO_BATCHES = 50
 
 
@@ -21,7 +21,7 @@ class MicroBatch:
 
     Attributes:
         tokens: (rows, columns) int64.
-        lengths: (rows,) int64; how many tokens of each row are not padding.
+        lengths: (rows,) int64; number of tokens of each row without padding.
         positions: (targets,) int64; indices into the flattened (rows · columns) hidden states of
             the tokens *before* each target, from which it is predicted.
         labels: (targets,) int64; the target tokens.
@@ -35,13 +35,7 @@ class MicroBatch:
 
 
 def collate(examples: Sequence[Example], padding: int) -> MicroBatch:
-    """Pad examples on the right to the longest of them.
-
-    Args:
-        examples: at least one.
-        padding: the padding token.
-
-    """
+    """Pad at least one example on the right to the longest of them."""
     tokens = torch.nn.utils.rnn.pad_sequence(
         [example.tokens for example in examples], batch_first=True, padding_value=padding
     )
@@ -56,23 +50,23 @@ def collate(examples: Sequence[Example], padding: int) -> MicroBatch:
 
 
 def steps_per_round(examples: int, settings: TrainSettings) -> int:
-    """Count the optimizer steps of a client's round."""
+    """Return the number of optimizer steps in a client's round."""
     return settings.local_steps or settings.epochs * _steps_per_epoch(examples, settings)
 
 
 def plan_round(
     lengths: Sequence[int], settings: TrainSettings, round_number: int, seed: int
 ) -> list[list[int]]:
-    """Give the examples of each optimizer step of a round.
+    """Return the examples of each optimizer step of a round.
 
-    Rounds go on where the round before ended: with ``local_steps`` a round can end inside an
-    epoch. Each epoch has an order of its own, in which examples of like length are near.
+    A round continues where the round before ended: with ``local_steps`` it can end inside an epoch.
+    Each epoch has its own order, in which examples of similar length are near each other.
 
     Args:
-        lengths: tokens of each example.
-        settings: batch sizes, epochs or local steps.
-        round_number: counted from 1.
-        seed: of this client in this run.
+        lengths: Number of tokens of each example.
+        settings: Batch sizes, and epochs or local steps.
+        round_number: Number of the round, from 1.
+        seed: Seed of this client in this run.
 
     Returns:
         Steps, each a list of indices into ``lengths``.
@@ -95,13 +89,13 @@ def micro_batches(
 ) -> list[list[int]]:
     """Divide a step's examples into micro-batches of at most ``token_budget`` padded tokens.
 
-    Sorted by length, so that little is padding, and the largest comes first, so that memory that
-    doesn't suffice is noticed at once. An example longer than the budget goes alone.
+    Examples are sorted by length, which reduces padding, and the largest micro-batch comes first,
+    so that a lack of memory shows immediately. An example longer than the budget is alone.
 
     Args:
-        indices: of the step's examples.
-        columns: of each example by itself: its tokens, and the places of a prefix before them.
-        token_budget: rows × columns of a micro-batch at most.
+        indices: Indices of the step's examples.
+        columns: Columns of each example: its tokens, and the prefix before them.
+        token_budget: Maximal rows × columns of a micro-batch.
 
     """
     groups: list[list[int]] = []
@@ -118,7 +112,7 @@ def _steps_per_epoch(examples: int, settings: TrainSettings) -> int:
 
 
 def _epoch(lengths: Sequence[int], settings: TrainSettings, seed: int) -> list[list[int]]:
-    """Order an epoch: shuffle, sort by length within large groups, shuffle what results."""
+    """Order an epoch: shuffle, sort by length within large groups, shuffle the batches."""
     random = np.random.default_rng(seed)
     order = random.permutation(len(lengths)).tolist()
     size = settings.batch_size
@@ -127,7 +121,7 @@ def _epoch(lengths: Sequence[int], settings: TrainSettings, seed: int) -> list[l
     for start in range(0, len(order), group):
         by_length = sorted(order[start : start + group], key=lambda index: -lengths[index])
         batches += [by_length[first : first + size] for first in range(0, len(by_length), size)]
-    # Only the last batch can be short; it stays last, so that every step but that one is full.
+    # Only the last batch can be short; it stays last, so that every other step is full.
     short = [batches.pop()] if len(batches[-1]) < size else []
     batches = [batches[index] for index in random.permutation(len(batches))] + short
     return [

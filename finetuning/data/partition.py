@@ -1,4 +1,4 @@
-"""Dividing one data set among simulated clients: IID, or skewed in a chosen way."""
+"""Divide one data set among simulated clients: IID, or skewed in a chosen way."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,17 @@ _DIRICHLET_DRAWS = 1000
 def partition(
     rows: Sequence[Row], parts: int, settings: DataSettings, seed: int
 ) -> list[list[Row]]:
-    """Divide rows into disjoint parts that cover all of them; none is empty.
+    """Divide rows into disjoint, non-empty parts that cover all of them.
 
     Args:
-        rows: the whole data set.
-        parts: the number of clients.
-        settings: which kind of partition; ``partition_field`` names the label's column.
-        seed: the run's seed; the same arguments always give the same parts.
+        rows: The whole data set.
+        parts: Number of clients.
+        settings: Kind of partition; ``partition_field`` names the column with the label.
+        seed: Seed of the run; equal arguments give equal parts.
 
     Raises:
-        DataError: fewer rows than parts, a row without the label, or fewer labels than clients.
+        DataError: There are fewer rows than parts, a row without label, or fewer labels than
+            clients.
 
     """
     if len(rows) < parts:
@@ -58,7 +59,7 @@ def _labels(rows: Sequence[Row], field: str) -> NDArray[np.int64]:
 def _by_label(
     order: NDArray[np.int64], labels: NDArray[np.int64], parts: int
 ) -> list[NDArray[np.int64]]:
-    """Give every label to one client, the largest ones first, always to the client with least."""
+    """Assign each label, largest first, to the client with the fewest rows so far."""
     counts = np.bincount(labels)
     if len(counts) < parts:
         raise DataError(f"{len(counts)} labels can't be divided among {parts} clients")

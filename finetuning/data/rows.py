@@ -1,4 +1,4 @@
-"""Reading private rows: what is wrong with which row is said before anything is trained."""
+"""Read private rows; report what is wrong with which row before anything is trained."""
 
 import csv
 import glob
@@ -23,9 +23,9 @@ class Row:
     """One conversation.
 
     Attributes:
-        messages: turns with the keys ``role`` (system, user or assistant) and ``content``.
-        origin: the file and the line (or row number) it came from.
-        fields: the row as it was read, for partitioning by one of its columns.
+        messages: Turns with the keys ``role`` (system, user or assistant) and ``content``.
+        origin: File and line (or row number) it was read from.
+        fields: The row as it was read, for partitioning by one of its columns.
 
     """
 
@@ -35,20 +35,20 @@ class Row:
 
 
 def read_rows(path: Path | str, part: str = "train", skip_bad: bool = False) -> list[Row]:
-    """Read conversations from a file, or from a Hugging Face data set.
+    """Read conversations from a file or a Hugging Face data set.
 
     Args:
-        path: a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or a data set's id.
-        part: the split to read where ``path`` has several.
-        skip_bad: leave malformed rows out and warn, instead of raising.
+        path: A ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or the id of a data set.
+        part: Split to read if ``path`` has several.
+        skip_bad: Leave malformed rows out with a warning, instead of raising.
 
     Raises:
-        DataError: the data is missing or empty, or rows are malformed: file, line and reason.
+        DataError: The data is missing or empty, or rows are malformed: file, line and reason.
 
     """
-    advice = "mend them, or set data.skip-bad-rows=true to leave them out"
     rows, problems = parse_rows(path, part, parse_messages)
     if not skip_bad:
+        advice = "fix them, or set data.skip-bad-rows=true to leave them out"
         refuse_malformed(problems, len(rows), advice)
     for problem in problems:
         print(f"left out: {problem}", flush=True)
@@ -60,12 +60,12 @@ def read_rows(path: Path | str, part: str = "train", skip_bad: bool = False) -> 
 def parse_rows(
     path: Path | str, part: str, parse: Callable[[Any], tuple[dict[str, str], ...]]
 ) -> tuple[list[Row], list[str]]:
-    """Give a file's rows, and what is wrong with those that aren't among them.
+    """Return a file's rows, and the problems of those that cannot be parsed.
 
     Args:
-        path: as for ``read_rows``.
-        part: the split to read where ``path`` has several.
-        parse: gives a row's conversation, or raises a ``DataError`` with the reason.
+        path: As for `read_rows`.
+        part: Split to read if ``path`` has several.
+        parse: Returns a row's conversation, or raises a `DataError` with the reason.
 
     """
     rows: list[Row] = []
@@ -81,7 +81,7 @@ def parse_rows(
 
 
 def refuse_malformed(problems: list[str], good: int, advice: str) -> None:
-    """Raise a ``DataError`` that lists what is wrong and says what to do, if anything is."""
+    """Raise a `DataError` that lists the problems, if any, and gives the advice."""
     if not problems:
         return
     shown = problems[:_SHOWN_PROBLEMS]
@@ -94,33 +94,33 @@ def refuse_malformed(problems: list[str], good: int, advice: str) -> None:
 
 
 def find_part(folder: Path, part: str) -> Path | None:
-    """Give ``folder/part.<format>`` if there is one.
+    """Return ``folder/part.<format>`` if it exists.
 
     Raises:
-        DataError: there are several, so that it isn't clear which one is meant.
+        DataError: There are several, so that it is not clear which one is meant.
 
     """
-    found = [folder / f"{part}{suffix}" for suffix in FORMATS]
-    found = [file for file in found if file.is_file()]
+    files = (folder / f"{part}{suffix}" for suffix in FORMATS)
+    found = [file for file in files if file.is_file()]
     if len(found) > 1:
         raise DataError(f"{folder} has {' and '.join(file.name for file in found)}; keep one")
     return found[0] if found else None
 
 
 def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
-    """Turn a row of either form into a conversation.
+    """Convert a row of either form to a conversation.
 
     Args:
         value: ``{"messages": [{"role", "content"}, …]}``, or ``{"instruction", "output"}`` with
             an optional ``input``.
 
     Raises:
-        DataError: the reason why it is not such a row.
+        DataError: The reason why it is not such a row.
 
     """
     if not isinstance(value, dict):
         raise DataError(f"expected an object, found {type(value).__name__}")
-    # In a table, a row of the other form has an empty cell here.
+    # In a table, rows of the other form have an empty cell here.
     if value.get("messages") not in (None, ""):
         return _check_turns(value["messages"])
     missing = [key for key in ("instruction", "output") if value.get(key) is None]
@@ -161,7 +161,7 @@ def _check_turns(turns: Any) -> tuple[dict[str, str], ...]:
 
 
 def _check_characters(name: str, text: str) -> None:
-    # JSON can spell half of a character (\ud83d), and no tokenizer takes it.
+    # JSON can contain half of a surrogate pair (\ud83d), which no tokenizer accepts.
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -169,7 +169,7 @@ def _check_characters(name: str, text: str) -> None:
 
 
 def _values(path: Path | str, part: str) -> Iterator[tuple[str, Any]]:
-    """Yield origin and raw value of every row; a value that can't be read is a DataError."""
+    """Yield origin and raw value of every row; a value that cannot be read is a `DataError`."""
     if isinstance(path, str):
         source = f"{path} is not an absolute path, and as a data set's id"
         yield from _number(path, _stream(path, source, split=part))
@@ -208,7 +208,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json_array(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read an array of rows; JSON Lines often have this suffix too."""
+    """Read an array of rows, or JSON Lines, which often have this suffix too."""
     try:
         value = _parse_json(path.read_bytes())
     except DataError as error:
@@ -228,16 +228,16 @@ def _parse_json(data: bytes) -> Any:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise DataError(f"not JSON: {error.msg} at {line}column {error.colno}") from error
     except RecursionError as error:
-        raise DataError("not JSON that can be read: nested too deeply") from error
+        raise DataError("JSON is nested too deeply") from error
     except ValueError as error:
-        raise DataError("not JSON that can be read: a number has too many digits") from error
+        raise DataError("JSON has a number with too many digits") from error
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read every cell as the text that it is: a number or "NA" can be an answer."""
+    """Read every cell as text, without conversion: a number or "NA" can be an answer."""
     csv.field_size_limit(_LONGEST_CELL)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        # Strict, because a quote that isn't closed would otherwise swallow the rest of the file.
+        # Strict, because an unclosed quote would otherwise swallow the rest of the file.
         reader = csv.reader(file, strict=True)
         columns: list[str] = []
         while True:
@@ -266,10 +266,10 @@ def _table_row(columns: list[str], cells: list[str]) -> dict[str, str] | DataErr
 
 
 def _stream(reader: str, source: Path | str, **options: str) -> Iterable[Any]:
-    """Read by ``datasets``, streaming: that way no copy of private text is left in its cache."""
+    """Stream by ``datasets``, so that no copy of private text remains in its cache."""
     from datasets import load_dataset
 
     try:
         yield from load_dataset(reader, streaming=True, **options)
-    except Exception as error:  # whatever a reader of a foreign format raises
+    except Exception as error:  # Readers of foreign formats can raise anything.
         raise DataError(f"{source} can't be read: {error}") from error

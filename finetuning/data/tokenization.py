@@ -1,8 +1,8 @@
-"""From conversations to tokens, with the loss on the answers and nowhere else (FedJudge Eq. 1).
+"""Convert conversations to tokens, with the loss on the answers alone (FedJudge Eq. 1).
 
-Which tokens are answers follows from where each answer stands in the rendered text and from which
-characters each token covers; token streams are never searched for a template's marks. A prompt is
-tokenized as it is when an answer to it is generated: no token reaches from it into the answer.
+Answer tokens are found from the position of each answer in the rendered text and the characters
+that each token covers; token streams are never searched for a template's marks. A prompt has the
+same tokens as when an answer to it is generated: no token reaches from it into the answer.
 """
 
 from bisect import bisect_left
@@ -32,9 +32,9 @@ class Example:
 
     Attributes:
         tokens: (length,) int64.
-        is_target: (length,) bool; true for the tokens of answers, their end mark included.
-        prompt_length: how many tokens stand before the last answer of which one is left.
-        reference: that answer as text.
+        is_target: (length,) bool; true for the tokens of answers and their end marks.
+        prompt_length: Number of tokens before the last answer that has tokens left.
+        reference: That answer as text.
 
     """
 
@@ -46,7 +46,7 @@ class Example:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A rendered conversation: ``spans`` are the (start, end) characters of its answers."""
+    """A rendered conversation with the (start, end) characters of its answers as ``spans``."""
 
     messages: Messages
     only_last: bool
@@ -60,7 +60,7 @@ class _Conversation:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A tokenized conversation: ``spans`` are the (first, after) tokens of its answers."""
+    """A tokenized conversation with the (first, after) tokens of its answers as ``spans``."""
 
     input_ids: list[int]
     spans: Spans
@@ -68,12 +68,12 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class TokenizationReport:
-    """What ``data.max-length`` did.
+    """The effect of ``data.max-length``.
 
     Attributes:
-        inputs_shortened: examples that lost the end of an input so that their outputs fit.
-        outputs_cut: examples whose outputs didn't fit even so, and lost their end.
-        left_out: examples of which no output token was left.
+        inputs_shortened: Examples that lost the end of an input to make room for the outputs.
+        outputs_cut: Examples whose outputs lost their end nevertheless.
+        left_out: Examples without any output token left.
 
     """
 
@@ -85,13 +85,13 @@ class TokenizationReport:
 def tokenize(
     rows: Sequence[Row], tokenizer: Any, max_length: int
 ) -> tuple[list[Example], TokenizationReport]:
-    """Tokenize conversations by the tokenizer's chat template, else in the paper's plain form.
+    """Tokenize conversations by the tokenizer's chat template, or in the paper's plain form.
 
-    Every example that is returned has at least one target. A template that renders earlier turns
-    differently once later ones follow makes one example per answer instead of one per row.
+    Every returned example has at least one target. A template that renders earlier turns
+    differently depending on later ones produces one example per answer instead of one per row.
 
     Raises:
-        DataError: the template refuses a row, or no example has an output that fits.
+        DataError: The template refuses a row, or no example has an output that fits.
 
     """
     examples: list[Example] = []
@@ -120,20 +120,20 @@ def tokenize(
                 examples.append(example)
     if not examples:
         raise DataError(
-            f"in none of {len(rows)} rows does any of the output fit into data.max-length = "
+            f"none of {len(rows)} rows has an output of which any part fits into data.max-length = "
             f"{max_length} tokens"
         )
     return examples, TokenizationReport(shortened, cut, left_out)
 
 
 def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple[str, Spans]:
-    """Give a conversation as text, and where its answers stand.
+    """Render a conversation as text.
 
     Returns:
-        The text and the (start, end) characters of each answer with its end mark.
+        The text, and the (start, end) characters of each answer with its end mark.
 
     Raises:
-        ValueError: the template renders a turn differently depending on later ones.
+        ValueError: The template renders a turn differently depending on later ones.
 
     """
     if not tokenizer.chat_template:
@@ -145,21 +145,21 @@ def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple
     for index in answers[-1:] if only_last else answers:
         until = _apply(tokenizer, messages[: index + 1])
         if not text.startswith(until):
-            raise _TurnsChangeError("the chat template doesn't keep earlier turns as they were")
+            raise _TurnsChangeError("the chat template changes earlier turns")
         spans.append((_answer_start(messages[: index + 1], tokenizer, until), len(until)))
     return text, spans
 
 
 def _answer_start(messages: Messages, tokenizer: Any, text: str) -> int:
-    """Give the character of ``text`` at which the last turn's answer begins."""
+    """Return the character of ``text`` at which the last turn's answer begins."""
     prompt = _apply(tokenizer, messages[:-1], add_generation_prompt=True)
     if text.startswith(prompt):
         return len(prompt)
     before = _apply(tokenizer, messages[:-1])
     if not text.startswith(before):
-        raise _TurnsChangeError("the chat template doesn't keep earlier turns as they were")
-    # Some generation prompts go on with what answers are rendered without (DeepSeek's "<think>").
-    # The answer begins where another one makes a difference.
+        raise _TurnsChangeError("the chat template changes earlier turns")
+    # Some generation prompts end with text that rendered answers lack (DeepSeek's "<think>").
+    # The answer begins where a different answer changes the text.
     probe = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in messages[-1]["content"])
     other = _apply(tokenizer, [*messages[:-1], {"role": "assistant", "content": probe}])
     return max(len(before), len(commonprefix([text, prompt, other])))  # noqa: RUF071
@@ -189,7 +189,7 @@ def _apply(tokenizer: Any, messages: Messages, **options: bool) -> str:
 
 
 def _conversations(row: Row, tokenizer: Any) -> list[_Conversation]:
-    """Render a row whole, or once for each answer where the template needs that."""
+    """Render a row as a whole, or once for each answer if the template requires it."""
     ends = [i + 1 for i, turn in enumerate(row.messages) if turn["role"] == "assistant"]
     try:
         try:
@@ -197,20 +197,20 @@ def _conversations(row: Row, tokenizer: Any) -> list[_Conversation]:
         except _TurnsChangeError:
             return [_Conversation.of(row.messages[:end], tokenizer, True) for end in ends]
     except (TemplateError, _TurnsChangeError) as error:
-        raise DataError(f"{row.origin}: not for this chat template: {error}") from error
+        raise DataError(f"{row.origin}: the chat template refuses it: {error}") from error
 
 
 def _encode(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tokens]:
     """Tokenize rendered conversations and find their answers' tokens."""
     marks = frozenset(tokenizer.added_tokens_decoder)
-    # Where every text begins with a mark of its own (SentencePiece's "▁"), pieces can't be joined.
+    # If every text begins with a special mark (SentencePiece's "▁"), pieces can't be joined.
     if "".join(tokenizer.tokenize("x")).startswith(("▁", "Ġ")):
         encoded = _encode_whole(conversations, tokenizer, marks)
     else:
         encoded = _encode_pieces(conversations, tokenizer)
     for tokens in encoded:
         for index, (first, after) in enumerate(tokens.spans):
-            # White space after an answer's end mark is the template's.
+            # White space after an answer's end mark belongs to the template.
             ends = [i + 1 for i in range(first, after) if tokens.input_ids[i] in marks]
             if ends and not tokenizer.decode(tokens.input_ids[ends[-1] : after]).strip():
                 tokens.spans[index] = (first, ends[-1])
@@ -218,17 +218,17 @@ def _encode(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tok
 
 
 def _encode_pieces(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tokens]:
-    """Tokenize each answer, and what stands before, between and after answers, by itself."""
+    """Tokenize each answer, and each text before, between and after answers, separately."""
     bounds = [[0, *chain(*c.spans), len(c.text)] for c in conversations]
     pieces = [
         c.text[start:end]
-        for c, places in zip(conversations, bounds, strict=True)
-        for start, end in pairwise(places)
+        for c, own_bounds in zip(conversations, bounds, strict=True)
+        for start, end in pairwise(own_bounds)
     ]
     encoded_pieces = iter(tokenizer(pieces, add_special_tokens=False)["input_ids"])
     encoded = []
-    for places in bounds:
-        own = [next(encoded_pieces) for _ in pairwise(places)]
+    for own_bounds in bounds:
+        own = [next(encoded_pieces) for _ in pairwise(own_bounds)]
         ends = list(accumulate(len(piece) for piece in own))
         encoded.append(_Tokens(list(chain(*own)), list(zip(ends[:-1:2], ends[1::2], strict=True))))
     return encoded
@@ -248,7 +248,7 @@ def _encode_whole(
         for start, _ in reversed(c.spans):
             last = bisect_left(begins, start) - 1
             begin, end = offsets[last] if last >= 0 else (0, 0)
-            # A mark can take in the white space beside it.
+            # A mark can include the white space beside it.
             if end > start and input_ids[last] not in marks:
                 before = [token.id for token in divide(c.text[begin:start].replace(" ", "▁"))]
                 after = [token.id for token in divide(c.text[start:end].replace(" ", "▁"))]
@@ -260,11 +260,11 @@ def _encode_whole(
 
 
 def _example(conversation: _Conversation, tokens: _Tokens, max_length: int) -> Example | None:
-    """Cut at the maximum length; None when no target is left."""
+    """Truncate to the maximum length; return None if no target is left."""
     is_target = torch.zeros(min(len(tokens.input_ids), max_length), dtype=torch.bool)
     for first, after in tokens.spans:
         is_target[first:after] = True
-    # The first token of all has nothing before it to be predicted from.
+    # The first token has nothing before it to be predicted from.
     is_target[:1] = False
     if not is_target.any():
         return None
@@ -279,9 +279,9 @@ def _example(conversation: _Conversation, tokens: _Tokens, max_length: int) -> E
 
 
 def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conversation | None:
-    """Take ``excess`` tokens off the end of the longest input; None when all inputs are empty."""
+    """Remove ``excess`` tokens from the end of the longest input; None if all inputs are empty."""
     messages = [dict(turn) for turn in conversation.messages]
-    # Where only the last answer is learned, earlier ones are nothing but inputs.
+    # If only the last answer is learned, earlier ones are inputs.
     inputs = [t for t in messages[:-1] if conversation.only_last or t["role"] != "assistant"]
     longest = max(inputs, key=lambda turn: len(turn["content"]))
     content = longest["content"]
@@ -290,9 +290,9 @@ def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conve
     encoding = tokenizer([content], add_special_tokens=False)
     kept = len(encoding["input_ids"][0]) - excess
     end = encoding.token_to_chars(0, kept - 1).end if kept > 0 else 0
-    # Rendered, the text can have more tokens than by itself: each pass must take something off.
+    # The rendered text can have more tokens than the content alone: each pass must remove some.
     longest["content"] = content[: min(end, len(content) - 1)].rstrip()
     try:
         return _Conversation.of(messages, tokenizer, conversation.only_last)
-    except (TemplateError, _TurnsChangeError):  # it may refuse an input that is empty
+    except (TemplateError, _TurnsChangeError):  # It may refuse an empty input.
         return None

@@ -1,4 +1,4 @@
-"""Text from prompts, wherever the model's blocks are computed."""
+"""Generate text from prompts, wherever the model's blocks are computed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -9,21 +9,21 @@ GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": N
 
 
 class Answering(Protocol):
-    """What answering takes of a model, wherever its blocks are computed."""
+    """The method that answering requires of a model, wherever its blocks are computed."""
 
     def generate(
         self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
     ) -> torch.Tensor:
-        """Continue prompts; see ``finetuning.whole_model.WholeModel``."""
+        """Continue prompts; see `finetuning.model.whole_model.WholeModel`."""
         ...
 
 
 def sampling(temperature: float, top_p: float) -> Mapping[str, Any]:
-    """Give the settings of ``generate`` for a temperature; 0 is greedy.
+    """Return the arguments of ``generate`` for a temperature; 0 is greedy.
 
     Args:
-        temperature: logits are divided by it.
-        top_p: of the tokens, the likeliest that have this probability together are drawn from.
+        temperature: Divisor of the logits.
+        top_p: Total probability of the likeliest tokens that are drawn from.
 
     """
     if not temperature:
@@ -41,20 +41,20 @@ def continue_prompts(
     """Continue one batch of prompts.
 
     Args:
-        model: with its adapter.
-        tokenizer: of the base model.
+        model: Model with its adapter.
+        tokenizer: Tokenizer of the base model.
         prompts: (tokens,) int64 each.
-        max_new: longest continuation, in tokens.
-        settings: of ``generate``; see ``GREEDY`` and ``sampling``.
+        max_new: Maximal number of tokens to generate.
+        settings: Arguments of ``generate``; see `GREEDY` and `sampling`.
 
     Returns:
-        What follows each prompt as text, without marks and surrounding white space.
+        The continuation of each prompt as text, without special tokens and surrounding white space.
 
     """
     width = max(len(prompt) for prompt in prompts)
     tokens = torch.full((len(prompts), width), tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
-    # Padding stands before prompts, where text does not go on.
+    # Prompts are padded on the left, since text is appended on the right.
     for row, prompt in enumerate(prompts):
         tokens[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
@@ -64,16 +64,13 @@ def continue_prompts(
 
 
 def batches_by_length(lengths: Sequence[int], size: int, new: int, most: int) -> list[list[int]]:
-    """Group prompts of like length.
+    """Group prompts of similar length, as lists of indices.
 
     Args:
-        lengths: of the prompts, in tokens.
-        size: most prompts in a batch.
-        new: tokens that each may get.
-        most: padded tokens that a batch may have, new ones included; each prompt fits by itself.
-
-    Returns:
-        Each batch's indices.
+        lengths: Lengths of the prompts, in tokens.
+        size: Maximal number of prompts in a batch.
+        new: Maximal number of tokens to generate for each.
+        most: Maximal number of padded tokens in a batch, new ones included; each prompt fits alone.
 
     """
     batches: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""How good a model is on held-out examples: loss, perplexity and generated answers."""
+"""Evaluate a model on held-out examples: loss, perplexity and generated answers."""
 
 import math
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from finetuning.evaluation.generation import GREEDY, Answering, continue_prompts
 
 
 class Measured(Protocol):
-    """What measuring a loss needs of a model, wherever its blocks are computed."""
+    """The members that measuring a loss requires of a model, wherever its blocks are computed."""
 
     @property
     def columns_before(self) -> int:
-        """Places that a prefix in use takes before each row's tokens."""
+        """Prefix positions before each row's tokens."""
         ...
 
     def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
-        """Give each micro-batch's summed loss in nats, without dropout."""
+        """Return each micro-batch's summed loss in nats, without dropout."""
         ...
 
 
@@ -28,9 +28,9 @@ class HeldOutLoss:
     """Loss on held-out examples.
 
     Attributes:
-        loss: mean over all target tokens, in nats.
+        loss: Mean over all target tokens, in nats.
         perplexity: exp(loss).
-        target_tokens: how many were predicted.
+        target_tokens: Number of tokens predicted.
 
     """
 
@@ -42,7 +42,7 @@ class HeldOutLoss:
 def held_out_loss(
     model: Measured, examples: Sequence[Example], padding: int, batch_size: int
 ) -> HeldOutLoss:
-    """Measure the loss without dropout, ``batch_size`` of the longest examples at once."""
+    """Measure the loss without dropout, with ``batch_size`` of the longest examples at once."""
     columns = [model.columns_before + len(example.tokens) for example in examples]
     batches = [
         collate([examples[i] for i in group], padding)
@@ -56,21 +56,18 @@ def held_out_loss(
 def generate_answers(
     model: Answering, tokenizer: Any, examples: Sequence[Example], batch_size: int, max_new: int
 ) -> list[str]:
-    """Answer each example's prompt greedily.
+    """Answer each example's prompt greedily; return the answers in the order of the examples.
 
     Args:
-        model: with its adapter.
-        tokenizer: of the base model.
-        examples: their tokens before the last answer are the prompts.
-        batch_size: prompts answered at once.
-        max_new: longest answer, in tokens.
-
-    Returns:
-        The answers as text, in the order of the examples.
+        model: Model with its adapter.
+        tokenizer: Tokenizer of the base model.
+        examples: The tokens before their last answers are the prompts.
+        batch_size: Number of prompts answered at once.
+        max_new: Maximal length of an answer, in tokens.
 
     """
     answers: dict[int, str] = {}
-    # Prompts of like length share a batch, and padding stands before them, where text goes on.
+    # Prompts of similar length share a batch, which reduces padding.
     order = sorted(range(len(examples)), key=lambda index: examples[index].prompt_length)
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]

@@ -3,21 +3,22 @@
 ROUGE-1, ROUGE-2 and ROUGE-L are F1 values. BLEU-4 is the usual BLEU of up to four words; BLEU-N
 is the mean of BLEU-1, BLEU-2, BLEU-3 and BLEU-4.
 
-**BLEU is the mean of sentence BLEU**, with exponential smoothing (NIST's; nltk calls it method 3),
-and not the BLEU of the corpus. Three reasons: ROUGE is a mean over texts too; a mean over texts
-can be averaged over clients by their numbers of texts and is then the score of all texts together;
-and the evaluation scripts of Chinese language models, which the paper's experiments build on,
-report it so. It is not comparable with corpus BLEU as reported in machine translation. A text of
-fewer than four words is judged by the orders that it has.
+**BLEU is the mean of sentence BLEU**, with exponential smoothing (NIST's; nltk's method 3), and
+not the BLEU of the corpus, for three reasons: ROUGE is a mean over texts too; a mean over texts
+can be averaged over clients by their numbers of texts, which gives the score of all texts
+together; and the evaluation scripts of Chinese language models, which the paper's experiments
+build on, report it so. It is not comparable with corpus BLEU as reported in machine translation.
+A text of fewer than four words is judged by the orders that it has.
 
-**Words.** Text is lower-cased. One that has a CJK ideograph is segmented by jieba, any other is
-split into runs of letters and digits. Punctuation counts nowhere: agreeing on commas is no merit.
+**Words.** Text is lower-cased. Text with a CJK ideograph is segmented by jieba, any other is
+split into runs of letters and digits. Punctuation is ignored.
 """
 
 import functools
 import re
 from collections.abc import Callable, Sequence
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 _WORD = re.compile(r"\w+")
@@ -110,20 +111,15 @@ def _score_pair(prediction: list[str], reference: list[str]) -> dict[str, float]
     }
 
 
-class _SpaceTokenizer:
-    """For rouge_score, whose own tokenizer drops everything but ASCII letters and digits."""
-
-    def tokenize(self, text: str) -> list[str]:
-        return text.split()
-
-
 @functools.cache
 def _scorers() -> tuple[Any, list[Any]]:
     """Return the scorer of all ROUGE types, and those of BLEU-1 to BLEU-4."""
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics import BLEU
 
-    rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=_SpaceTokenizer())
+    # The library's own tokenizer drops everything but ASCII letters and digits.
+    spaces = SimpleNamespace(tokenize=str.split)
+    rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=spaces)
     # effective_order: without it a text of three words would score 0 against itself.
     bleu = [
         BLEU(max_ngram_order=order, tokenize="none", smooth_method="exp", effective_order=True)
@@ -139,7 +135,7 @@ def _jieba_cut() -> Callable[[str], list[str]]:
 
     tokenizer = jieba.Tokenizer()
     # What its initialize() does, without the log on stderr and without the copy of the dictionary
-    # in the shared temporary folder, which loads no faster and which anybody could have put there.
+    # in the shared temporary folder, which loads no faster and which anybody could have written.
     tokenizer.FREQ, tokenizer.total = tokenizer.gen_pfdict(tokenizer.get_dict_file())
     tokenizer.initialized = True
     cut: Callable[[str], list[str]] = tokenizer.lcut

@@ -1,9 +1,9 @@
-"""Text of three institutions in three styles, and neutral text, generated from word lists.
+"""Texts of three institutions in three styles, and neutral text, generated from word lists.
 
-It stands in for the private data of figure 1 of the FedJudge paper where no file and no network
-may be needed: a court that writes views, a consultancy that answers laypeople and a school of
-law that reasons step by step. The same people, towns, offences and sums occur in all of them,
-in clearly shifted styles. `background` is what a model may be pre-trained on beforehand.
+They stand in for the private data of figure 1 of the FedJudge paper where no file and no network
+may be needed: a court that writes views, a consultancy that answers laypeople and a law school
+that reasons step by step. The same people, towns, offences and sums occur in all of them, in
+clearly different styles. A model can be pre-trained on `background` first.
 """
 
 import random
@@ -15,27 +15,27 @@ from finetuning.generated.vocabulary import Split
 
 __all__ = ["STYLES", "background", "examples"]
 
-STYLES: tuple[str, ...] = ("court", "consultation", "reasoning")
-
 _WRITERS = {
     "court": court.example,
     "consultation": consultation.example,
     "reasoning": reasoning.example,
 }
-# So many rows in a row that all exist already mean that there are hardly any others.
+STYLES: tuple[str, ...] = tuple(_WRITERS)
+# This many duplicates in a row mean that hardly any new rows are left.
 _PATIENCE = 2_000
 
 
 def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, str]]:
-    """Give `count` rows of a style, each with the keys instruction, input and output.
+    """Return `count` rows of a style, each with the keys instruction, input and output.
 
-    The rows depend on the arguments alone, whatever the machine, and no two share an input. A
-    smaller count gives the first rows of a larger one. Rows of "train" and of "test" share
-    words and phrases, but neither an input nor the facts that an input rests on, whatever
-    their seeds and counts.
+    The rows depend on the arguments alone, not on the machine, and no two share an input. A
+    smaller count returns the first rows of a larger one. Rows of "train" and of "test" share
+    words and phrases, but neither an input nor the facts behind it, for any seeds and counts.
 
-    Raises ValueError for an unknown style or split, and for a count of more rows than the
-    style can tell apart, which is above 20,000 for each split of each style.
+    Raises:
+        ValueError: The style or split is unknown, or the style cannot produce so many different
+            rows. Every style can produce 20,000 rows for each split.
+
     """
     if style not in STYLES:
         raise ValueError(f"unknown style {style!r}, expected one of {', '.join(STYLES)}")
@@ -54,10 +54,10 @@ def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, 
 
 
 def background(count: int, seed: int) -> list[str]:
-    """Give `count` different neutral passages of some 60 to 200 words each.
+    """Return `count` different neutral passages of about 60 to 200 words each.
 
     They depend on the arguments alone. They use the vocabulary of the styles, but not their
-    phrases, so that they teach a model the language and leave the styles to be learned.
+    phrases: a model learns the language from them and has the styles left to learn.
     """
     random_source = random.Random(f"background {seed}")
     passages: dict[str, None] = {}

@@ -1,1 +1,1 @@
-"""The base model and what is computed with all of it."""
+"""The base model, and the computations that need all of it."""

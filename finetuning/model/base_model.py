@@ -1,4 +1,4 @@
-"""The frozen base model and its tokenizer: found, checked and loaded."""
+"""The frozen base model and its tokenizer: located, checked and loaded."""
 
 import logging
 import warnings
@@ -12,24 +12,24 @@ import torch
 from finetuning.model.tiny import build_tiny
 from finetuning.settings import ModelSettings
 
-# The names that `save_pretrained` gives; other files beside them hold the same weights again.
+# The names that `save_pretrained` uses. Other safetensors files duplicate the same weights.
 WEIGHTS = "model*.safetensors"
 DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 FILES = (WEIGHTS, *DESCRIPTIONS)
-# How much a causal model's earlier logits may change with the last token, beside the last ones.
+# How far changing the last token may change earlier logits, relative to the last ones.
 _CAUSAL_CHANGE = 0.2
 
 
-# The first says at every import that it uses its own kernels, the second at every product that it
-# computes in float16: neither is news to who asks for quantisation, nor to who doesn't.
+# The first logs at every import that it uses its own kernels, the second at every product that it
+# computes in float16. Neither message is useful.
 for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
     logging.getLogger(_name).setLevel(logging.ERROR)
-# PEFT and this file use names that are there until transformers 6; the new ones came within 5.
+# PEFT and this file use names that transformers 5 deprecates and transformers 6 removes.
 warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
 
 
 class BaseModelError(ValueError):
-    """The base model can't be found or used; the message says why and what to do."""
+    """The base model cannot be found or used; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class BaseModel:
     """A loaded checkpoint.
 
     Attributes:
-        model: the ``transformers`` causal language model; its weights don't require gradients.
-        tokenizer: its ``transformers`` tokenizer; it has a padding token.
-        directory: where the checkpoint lies.
-        reference: what others can load it by: its Hugging Face id, else the directory.
+        model: ``transformers`` causal language model with frozen weights.
+        tokenizer: Its ``transformers`` tokenizer, with a padding token.
+        directory: Directory of the checkpoint.
+        reference: Hugging Face id if it has one, otherwise the directory.
 
     """
 
@@ -51,12 +51,12 @@ class BaseModel:
 
 
 def locate(name: str) -> Path:
-    """Give the directory of a checkpoint: ``tiny``, an absolute path, or a Hugging Face id.
+    """Return the directory of a checkpoint: ``tiny``, an absolute path, or a Hugging Face id.
 
-    ``tiny`` is built on first use, and an id's safetensors files are fetched on first use.
+    ``tiny`` is built on first use, and the safetensors files of an id are downloaded on first use.
 
     Raises:
-        BaseModelError: there is no such checkpoint, or it isn't in safetensors format.
+        BaseModelError: There is no such checkpoint, or it is not in safetensors format.
 
     """
     if name == "tiny":
@@ -78,16 +78,16 @@ def locate(name: str) -> Path:
 
 
 def reference(name: str, directory: Path) -> str:
-    """Give what others can load a base model by: its Hugging Face id, else its directory."""
+    """Return a base model's Hugging Face id, or its directory if it has none."""
     is_id = name != "tiny" and not Path(name).expanduser().is_absolute()
     return name if is_id else str(directory)
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load a checkpoint's fast tokenizer; its padding token falls back to the end-of-text one.
+    """Load a checkpoint's fast tokenizer; the padding token defaults to the end-of-text token.
 
     Raises:
-        BaseModelError: there is none, or it can't map tokens to characters (not a fast one).
+        BaseModelError: There is none, or it is not a fast one, which maps tokens to characters.
 
     """
     from transformers import AutoTokenizer
@@ -107,10 +107,10 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def load_base_model(settings: ModelSettings) -> BaseModel:
-    """Load the checkpoint that the settings name, on a GPU if there is one, weights frozen.
+    """Load the checkpoint that the settings name, on a GPU if there is one, with frozen weights.
 
     Raises:
-        BaseModelError: it can't be found or loaded, or isn't causal.
+        BaseModelError: It cannot be found or loaded, or is not causal.
 
     """
     from transformers import AutoModelForCausalLM
@@ -128,11 +128,11 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
 
 
 def loading_arguments(settings: ModelSettings, device: str | None = None) -> dict[str, Any]:
-    """Give ``from_pretrained`` the precision, place and quantisation of the weights.
+    """Return ``from_pretrained``'s arguments for precision, device and quantisation.
 
     Args:
-        settings: of the model.
-        device: where to; a GPU if there is one when None.
+        settings: Settings of the model.
+        device: Target device; None chooses a GPU if there is one.
 
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -149,23 +149,30 @@ def loading_arguments(settings: ModelSettings, device: str | None = None) -> dic
 
 
 def prepare(model: Any, settings: ModelSettings) -> None:
-    """Freeze a loaded model; make sure that gradients pass through it, in the memory asked for."""
+    """Freeze a loaded model, and enable gradient checkpointing if the settings ask for it."""
     model.requires_grad_(False)
     if settings.quantization == "nf4" and model.device.type == "cpu":
-        _keep_differentiable(model)
+        from bitsandbytes.nn import Linear4bit
+
+        # On a processor with AVX512-BF16 bitsandbytes repacks the weights of a layer on its first
+        # use in evaluation mode. From then on no gradient passes through the layer, in training
+        # mode either, and no error is raised.
+        for module in model.modules():
+            if isinstance(module, Linear4bit):
+                module.support_avx512bf16_for_cpu = False
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def fetch(name: str, files: Sequence[str] = FILES) -> Path:
-    """Bring a Hugging Face id's files into the hub's cache; from the cache alone when offline.
+    """Download a Hugging Face id's files to the hub's cache; when offline, use the cache alone.
 
     Args:
-        name: the id.
-        files: patterns of those that are needed.
+        name: Hugging Face id.
+        files: Patterns of the required files.
 
     Raises:
-        BaseModelError: neither the cache nor the hub has them.
+        BaseModelError: Neither the cache nor the hub has them.
 
     """
     from huggingface_hub import snapshot_download
@@ -182,10 +189,10 @@ def fetch(name: str, files: Sequence[str] = FILES) -> Path:
 
 @torch.no_grad()
 def refuse_unless_causal(model: Any, directory: Path) -> None:
-    """Check that no token sees later ones: training relies on it, and pads without a mask.
+    """Check that no token attends to later ones: training relies on it, and pads without a mask.
 
     Raises:
-        BaseModelError: some does.
+        BaseModelError: Some token does.
 
     """
     tokens = torch.tensor([[3, 5, 7, 9]], device=model.device)
@@ -194,29 +201,16 @@ def refuse_unless_causal(model: Any, directory: Path) -> None:
     model.eval()
     one, two = (model(input_ids=ids, use_cache=False).logits[0].float() for ids in (tokens, other))
     change = (one - two).abs().mean(dim=1)
-    # Not exactly 0: a token's quantised products round differently by what stands beside it.
+    # Not exactly 0: the rounding of a token's quantised products depends on its neighbours.
     if change[:-1].max() > _CAUSAL_CHANGE * change[-1]:
         raise BaseModelError(
-            f"the model in {directory} is not causal: its tokens see later ones, so it can't be "
-            "fine-tuned as one that predicts the next token"
+            f"the model in {directory} is not causal: its tokens attend to later ones, so it can't "
+            "be fine-tuned to predict the next token"
         )
 
 
-def _keep_differentiable(model: Any) -> None:
-    """Stop bitsandbytes from repacking 4-bit weights on a processor with AVX512-BF16.
-
-    It does so when a layer is first used in evaluation mode, and from then on no gradient passes
-    through that layer, in training mode either, without an error.
-    """
-    from bitsandbytes.nn import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
-
-
 def _quantization(kind: str, compute_dtype: torch.dtype) -> Any:
-    """Give the bitsandbytes configuration: QLoRA's double-quantised nf4, or LLM.int8()."""
+    """Return the bitsandbytes configuration: QLoRA's double-quantised nf4, or LLM.int8()."""
     from transformers import BitsAndBytesConfig
 
     if kind == "nf4":

@@ -1,4 +1,4 @@
-"""Which base model this is: a digest per tensor, so that two institutions can compare theirs."""
+"""Identify a base model by a digest per tensor, so that institutions can compare theirs."""
 
 import hashlib
 import json
@@ -12,25 +12,25 @@ from safetensors import safe_open
 from finetuning.files import cache_directory, replacing
 from finetuning.model.base_model import WEIGHTS
 
-# What a fingerprint has beside digests of tensors, and every party of a split model has.
+# Entries of a fingerprint other than tensors; every party of a split model has them.
 PARTIES_SHARE = ("config.json", "tokenizer.json", "chat template")
-# Written by the library that saved the checkpoint, or by the place it was saved to.
+# Keys that depend on the library or the path that the checkpoint was saved with.
 _INCIDENTAL = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 
 
 def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[str, str]:
-    """Give the SHA-256 digests of every tensor, the configuration, tokenizer and chat template.
+    """Return the SHA-256 digests of all tensors, the configuration, tokenizer and chat template.
 
-    Equal checkpoints have equal fingerprints however they are sharded. Digests are cached by the
+    Equal checkpoints have equal fingerprints, however they are sharded. Digests are cached by the
     files' paths, sizes and times, since reading gigabytes takes a while.
 
     Args:
-        directory: of the checkpoint.
-        names: of the tensors that count; None is all that are there. Others aren't read.
+        directory: Directory of the checkpoint.
+        names: Names of the tensors to include; others are not read. None includes all.
 
     Returns:
-        Tensor names, ``config.json``, ``tokenizer.json`` and ``chat template`` to hexadecimal
-        digests.
+        Hexadecimal digests by tensor name, and of ``config.json``, ``tokenizer.json`` and
+        ``chat template``.
 
     """
     files = sorted(directory.glob(WEIGHTS))
@@ -59,14 +59,14 @@ def digest(fingerprint: Mapping[str, str]) -> str:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Name what differs or is missing on either side, sorted."""
+    """Return the sorted names of entries that differ or are missing on either side."""
     return sorted(
         name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
     )
 
 
 def _tensor_digests(file: Path, wanted: Collection[str] | None) -> list[tuple[str, str]]:
-    """Digest the wanted tensors of a file, one in memory at a time."""
+    """Digest the wanted tensors of a file, with one in memory at a time."""
     result = []
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - safe_open isn't a mapping
@@ -81,9 +81,9 @@ def tensor_digest(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[tor
     """Digest a tensor's dtype, shape and values.
 
     Args:
-        dtype: of the tensor.
-        shape: of the whole tensor.
-        pieces: that make up the tensor when they are put together in their order.
+        dtype: Data type of the tensor.
+        shape: Shape of the whole tensor.
+        pieces: Consecutive pieces of the tensor.
 
     """
     state = hashlib.sha256(f"{dtype} {tuple(shape)}".encode())
@@ -93,7 +93,7 @@ def tensor_digest(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[tor
 
 
 def _chat_template(directory: Path) -> str:
-    """Give the template from either of the places where checkpoints keep it; empty without one."""
+    """Return the template from either location where checkpoints keep it; empty without one."""
     file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -101,6 +101,6 @@ def _chat_template(directory: Path) -> str:
 
 
 def config_digest(path: Path) -> str:
-    """Digest a ``config.json`` without what is written by the place or library that saved it."""
+    """Digest a ``config.json`` without what depends on the path or library that saved it."""
     config = {k: v for k, v in json.loads(path.read_text()).items() if k not in _INCIDENTAL}
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""How many positions a model has, and whether a run's rows need more."""
+"""Check whether a model has enough positions for a run's rows."""
 
 import logging
 import re
@@ -13,23 +13,23 @@ from finetuning.model.base_model import BaseModelError
 _log = logging.getLogger(__name__)
 # Names of tables with a row for each position: learned ones (GPT-2, OPT), or sines (GPT-J).
 _TABLE = re.compile(r"wpe|positions?_embed|embed_positions|pos_encoding")
-# Some tables begin with rows that stand for padding.
+# Some tables begin with rows for padding.
 _MOST_EXTRA = 2
 
 
 def check_positions(directory: Path, row: Mapping[str, int]) -> None:
-    """Refuse rows that are longer than the table in which a model looks positions up.
+    """Refuse rows that are longer than a model's table of positions.
 
-    Models that compute positions (rotary ones) go on beyond those that they were trained for, but
-    not as well, so that this is only warned of. A prefix takes the first positions (section 3.1 of
-    FL-GLM, as PEFT has it).
+    Models that compute positions (rotary ones) accept more than they were trained for, with lower
+    quality, which is only warned of. A prefix takes the first positions (FL-GLM section 3.1, as in
+    PEFT).
 
     Args:
-        directory: of the checkpoint.
-        row: how many positions the parts of a row take at most, by the keys that set them.
+        directory: Directory of the checkpoint.
+        row: Maximal number of positions that each part of a row takes, by the key that sets it.
 
     Raises:
-        BaseModelError: there are fewer positions; the message names the keys and numbers.
+        BaseModelError: There are fewer positions; the message names the keys and numbers.
 
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,11 +48,11 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     needed = f"a row can take {' + '.join(row)} = {numbers}{total} positions"
     if _has_table(model, most):
         raise BaseModelError(
-            f"{needed}, and the {type(model).__name__} in {directory} has {most} and no more; "
+            f"{needed}, but the {type(model).__name__} in {directory} has only {most}; "
             f"lower {' or '.join(row)}, or use another base model"
         )
     _log.warning(
-        "%s, and the %s in %s was made for %d: beyond them it will not do as well",
+        "%s, but the %s in %s was trained for %d; its quality degrades beyond them",
         needed,
         type(model).__name__,
         directory,
@@ -61,7 +61,7 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
 
 
 def _has_table(model: Any, most: int) -> bool:
-    """Say whether a model looks its positions up in a table of so many rows."""
+    """Whether a model looks its positions up in a table of about `most` rows."""
     return any(
         tensor.ndim == 2 and most <= len(tensor) <= most + _MOST_EXTRA and _TABLE.search(name)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]

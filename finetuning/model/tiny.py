@@ -1,8 +1,8 @@
-"""``model.name = "tiny"``: a small Llama that is built where it is needed, in about a minute.
+"""``model.name = "tiny"``: a small Llama that is built on first use, in about a minute.
 
-It is pre-trained on neutral generated text, so that fine-tuning on the clients' styles has
-something to start from and something to learn. Everything about it is fixed by the recipe, and the
-result is cached under the recipe's digest.
+It is pre-trained on neutral generated text, so that fine-tuning on the clients' styles has a
+starting point and something to learn. The recipe determines everything about it, and the result is
+cached under the recipe's digest.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from finetuning.progress import progress_bar
 
 @dataclass(frozen=True)
 class TinyRecipe:
-    """Everything that decides what the tiny model is.
+    """Everything that determines the tiny model.
 
     Attributes:
-        passages: neutral generated texts of some hundred words each.
-        inputs: generated inputs of each of the three styles.
-        sequence_length: tokens per training sequence.
-        version: raised when the code that makes the model changes.
+        passages: Number of neutral generated texts, of about a hundred words each.
+        inputs: Number of generated inputs of each style.
+        sequence_length: Tokens per training sequence.
+        version: Version of the code that builds the model.
 
     """
 
@@ -50,9 +50,9 @@ class TinyRecipe:
 
 
 def build_tiny(recipe: TinyRecipe | None = None) -> Path:
-    """Give the directory of the tiny checkpoint, built first if it isn't in the cache.
+    """Return the directory of the tiny checkpoint; build it first if it is not in the cache.
 
-    Processes that ask at once wait for the one that builds.
+    Concurrent processes wait for the one that builds it.
     """
     recipe = recipe or TinyRecipe()
     key = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()[:16]
@@ -75,8 +75,8 @@ def _build(recipe: TinyRecipe, directory: Path) -> None:
     stream = torch.tensor(
         [token for ids in tokenizer(texts)["input_ids"] for token in (*ids, end)], dtype=torch.long
     )
-    # How many threads share a sum decides its last bits. With one, the model doesn't depend on how
-    # many cores there are, nor do threads wait for each other on a busy machine.
+    # The last bits of a sum depend on the number of threads. With one thread, the model does not
+    # depend on the number of cores, and threads do not wait for each other on a busy machine.
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -95,7 +95,7 @@ def _build(recipe: TinyRecipe, directory: Path) -> None:
 
 
 def _texts(recipe: TinyRecipe) -> list[str]:
-    """Give neutral passages, and what the clients' inputs look like, but none of their outputs."""
+    """Return neutral passages and inputs like the clients', but none of their outputs."""
     texts = background(recipe.passages, recipe.seed)
     for style in STYLES:
         texts += [row["input"] for row in examples(style, recipe.inputs, recipe.seed + 1, "train")]
@@ -104,7 +104,7 @@ def _texts(recipe: TinyRecipe) -> list[str]:
 
 
 def _train_tokenizer(recipe: TinyRecipe, texts: list[str]) -> Any:
-    """Train a byte-level BPE, which has a token for every byte and so reads any text."""
+    """Train a byte-level BPE, which can encode any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -124,7 +124,7 @@ def _train_tokenizer(recipe: TinyRecipe, texts: list[str]) -> Any:
 
 
 def _pretrain(recipe: TinyRecipe, stream: torch.Tensor, end: int) -> Any:
-    """Train a Llama on windows of the token stream, with a warm-up and a cosine decay."""
+    """Train a Llama on windows of the token stream, with warm-up and cosine decay."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(recipe.seed)

@@ -1,7 +1,7 @@
-"""The stages of a training step when one process holds every block of the model."""
+"""The stages of a training step if one process holds every block of the model."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,46 +13,60 @@ from finetuning.adapters.prefixes import columns_of, prefix_cache
 from finetuning.data.batching import MicroBatch
 from finetuning.randomness import derive_seed, set_seed
 
-# A micro-batch's logits can be larger than everything else in memory. So many targets at once keep
-# a processor's matrix products and a GPU's busy, and for 32,000 tokens take 32 MiB.
+# A micro-batch's logits can be larger than everything else in memory. This many targets at once
+# keep a CPU or GPU busy, and take 32 MiB for a vocabulary of 32,000 tokens.
 _TARGETS_AT_ONCE = 256
 
 
-class _GivenHiddenStates(torch.nn.Module):
-    """Stands where a model has its blocks, and returns hidden states that are computed already."""
+class _Backbone(torch.nn.Module):
+    """Replaces a model's blocks by a function that returns hidden states and a cache."""
 
-    def forward(self, *_: None, inputs_embeds: torch.Tensor, **__: Any) -> Any:
+    def __init__(self, compute: Callable[[Any, Any], tuple[torch.Tensor, Any]]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def forward(self, input_ids: Any = None, *_: None, inputs_embeds: Any = None, **__: Any) -> Any:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
-        output = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
-        output.cross_attentions = None  # GPT-2 passes them on.
+        hidden, cache = self._compute(input_ids, inputs_embeds)
+        output = MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+        output.cross_attentions = None  # GPT-2 reads them.
         return output
 
     @property
-    def decoder(self) -> "_GivenHiddenStates":
-        """OPT calls its blocks under this name."""
+    def decoder(self) -> "_Backbone":
+        """OPT's name for its blocks."""
         return self
 
 
-def output_head(causal_lm: Any) -> Any:
-    """Give the checkpoint's own model class with everything before the output head taken out.
+def output_head(
+    causal_lm: Any,
+    compute: Callable[[Any, Any], tuple[torch.Tensor, Any]] = lambda _, embeds: (embeds, None),
+) -> Any:
+    """Return the checkpoint's own model class without everything before the output head.
 
-    Fed (1, targets, hidden) as ``inputs_embeds`` it returns their logits, with whatever scaling or
-    capping the architecture has. Its modules are the model's own, not copies.
+    With (1, targets, hidden) as ``inputs_embeds`` it returns their logits, with the architecture's
+    scaling and capping. Its modules are the model's own, not copies.
+
+    Args:
+        causal_lm: The model, or a party's part of it.
+        compute: Replaces the blocks: returns hidden states and a cache for ``input_ids`` and
+            ``inputs_embeds``.
+
     """
     head = copy.copy(causal_lm)
     head._modules = dict(causal_lm._modules)
-    setattr(head, causal_lm.base_model_prefix, _GivenHiddenStates())
+    setattr(head, causal_lm.base_model_prefix, _Backbone(compute))
     return head
 
 
 def target_loss(head: Any, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Sum the cross-entropy over a micro-batch's targets (Eq. 1); other positions cost nothing.
+    """Sum the cross-entropy over a micro-batch's targets (FedJudge Eq. 1).
 
     Args:
-        head: see ``output_head``.
+        head: See `output_head`.
         hidden: (rows, columns, hidden) after the last block and norm.
-        batch: says which positions predict which labels.
+        batch: Positions and labels of the targets.
 
     Returns:
         A float32 scalar, in nats.
@@ -65,9 +79,9 @@ def target_loss(head: Any, hidden: torch.Tensor, batch: MicroBatch) -> torch.Ten
 def add_target_gradient(
     head: Any, hidden: torch.Tensor, batch: MicroBatch, scale: float
 ) -> torch.Tensor:
-    """Compute ``target_loss``, and add the gradient of ``scale`` times it to every ``.grad``.
+    """Compute `target_loss`, and add the gradient of ``scale`` times it to every ``.grad``.
 
-    The head's gradient is taken part by part, so that the logits of one part alone exist.
+    The output head runs forward and backward in parts, so that only one part's logits exist.
 
     Returns:
         The loss without the scale, detached.
@@ -89,7 +103,7 @@ def add_target_gradient(
 def _targets(
     hidden: torch.Tensor, batch: MicroBatch
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Give, in parts, the hidden states that predict targets, and the targets."""
+    """Return, in parts, the hidden states that predict targets, and the targets."""
     chosen = hidden.flatten(0, 1).index_select(0, batch.positions.to(hidden.device))
     labels = batch.labels.to(hidden.device)
     return torch.split(chosen, _TARGETS_AT_ONCE), torch.split(labels, _TARGETS_AT_ONCE)
@@ -101,39 +115,38 @@ def _part_loss(head: Any, chosen: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 
 class WholeModel:
-    """A model whose stages all run here.
+    """A model with all stages in this process.
 
     Args:
-        peft_model: the base model with its adapter, or by itself, if nothing is to be trained.
+        peft_model: Base model with its adapter, or alone if nothing is trained.
 
     """
 
     def __init__(self, peft_model: Any) -> None:
         self.peft_model = peft_model
-        has_adapter = hasattr(peft_model, "get_base_model")
-        causal_lm = peft_model.get_base_model() if has_adapter else peft_model
+        causal_lm = getattr(peft_model, "get_base_model", lambda: peft_model)()
         self._config, self._dtype = causal_lm.config, causal_lm.dtype
         self._backbone = causal_lm.base_model
         self._head = output_head(causal_lm)
         self._device = peft_model.device
-        # LoRA computes in the blocks by itself; a prefix has to be given to them.
+        # LoRA is part of the blocks; a prefix has to be passed to them.
         encoders = getattr(peft_model, "prompt_encoder", {})
         self._prefix = encoders["default"].embedding.weight if "default" in encoders else None
         self._mixed_precision = self._device.type == "cuda" and causal_lm.dtype == torch.bfloat16
 
     @property
     def columns_before(self) -> int:
-        """Places that a prefix in use takes before each row's tokens."""
+        """Prefix positions before each row's tokens."""
         return 0 if self._prefix is None else len(self._prefix)
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Add the gradient of a step's loss to the adapter's ``.grad``.
 
-        The loss of a step is the mean over its targets, so each micro-batch counts by its share.
+        The loss of a step is the mean over its targets: each micro-batch counts by its share.
 
         Args:
-            batches: the step's micro-batches.
-            seed: of the step; each micro-batch's dropout derives its own from it.
+            batches: Micro-batches of the step.
+            seed: Seed of the step; each micro-batch derives the seed of its dropout from it.
 
         Returns:
             Each micro-batch's summed loss in nats.
@@ -153,7 +166,7 @@ class WholeModel:
         """Scale the adapter's gradients down to the maximum norm, unless it is 0.
 
         Returns:
-            The norm before that.
+            The norm before clipping.
 
         """
         parameters = trainable_parameters(self.peft_model).values()
@@ -161,7 +174,7 @@ class WholeModel:
 
     @torch.no_grad()
     def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
-        """Give each micro-batch's summed loss in nats, without dropout."""
+        """Return each micro-batch's summed loss in nats, without dropout."""
         with self._mode(training=False):
             return [float(self._forward(batch)) for batch in batches]
 
@@ -172,13 +185,13 @@ class WholeModel:
         """Continue prompts, without dropout.
 
         Args:
-            tokens: (rows, columns) of prompts, with padding before them.
+            tokens: (rows, columns) of prompts, padded on the left.
             mask: (rows, columns), 0 for padding and 1 for the prompts.
-            new_tokens: most tokens that a row gets.
-            settings: others of ``generate`` in transformers.
+            new_tokens: Maximal number of tokens to generate per row.
+            settings: Further arguments of ``generate`` in ``transformers``.
 
         Returns:
-            (rows, columns and new tokens), with padding behind rows that end earlier than others.
+            (rows, columns and new tokens); rows that end early are padded on the right.
 
         """
         with self._mode(training=False):
@@ -191,8 +204,8 @@ class WholeModel:
         return result
 
     def gradients_of(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Give ∂L/∂W of a micro-batch's mean loss, without dropout, for every adapter weight."""
-        parameters = {n: p for n, p in self.peft_model.named_parameters() if p.requires_grad}
+        """Return ∂L/∂W of a micro-batch's mean loss, without dropout, for every adapter weight."""
+        parameters = trainable_parameters(self.peft_model)
         with self._mode(training=False), self._recomputing_blocks():
             loss = self._forward(batch) / len(batch.labels)
             gradients = torch.autograd.grad(loss, list(parameters.values()))
@@ -200,7 +213,7 @@ class WholeModel:
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Be the bare base model meanwhile."""
+        """Disable the adapter within the block."""
         prefix, self._prefix = self._prefix, None
         try:
             with self.peft_model.disable_adapter():
@@ -213,11 +226,11 @@ class WholeModel:
             return target_loss(self._head, self._hidden(batch), batch)
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
-        """Give (rows, columns, hidden) after the last block and norm.
+        """Return (rows, columns, hidden) after the last block and norm.
 
-        Padding stands after a row's tokens, where causal attention doesn't look, and predicts
-        nothing. So no mask is needed, and without one attention skips what is above the diagonal.
-        With prefixes the tokens' positions are counted from the prefixes' end.
+        Padding follows a row's tokens, where causal attention does not look, and predicts nothing.
+        Therefore no mask is needed, and attention can skip everything above the diagonal. With
+        prefixes the tokens' positions are counted from the prefixes' end.
         """
         inputs = {"input_ids": batch.tokens.to(self._device)}
         if self._prefix is not None:
@@ -242,10 +255,10 @@ class WholeModel:
 
     @contextmanager
     def _recomputing_blocks(self) -> Iterator[None]:
-        """Let blocks recompute activations in evaluation mode, if that was asked for at all.
+        """Recompute activations in evaluation mode, if gradient checkpointing is enabled.
 
-        They do so only in training mode. This puts the block itself into it and not what it
-        consists of, and takes the rate from blocks that apply dropout by themselves (OPT's).
+        Blocks do so in training mode only. This sets the block itself to training mode and not its
+        submodules, and disables the dropout of blocks that apply it themselves (OPT's).
         """
         blocks = [
             m for m in self.peft_model.modules() if getattr(m, "gradient_checkpointing", False)

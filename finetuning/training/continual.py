@@ -22,8 +22,8 @@ def importance(
     """Compute J at the adapter's present weights.
 
     Args:
-        model: the model with the global adapter loaded.
-        batches: training examples; at least one micro-batch.
+        model: Model with the global adapter loaded.
+        batches: Training examples; at least one micro-batch.
         jacobian: ``mean-absolute`` averages |∂L/∂W| over micro-batches, ``mean-gradient`` takes
             the absolute value of the average.
 
@@ -43,7 +43,7 @@ def importance(
 
 @dataclass(frozen=True)
 class Pull:
-    """What the penalty did in one step.
+    """The effect of the penalty in one step.
 
     Attributes:
         distance: s, before the step.
@@ -56,13 +56,13 @@ class Pull:
 
 
 class Penalty:
-    """λ·(s + s²), whose gradient is added where the loss's gradient lies.
+    """λ·(s + s²), whose gradient is added to that of the loss.
 
     Args:
-        parameters: the trained weights W by name.
+        parameters: Trained weights W by name.
         anchor: Ŵ by name; copied.
         importance: J by name.
-        weight: λ; with 0 gradients stay as they are, bit for bit, and s is still measured.
+        weight: λ; with 0 gradients stay unchanged, bit for bit, and s is still measured.
 
     """
 
@@ -85,11 +85,11 @@ class Penalty:
 
     @torch.no_grad()
     def distance(self) -> float:
-        """Give s = Σ J·|W − Ŵ|."""
+        """Return s = Σ J·|W − Ŵ|."""
         return float(sum((j * (w - anchor).abs()).sum() for w, anchor, j in self._terms))
 
     def value(self) -> float:
-        """Give λ·(s + s²)."""
+        """Return λ·(s + s²)."""
         s = self.distance()
         return self.weight * (s + s * s)
 

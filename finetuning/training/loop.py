@@ -23,36 +23,36 @@ from finetuning.training.optimization import (
 
 
 class DeadlineError(TimeoutError):
-    """The round's time ended before its training."""
+    """The round's deadline passed before its training was finished."""
 
 
 class Stages(Protocol):
-    """The stages of a step; a model implements them wherever its blocks are computed."""
+    """The stages of a step that the loop requires of a model, wherever its blocks are computed."""
 
     @property
     def columns_before(self) -> int:
-        """Columns that a prefix in use takes before each row's tokens."""
+        """Prefix positions before each row's tokens."""
         ...
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
-        """Add the gradient of the step's mean loss per target; return summed losses in nats."""
+        """Add the gradient of the step's mean loss per target; return each summed loss in nats."""
         ...
 
     def clip(self, maximum: float) -> float:
-        """Clip the gradients of all blocks to the maximum norm, unless it is 0; return the norm."""
+        """Scale all gradients down to the maximum norm, unless it is 0; return the old norm."""
         ...
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What a client trains on in one round, and the round's position in the run.
+    """A round's position within the run.
 
     Attributes:
-        steps: the examples of each optimizer step, as indices.
-        first_step: steps of this client's earlier rounds, whether it took part or not.
-        total_steps: steps of all rounds of the run.
-        seed: for this client in this round.
-        deadline: on ``time.monotonic``'s clock.
+        steps: Examples of each optimizer step, as indices.
+        first_step: Number of steps in this client's earlier rounds, whether it took part or not.
+        total_steps: Number of steps in all rounds of the run.
+        seed: Seed of this client in this round.
+        deadline: Deadline on ``time.monotonic``'s clock.
 
     """
 
@@ -68,15 +68,15 @@ class TrainingReport:
     """What a round of local training did.
 
     Attributes:
-        losses: each step's mean loss per target token in nats, before its update.
-        tokens: tokens processed, padding not counted.
-        target_tokens: those of them that were predicted.
-        seconds: wall-clock time of the steps.
-        gradient_norm: mean over steps, before clipping.
-        learning_rate: of the last step.
-        distance: mean over steps of the penalty's s, before each update; None without a penalty.
+        losses: Each step's mean loss per target token in nats, before its update.
+        tokens: Number of tokens processed, without padding.
+        target_tokens: Number of tokens predicted.
+        seconds: Wall-clock time of the steps.
+        gradient_norm: Mean over steps, before clipping.
+        learning_rate: Learning rate of the last step.
+        distance: Mean over steps of the penalty's s, before each update; None without a penalty.
         final_distance: s after the last step; None without a penalty.
-        penalty_gradient_share: mean over steps; None without a penalty.
+        penalty_gradient_share: Mean over steps; None without a penalty.
 
     """
 
@@ -105,27 +105,27 @@ def train_round(
     """Train the adapter for one round.
 
     Args:
-        model: computes gradients.
-        parameters: the adapter's weights by name; changed in place.
-        examples: the client's training examples.
-        padding: the padding token.
-        plan: which examples, in which order, until when.
-        settings: optimizer, schedule and batch sizes.
-        penalty: the continual-learning penalty, if any.
-        optimizer_state: of the previous round; None starts with a fresh optimizer.
-        description: text before the progress bar.
+        model: Computes gradients.
+        parameters: The adapter's weights by name; changed in place.
+        examples: The client's training examples.
+        padding: The padding token.
+        plan: Order of the examples, and the deadline.
+        settings: Optimizer, schedule and batch sizes.
+        penalty: The continual-learning penalty, if any.
+        optimizer_state: State to continue from; None starts with a new optimizer.
+        description: Label of the progress bar.
 
     Returns:
         The report, and the optimizer's state after the last step.
 
     Raises:
-        DeadlineError: the deadline passed; the adapter holds what was trained until then.
-        FloatingPointError: a loss is not a finite number.
+        DeadlineError: The deadline passed; the adapter keeps what was trained until then.
+        FloatingPointError: A loss is not finite.
 
     """
     optimizer = make_optimizer(parameters, settings)
     load_optimizer(optimizer, parameters, optimizer_state or {})
-    # A round that failed in this process may have left another client's gradients.
+    # An interrupted round in this process may have left gradients of another client.
     optimizer.zero_grad()
     rate = learning_rate(settings, plan.total_steps)
     lengths = [len(example.tokens) for example in examples]

@@ -13,7 +13,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 def make_optimizer(
     parameters: Mapping[str, torch.nn.Parameter], settings: TrainSettings
 ) -> torch.optim.Optimizer:
-    """Make Adam or AdamW over the adapter's weights."""
+    """Create Adam or AdamW over the adapter's weights."""
     kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
     # A party of a split model may have nothing to train, and Torch refuses an empty list.
     trained = list(parameters.values()) or [torch.nn.Parameter(torch.empty(0))]
@@ -21,10 +21,10 @@ def make_optimizer(
 
 
 def learning_rate(settings: TrainSettings, total_steps: int) -> Callable[[int], float]:
-    """Give the learning rate as a function of the step, counted from 0 over the whole run."""
+    """Return the learning rate as a function of the step, counted from 0 over the whole run."""
     from transformers import get_scheduler
 
-    # The library's scheduler only moves forward; its factor by step is what is needed here.
+    # The library's scheduler only moves forward; only its factor by step is needed here.
     throwaway = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     names = {"constant": "constant_with_warmup"}
     scheduler = get_scheduler(
@@ -38,9 +38,9 @@ def learning_rate(settings: TrainSettings, total_steps: int) -> Callable[[int], 
 
 
 def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Return the sum of all gradients' squares; each device is waited for once.
+    """Sum the squares of all gradients' values, with one synchronisation per device.
 
-    Squares are taken in float64: that of a float32 from 1.9e19 on is no float32 any more.
+    Squares are taken in float64: in float32 that of 1.9e19 is infinite.
     """
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -52,7 +52,7 @@ def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
 def export_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> OptimizerState:
-    """Copy Adam's moments and step counts out, named ``<parameter>:<moment>``."""
+    """Copy Adam's moments and step counts, named ``<parameter>:<moment>``."""
     return {
         f"{name}:{moment}": optimizer.state[parameter][moment].detach().cpu().clone()
         for name, parameter in parameters.items()
@@ -66,15 +66,15 @@ def load_optimizer(
     parameters: Mapping[str, torch.nn.Parameter],
     state: Mapping[str, torch.Tensor],
 ) -> None:
-    """Put moments and step counts back.
+    """Restore moments and step counts.
 
     Raises:
-        ValueError: the state is of another adapter.
+        ValueError: The state belongs to another adapter.
 
     """
     names = {key.rpartition(":")[0] for key in state}
     if state and names != set(parameters):
-        raise ValueError("the optimizer's state is of another adapter")
+        raise ValueError("the optimizer's state belongs to another adapter")
     for name in names:
         moments = {moment: state[f"{name}:{moment}"].clone() for moment in _MOMENTS}
         for moment in ("exp_avg", "exp_avg_sq"):

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import add_target_gradient, target_loss
 from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.training.optimization import squared_norm
 from split.lane.lane import Lane
-from split.model.adapters import load_state
 from split.model.generation import Generation
 from split.model.part import Padding, Part
 from split.protocol.errors import LaneError, LaneTimeoutError

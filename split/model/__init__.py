@@ -1,1 +1,1 @@
-"""What a party of a split model holds; nothing here touches the network."""
+"""The parts of a split model, without network."""

@@ -1,4 +1,4 @@
-"""Adapters of the whole model from those of its parts, and the way back."""
+"""Join the adapters of parts to one of the whole model, and split it again."""
 
 import hashlib
 import json
@@ -24,14 +24,14 @@ def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
     """Join the adapters of parts to one that fits the whole model.
 
     Args:
-        parts: all of a model's, under whole-model names, as ``Part.trainable`` gives them.
+        parts: Adapters of all parts of a model, under whole-model names, as from `Part.trainable`.
 
     Returns:
-        All tensors, sorted by name; they are not copied, except that the prefixes of the blocks
-        become one tensor.
+        All tensors, sorted by name. They are not copied, except that the prefixes of the blocks are
+        concatenated to one tensor.
 
     Raises:
-        ValueError: two parts have a tensor of the same name, or a block's prefix is missing.
+        ValueError: Two parts have a tensor of the same name, or a block's prefix is missing.
 
     """
     joined: State = {}
@@ -40,39 +40,43 @@ def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
         if twice:
             raise ValueError(
                 f"two parts have the adapter tensor {twice[0]}: their blocks overlap, so they were "
-                "not cut by the same settings"
+                "not made with the same settings"
             )
         joined |= part
     return dict(sorted(_with_one_prefix(joined).items()))
 
 
 def take_apart(state: Mapping[str, torch.Tensor], cut: Cut) -> dict[PartyName, State]:
-    """Give each party its blocks' tensors of a whole model's adapter.
+    """Return each party's tensors of a whole model's adapter.
 
-    They are not copied, except that a prefix becomes one tensor for each block.
+    They are not copied, except that a prefix is divided into one tensor per block.
 
     Raises:
-        ValueError: a tensor belongs to no block of the model.
+        ValueError: A tensor belongs to no block of the model.
 
     """
     result: dict[PartyName, State] = {party: {} for party in PARTIES}
     for name, tensor in sorted(state.items()):
-        if name == SAVED:
-            for block, prefix in enumerate(_prefix_of_each(tensor, cut.blocks)):
-                party = cut.party_of(block)
-                assert party is not None
-                result[party][name_of_block(block)] = prefix
-        else:
+        if name != SAVED:
             result[_party_of(name, cut)][name] = tensor
+            continue
+        if tensor.shape[1] % cut.blocks:
+            raise ValueError(
+                f"a prefix of {tensor.shape[1]} columns does not fit a model of {cut.blocks} blocks"
+            )
+        prefixes = tensor.chunk(cut.blocks, dim=1)
+        for party in PARTIES:
+            for block in cut.range_of(party):
+                result[party][name_of_block(block)] = prefixes[block].contiguous()
     return result
 
 
 def body_digest(settings: AdapterSettings, state: Mapping[str, torch.Tensor] | None) -> str:
-    """Give the digest by which two sides find that they mean the same adapters of the body.
+    """Return a digest by which two sides verify that they mean the same adapters of the body.
 
     Args:
-        settings: the adapters' kind and scale.
-        state: their weights under whole-model names; None or nothing is the bare body.
+        settings: Kind and scale of the adapters.
+        state: Weights under whole-model names; None or empty stands for the bare body.
 
     """
     if not state:
@@ -84,25 +88,8 @@ def body_digest(settings: AdapterSettings, state: Mapping[str, torch.Tensor] | N
     return hashlib.sha256(json.dumps([facts, digests], sort_keys=True).encode()).hexdigest()
 
 
-@torch.no_grad()
-def load_state(
-    parameters: Mapping[str, torch.nn.Parameter], state: Mapping[str, torch.Tensor]
-) -> None:
-    """Set weights by name.
-
-    Raises:
-        ValueError: names are not exactly those of the parameters; nothing was changed.
-
-    """
-    if set(state) != set(parameters):
-        odd = sorted(set(state) ^ set(parameters))
-        raise ValueError(f"the tensors are not those of the party's adapters: {odd[:3]} …")
-    for name, parameter in parameters.items():
-        parameter.copy_(state[name])
-
-
 def _with_one_prefix(state: State) -> State:
-    """Put the prefixes of blocks side by side, as PEFT saves them."""
+    """Concatenate the prefixes of blocks, as PEFT saves them."""
     prefixes = {int(m[1]): state[m[0]] for name in state if (m := _PREFIX.fullmatch(name))}
     if not prefixes:
         return state
@@ -113,23 +100,15 @@ def _with_one_prefix(state: State) -> State:
     return {**others, SAVED: torch.cat([prefixes[block] for block in sorted(prefixes)], dim=1)}
 
 
-def _prefix_of_each(whole: torch.Tensor, blocks: int) -> list[torch.Tensor]:
-    if whole.shape[1] % blocks:
-        raise ValueError(
-            f"a prefix of {whole.shape[1]} columns is not of a model of {blocks} blocks"
-        )
-    return [part.contiguous() for part in whole.chunk(blocks, dim=1)]
-
-
 def _party_of(name: str, cut: Cut) -> PartyName:
     block = _BLOCK.search(name)
     if block is None:
         if _OUTPUT_HEADS.search(name):
             return "tail"
-        # Not PEFT's own words, which are before and after the adapted module's name.
+        # Without PEFT's own components, which are before and after the adapted module's name.
         module = re.sub(r"\.lora_.*", "", name)
         return "head" if stands_before_blocks(module.rpartition(".")[2]) else "tail"
     party = cut.party_of(int(block[1]))
     if party is None:
-        raise ValueError(f"{name} is of a block that this model of {cut.blocks} blocks hasn't")
+        raise ValueError(f"{name} belongs to no block of this model of {cut.blocks} blocks")
     return party

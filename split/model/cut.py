@@ -1,13 +1,13 @@
-"""Which blocks and modules of a model each party has (FL-GLM section 3.1).
+"""The partition of a model's blocks and modules among the parties (FL-GLM section 3.1).
 
 A part is the checkpoint's own model class, built as a whole without memory for its weights, from
-which everything that other parties have is then taken out. So each block is made for its absolute
-place, and keeps its name: no name of a tensor or of an adapter has to be translated.
+which everything that belongs to other parties is removed. So each block is built for its absolute
+number and keeps its name: no name of a tensor or an adapter has to be translated.
 """
 
 import copy
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,22 +27,22 @@ from finetuning.settings import SplitSettings
 PartyName = Literal["head", "body", "tail"]
 PARTIES: tuple[PartyName, ...] = ("head", "body", "tail")
 
-# What a backbone does between its embedding and its first block, by its modules' names: positions
-# that are added (GPT-2, OPT), a norm (BLOOM), a projection (OPT) and dropout. In spite of its name
-# LFM2's embedding_norm comes after the last block.
+# Names of a backbone's modules from the embedding to the first block: added positions (GPT-2,
+# OPT), a norm (BLOOM), a projection (OPT) and dropout. Despite its name, LFM2's embedding_norm
+# follows the last block.
 _BEFORE_BLOCKS = re.compile(r"emb(?!edding_norm)|wpe|wte|pos|drop|project_in")
-# The same as plain numbers (Granite, StarCoder 2), and what makes them do nothing.
+# Attributes for the same purpose (Granite, StarCoder 2), with values that have no effect.
 _NEUTRAL = {"embedding_multiplier": 1.0, "embedding_scale": 1.0, "embedding_dropout": 0.0}
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How many blocks each party has.
+    """The number of blocks of each party.
 
     Attributes:
-        blocks: of the whole model.
-        head: of those, the first at the client.
-        tail: the last at the client.
+        blocks: Blocks of the whole model.
+        head: Number of first blocks, which are at the client.
+        tail: Number of last blocks, which are at the client.
 
     """
 
@@ -51,7 +51,7 @@ class Cut:
     tail: int
 
     def range_of(self, party: PartyName) -> range:
-        """Give the absolute numbers of a party's blocks."""
+        """Return the absolute numbers of a party's blocks."""
         last = self.blocks - self.tail
         return {
             "head": range(self.head),
@@ -60,22 +60,22 @@ class Cut:
         }[party]
 
     def party_of(self, block: int) -> PartyName | None:
-        """Give whose a block is; None for one beyond the model's (extra prediction layers)."""
+        """Return the party of a block; None beyond the model's blocks (extra prediction layers)."""
         return next((party for party in PARTIES if block in self.range_of(party)), None)
 
 
 class _NoPositions(nn.Identity):
-    """Stands where learned positions were: the head has added them already."""
+    """Replaces learned positions in parts after the head, which has added them already."""
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros(())
 
 
 def cut_of(directory: Path, settings: SplitSettings) -> Cut:
-    """Divide a checkpoint's blocks as the settings say.
+    """Divide a checkpoint's blocks by the settings.
 
     Raises:
-        BaseModelError: nothing is left for the body, or the configuration can't be read.
+        BaseModelError: No block is left for the body, or the configuration cannot be read.
 
     """
     from transformers import AutoConfig
@@ -90,7 +90,8 @@ def cut_of(directory: Path, settings: SplitSettings) -> Cut:
     if head + tail >= blocks:
         raise BaseModelError(
             f"split.head-blocks = {head} and split.tail-blocks = {tail} leave the server none of "
-            f"the {blocks} blocks of the model in {directory}; lower them to {blocks - 1} together"
+            f"the {blocks} blocks of the model in {directory}; together they can be at most "
+            f"{blocks - 1}"
         )
     return Cut(blocks, head, tail)
 
@@ -99,7 +100,7 @@ def outline(directory: Path) -> Any:
     """Build a checkpoint's causal language model without memory for its weights.
 
     Raises:
-        BaseModelError: the architecture isn't known, or not one that predicts the next token.
+        BaseModelError: The architecture is not known, or does not predict the next token.
 
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -113,9 +114,9 @@ def outline(directory: Path) -> Any:
 
 
 def part_class(whole: Any, cut: Cut, party: PartyName) -> Any:
-    """Give the class of a party's model: that of the whole model, with less in it.
+    """Return the class of a party's model: that of the whole model, with less in it.
 
-    ``transformers`` looks classes up by their names and modules, so both stay.
+    ``transformers`` looks classes up by name and module, so both stay the same.
     """
     kind = type(whole)
 
@@ -127,13 +128,14 @@ def part_class(whole: Any, cut: Cut, party: PartyName) -> Any:
 
 
 def full_names(whole: Any, names: Collection[str]) -> dict[str, str]:
-    """Map names in a checkpoint to those in the model that ``transformers`` makes of it.
+    """Map names in a checkpoint to names in the model that ``transformers`` loads from it.
 
-    They can lack the backbone's name, be older, or be of matrices that are joined on loading.
+    A checkpoint's names can lack the backbone's name, be older, or be of matrices that are joined
+    on loading.
 
     Args:
-        whole: see ``outline``.
-        names: of all tensors of the checkpoint.
+        whole: See `outline`.
+        names: Names of all tensors of the checkpoint.
 
     """
     changes = get_model_conversion_mapping(whole)
@@ -150,17 +152,17 @@ def full_names(whole: Any, names: Collection[str]) -> dict[str, str]:
 def tensors_of_part(
     whole: Any, full: Mapping[str, str], cut: Cut, party: PartyName
 ) -> dict[str, str]:
-    """Say which of a checkpoint's tensors a party's model is loaded from.
+    """Return the tensors of a checkpoint that a party's model is loaded from.
 
     Args:
-        whole: see ``outline``.
-        full: the names of all the checkpoint's tensors; see ``full_names``.
-        cut: how many blocks each party has.
-        party: whose model.
+        whole: See `outline`.
+        full: Names of all tensors of the checkpoint; see `full_names`.
+        cut: Number of blocks of each party.
+        party: Party of the model.
 
     Returns:
-        The names under which the model is to be given its tensors, to those in the checkpoint. They
-        differ only where tied tensors are stored once.
+        Names in the checkpoint by the names under which the model takes its tensors. They differ
+        only for tied tensors that are stored once.
 
     """
     with torch.device("meta"):
@@ -175,7 +177,7 @@ def tensors_of_part(
 
 
 def stands_before_blocks(name: str) -> bool:
-    """Tell a module that works on embeddings from one that works after the last block."""
+    """Whether a module is applied to embeddings, rather than after the last block."""
     return _BEFORE_BLOCKS.search(name) is not None
 
 
@@ -183,14 +185,14 @@ def blocks_of(model: Any, blocks: int) -> tuple[Any, str]:
     """Find the list of a causal model's blocks.
 
     Args:
-        model: whole, or a party's.
-        blocks: how many it has.
+        model: A whole model, or a party's.
+        blocks: Number of its blocks.
 
     Returns:
         The module that has the list, and the list's path from the model.
 
     Raises:
-        BaseModelError: its blocks are not one list.
+        BaseModelError: Its blocks are not one list.
 
     """
     for path, module in model.named_modules():
@@ -202,7 +204,7 @@ def blocks_of(model: Any, blocks: int) -> tuple[Any, str]:
 
 
 def _keep(model: Any, cut: Cut, party: PartyName) -> None:
-    """Take everything out of a model that is not this party's."""
+    """Remove everything from a model that does not belong to the party."""
     container, path = blocks_of(model, cut.blocks)
     attribute = path.rpartition(".")[2]
     blocks, own = getattr(container, attribute), nn.ModuleList()
@@ -210,8 +212,11 @@ def _keep(model: Any, cut: Cut, party: PartyName) -> None:
         own.add_module(str(number), blocks[number])
     _shorten(model, cut, party)
     for name, module in list(container.named_children()):
-        owner = _owner(name)
-        if module is not blocks and owner not in {party, None}:
+        # Every party needs rotary embeddings.
+        if module is blocks or "rot" in name:
+            continue
+        owner = "head" if stands_before_blocks(name) else "tail"
+        if owner != party:
             positions = owner == "head" and re.search("wpe|pos", name)
             setattr(container, name, _NoPositions() if positions else nn.Identity())
     setattr(container, attribute, own)
@@ -225,17 +230,11 @@ def _keep(model: Any, cut: Cut, party: PartyName) -> None:
     model.all_tied_weights_keys = {}
 
 
-def _owner(name: str) -> PartyName | None:
-    """Give whose a backbone's module outside the blocks is; None if every party needs it."""
-    if "rot" in name:
-        return None
-    return "head" if stands_before_blocks(name) else "tail"
-
-
 def _shorten(model: Any, cut: Cut, party: PartyName) -> None:
-    """Fit the configuration to a party's blocks: they are counted, and listed, from its first."""
+    """Restrict the configuration, and its lists per block, to a party's blocks."""
     own = cut.range_of(party)
-    for config in _configurations(model):
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    for config in {id(config): config for config in found}.values():
         if getattr(config, "num_hidden_layers", None) != cut.blocks:
             continue
         for name, value in list(vars(config).items()):
@@ -244,12 +243,3 @@ def _shorten(model: Any, cut: Cut, party: PartyName) -> None:
                 setattr(config, name, value[own.start : own.stop])
         config.num_hidden_layers = len(own)
         config.tie_word_embeddings = False
-
-
-def _configurations(model: Any) -> Iterator[Any]:
-    seen = set()
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and id(config) not in seen:
-            seen.add(id(config))
-            yield config

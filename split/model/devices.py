@@ -1,9 +1,8 @@
-"""Where the server's blocks are: on one device, or spread over several in their order.
+"""Devices of the server's blocks: one, or several with consecutive blocks on each.
 
 Loading a part with such a map makes ``transformers`` dispatch it with ``accelerate``, whose hooks
-bring a block's inputs to its device. ``device_map="auto"`` would do nearly the same; here every
-block stays in one piece whatever the architecture, the shares follow the memory that is free, and
-nothing is ever moved to the processor's memory or to a disk.
+move a block's inputs to its device. Unlike ``device_map="auto"``, no block is ever divided, shares
+follow the free memory, and nothing is moved to the CPU's memory or to a disk.
 """
 
 import copy
@@ -20,10 +19,10 @@ from split.model.cut import Cut, PartyName, blocks_of, part_class
 
 
 def body_devices(settings: SplitSettings) -> list[str]:
-    """Say which devices the server's blocks are spread over.
+    """Return the devices that the server's blocks are spread over.
 
     Raises:
-        BaseModelError: one that ``split.body-devices`` names isn't there.
+        BaseModelError: A device in ``split.body-devices`` does not exist.
 
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -32,20 +31,20 @@ def body_devices(settings: SplitSettings) -> list[str]:
     absent = [name for name in named if name not in {"cpu", *there}]
     if absent:
         raise BaseModelError(
-            f"split.body-devices names {absent[0]}, which the server doesn't have; there are: "
+            f"split.body-devices names {absent[0]}, which the server doesn't have; there are "
             f"{', '.join(['cpu', *there])}"
         )
     return named or there or ["cpu"]
 
 
 def device_map(whole: Any, cut: Cut, party: PartyName, devices: Sequence[str]) -> dict[str, str]:
-    """Spread a party's blocks over devices, in shares of the memory that is free on each.
+    """Spread a party's blocks over devices, in proportion to the free memory on each.
 
     Args:
-        whole: see ``split.model.cut.outline``.
-        cut: how many blocks each party has.
-        party: whose blocks.
-        devices: in the order of the blocks; what is no block is on the first.
+        whole: See `split.model.cut.outline`.
+        cut: Number of blocks of each party.
+        party: Party of the blocks.
+        devices: Devices in the order of the blocks; all other modules are on the first.
 
     Returns:
         Devices by the modules' paths, in the order in which the modules compute.
@@ -63,42 +62,42 @@ def device_map(whole: Any, cut: Cut, party: PartyName, devices: Sequence[str]) -
             result[f"{container}.{name}"] = devices[0]
     blocks = dict(part.get_submodule(path).named_children())
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.values()]
-    places = spread(sizes, [_free_memory(device) for device in devices])
-    for name, place in zip(blocks, places, strict=True):
-        result[f"{path}.{name}"] = devices[place]
+    numbers = spread(sizes, [_free_memory(device) for device in devices])
+    for name, number in zip(blocks, numbers, strict=True):
+        result[f"{path}.{name}"] = devices[number]
     return result
 
 
 def spread(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
-    """Give each block to a device, in order, so that the devices' shares are as their room.
+    """Assign blocks to devices in order, in shares proportional to the devices' room.
 
     Args:
-        sizes: of the blocks.
-        room: of the devices; in any unit.
+        sizes: Sizes of the blocks.
+        room: Room on the devices, in any unit.
 
     Returns:
-        The number of each block's device: that in whose share the block's middle is.
+        The number of each block's device: the one whose share contains the block's middle.
 
     """
     scale = sum(sizes) / sum(room)
-    ends = [scale * end for end in accumulate(room)]
+    shares = [scale * end for end in accumulate(room)]
     middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
-    return [min(sum(middle > end for end in ends), len(room) - 1) for middle in middles]
+    return [min(sum(middle > end for end in shares), len(room) - 1) for middle in middles]
 
 
-def hand_over(model: Any, places: Mapping[str, str]) -> None:
-    """Let the last block on a device send its output to the next device.
+def hand_over(model: Any, devices: Mapping[str, str]) -> None:
+    """Make the last block on each device send its output to the next device.
 
-    ``accelerate`` fetches a block's inputs inside the block. With gradient checkpointing that is
-    too late: the backward pass draws a block's random numbers again on those devices alone that its
-    inputs were on before, and elsewhere its dropout would be another one.
+    ``accelerate`` moves a block's inputs inside the block. With gradient checkpointing that is too
+    late: the backward pass restores the random state only on the devices that its inputs were on,
+    and dropout on other devices would differ.
 
     Args:
-        model: a part that was loaded with the map.
-        places: see ``device_map``.
+        model: A part that was loaded with the map.
+        devices: See `device_map`.
 
     """
-    for (path, device), (_, following) in pairwise(places.items()):
+    for (path, device), (_, following) in pairwise(devices.items()):
         if device != following:
             model.get_submodule(path).register_forward_hook(_sends_to(following))
 
@@ -108,5 +107,5 @@ def _sends_to(device: str) -> Callable[[Any, Any, Any], Any]:
 
 
 def _free_memory(device: str) -> int:
-    """Give a GPU's free bytes; processors count the same."""
+    """Return a GPU's free bytes; 1 for a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else 1

@@ -1,4 +1,4 @@
-"""The check before a run that an architecture computes in parts exactly what it does as a whole."""
+"""Check before a run that an architecture computes in parts exactly what it computes as a whole."""
 
 import hashlib
 import json
@@ -25,10 +25,10 @@ from split.model.miniature import miniature
 from split.model.part import Padding, Part, left_padding
 
 _PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
-# Tokens per row, of which some rows have fewer; more than the sliding windows of a miniature.
+# Most tokens in a row; more than the sliding windows of a miniature.
 _COLUMNS = 9
 _NEW_TOKENS = 4
-# How far logits may be apart that are computed with caches of other sizes, beside the largest one.
+# Relative tolerance of logits that are computed with caches of different sizes.
 _ROUNDING = 1e-4
 
 
@@ -39,23 +39,23 @@ def check_exactness(
     prefixes: bool = False,
     generation: bool = False,
 ) -> None:
-    """Refuse an architecture whose parts don't compute what the whole model does, bit for bit.
+    """Refuse an architecture whose parts do not compute what the whole model does, bit for bit.
 
-    Texts that are generated must be the whole model's token for token, and their logits its own but
-    for rounding.
+    Generated texts must equal the whole model's token for token, and their logits except for
+    rounding.
 
-    A random model of the real depth and tiny width goes through the same loading as the real one.
-    What was found exact is remembered for the versions of torch and transformers.
+    A random model of the real depth and tiny width is loaded in the same way as the real one.
+    Success is recorded for the versions of the code, torch, transformers and peft.
 
     Args:
-        directory: of the checkpoint.
-        settings: of the model.
-        cut: how many blocks each party has.
-        prefixes: whether its blocks are to have prefixes, too.
-        generation: whether it is to generate texts, too.
+        directory: Directory of the checkpoint.
+        settings: Settings of the model.
+        cut: Number of blocks of each party.
+        prefixes: Whether to test its blocks with prefixes, too.
+        generation: Whether to test the generation of texts, too.
 
     Raises:
-        BaseModelError: it isn't exact, isn't causal, or can't be tried; the message names it.
+        BaseModelError: It is not exact, not causal, or cannot be tested; the message names it.
 
     """
     mark = cache_directory() / "exactness" / _key(directory, cut, prefixes, generation)
@@ -66,11 +66,11 @@ def check_exactness(
         reason = _difference(directory, settings, cut, prefixes, generation)
     except BaseModelError as error:
         reason = str(error)
-    except Exception as error:  # Whatever an architecture that doesn't fit may raise.
+    except Exception as error:  # An architecture that does not fit can raise anything.
         reason = f"{type(error).__name__}: {error}"
     if reason:
         raise BaseModelError(
-            f"{architecture} can't be used in split learning, cut into {cut.head}, "
+            f"{architecture} can't be used in split learning, divided into {cut.head}, "
             f"{cut.blocks - cut.head - cut.tail} and {cut.tail} blocks: {reason}. Use another base "
             "model, or a strategy that keeps it whole"
         )
@@ -81,15 +81,16 @@ def check_exactness(
 def _difference(
     directory: Path, settings: ModelSettings, cut: Cut, prefixes: bool, generation: bool
 ) -> str:
-    """Say where split and whole differ; empty where they don't."""
+    """Describe a difference between split and whole; empty if there is none."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     plain = settings.model_copy(update={"dtype": "float32", "quantization": "none"})
-    with TemporaryDirectory() as place:
-        miniature(AutoConfig.from_pretrained(directory)).save_pretrained(place)
-        whole = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
-        parts = load_parts(plain, Path(place), cut, PARTIES, ["cpu"])
-    # Products round differently by where in memory their factors begin; in a mapped file anywhere.
+    with TemporaryDirectory() as folder:
+        miniature(AutoConfig.from_pretrained(directory)).save_pretrained(folder)
+        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        parts = load_parts(plain, Path(folder), cut, PARTIES, ["cpu"])
+    # Rounding of products depends on the memory alignment of their factors, which is arbitrary in a
+    # mapped file.
     for parameter in whole.parameters():
         parameter.data = parameter.data.clone()
     refuse_unless_causal(whole, directory)
@@ -104,13 +105,13 @@ def _difference(
                     what = f"{name} with prefixes" if chosen else name
                     return f"its {what} are not those of the whole model, padded on the {side}"
         if generation and (reason := _other_texts(whole, parts, tokens, lengths, bool(chosen))):
-            return f"{reason} (evaluate.generate = true; with false it may do)"
+            return f"{reason} (evaluate.generate = true; false may work)"
     return ""
 
 
 @torch.no_grad()
 def _give_prefixes(whole: Any, parts: dict[PartyName, Part], cut: Cut) -> BlockPrefixes:
-    """Attach the same random prefixes to the parts that are given for the whole model."""
+    """Attach the same random prefixes to the parts that are returned for the whole model."""
     devices = dict.fromkeys(range(cut.blocks), whole.device)
     result = BlockPrefixes(whole.config, _PREFIX.prefix_length, devices)
     generator = torch.Generator().manual_seed(1)
@@ -132,7 +133,7 @@ def _both(
     padding: Padding,
     prefixes: BlockPrefixes | None,
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Compute hidden states and logits of the tokens that aren't padding, whole and split."""
+    """Compute hidden states and logits of the tokens without padding, whole and split."""
     columns = torch.arange(tokens.shape[1])
     if padding.side == "right":
         inputs, real = {}, columns < padding.lengths[:, None]
@@ -150,7 +151,7 @@ def _both(
     for party in PARTIES:
         parts[party].use("default" if prefixes else None)
         given = parts[party](given, padding)
-    # In the shape that the whole model's have: other shapes may be multiplied in another order.
+    # In the whole model's shape, since other shapes may be multiplied in another order.
     split_logits = parts["tail"].output_head(inputs_embeds=given, use_cache=False).logits
     return [("hidden states", hidden, given[real]), ("logits", logits, split_logits[real])]
 
@@ -162,7 +163,7 @@ def _other_texts(
     lengths: torch.Tensor,
     prefixes: bool,
 ) -> str:
-    """Say how texts that whole and split generate differ; empty where they don't.
+    """Describe a difference between texts generated whole and split; empty if there is none.
 
     The whole model generates with PEFT's own prefix.
     """
@@ -192,7 +193,7 @@ def _other_texts(
         )
         generation = Generation(parts["head"], parts["tail"], mask, _NEW_TOKENS, exchange)
         found = generation.run(tokens, mask, settings)
-    except Exception as error:  # Whatever an architecture that doesn't fit may raise.
+    except Exception as error:  # An architecture that does not fit can raise anything.
         return f"the {what} can't be compared: {type(error).__name__}: {error}"
     if not torch.equal(found.sequences, expected.sequences):
         return f"the {what} are not those of the whole model"

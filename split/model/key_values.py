@@ -1,4 +1,4 @@
-"""One party's share of a generation: the keys and values of its blocks, and how it goes on."""
+"""The keys and values of one party's blocks during generation."""
 
 from typing import Any
 
@@ -9,22 +9,22 @@ from split.model.part import Padding, Part, left_padding
 
 
 class KeyValues:
-    """What one party's blocks remember of a batch of texts that grow by a token each at a time.
+    """The cache of one party's blocks for a batch of texts that grow by a token each at a time.
 
-    Padding before the prompts is known from their lengths; mask and positions are derived from that
-    as ``generate`` does for a whole model. As there, nothing is computed in mixed precision. Where
-    the adapter in use is a prefix, its keys and values come first, and everything is moved behind
-    them, as PEFT does it (FL-GLM section 3.1).
+    Padding before the prompts follows from their lengths; mask and positions are derived from it
+    as ``generate`` does for a whole model, and as there, nothing is computed in mixed precision. If
+    the adapter in use is a prefix, its keys and values come first, and all positions are shifted by
+    its length, as in PEFT (FL-GLM section 3.1).
 
     Args:
-        part: whose blocks, with the adapter in use. Rows that end earlier than others go on with
-            padding behind them; what they compute is not used.
-        padding: of the prompts, on the left.
-        columns: tokens and padding of each prompt.
+        part: Part with the adapter in use. Rows that end earlier than others continue with padding
+            on the right; what they compute is not used.
+        padding: Padding of the prompts, on the left.
+        columns: Tokens and padding of each prompt.
 
     Attributes:
-        cache: of the blocks; None where there are none.
-        columns: tokens and padding of each row so far.
+        cache: Cache of the blocks; None without blocks.
+        columns: Tokens and padding of each row so far.
 
     """
 
@@ -32,7 +32,7 @@ class KeyValues:
         blocks = part.cut.range_of(part.party)
         self._part = part
         self._backbone = part.model.base_model
-        # The embedding and the output head alone have nothing to remember.
+        # The embedding and the output head alone have no keys and values.
         self.cache = _OwnBlocks(part.model.config, blocks.start) if blocks else None
         self._lengths = padding.lengths.to(part.device)
         self._padded = bool((padding.lengths < columns).any())
@@ -46,34 +46,29 @@ class KeyValues:
 
     @property
     def length(self) -> int:
-        """Keys and values of each row so far, those of a prefix and of padding included."""
+        """Keys and values of each row so far, including those of a prefix and of padding."""
         return self._before + self.columns
 
     def extend(self, given: torch.Tensor) -> torch.Tensor:
-        """Compute the blocks for the prompts, or for the one token that follows in each row.
+        """Compute the blocks for the prompts, or for the next token of each row.
 
         Args:
             given: (rows, columns) int64 tokens for the head, else (rows, columns, hidden).
 
         Returns:
-            (rows, columns, hidden) after the party's last block; after the final norm too for the
-            tail.
+            (rows, columns, hidden) after the party's last block; for the tail also after the final
+            norm.
 
         """
-        part = self._part
-        if part.party == "head":
-            inputs = {"input_ids": given.to(part.device)}
-        else:
-            inputs = {"inputs_embeds": given.to(part.device, part.dtype)}
-        inputs |= self._places(given.shape[1])
+        inputs = self._part.inputs_of(given) | self._mask_and_positions(given.shape[1])
         self.columns += given.shape[1]
         output = self._backbone(
             **inputs, past_key_values=self.cache, use_cache=self.cache is not None
         )
         return output.last_hidden_state  # type: ignore[no-any-return]
 
-    def _places(self, columns: int) -> dict[str, torch.Tensor]:
-        """Give positions, and a mask where there is padding to be masked and a block to do it."""
+    def _mask_and_positions(self, columns: int) -> dict[str, torch.Tensor]:
+        """Return positions, and a mask if there is padding to mask and a block that reads it."""
         inputs = dict(self._prompt)
         mask = inputs.pop("attention_mask")
         if self.columns:
@@ -89,8 +84,8 @@ class KeyValues:
 class _OwnBlocks(DynamicCache):  # type: ignore[misc]  # transformers has no types
     """The library's cache for a party's blocks alone.
 
-    Each block knows its absolute number; in the cache, and in the configuration from which the
-    kinds of attention are read, they are counted from the party's first.
+    Blocks use their absolute numbers. The cache, and the configuration that lists the kinds of
+    attention, count from the party's first block.
     """
 
     def __init__(self, config: Any, first: int) -> None:
@@ -112,5 +107,5 @@ class _OwnBlocks(DynamicCache):  # type: ignore[misc]  # transformers has no typ
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise NotImplementedError(
-            "beam search can't be used with a split model: set num_beams to 1"
+            "beam search is not supported with a split model; set num_beams to 1"
         )

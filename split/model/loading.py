@@ -1,4 +1,4 @@
-"""Loading a party's part: only its own tensors are fetched, read and held, and all are compared."""
+"""Load a party's part: only its own tensors are fetched, read and held, and all are compared."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -39,15 +39,15 @@ _GENERATION = "generation_config.json"
 
 
 def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) -> Path:
-    """Give a checkpoint's directory; from a hub only the files with these parties' tensors come.
+    """Return a checkpoint's directory; download only the files with these parties' tensors.
 
     Args:
-        name: as in ``model.name``.
-        split: how many blocks each party has.
-        parties: who is here.
+        name: Base model, as in ``model.name``.
+        split: Settings with the number of blocks of each party.
+        parties: Parties on this machine.
 
     Raises:
-        BaseModelError: there is no such checkpoint, or it isn't in safetensors format.
+        BaseModelError: There is no such checkpoint, or it is not in safetensors format.
 
     """
     if name == "tiny" or Path(name).expanduser().is_absolute():
@@ -61,9 +61,9 @@ def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) 
 
 
 def tensors_of(directory: Path, cut: Cut, parties: Sequence[PartyName]) -> set[str]:
-    """Name the checkpoint's tensors that these parties' parts are loaded from.
+    """Return the names of the checkpoint's tensors that these parties' parts are loaded from.
 
-    Files that an index names need not be there.
+    Files in an index need not exist.
     """
     whole = outline(directory)
     full = full_names(whole, _names(directory))
@@ -81,21 +81,22 @@ def load_parts(
     """Load the parts that one process holds; tied embeddings are one tensor in its memory.
 
     Args:
-        settings: precision, quantisation and gradient checkpointing.
-        directory: of the checkpoint.
-        cut: how many blocks each party has.
-        parties: whose parts.
-        devices: over which each part's blocks are spread, in their order; none is the first GPU if
-            there is one.
+        settings: Precision, quantisation and gradient checkpointing.
+        directory: Directory of the checkpoint.
+        cut: Number of blocks of each party.
+        parties: Parties of the parts.
+        devices: Devices that each part's blocks are spread over, in order; empty for the first GPU,
+            or the CPU if there is none.
 
     Raises:
-        BaseModelError: a part can't be loaded, or a tensor of it isn't the checkpoint's.
+        BaseModelError: A part cannot be loaded, or one of its tensors differs from the
+            checkpoint's.
 
     """
     whole = outline(directory)
     arguments = loading_arguments(settings, *devices[:1])
     if arguments["quantization_config"] is not None:
-        # The last layer isn't quantised; by itself a part would count its own last one as that.
+        # The model's last layer is not quantised; a part alone would exclude its own last layer.
         arguments["quantization_config"].llm_int8_skip_modules = get_keys_to_not_convert(whole)
     full = full_names(whole, _names(directory))
     parts: dict[PartyName, Part] = {}
@@ -103,7 +104,12 @@ def load_parts(
     checkpoint = Checkpoint(directory)
     for party in (party for party in PARTIES if party in parties):
         sources = tensors_of_part(whole, full, cut, party)
-        _refuse_absent(checkpoint, set(sources.values()), directory)
+        absent = sorted(set(sources.values()) - checkpoint.files.keys())
+        if absent:
+            raise BaseModelError(
+                f"{len(absent)} tensors, {absent[0]} among them, are in none of the {WEIGHTS} in "
+                f"{directory}; the checkpoint is incomplete, so download it again"
+            )
         kind = part_class(whole, cut, party)
         state = {
             key: StoredTensor(checkpoint, name, arguments["dtype"]) for key, name in sources.items()
@@ -122,23 +128,14 @@ def load_parts(
 
 
 def _names(directory: Path) -> set[str]:
-    """Name all tensors of a checkpoint, from the index alone if it has one."""
+    """Return the names of all tensors of a checkpoint, from the index alone if it has one."""
     if (directory / _INDEX).is_file():
         return set(json.loads((directory / _INDEX).read_text())["weight_map"])
     return set(Checkpoint(directory).files)
 
 
-def _refuse_absent(checkpoint: Checkpoint, needed: set[str], directory: Path) -> None:
-    absent = sorted(needed - checkpoint.files.keys())
-    if absent:
-        raise BaseModelError(
-            f"{len(absent)} tensors, {absent[0]} among them, are in none of the {WEIGHTS} in "
-            f"{directory}; the checkpoint is incomplete, so fetch it again"
-        )
-
-
 def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str, Any]) -> Any:
-    """Let ``transformers`` load a part from tensors that are read when it comes to them."""
+    """Load a part by ``transformers`` from tensors that are read on demand."""
     try:
         model, report = kind.from_pretrained(
             None, config=config, state_dict=state, output_loading_info=True, **arguments
@@ -155,7 +152,7 @@ def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str,
 def _tied(
     whole: Any, model: Any, sources: Mapping[str, str], full: Mapping[str, str]
 ) -> dict[str, tuple[str, torch.Tensor]]:
-    """Give this part's tensors that another may have too: by the model's name, the checkpoint's."""
+    """Return this part's tensors that another may share, as (checkpoint's name, tensor)."""
     names = {full.get(key, key): name for key, name in sources.items()}
     tied = {key for pair in whole.all_tied_weights_keys.items() for key in pair}
     own = model.named_parameters()
@@ -169,9 +166,9 @@ def _shared(
     sources: Mapping[str, str],
     full: Mapping[str, str],
 ) -> dict[str, torch.Tensor]:
-    """Give those of a part's tensors that an earlier part holds, by the keys of its sources.
+    """Return a part's tensors that an earlier part holds, by the keys of its sources.
 
-    Some checkpoints have tied tensors twice; they are tied only if they are equal.
+    Some checkpoints store tied tensors twice; they are tied only if they are equal.
     """
     pairs = list(whole.all_tied_weights_keys.items())
     result = {}

@@ -1,4 +1,4 @@
-"""A model of the same architecture and depth as a checkpoint's, as narrow as can be, and random."""
+"""Build a narrow random model of the same architecture and depth as a checkpoint's."""
 
 import copy
 import re
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# Widths by the names that configurations give them; what has none of these names stays.
+# Widths by their names in configurations; all others stay.
 _WIDTHS: tuple[tuple[str, int], ...] = (
     (r".*intermediate_size.*|ffn_dim|n_inner|ffn_hidden_size", 32),
     (r"vocab_size(_per_layer_input)?", 64),
@@ -18,11 +18,11 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
     (r"(num|moe_num)_(local_)?experts|n_routed_experts|linear_num_value_heads", 4),
     (r"num_experts_per_tok|moe_k|top_k_experts|linear_num_key_heads", 2),
     (r"n_group|topk_group|n_shared_experts", 1),
-    # Short windows, so that a few tokens already show the difference they make.
+    # Short windows, so that they have an effect on a few tokens already.
     (r"sliding_window|attention_chunk_size|window_size", 4),
 )
 _HEAD = 16
-# More would make the check too slow; learned positions and 80 blocks take a tenth of it.
+# More would make the check too slow; learned positions and 80 blocks need a tenth of it.
 _MOST_WEIGHTS = 2 * 10**7
 
 
@@ -30,10 +30,10 @@ def miniature(config: Any) -> Any:
     """Build a small random model: all blocks of the architecture, tiny widths, float32.
 
     Args:
-        config: of the real checkpoint; it is not changed.
+        config: Configuration of the real checkpoint; it is not changed.
 
     Raises:
-        Exception: of any kind, when the architecture doesn't work at these widths.
+        Exception: Of any type, if the architecture does not work with these widths.
 
     """
     from transformers import AutoModelForCausalLM
@@ -43,11 +43,11 @@ def miniature(config: Any) -> Any:
     with torch.device("meta"):
         weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if weights > _MOST_WEIGHTS:
-        raise ValueError(f"even with few and narrow heads it has {weights} weights to try it with")
+        raise ValueError(f"even with few and narrow heads its test model has {weights} weights")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # Larger than is usual, so that no part's influence is lost in rounding.
+        # Larger than usual, so that no part's influence is lost in rounding.
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
     return model.eval()
@@ -82,7 +82,7 @@ def _narrow(config: Any) -> None:
 
 
 def _shorten_factors(rope: Any) -> None:
-    """Keep as many of the factors that scale rotary frequencies as narrow heads have."""
+    """Keep as many scaling factors of rotary frequencies as narrow heads have."""
     if isinstance(rope, dict):
         pairs = int(_HEAD * (rope.get("partial_rotary_factor") or 1)) // 2
         for name, value in rope.items():

@@ -19,12 +19,12 @@ from split.model.cut import Cut, PartyName, blocks_of
 
 @dataclass(frozen=True)
 class Padding:
-    """Where the padding of a micro-batch is; it travels instead of a mask.
+    """The padding of a micro-batch, which is sent instead of a mask.
 
     Attributes:
-        side: of each row's tokens. On the right causal attention doesn't look at padding, so that
-            no mask is needed; generation pads on the left.
-        lengths: (rows,) int64; how many tokens of each row are not padding.
+        side: Side of the padding in each row. On the right no mask is needed, since causal
+            attention does not look at it; generation pads on the left.
+        lengths: (rows,) int64; number of tokens of each row without padding.
 
     """
 
@@ -35,14 +35,14 @@ class Padding:
 class Part:
     """One party's blocks, with any number of named adapters on the same frozen weights.
 
-    Its blocks may be spread over several devices; an adapter's weights are where their block is.
+    Its blocks may be spread over several devices; an adapter's weights are on their block's device.
 
     Args:
-        model: the party's ``transformers`` model; see ``split.loading.load_parts``.
-        party: whose it is.
-        cut: how many blocks each party has.
+        model: The party's ``transformers`` model; see `split.model.loading.load_parts`.
+        party: The party.
+        cut: Number of blocks of each party.
         digests: SHA-256 of each tensor it was loaded from, by the checkpoint's names.
-        dtype: what the frozen blocks compute in.
+        dtype: Data type that the frozen blocks compute in.
 
     """
 
@@ -59,14 +59,14 @@ class Part:
         self.cut = cut
         self.digests = dict(digests)
         self.dtype = dtype
-        # Of the first block, where hidden states enter; they leave on that of the last.
+        # Device of the first block, where hidden states enter; they leave on that of the last.
         self.device = _device_of(model)
         self.hidden_size = int(model.config.hidden_size)
         self._backbone = model.base_model
-        # Of what other parties have; an adapter's target can have their names.
-        self._stand_ins = [p for p, m in model.named_modules() if isinstance(m, nn.Identity)]
+        # Replacements of other parties' modules, whose names can be an adapter's targets.
+        self._placeholders = [p for p, m in model.named_modules() if isinstance(m, nn.Identity)]
         self._peft_model: Any = None
-        # PEFT's names of the adapters can't have dots in them, and clients' names can.
+        # PEFT's names of adapters cannot contain dots, unlike clients' names.
         self._slots: dict[str, str] = {}
         self._attached = 0
         self._layers: list[Any] = []
@@ -78,17 +78,14 @@ class Part:
 
         Args:
             given: (rows, columns) int64 tokens for the head, else (rows, columns, hidden).
-            padding: of the rows.
+            padding: Padding of the rows.
 
         Returns:
-            (rows, columns, hidden) after the party's last block; after the final norm too for the
-            tail. Gradients flow to ``given``.
+            (rows, columns, hidden) after the party's last block; for the tail also after the final
+            norm. Gradients flow to ``given``.
 
         """
-        if self.party == "head":
-            inputs = {"input_ids": given.to(self.device)}
-        else:
-            inputs = {"inputs_embeds": given.to(self.device, self.dtype)}
+        inputs = self.inputs_of(given)
         columns = given.shape[1]
         if padding.side == "left" and bool((padding.lengths < columns).any()):
             lengths = padding.lengths.to(self.device)
@@ -99,19 +96,25 @@ class Part:
             output = self._backbone(**inputs, use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
+    def inputs_of(self, given: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Name tokens or hidden states for the backbone, and move them to its device."""
+        if self.party == "head":
+            return {"input_ids": given.to(self.device)}
+        return {"inputs_embeds": given.to(self.device, self.dtype)}
+
     @property
     def prefixes(self) -> BlockPrefixes | None:
-        """The adapter in use, if it is of that kind; without blocks there are none in it."""
+        """The adapter in use if it is a prefix, otherwise None; it is empty without blocks."""
         return self._prefixes.get(self._used)
 
     @property
     def columns_before(self) -> int:
-        """Places that a prefix in use takes before each row's tokens."""
+        """Prefix positions before each row's tokens."""
         return 0 if self.prefixes is None else self.prefixes.length
 
     @property
     def output_head(self) -> Any:
-        """What the tail's hidden states become logits with; see ``finetuning.whole_model``."""
+        """The module that turns the tail's hidden states into logits; see `output_head`."""
         if self.party != "tail":
             raise ValueError(f"the {self.party} has no output head; only the tail has")
         return output_head(self.model)
@@ -119,25 +122,25 @@ class Part:
     def autocast(self) -> AbstractContextManager[Any]:
         """Compute as the whole model does: in mixed precision on a GPU.
 
-        Calling the part does so by itself; computing logits and loss should be put into it.
+        Calls of the part do so already; logits and loss should be computed within this context.
         """
         mixed = self.device.type == "cuda" and self.dtype == torch.bfloat16
         return torch.autocast("cuda", torch.bfloat16) if mixed else nullcontext()
 
     def attach(self, settings: AdapterSettings, name: str = "default") -> None:
-        """Add an adapter, and use it. Without a module to adapt here it has no weights.
+        """Add an adapter and use it. Without a module to adapt in this part it has no weights.
 
         Args:
-            settings: its kind; rank, scale, dropout and targets, or the prefix's length.
-            name: of the adapter among this part's.
+            settings: Kind, rank, scale, dropout and targets, or prefix length.
+            name: Name of the adapter within this part.
 
         Raises:
-            BaseModelError: a target can't be adapted, or prefixes would be lost.
-            ValueError: there is an adapter of this name.
+            BaseModelError: A target cannot be adapted, or prefixes are not possible.
+            ValueError: An adapter of this name exists.
 
         """
         if name in self._slots:
-            raise ValueError(f"there is an adapter {name!r} already")
+            raise ValueError(f"an adapter {name!r} exists already")
         slot = f"adapter{self._attached}"
         self._attached += 1
         if settings.kind == "prefix":
@@ -147,9 +150,9 @@ class Part:
             return
         model = self._peft_model or self.model
         try:
-            self._peft_model = attach_adapter(model, settings, None, slot, self._stand_ins)
+            self._peft_model = attach_adapter(model, settings, None, slot, self._placeholders)
         except BaseModelError:
-            # That targets fit nowhere in the whole model is found when its adapter is made.
+            # Targets that fit nowhere in the whole model are refused when its adapter is made.
             if self._has_one_of(target_names(settings)):
                 raise
         self._slots[name] = slot
@@ -158,18 +161,18 @@ class Part:
         self._select(name)
 
     def use(self, name: str | None) -> None:
-        """Choose the adapter that computes from now on; None is the bare model.
+        """Choose the adapter to compute with; None is the bare model.
 
-        With gradient checkpointing a backward pass computes its blocks again, so before it the
-        adapter of its forward pass must be chosen again.
+        With gradient checkpointing a backward pass computes its blocks again, so that the adapter
+        of its forward pass must be chosen again before it.
         """
         if name != self._used:
             self._select(name)
 
     def trainable(self, name: str = "default") -> dict[str, torch.nn.Parameter]:
-        """Give an adapter's weights, sorted by their names in a saved adapter of the whole model.
+        """Return an adapter's weights, sorted by their names in a saved adapter of the whole model.
 
-        There are none where this party has nothing to train.
+        Empty if this party has nothing to train.
         """
         slot = self._slots[name]
         if name in self._prefixes:
@@ -183,26 +186,26 @@ class Part:
         }
 
     def remove(self, name: str) -> None:
-        """Take an adapter out, and free its memory; if it was in use, the bare model is."""
+        """Remove an adapter and free its memory; if it was in use, the bare model is used."""
         is_prefix = self._prefixes.pop(name, None) is not None
         has_weights = not is_prefix and bool(self.trainable(name))
         slot, used = self._slots.pop(name), self._used
         if has_weights:
-            if self._slots:  # or PEFT would warn that it chooses another one itself
+            if self._slots:  # Otherwise PEFT would warn that it chooses another one itself.
                 self._select(next(iter(self._slots)))
             self._peft_model.delete_adapter(slot)
             self._find_adapted_layers()
         self._select(None if used == name else used)
 
     def train(self, mode: bool) -> None:
-        """Switch dropout, and recomputing activations if that was asked for, on or off."""
+        """Switch dropout, and gradient checkpointing if enabled, on or off."""
         if self.model.training != mode:
             self.model.train(mode)
 
     def _make_prefixes(self, length: int) -> BlockPrefixes:
         if any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules()):
             raise BaseModelError(
-                'adapter.kind = "prefix" does not go with model.gradient-checkpointing = true'
+                'adapter.kind = "prefix" does not work with model.gradient-checkpointing = true'
             )
         numbers = self.cut.range_of(self.party)
         _, path = blocks_of(self.model, len(numbers))
@@ -211,12 +214,12 @@ class Part:
         return BlockPrefixes(self.model.config, length, devices)
 
     def _has_one_of(self, names: Sequence[str]) -> bool:
-        paths = {path for path, _ in self.model.named_modules()} - set(self._stand_ins)
+        paths = {path for path, _ in self.model.named_modules()} - set(self._placeholders)
         return any(f".{path}".endswith(f".{name}") for path in paths for name in names)
 
     def _select(self, name: str | None) -> None:
-        # PEFT's own way of choosing goes through all adapters of a layer, and freezes those that
-        # aren't chosen, which loses the gradients that their earlier passes are still to give.
+        # PEFT's own way of choosing iterates over all adapters of a layer and freezes the others,
+        # which loses the gradients of their earlier forward passes.
         slot = None if name is None else self._slots[name]
         for layer in self._layers:
             layer._disable_adapters = slot is None
@@ -233,16 +236,15 @@ class Part:
 
 
 def left_padding(backbone: Any, lengths: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
-    """Give the mask, and positions counted from each row's first token, as ``generate`` does.
+    """Return the mask, and positions counted from each row's first token, as ``generate`` does.
 
     Args:
-        backbone: the model that is to take them; not all take positions.
+        backbone: Model to compute with; not all take positions.
         lengths: (rows,) int64; tokens of each row.
-        columns: tokens and padding of each row.
+        columns: Tokens and padding of each row.
 
     """
-    places = torch.arange(columns, device=lengths.device)
-    mask = (places >= columns - lengths[:, None]).long()
+    mask = (torch.arange(columns, device=lengths.device) >= columns - lengths[:, None]).long()
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
         return {"attention_mask": mask}
     return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from finetuning.adapters.adapter import State
+from finetuning.adapters.adapter import State, load_state
 from finetuning.randomness import drawing_from, drawing_nothing_new
 from finetuning.settings import AdapterSettings, TrainSettings
 from finetuning.training.optimization import (
@@ -16,7 +16,6 @@ from finetuning.training.optimization import (
     make_optimizer,
     squared_norm,
 )
-from split.model.adapters import load_state
 from split.model.part import Padding, Part
 
 # As in torch.nn.utils.clip_grad_norm_, which must not divide by a norm of 0.

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from finetuning.adapters.adapter import State
+from finetuning.adapters.adapter import State, load_state
 from finetuning.settings import AdapterSettings
 from split.lane.lane import Lane
-from split.model.adapters import load_state
 from split.model.key_values import KeyValues
 from split.model.part import Padding, Part
 from split.protocol.frames import Frame, Kind

@@ -254,4 +254,4 @@ def test_prompts_that_are_too_long_are_named(tmp_path, capsys, base):
     file.write_text('{"instruction": "a"}\n' + json.dumps({"instruction": "court " * 30}) + "\n")
     refusal = refused(capsys, "generate", "--model", tmp_path / "model", "--file", file, *NEW)
     assert f"a row can take the tokens of {file}:2 + --max-new-tokens = " in refusal
-    assert "has 64 and no more" in refusal
+    assert "has only 64" in refusal

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from finetuning.generated import STYLES, background, consultation, court, examples, reasoning
-from finetuning.generated.vocabulary import OFFENCES, SURNAMES
+from finetuning.generated.vocabulary import OFFENCES, WORDS
 
 COUNT = 1_000
 
@@ -82,12 +82,12 @@ def reasoning_facts(row: dict[str, str]) -> tuple[str, ...]:
     """The rule and the surname of the person it is applied to, read from the first two steps."""
     article = re.search(r"Article (\d+)", row["output"])
     found = re.split(r"(?:2\.|\(2\)|Second:) ", row["output"])[1]
-    surname = re.search(rf"\b({'|'.join(SURNAMES)})\b", found)
+    surname = re.search(rf"\b({'|'.join(WORDS['surnames'])})\b", found)
     assert article and surname
     return surname[1], article[1]
 
 
-def test_a_call_repeats_and_a_longer_one_goes_on() -> None:
+def test_a_call_repeats_and_a_longer_one_extends_it() -> None:
     for style in STYLES:
         first = examples(style, 50, 3, "train")
         assert first == examples(style, 80, 3, "train")[:50]

@@ -14,6 +14,7 @@ from finetuning.adapters.adapter import (
     attach_adapter,
     exported_names,
     load_adapter,
+    load_state,
     trainable_parameters,
 )
 from finetuning.data.batching import collate, micro_batches
@@ -26,7 +27,7 @@ from finetuning.training.loop import RoundPlan, train_round
 from finetuning.training.optimization import learning_rate, make_optimizer
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
-from split.model.adapters import join_adapters, load_state, take_apart
+from split.model.adapters import join_adapters, take_apart
 from split.model.cut import cut_of
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts

@@ -221,7 +221,7 @@ def test_architectures_that_take_no_prefix_are_refused_by_name(tmp_path, archite
     config.save_pretrained(tmp_path)
     with pytest.raises(BaseModelError, match=f"{architecture[:5]}.*adapter.kind") as caught:
         initial_adapter("a model", PREFIX, 0, tmp_path)
-    assert 'adapter.kind = "prefix" is not for' in str(caught.value)
+    assert 'adapter.kind = "prefix" does not support' in str(caught.value)
 
 
 def test_prefixes_and_gradient_checkpointing_are_refused(checkpoint, tmp_path):

@@ -153,7 +153,7 @@ def test_a_system_turn_that_the_template_refuses_is_named(tokenizer_of):
     assert tokenize([row_of(*CONVERSATION)], tokenizer, 500)[0]
     with pytest.raises(DataError, match=r"rows\.jsonl:7: .*no system role"):
         tokenize([row_of(("system", "Be brief."), *CONVERSATION)], tokenizer, 500)
-    with pytest.raises(DataError, match=r"rows\.jsonl:7: not for this chat template"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:7: the chat template refuses it"):
         tokenize([row_of(*CONVERSATION)], tokenizer_of("byte_level_bpe", "{{ a.b.c }}"), 500)
 
 

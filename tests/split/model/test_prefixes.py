@@ -8,13 +8,14 @@ from finetuning.adapters.adapter import (
     attach_adapter,
     initial_adapter,
     load_adapter,
+    load_state,
     save_adapter,
     trainable_parameters,
 )
 from finetuning.adapters.prefixes import SAVED, BlockPrefixes
 from finetuning.model.base_model import BaseModelError
 from finetuning.settings import AdapterSettings, ModelSettings
-from split.model.adapters import join_adapters, load_state, take_apart
+from split.model.adapters import join_adapters, take_apart
 from split.model.cut import PARTIES, Cut
 from split.model.exactness import check_exactness
 from split.model.part import Padding, left_padding

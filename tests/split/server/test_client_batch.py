@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from finetuning.adapters.adapter import exported_names, trainable_parameters
+from finetuning.adapters.adapter import exported_names, load_state, trainable_parameters
 from finetuning.data.batching import collate, micro_batches
 from finetuning.training.optimization import learning_rate, make_optimizer
-from split.model.adapters import join_adapters, load_state, take_apart
+from split.model.adapters import join_adapters, take_apart
 from split.model.cut import cut_of
 from split.model.part import Padding
 from split.protocol.frames import Kind

@@ -85,10 +85,10 @@ def test_the_check_before_a_run_generates_texts(
     monkeypatch.setenv("CHAMBERS_CACHE", str(tmp_path))
     directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
     settings, cut, prefixes = ModelSettings(name=str(directory)), Cut(4, 1, 1), "prefix" in lost
-    places, fill = KeyValues._places, BlockPrefixes.fill
+    positions, fill = KeyValues._mask_and_positions, BlockPrefixes.fill
 
-    def wrong_places(self, columns):
-        result = places(self, columns)
+    def wrong_positions(self, columns):
+        result = positions(self, columns)
         if self.columns:
             result["position_ids"] = result["position_ids"] - 2
         return result
@@ -101,7 +101,7 @@ def test_the_check_before_a_run_generates_texts(
         if prefixes:
             patch.setattr(BlockPrefixes, "fill", not_at_the_tail)
         else:
-            patch.setattr(KeyValues, "_places", wrong_places)
+            patch.setattr(KeyValues, "_mask_and_positions", wrong_positions)
         check_exactness(directory, settings, cut, prefixes)
         with pytest.raises(BaseModelError, match=r"generates.*evaluate\.generate = true"):
             check_exactness(directory, settings, cut, prefixes, generation=True)

@@ -1,0 +1,50 @@
+"""Answer a question with an adapter that a run has exported, by transformers and peft alone.
+
+    python examples/use_adapter.py runs/<run>/adapters/global "Is the contract void?"
+
+The adapter's folder names its base model, which is loaded from the same path or Hugging Face id
+as in training. Nothing of Chambers is imported.
+"""
+
+import argparse
+
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+
+def main() -> None:
+    """Load the model, tokenize the question as in training, and print the answer."""
+    parser = argparse.ArgumentParser(description="Answer a question with an exported adapter.")
+    parser.add_argument("adapter", help="folder with adapter_config.json")
+    parser.add_argument("question")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    arguments = parser.parse_args()
+
+    model = AutoPeftModelForCausalLM.from_pretrained(arguments.adapter)
+    base = model.peft_config["default"].base_model_name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    has_template = bool(tokenizer.chat_template)
+    if has_template:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": arguments.question}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    else:
+        # Without a chat template, Chambers trains in the plain form of the FedJudge paper.
+        prompt = f"Instruction Input:\n{arguments.question}\nInstruction Output:\n"
+    inputs = tokenizer(prompt, add_special_tokens=not has_template, return_tensors="pt")
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=arguments.max_new_tokens,
+            do_sample=False,
+        )
+    answer = output[0, inputs["input_ids"].shape[1] :]
+    print(tokenizer.decode(answer, skip_special_tokens=True).strip())
+
+
+if __name__ == "__main__":
+    main()
