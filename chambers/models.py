@@ -1,20 +1,14 @@
 """Models to generate with: whole on this machine, or with the middle blocks at a block server."""
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from chambers.errors import CommandError
+from chambers.generate import Generate
 from chambers.lane_model import LaneModel, explained
-from chambers.sources import (
-    adapter_of,
-    find_run,
-    model_settings,
-    parts_of,
-    refuse_other_base,
-)
+from chambers.sources import find_run, open_adapter, refuse_other_base, split_adapter
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter
 from finetuning.evaluation.generation import Answering
@@ -65,20 +59,20 @@ class Source:
         return self.invitation.most_tokens if self.invitation else _NO_LIMIT
 
 
-def find(arguments: argparse.Namespace) -> Source:
-    """Find what the arguments name, and check that it belongs together.
+def find(options: Generate) -> Source:
+    """Find what the options name, and check that it belongs together.
 
     Raises:
         CommandError: something is missing, or doesn't belong to the rest.
 
     """
-    adapter = adapter_of(arguments.adapter) if arguments.adapter else None
+    adapter = open_adapter(options.adapter) if options.adapter else None
     try:
-        if arguments.invitation:
-            invitation = StandingInvitation.read(arguments.invitation)
-            return _find_ends(arguments, adapter, invitation)
+        if options.invitation:
+            invitation = StandingInvitation.read(options.invitation)
+            return _find_ends(options, adapter, invitation)
         run = find_run(adapter)
-        settings = model_settings(arguments, adapter, run)
+        settings = options.settings(adapter, run)
         directory = locate(settings.name)
         if run is not None:
             refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
@@ -106,17 +100,18 @@ def opened(source: Source) -> Iterator[Answering]:
 
 
 def _find_ends(
-    arguments: argparse.Namespace, adapter: SavedAdapter | None, invitation: StandingInvitation
+    options: Generate, adapter: SavedAdapter | None, invitation: StandingInvitation
 ) -> Source:
     run = find_run(adapter)
-    settings = model_settings(arguments, adapter, run, invitation.model)
+    settings = options.settings(adapter, run, invitation.model)
     directory = locate_parts(settings.name, invitation.split, _ENDS)
     cut = cut_of(directory, invitation.split)
     server_s = f"that of the block server at {invitation.address}"
     if cut != _cut_of(invitation):
         raise CommandError(
             f"the base model here is not {server_s}: it has {cut.blocks} blocks, and not "
-            f"{invitation.blocks}; give --model the same checkpoint ({invitation.model})"
+            f"{invitation.blocks}; name the same checkpoint with "
+            f"--model ({invitation.model})"
         )
     own = fingerprint(directory, tensors_of(directory, cut, _ENDS))
     refuse_other_base(own, invitation.digests, server_s)
@@ -126,7 +121,7 @@ def _find_ends(
     check_exactness(directory, settings, cut, prefixes, generation=True)
     if adapter is None:
         return Source(settings, directory, None, invitation)
-    parts = parts_of(adapter, cut)
+    parts = split_adapter(adapter, cut)
     digest = body_digest(adapter.settings, parts["body"])
     chosen = next((name for name, served in invitation.models.items() if served == digest), None)
     if chosen is None:

@@ -10,7 +10,7 @@ from filelock import FileLock
 from safetensors import safe_open
 
 from finetuning.files import cache_directory, replacing
-from finetuning.model.base_model import WEIGHTS
+from finetuning.model.checkpoint import WEIGHTS
 
 # What a fingerprint has beside digests of tensors, and every party of a split model has.
 PARTIES_SHARE = ("config.json", "tokenizer.json", "chat template")
