@@ -1,5 +1,6 @@
 """How many of a simulation's clients work at once: each has a process, a Ray actor."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,8 @@ class Machine:
 
 def this_machine() -> Machine:
     """Return the cores and the available memory of this machine."""
-    return Machine(psutil.cpu_count() or 1, psutil.virtual_memory().available)
+    count = getattr(os, "process_cpu_count", os.cpu_count)  # the first from Python 3.13 on
+    return Machine(count() or 1, psutil.virtual_memory().available)
 
 
 def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from chambers.errors import CommandError
-from chambers.sources import BaseModelOptions
+from chambers.sources import BaseModelOptions, option
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
 from finetuning.data.rows import DataError, Row
 
@@ -44,46 +44,28 @@ class Generate(BaseModelOptions):
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     prompts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PROMPT]…", show_default=False),
+        list[str] | None, typer.Argument(metavar="[PROMPT]…", show_default=False)
     ] = None
     file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="F.jsonl",
-            help="rows like the training data's: instruction and input, or messages (JSONL, JSON, "
-            "CSV, Parquet); answers in them are ignored",
+        option(
+            "rows like the training data's: instruction and input, or messages (JSONL, JSON, CSV, "
+            "Parquet); answers in them are ignored",
+            "F.jsonl",
         ),
     ] = None
     output: Annotated[
         Path | None,
-        typer.Option(
-            metavar="F.jsonl",
-            help='write rows with "generated" to this file, instead of text to standard output',
-        ),
+        option('write rows with "generated" here instead of text to standard output', "F.jsonl"),
     ] = None
     invitation: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="to a block server that has the middle blocks"),
+        Path | None, option("to a block server that has the middle blocks", "FILE")
     ] = None
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", help="default 256", show_default=False)
-    ] = 256
-    temperature: Annotated[
-        float, typer.Option(metavar="T", help="0, the default, is greedy", show_default=False)
-    ] = 0.0
-    top_p: Annotated[
-        float,
-        typer.Option(
-            metavar="P", help="sample from the most likely tokens; default 1", show_default=False
-        ),
-    ] = 1.0
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="of sampling; default 0", show_default=False)
-    ] = 0
-    batch_size: Annotated[
-        int, typer.Option(metavar="N", help="prompts at once; default 8", show_default=False)
-    ] = 8
+    max_new_tokens: Annotated[int, option("default 256", "N")] = 256
+    temperature: Annotated[float, option("0, the default, is greedy", "T")] = 0.0
+    top_p: Annotated[float, option("sample from the most likely tokens; default 1", "P")] = 1.0
+    seed: Annotated[int, option("of sampling; default 0", "N")] = 0
+    batch_size: Annotated[int, option("prompts at once; default 8", "N")] = 8
 
     def __call__(self) -> int:
         """Generate."""

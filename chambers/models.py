@@ -29,15 +29,15 @@ _NO_LIMIT = 2**31
 
 @dataclass(frozen=True)
 class Source:
-    """A model of which nothing large has been read yet.
+    """A model before its weights are read.
 
     Attributes:
-        settings: of the base model.
-        directory: of the base model, or of as much of it as is needed here.
-        adapter: None for the bare base model.
+        settings: which base model, and how it is loaded.
+        directory: the base model's, or of those of its files that are needed here.
+        adapter: None for the base model alone.
         invitation: to a block server; None if the whole model is here.
         chosen: the server's name of the model.
-        ends: the adapter of head and tail; None is none.
+        ends: the head's and tail's part of the adapter, if there is one.
 
     """
 
@@ -50,7 +50,7 @@ class Source:
 
     @property
     def columns_before(self) -> int:
-        """Places that a prefix takes before each row's tokens."""
+        """Positions that a prefix takes before each row's tokens."""
         return self.adapter.settings.columns_before if self.adapter else 0
 
     @property
@@ -83,7 +83,7 @@ def find(options: Generate) -> Source:
 
 @contextmanager
 def opened(source: Source) -> Iterator[Answering]:
-    """Load the model, or what is here of it, and dial the block server.
+    """Load the model, or head and tail and open a lane to the block server.
 
     Raises:
         CommandError: it can't be loaded, or the server can't be used.
@@ -106,15 +106,15 @@ def _find_ends(
     settings = options.settings(adapter, run, invitation.model)
     directory = locate_parts(settings.name, invitation.split, _ENDS)
     cut = cut_of(directory, invitation.split)
-    server_s = f"that of the block server at {invitation.address}"
+    whose = f"that of the block server at {invitation.address}"
     if cut != _cut_of(invitation):
         raise CommandError(
-            f"the base model here is not {server_s}: it has {cut.blocks} blocks, and not "
+            f"the base model here is not {whose}: it has {cut.blocks} blocks, and not "
             f"{invitation.blocks}; name the same checkpoint with "
             f"--model ({invitation.model})"
         )
     own = fingerprint(directory, tensors_of(directory, cut, _ENDS))
-    refuse_other_base(own, invitation.digests, server_s)
+    refuse_other_base(own, invitation.digests, whose)
     if run is not None:
         refuse_other_base(own, run.digests, f"that of {run.directory}")
     prefixes = adapter is not None and adapter.settings.kind == "prefix"
@@ -164,7 +164,7 @@ def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel
     model = LaneModel(ends, invitation, source.chosen, source.ends)
     try:
         yield model
-        with suppress(LaneError):  # all texts are there, however the lane ends
+        with suppress(LaneError):  # all texts have arrived
             model.end()
     finally:
         model.close()

@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from chambers.errors import CommandError
-from chambers.sources import BaseModelOptions, RunFolder
+from chambers.sources import BaseModelOptions, RunFolder, option
 from finetuning.settings import SplitSettings
 
 _DAY_SECONDS = 24 * 60 * 60.0
@@ -37,71 +37,46 @@ class Serve(BaseModelOptions):
     further settings. The server runs until it is interrupted.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    run: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN_FOLDER", show_default=False),
-    ] = None
+    run: Annotated[Path | None, typer.Argument(metavar="RUN_FOLDER", show_default=False)] = None
     head_blocks: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="at the clients; default as in the run, else 1"),
+        int | None, option("at the clients; default as in the run, else 1", "N")
     ] = None
     tail_blocks: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="at the clients; default as in the run, else 1"),
+        int | None, option("at the clients; default as in the run, else 1", "N")
     ] = None
     listen: Annotated[
         str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="port 0 takes a free one; default 127.0.0.1:0, this machine alone",
-            show_default=False,
-        ),
+        option("port 0 takes a free one; default 127.0.0.1:0, this machine alone", "HOST:PORT"),
     ] = "127.0.0.1:0"
-    advertise: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="the address clients dial, if it is another",
-            show_default=False,
-        ),
-    ] = ""
+    advertise: Annotated[str, option("what clients dial, if it is another", "HOST:PORT")] = ""
     clients: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,NAME,…",
-            help="clients that get an invitation; default: the run's clients with personalised "
-            "models",
-            show_default=False,
+        option(
+            "clients that get an invitation; default: the run's clients with personalised models",
+            "NAME,NAME,…",
         ),
     ] = ""
     invitations: Annotated[
-        Path,
-        typer.Option(
-            metavar="FOLDER", help="where they are written; default invitations", show_default=False
-        ),
+        Path, option("where they are written; default invitations", "FOLDER")
     ] = Path("invitations")
-    valid_for: Annotated[
-        float, typer.Option(metavar="DAYS", help="of invitations; default 7", show_default=False)
-    ] = 7.0
+    valid_for: Annotated[float, option("of invitations; default 7", "DAYS")] = 7.0
     body_devices: Annotated[
         str | None,
-        typer.Option(
-            metavar="cuda:0,…",
-            help="GPUs that the blocks are spread over, or cpu; default as in the run, else all "
-            "GPUs",
+        option(
+            "GPUs that the blocks are spread over, or cpu; default as in the run, else all GPUs",
+            "cuda:0,…",
         ),
     ] = None
     wire_dtype: Annotated[
         Literal["float32", "bfloat16", "int8"] | None,
-        typer.Option(help="how hidden states travel; default as in the run, else bfloat16"),
+        option("how hidden states travel; default as in the run, else bfloat16"),
     ] = None
     most_tokens: Annotated[
         int,
-        typer.Option(
-            metavar="N",
-            help="padded tokens, of prompts and new, that are held at once; lower it if memory is "
+        option(
+            "padded tokens, of prompts and new, that are held at once; lower it if memory is "
             "short; default 16384",
-            show_default=False,
+            "N",
         ),
     ] = 16384
 

@@ -1,4 +1,4 @@
-"""What ``chambers serve`` serves, and the server."""
+"""The models that ``chambers serve`` serves, and its server."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,15 +35,15 @@ _RUN = "chambers serve"
 
 @dataclass(frozen=True)
 class Served:
-    """Models that are to be served.
+    """The models to serve.
 
     Attributes:
-        settings: of the base model.
+        settings: which base model, and how it is loaded.
         split: addresses, cut, wire type, and tokens held at once.
         cut: how many blocks each party has.
-        directory: of the base model, or of as much of it as is needed here.
+        directory: the base model's, or of those of its files that are needed here.
         adapter: kind and scale of all adapters.
-        models: by client, the body's adapters by the name of the model; None is the bare body.
+        models: by client, the body's adapters by the name of the model; None is no adapter.
         folder: for the invitations.
 
     """
@@ -100,8 +100,8 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
     """Load the body, listen, and write an invitation for each client.
 
     Args:
-        served: what to serve.
-        lifetime: seconds for which the invitations are good.
+        served: the models.
+        lifetime: seconds until the invitations expire.
 
     Yields:
         The address, and the invitations' files by client.
@@ -115,7 +115,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
         devices = body_devices(served.split)
         parts = load_parts(served.settings, served.directory, served.cut, ("body",), devices)
     except BaseModelError as error:
-        # Where the model is served there may be other devices than where it was trained.
+        # The devices may differ from those where the model was trained.
         reason = str(error).replace("split.body-devices", "--body-devices")
         raise CommandError(reason) from error
     except OSError as error:

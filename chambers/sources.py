@@ -22,29 +22,26 @@ _BASE = "base-model.json"
 _SHOWN_NAMES = 3
 
 
+def option(description: str, metavar: str | None = None) -> Any:
+    """Declare an option whose default, if it is worth mentioning, is in the description."""
+    return typer.Option(help=description, metavar=metavar, show_default=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BaseModelOptions:
     """Options of each command that loads a base model."""
 
-    adapter: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="an exported adapter"),
-    ] = None
+    adapter: Annotated[Path | None, option("an exported adapter", "FOLDER")] = None
     model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME_OR_FOLDER", help="base model; by default that of the adapter's run"
-        ),
+        str | None, option("base model; by default that of the adapter's run", "NAME_OR_FOLDER")
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"] | None,
-        typer.Option(
-            help="of the weights; default as in the run, else auto: bfloat16 on a GPU, else float32"
-        ),
+        option("of the weights; default as in the run, else auto: bfloat16 on a GPU, else float32"),
     ] = None
     quantization: Annotated[
         Literal["none", "nf4", "int8"] | None,
-        typer.Option(help="of the weights; default as in the run, else none"),
+        option("of the weights; default as in the run, else none"),
     ] = None
 
     def check_folders(self) -> None:

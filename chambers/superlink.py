@@ -186,8 +186,10 @@ def _status(superlink: SuperLink) -> str:
             f"the SuperLink doesn't say how the run ended: {listing.stderr.strip()[-2000:]}"
         )
     run = json.loads(listing.stdout)["runs"][0]
-    reason = str(run.get("status-details") or "").removeprefix(_FAILED).strip()
-    return f"{run['status']}: {reason}" if reason else str(run["status"])
+    status, details = str(run["status"]), str(run.get("status-details", ""))
+    if status == COMPLETED or details in {"", "N/A"}:
+        return status
+    return f"{status}: {details.removeprefix(_FAILED).strip()}"
 
 
 def _free_port() -> int:

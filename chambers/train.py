@@ -14,6 +14,7 @@ import typer
 
 from chambers.actors import count_actors, this_machine
 from chambers.errors import CommandError
+from chambers.sources import option
 from chambers.superlink import CHECKOUT, simulate
 from finetuning.data.rows import FORMATS, DataError, find_part, read_rows
 from finetuning.model.checkpoint import problem_of
@@ -50,10 +51,7 @@ class Train:
     ] = None
     clients: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="how many are simulated; by default as many as data.path has folders, else 3",
-        ),
+        option("how many are simulated; by default as many as data.path has folders, else 3", "N"),
     ] = None
 
     def __call__(self) -> int:

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from chambers.__main__ import main
-from chambers.actors import Machine, count_actors
+from chambers.actors import Machine, count_actors, this_machine
 from chambers.errors import CommandError
 from finetuning.model.checkpoint import client_parameters
 from strategies.run_config import parse_run_config
@@ -102,17 +102,31 @@ def test_what_flower_can_t_do_is_said_in_words(capsys, programs, superlink, reas
     assert reason in refused(capsys, "train")
 
 
-def test_the_reason_of_a_failed_run_is_the_last_line(capfd, programs, tmp_path):
-    details = "Simulation failed with exception: training can't start:\n  court: no rows"
-    run = {"status": "finished:failed", "status-details": details}
+@pytest.mark.parametrize(
+    ("status", "details", "exit_status", "last"),
+    [
+        (
+            "finished:failed",
+            "Simulation failed with exception: training can't start:\n  court: no rows",
+            1,
+            "chambers train: training can't start:\n  court: no rows\n",
+        ),
+        ("finished:completed", "N/A", 0, ""),
+    ],
+)
+def test_the_reason_of_a_failed_run_is_the_last_line(
+    capfd, programs, tmp_path, status, details, exit_status, last
+):
+    run = {"status": status, "status-details": details}
     (tmp_path / "runs.json").write_text(json.dumps({"runs": [run]}))
-    flwr = f'test "$1" = run && echo Traceback, {{tips}}, "$@" || cat {tmp_path / "runs.json"}'
+    flwr = f'test "$1" = run && echo Traceback, "$@" || cat {tmp_path / "runs.json"}'
     programs(flower_superlink=LISTENING, flwr=flwr)
-    assert main(["train", "--clients", "99"]) == 1
+    assert main(["train", "--clients", "99"]) == exit_status
     shown = capfd.readouterr()
-    assert shown.out.splitlines()[-1].startswith("run finished:failed after ")
-    assert shown.err.endswith("chambers train: training can't start:\n  court: no rows\n")
-    assert f"init-args-num-cpus={psutil.cpu_count()}" in shown.out
+    assert shown.out.splitlines()[-1].startswith(f"run {status} after ")
+    cores = this_machine().cores
+    assert shown.err == f"99 clients take turns on {cores} actors\n{last}"
+    assert f"init-args-num-cpus={cores}" in shown.out
 
 
 @pytest.mark.parametrize(
