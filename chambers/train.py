@@ -70,6 +70,8 @@ class Train:
                 raise CommandError(f"--clients {clients}: must be at least 1")
             values.setdefault("min-nodes", clients)
             config = parse_run_config(values)
+            if config.min_nodes > clients:
+                raise CommandError(f"min-nodes = {config.min_nodes}, and --clients {clients}")
             actors = count_actors(config, clients, this_machine())
             check_inputs(config, clients)
         except (ConfigError, DataError) as error:

@@ -31,6 +31,7 @@ from tests.conftest import write_rows
         ([str(ROOT / "presets" / "demo.toml"), "rounds=none"], "rounds = 'none'"),
         (["--clients", "-1"], "--clients -1"),
         (["--clients", "0"], "--clients 0"),
+        (["--clients", "2", "min-nodes=3"], "min-nodes = 3, and --clients 2"),
     ],
 )
 def test_what_can_t_be_trained_is_refused(capsys, words, reason):
