@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export CHAMBERS_CACHE ?= $(CURDIR)/.chambers/cache
-export ARGS
 
 .PHONY: demo test test-slow lint clean
 
+# ARGS are settings of the run, like: rounds=2 strategy="fl-glm"
+demo: PRESET = presets/demo$(if $(findstring fl-glm,$(ARGS)),-split).toml
 demo: $(VENV)/installed
-	@$(BIN)/python -m chambers.demo "$$ARGS"
+	@$(BIN)/chambers train $(PRESET) output-dir=runs state-path=.chambers/state $(ARGS)
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 $(PYTEST)

@@ -1,1 +1,1 @@
-"""``chambers``: the commands for people. Heavy libraries load when one runs."""
+"""``chambers``: the command-line tool. Heavy libraries are imported only when a command runs."""

@@ -1,14 +1,39 @@
 """``chambers``, or ``python -m chambers``: one tool that trains, serves and generates."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
-from chambers import generate, serve, train
-from chambers.errors import CommandError
+import click
+import typer
 
-_COMMANDS = {"train": train, "serve": serve, "generate": generate}
+from chambers.errors import CommandError
+from chambers.generate import Generate
+from chambers.serve import Serve
+from chambers.train import Train
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, suggest_commands=False)
+for _command in (Train, Serve, Generate):
+    app.command(_command.__name__.lower(), help=_command.__doc__)(_command)
+
+
+@app.callback(
+    epilog="chambers COMMAND --help has more. Deployments are run with Flower: flwr run.",
+)
+def _chambers() -> None:
+    """Fine-tune language models on text that may not leave its owners; use them."""
+
+
+def parse(arguments: Sequence[str]) -> Train | Serve | Generate:
+    """Return the command that the arguments name, with its options.
+
+    Raises:
+        click.UsageError: they aren't arguments of a command.
+
+    """
+    with typer.main.get_command(app).make_context("chambers", list(arguments)) as context:
+        command: Train | Serve | Generate = context.command.invoke(context)
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,37 +43,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line when None.
 
     Returns:
-        The exit status: 0 if it did what was asked, 1 if a run failed, 2 if something was wrong
-        with what was asked, 130 if it was interrupted.
+        The exit status: 0 on success, 1 if a run failed, 2 if the request was refused, 130 if it
+        was interrupted.
 
     """
-    parser = argparse.ArgumentParser(
-        prog="chambers",
-        description="Fine-tune language models on text that may not leave its owners; use them.",
-        epilog="chambers COMMAND --help says more. Real deployments are run by Flower: flwr run.",
-    )
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in _COMMANDS.items():
-        module.add_arguments(
-            subparsers.add_parser(
-                name,
-                help=module.HELP,
-                description=module.DESCRIPTION,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
-        )
-    given = parser.parse_args(arguments)
+    name = "chambers"
     try:
-        status: int = _COMMANDS[given.command].run(given)
-        return status
-    except CommandError as error:
-        print(f"chambers {given.command}: {error}", file=sys.stderr)
+        command = parse(sys.argv[1:] if arguments is None else arguments)
+        name = f"chambers {type(command).__name__.lower()}"
+        return command()
+    except click.exceptions.Exit as end:  # --help
+        return end.exit_code
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else name
+        reason = error.format_message().rstrip(".")
+        print(f"{path}: {reason}; {path} --help lists what there is", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # who read the output has seen enough
+    except CommandError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        print(f"chambers {given.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
 
 

@@ -1,5 +1,5 @@
-"""What a command says when it can't do what it was asked for."""
+"""The error that a command ends with when it can't do what was asked."""
 
 
 class CommandError(Exception):
-    """The message is for the person at the terminal: what is wrong, where, and what to do."""
+    """A problem the user can solve; the message says what is wrong, where, and what to do."""

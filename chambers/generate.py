@@ -1,208 +1,168 @@
 """``chambers generate``: text from a model, whole on this machine or split with a block server."""
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
 
 from chambers.errors import CommandError
+from chambers.sources import BaseModelOptions, option
+from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
+from finetuning.data.rows import DataError, Row
 
 if TYPE_CHECKING:
     from chambers.models import Source
-    from finetuning.data.rows import Row
 
-HELP = "generate with a base model and an adapter, whole or through a block server"
-DESCRIPTION = """\
-Generate text. The whole model on this machine, with an adapter that a run has exported:
-
-  chambers generate --adapter runs/…/adapters/global "Is the contract void?"
-  chambers generate --adapter … --file questions.jsonl --output answers.jsonl
-
-or head and tail here and the middle blocks at a server (chambers serve) that sent an invitation:
-
-  chambers generate --invitation court.json --adapter … "Is the contract void?"
-
-Prompts are put to the model as in training. Texts go to the standard output in the prompts' order,
-and nothing else does.
-"""
-
-# Prompts that are put in order of length together; their texts are given together, too.
+# Prompts that are sorted by length together; their texts appear together, too.
 _BATCHES_AT_ONCE = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
-    what = parser.add_argument_group("what to answer")
-    what.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="without any, a line each from standard input"
-    )
-    what.add_argument(
-        "--file",
-        type=Path,
-        metavar="F.jsonl",
-        help="rows like the training data's: instruction and input, or messages (JSONL, JSON, CSV, "
-        "Parquet); answers in them are left aside",
-    )
-    what.add_argument(
-        "--output",
-        type=Path,
-        metavar="F.jsonl",
-        help='write rows with "generated" there, instead of text to standard output',
-    )
-    model = parser.add_argument_group("with which model")
-    model.add_argument(
-        "--adapter",
-        type=Path,
-        metavar="FOLDER",
-        help="an exported adapter; without, the base model",
-    )
-    model.add_argument(
-        "--invitation",
-        type=Path,
-        metavar="FILE",
-        help="to a block server that has the middle blocks",
-    )
-    add_model_arguments(model)
-    how = parser.add_argument_group("how")
-    how.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
-    how.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy"
-    )
-    how.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest; default 1"
-    )
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; default 0")
-    how.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="prompts at once; default 8"
-    )
+@dataclass(frozen=True, kw_only=True)
+class Generate(BaseModelOptions):
+    """Generate with a base model and an adapter, whole or through a block server.
 
+    The whole model on this machine, with an adapter that a run has exported:
 
-def add_model_arguments(group: Any) -> None:
-    """Add the arguments that say which base model is loaded and how."""
-    group.add_argument(
-        "--model",
-        metavar="NAME_OR_FOLDER",
-        help="base model; by default that of the adapter's run",
-    )
-    group.add_argument(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16"],
-        help="of its weights; default as in the run, else auto: bfloat16 on a GPU, else float32",
-    )
-    group.add_argument(
-        "--quantization",
-        choices=["none", "nf4", "int8"],
-        help="of its weights; default as in the run, else none",
-    )
+    \b
+      chambers generate --adapter runs/…/adapters/global "Is the contract void?"
+      chambers generate --adapter … --file questions.jsonl --output answers.jsonl
 
+    Or head and tail here, and the middle blocks at a server (chambers serve) that sent an
+    invitation:
 
-def run(arguments: argparse.Namespace) -> int:
-    """Generate."""
-    _refuse_odd(arguments)
-    from chambers.models import find, opened
-    from finetuning.data.prompts import tokenize_prompts
-    from finetuning.data.rows import DataError
-    from finetuning.model.base_model import BaseModelError, load_tokenizer
+    \b
+      chambers generate --invitation court.json --adapter … "Is the contract void?"
 
-    try:
-        rows = _rows(arguments)
-        source = find(arguments)
-        tokenizer = load_tokenizer(source.directory)
-        prompts = tokenize_prompts(rows, tokenizer)
-        _refuse_too_long(rows, [len(p) for p in prompts], source, arguments.max_new_tokens)
-    except (BaseModelError, DataError) as error:
-        raise CommandError(str(error)) from error
-    if source.adapter is None:
-        print("without --adapter it is the bare base model that answers", file=sys.stderr)
-    with opened(source) as model, _output(arguments.output) as output:
-        for row, text in zip(
-            rows,
-            _texts(model, tokenizer, prompts, arguments, source),
-            strict=True,
-        ):
-            line = text
-            if arguments.output:
-                content = row.fields | {"generated": text}
-                line = json.dumps(content, ensure_ascii=False, default=str)
-            print(line, file=output, flush=True)
-    return 0
+    Without PROMPT and --file, each line of standard input is a prompt. The model sees prompts in
+    the same form as in training. Nothing but the texts is written to standard output, in the order
+    of the prompts.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]…", show_default=False)
+    ] = None
+    file: Annotated[
+        Path | None,
+        option(
+            "rows like the training data's: instruction and input, or messages (JSONL, JSON, CSV, "
+            "Parquet); answers in them are ignored",
+            "F.jsonl",
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        option('write rows with "generated" here instead of text to standard output', "F.jsonl"),
+    ] = None
+    invitation: Annotated[
+        Path | None, option("to a block server that has the middle blocks", "FILE")
+    ] = None
+    max_new_tokens: Annotated[int, option("default 256", "N")] = 256
+    temperature: Annotated[float, option("0, the default, is greedy", "T")] = 0.0
+    top_p: Annotated[float, option("sample from the most likely tokens; default 1", "P")] = 1.0
+    seed: Annotated[int, option("of sampling; default 0", "N")] = 0
+    batch_size: Annotated[int, option("prompts at once; default 8", "N")] = 8
 
-def _texts(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Any],
-    arguments: argparse.Namespace,
-    source: "Source",
-) -> Iterator[str]:
-    """Generate in batches of like length, and give the texts in the prompts' order."""
-    from finetuning.evaluation.generation import batches_by_length, continue_prompts, sampling
-    from finetuning.progress import progress_bar
-    from finetuning.randomness import derive_seed, set_seed
+    def __call__(self) -> int:
+        """Generate."""
+        self._check()
+        try:
+            rows = self._rows()
+        except DataError as error:
+            raise CommandError(str(error)) from error
+        from chambers.models import find, opened
+        from finetuning.model.base_model import BaseModelError, load_tokenizer
 
-    settings = sampling(arguments.temperature, arguments.top_p)
-    at_once = _BATCHES_AT_ONCE * arguments.batch_size
-    with progress_bar(total=len(prompts), description="generating") as bar:
-        for first in range(0, len(prompts), at_once):
-            own = prompts[first : first + at_once]
-            texts: dict[int, str] = {}
-            lengths = [source.columns_before + len(prompt) for prompt in own]
-            size, new = arguments.batch_size, arguments.max_new_tokens
-            batches = batches_by_length(lengths, size, new, source.most_tokens)
-            for number, batch in enumerate(batches):
-                set_seed(derive_seed("generate", arguments.seed, first, number))
-                answers = continue_prompts(model, tokenizer, [own[i] for i in batch], new, settings)
-                texts.update(zip(batch, answers, strict=True))
-                bar.update(len(batch))
-            yield from (texts[index] for index in range(len(own)))
+        try:
+            source = find(self)
+            tokenizer = load_tokenizer(source.directory)
+            prompts = tokenize_prompts(rows, tokenizer)
+            _refuse_too_long(rows, [len(p) for p in prompts], source, self.max_new_tokens)
+        except (BaseModelError, DataError) as error:
+            raise CommandError(str(error)) from error
+        if source.adapter is None:
+            print("no --adapter: the base model alone answers", file=sys.stderr)
+        with opened(source) as model, _open_output(self.output) as output:
+            texts = self._texts(model, tokenizer, prompts, source)
+            for row, text in zip(rows, texts, strict=True):
+                line = text
+                if self.output:
+                    content = row.fields | {"generated": text}
+                    line = json.dumps(content, ensure_ascii=False, default=str)
+                print(line, file=output, flush=True)
+        return 0
 
+    def _check(self) -> None:
+        """Refuse options that can't be meant, and files and folders that aren't there."""
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise CommandError(f"--{option} {getattr(self, name)}: must be at least 1")
+        if not self.temperature >= 0:
+            raise CommandError(f"--temperature {self.temperature:g}: must be 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise CommandError(f"--top-p {self.top_p:g}: must be above 0 and at most 1")
+        if self.file and self.prompts:
+            raise CommandError("prompts and --file can't be combined")
+        file, output = self.file, self.output
+        if file and output and file.resolve() == output.resolve():
+            raise CommandError(f"--output would overwrite --file {file}")
+        if output and not output.absolute().parent.is_dir():
+            raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
+        self.check_folders()
 
-def _rows(arguments: argparse.Namespace) -> "list[Row]":
-    from finetuning.data.prompts import prompt_rows, read_prompts
+    def _rows(self) -> list[Row]:
+        if self.file:
+            return read_prompts(self.file)
+        if self.prompts:
+            return prompt_rows(self.prompts)
+        if sys.stdin.isatty():
+            print("one prompt per line; Ctrl-D ends the input", file=sys.stderr)
+        lines = [line.strip() for line in sys.stdin]
+        prompts = [line for line in lines if line]
+        if not prompts:
+            raise CommandError("no prompts: pass arguments, standard input or --file")
+        return prompt_rows(prompts)
 
-    if arguments.file:
-        return read_prompts(arguments.file)
-    if arguments.prompts:
-        return prompt_rows(arguments.prompts)
-    if sys.stdin.isatty():
-        print("a prompt on each line; Ctrl-D ends them", file=sys.stderr)
-    lines = [line.strip() for line in sys.stdin]
-    prompts = [line for line in lines if line]
-    if not prompts:
-        raise CommandError("no prompts: give them as arguments, on standard input, or with --file")
-    return prompt_rows(prompts)
+    def _texts(
+        self, model: Any, tokenizer: Any, prompts: Sequence[Any], source: "Source"
+    ) -> Iterator[str]:
+        """Generate in batches of similar length, and yield the texts in the prompts' order."""
+        from finetuning.evaluation.generation import batches_by_length, continue_prompts, sampling
+        from finetuning.progress import progress_bar
+        from finetuning.randomness import derive_seed, set_seed
 
-
-def _refuse_odd(arguments: argparse.Namespace) -> None:
-    """Refuse arguments that can't be meant."""
-    given = vars(arguments)
-    for name in ("max_new_tokens", "batch_size"):
-        if given[name] < 1:
-            raise CommandError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1")
-    if not arguments.temperature >= 0:
-        raise CommandError(f"--temperature {arguments.temperature:g}: must be 0 or more")
-    if not 0 < arguments.top_p <= 1:
-        raise CommandError(f"--top-p {arguments.top_p:g}: must be above 0 and at most 1")
-    if arguments.file and arguments.prompts:
-        raise CommandError("give prompts, or --file, not both")
-    file, output = arguments.file, arguments.output
-    if file and output and file.resolve() == output.resolve():
-        raise CommandError(f"--output would overwrite --file {file}")
-    if output and not output.absolute().parent.is_dir():
-        raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
+        settings = sampling(self.temperature, self.top_p)
+        size, new = self.batch_size, self.max_new_tokens
+        at_once = _BATCHES_AT_ONCE * size
+        with progress_bar(total=len(prompts), description="generating") as bar:
+            for first in range(0, len(prompts), at_once):
+                own = prompts[first : first + at_once]
+                texts: dict[int, str] = {}
+                lengths = [source.columns_before + len(prompt) for prompt in own]
+                batches = batches_by_length(lengths, size, new, source.most_tokens)
+                for number, batch in enumerate(batches):
+                    set_seed(derive_seed("generate", self.seed, first, number))
+                    answers = continue_prompts(
+                        model, tokenizer, [own[i] for i in batch], new, settings
+                    )
+                    texts.update(zip(batch, answers, strict=True))
+                    bar.update(len(batch))
+                yield from (texts[index] for index in range(len(own)))
 
 
 def _refuse_too_long(
-    rows: "Sequence[Row]", lengths: Sequence[int], source: "Source", new: int
+    rows: Sequence[Row], lengths: Sequence[int], source: "Source", new: int
 ) -> None:
     """Refuse prompts that don't fit, before anything large is loaded.
 
     Raises:
         BaseModelError: the base model has fewer positions.
-        CommandError: the block server doesn't let a client have as much.
+        CommandError: the block server's limit per client is lower.
 
     """
     from finetuning.model.positions import check_positions
@@ -218,7 +178,7 @@ def _refuse_too_long(
         )
 
 
-def _output(file: Path | None) -> Any:
+def _open_output(file: Path | None) -> Any:
     if file is None:
         return nullcontext(sys.stdout)
     try:

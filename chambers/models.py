@@ -1,20 +1,14 @@
 """Models to generate with: whole on this machine, or with the middle blocks at a block server."""
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from chambers.errors import CommandError
+from chambers.generate import Generate
 from chambers.lane_model import LaneModel, explained
-from chambers.sources import (
-    adapter_of,
-    find_run,
-    model_settings,
-    parts_of,
-    refuse_other_base,
-)
+from chambers.sources import find_run, open_adapter, refuse_other_base, split_adapter
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter
 from finetuning.evaluation.generation import Answering
@@ -35,15 +29,15 @@ _NO_LIMIT = 2**31
 
 @dataclass(frozen=True)
 class Source:
-    """A model of which nothing large has been read yet.
+    """A model before its weights are read.
 
     Attributes:
-        settings: of the base model.
-        directory: of the base model, or of as much of it as is needed here.
-        adapter: None for the bare base model.
+        settings: which base model, and how it is loaded.
+        directory: the base model's, or of those of its files that are needed here.
+        adapter: None for the base model alone.
         invitation: to a block server; None if the whole model is here.
         chosen: the server's name of the model.
-        ends: the adapter of head and tail; None is none.
+        ends: the head's and tail's part of the adapter, if there is one.
 
     """
 
@@ -56,7 +50,7 @@ class Source:
 
     @property
     def columns_before(self) -> int:
-        """Places that a prefix takes before each row's tokens."""
+        """Positions that a prefix takes before each row's tokens."""
         return self.adapter.settings.columns_before if self.adapter else 0
 
     @property
@@ -65,20 +59,20 @@ class Source:
         return self.invitation.most_tokens if self.invitation else _NO_LIMIT
 
 
-def find(arguments: argparse.Namespace) -> Source:
-    """Find what the arguments name, and check that it belongs together.
+def find(options: Generate) -> Source:
+    """Find what the options name, and check that it belongs together.
 
     Raises:
         CommandError: something is missing, or doesn't belong to the rest.
 
     """
-    adapter = adapter_of(arguments.adapter) if arguments.adapter else None
+    adapter = open_adapter(options.adapter) if options.adapter else None
     try:
-        if arguments.invitation:
-            invitation = StandingInvitation.read(arguments.invitation)
-            return _find_ends(arguments, adapter, invitation)
+        if options.invitation:
+            invitation = StandingInvitation.read(options.invitation)
+            return _find_ends(options, adapter, invitation)
         run = find_run(adapter)
-        settings = model_settings(arguments, adapter, run)
+        settings = options.settings(adapter, run)
         directory = locate(settings.name)
         if run is not None:
             refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
@@ -89,7 +83,7 @@ def find(arguments: argparse.Namespace) -> Source:
 
 @contextmanager
 def opened(source: Source) -> Iterator[Answering]:
-    """Load the model, or what is here of it, and dial the block server.
+    """Load the model, or head and tail and open a lane to the block server.
 
     Raises:
         CommandError: it can't be loaded, or the server can't be used.
@@ -106,27 +100,28 @@ def opened(source: Source) -> Iterator[Answering]:
 
 
 def _find_ends(
-    arguments: argparse.Namespace, adapter: SavedAdapter | None, invitation: StandingInvitation
+    options: Generate, adapter: SavedAdapter | None, invitation: StandingInvitation
 ) -> Source:
     run = find_run(adapter)
-    settings = model_settings(arguments, adapter, run, invitation.model)
+    settings = options.settings(adapter, run, invitation.model)
     directory = locate_parts(settings.name, invitation.split, _ENDS)
     cut = cut_of(directory, invitation.split)
-    server_s = f"that of the block server at {invitation.address}"
+    whose = f"that of the block server at {invitation.address}"
     if cut != _cut_of(invitation):
         raise CommandError(
-            f"the base model here is not {server_s}: it has {cut.blocks} blocks, and not "
-            f"{invitation.blocks}; give --model the same checkpoint ({invitation.model})"
+            f"the base model here is not {whose}: it has {cut.blocks} blocks, and not "
+            f"{invitation.blocks}; name the same checkpoint with "
+            f"--model ({invitation.model})"
         )
     own = fingerprint(directory, tensors_of(directory, cut, _ENDS))
-    refuse_other_base(own, invitation.digests, server_s)
+    refuse_other_base(own, invitation.digests, whose)
     if run is not None:
         refuse_other_base(own, run.digests, f"that of {run.directory}")
     prefixes = adapter is not None and adapter.settings.kind == "prefix"
     check_exactness(directory, settings, cut, prefixes, generation=True)
     if adapter is None:
         return Source(settings, directory, None, invitation)
-    parts = parts_of(adapter, cut)
+    parts = split_adapter(adapter, cut)
     digest = body_digest(adapter.settings, parts["body"])
     chosen = next((name for name, served in invitation.models.items() if served == digest), None)
     if chosen is None:
@@ -169,7 +164,7 @@ def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel
     model = LaneModel(ends, invitation, source.chosen, source.ends)
     try:
         yield model
-        with suppress(LaneError):  # all texts are there, however the lane ends
+        with suppress(LaneError):  # all texts have arrived
             model.end()
     finally:
         model.close()

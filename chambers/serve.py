@@ -1,119 +1,170 @@
 """``chambers serve``: a block server at which invited institutions use a model."""
 
-import argparse
 import signal
 import sys
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import ValidationError
 
 from chambers.errors import CommandError
-from chambers.generate import add_model_arguments
-
-HELP = "serve a model's middle blocks to institutions that generate with it"
-DESCRIPTION = """\
-Hold a trained model's middle blocks, for institutions that generate with the first and last ones:
-
-  chambers serve runs/2026-01-31_12-00-00_fl-glm --listen 10.0.0.5:8900 --clients court hospital
-
-Each client gets an invitation, a file that it gives to: chambers generate --invitation. It opens
-lanes in the client's name, any number until it expires or the server ends, so hand it over by a
-way that keeps it secret. To revoke invitations, start the server anew. Lanes are encrypted by
-themselves. The server runs until it is interrupted.
-"""
+from chambers.sources import BaseModelOptions, RunFolder, option
+from finetuning.settings import SplitSettings
 
 _DAY_SECONDS = 24 * 60 * 60.0
 _MOST_DAYS = 3650
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
-    what = parser.add_argument_group("what to serve")
-    what.add_argument(
-        "run",
-        nargs="?",
-        type=Path,
-        metavar="RUN_FOLDER",
-        help="a run's results: its global model and each client's personalised one",
-    )
-    what.add_argument(
-        "--adapter", type=Path, metavar="FOLDER", help="one adapter instead, as the global model"
-    )
-    add_model_arguments(what)
-    what.add_argument(
-        "--head-blocks", type=int, metavar="N", help="at the clients; default as in the run, else 1"
-    )
-    what.add_argument(
-        "--tail-blocks", type=int, metavar="N", help="at the clients; default as in the run, else 1"
-    )
-    where = parser.add_argument_group("where, and for whom")
-    where.add_argument(
-        "--listen",
-        default="127.0.0.1:0",
-        metavar="HOST:PORT",
-        help="port 0 takes a free one; default 127.0.0.1:0, this machine alone",
-    )
-    where.add_argument(
-        "--advertise", default="", metavar="HOST:PORT", help="what clients dial, if it is another"
-    )
-    where.add_argument(
-        "--clients",
-        nargs="+",
-        metavar="NAME",
-        help="who gets an invitation; default the run's clients with personalised models",
-    )
-    where.add_argument(
-        "--invitations",
-        type=Path,
-        default=Path("invitations"),
-        metavar="FOLDER",
-        help="where they are written; default invitations",
-    )
-    where.add_argument(
-        "--valid-for", type=float, default=7.0, metavar="DAYS", help="of invitations; default 7"
-    )
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--body-devices",
-        metavar="cuda:0,…",
-        help="GPUs that the blocks are spread over, or cpu; default as in the run, else all GPUs",
-    )
-    how.add_argument(
-        "--wire-dtype",
-        choices=["float32", "bfloat16", "int8"],
-        help="how hidden states travel; default as in the run, else bfloat16",
-    )
-    how.add_argument(
-        "--most-tokens",
-        type=int,
-        default=16384,
-        metavar="N",
-        help="padded tokens, of prompts and new, that are held at once; lower it when memory does "
-        "not suffice; default 16384",
-    )
+@dataclass(frozen=True, kw_only=True)
+class Serve(BaseModelOptions):
+    """Serve a model's middle blocks to institutions that generate with it.
 
+    Holds the middle blocks of a trained model; institutions hold the first and the last ones:
 
-def run(arguments: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM."""
-    import logging
+    \b
+      chambers serve runs/2026-01-31_12-00-00_fl-glm --listen 10.0.0.5:8900 --clients court,hospital
 
-    from chambers.serving import find, serving
+    RUN_FOLDER has a run's results: its global model and each client's personalised one. Without it,
+    --adapter names the global model, or --model the base model alone.
 
-    if not 0 < arguments.valid_for <= _MOST_DAYS:
-        raise CommandError(
-            f"--valid-for {arguments.valid_for:g}: must be more than 0 days, {_MOST_DAYS} at most"
+    Each client gets an invitation, a file for: chambers generate --invitation. It opens any number
+    of lanes in the client's name until it expires or the server ends, so hand it over in a way that
+    keeps it secret. Restarting the server revokes all invitations. Lanes are encrypted without
+    further settings. The server runs until it is interrupted.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    run: Annotated[Path | None, typer.Argument(metavar="RUN_FOLDER", show_default=False)] = None
+    head_blocks: Annotated[
+        int | None, option("at the clients; default as in the run, else 1", "N")
+    ] = None
+    tail_blocks: Annotated[
+        int | None, option("at the clients; default as in the run, else 1", "N")
+    ] = None
+    listen: Annotated[
+        str,
+        option("port 0 takes a free one; default 127.0.0.1:0, this machine alone", "HOST:PORT"),
+    ] = "127.0.0.1:0"
+    advertise: Annotated[str, option("what clients dial, if it is another", "HOST:PORT")] = ""
+    clients: Annotated[
+        str,
+        option(
+            "clients that get an invitation; default: the run's clients with personalised models",
+            "NAME,NAME,…",
+        ),
+    ] = ""
+    invitations: Annotated[
+        Path, option("where they are written; default invitations", "FOLDER")
+    ] = Path("invitations")
+    valid_for: Annotated[float, option("of invitations; default 7", "DAYS")] = 7.0
+    body_devices: Annotated[
+        str | None,
+        option(
+            "GPUs that the blocks are spread over, or cpu; default as in the run, else all GPUs",
+            "cuda:0,…",
+        ),
+    ] = None
+    wire_dtype: Annotated[
+        Literal["float32", "bfloat16", "int8"] | None,
+        option("how hidden states travel; default as in the run, else bfloat16"),
+    ] = None
+    most_tokens: Annotated[
+        int,
+        option(
+            "padded tokens, of prompts and new, that are held at once; lower it if memory is "
+            "short; default 16384",
+            "N",
+        ),
+    ] = 16384
+
+    def __call__(self) -> int:
+        """Serve until SIGINT or SIGTERM."""
+        if not 0 < self.valid_for <= _MOST_DAYS:
+            raise CommandError(
+                f"--valid-for {self.valid_for:g}: must be more than 0 days, {_MOST_DAYS} at most"
+            )
+        self.check_folders()
+        import logging
+
+        from chambers.serving import find, serving
+
+        logging.basicConfig(
+            level=logging.INFO,
+            stream=sys.stderr,
+            format="%(asctime)s %(message)s",
+            datefmt="%H:%M:%S",
         )
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
-    )
-    over = threading.Event()
-    served = find(arguments)
-    with serving(served, arguments.valid_for * _DAY_SECONDS) as (address, files):
-        for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, lambda *_: over.set())
-        for client, file in files.items():
-            print(f"invitation of {client}, to {', '.join(served.models[client])}: {file}")
-        blocks = served.cut.range_of("body")
-        print(f"serving blocks {blocks.start} to {blocks.stop - 1} at {address}", flush=True)
-        over.wait()
-        print("ending", flush=True)
-    return 0
+        over = threading.Event()
+        served = find(self)
+        with serving(served, self.valid_for * _DAY_SECONDS) as (address, files):
+            for name in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(name, lambda *_: over.set())
+            for client, file in files.items():
+                print(f"invitation of {client}, to {', '.join(served.models[client])}: {file}")
+            blocks = served.cut.range_of("body")
+            print(f"serving blocks {blocks.start} to {blocks.stop - 1} at {address}", flush=True)
+            over.wait()
+            print("ending", flush=True)
+        return 0
+
+    def check_folders(self) -> None:
+        """See ``BaseModelOptions.check_folders``."""
+        if self.run and self.adapter:
+            raise CommandError("a run's folder and --adapter can't be combined")
+        if not (self.run or self.adapter or self.model):
+            raise CommandError("what is to be served? name a run's folder, --adapter or --model")
+        if self.run and not self.run.expanduser().is_dir():
+            raise CommandError(f"{self.run} is not a run's folder: there is no such folder")
+        super().check_folders()
+
+    def invited(self, run: RunFolder | None) -> list[str]:
+        """Return the names of the clients that get an invitation.
+
+        Raises:
+            CommandError: there are none.
+
+        """
+        named = [name.strip() for name in self.clients.split(",") if name.strip()]
+        clients = named or (run.clients if run else [])
+        if not clients:
+            raise CommandError("who is to be invited? add --clients NAME,NAME,…")
+        return list(dict.fromkeys(clients))
+
+    def split(self, config: Mapping[str, Any]) -> SplitSettings:
+        """Return addresses, cut and limits: as the options say, else as in the run's config.
+
+        Raises:
+            CommandError: an option has a bad value.
+
+        """
+        if self.listen.rpartition(":")[0] in {"0.0.0.0", "[::]"} and not self.advertise:
+            raise CommandError(
+                f"--advertise HOST:PORT is needed with --listen {self.listen}: clients can't dial "
+                "that"
+            )
+
+        def chosen(name: str, default: Any) -> Any:
+            given = getattr(self, name)
+            key = f"split.{name.replace('_', '-')}"
+            return config.get(key, default) if given is None else given
+
+        try:
+            return SplitSettings(
+                head_blocks=chosen("head_blocks", 1),
+                tail_blocks=chosen("tail_blocks", 1),
+                wire_dtype=chosen("wire_dtype", "bfloat16"),
+                key_exchange=config.get("split.key-exchange", "ml-kem-768-x25519"),
+                body_devices=chosen("body_devices", ""),
+                activation_budget=self.most_tokens,
+                listen=self.listen,
+                advertise=self.advertise,
+            )
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            name = str(problem["loc"][0]).replace("_", "-")
+            name = name.replace("activation-budget", "most-tokens")
+            reason = problem["msg"].removeprefix("Value error, ")
+            raise CommandError(f"--{name} {problem['input']}: {reason}") from error

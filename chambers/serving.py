@@ -1,23 +1,20 @@
-"""What ``chambers serve`` serves, and the server."""
+"""The models that ``chambers serve`` serves, and its server."""
 
-import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from chambers.errors import CommandError
-from chambers.run_folder import RunFolder, read_run
+from chambers.serve import Serve
 from chambers.sources import (
-    adapter_of,
+    RunFolder,
     find_run,
-    model_settings,
-    parts_of,
+    open_adapter,
+    read_run,
     refuse_other_base,
+    split_adapter,
 )
 from finetuning.adapters.adapter import State
 from finetuning.adapters.saved import SavedAdapter
@@ -38,15 +35,15 @@ _RUN = "chambers serve"
 
 @dataclass(frozen=True)
 class Served:
-    """Models that are to be served.
+    """The models to serve.
 
     Attributes:
-        settings: of the base model.
+        settings: which base model, and how it is loaded.
         split: addresses, cut, wire type, and tokens held at once.
         cut: how many blocks each party has.
-        directory: of the base model, or of as much of it as is needed here.
+        directory: the base model's, or of those of its files that are needed here.
         adapter: kind and scale of all adapters.
-        models: by client, the body's adapters by the name of the model; None is the bare body.
+        models: by client, the body's adapters by the name of the model; None is no adapter.
         folder: for the invitations.
 
     """
@@ -60,37 +57,42 @@ class Served:
     folder: Path
 
 
-def find(arguments: argparse.Namespace) -> Served:
-    """Find what the arguments name, and check that it belongs together.
+def find(options: Serve) -> Served:
+    """Find what the options name, and check that it belongs together.
 
     Raises:
         CommandError: something is missing, or doesn't belong to the rest.
 
     """
-    run = read_run(arguments.run.expanduser()) if arguments.run else None
-    shared = _shared_adapter(arguments, run)
+    run = read_run(options.run.expanduser()) if options.run else None
+    shared = _shared_adapter(options, run)
     run = run or find_run(shared)
-    split = _split_settings(arguments, run.config if run else {})
-    clients = _clients(arguments, run)
+    split = options.split(run.config if run else {})
+    clients = options.invited(run)
+    for name in clients:
+        if not NAME.fullmatch(name):
+            raise CommandError(
+                f"--clients {name!r} can't be a client's name: letters, digits, ' ', '.', '-'"
+            )
     try:
-        settings = model_settings(arguments, shared, run)
+        settings = options.settings(shared, run)
         directory = locate_parts(settings.name, split, ("body",))
         if run is not None:
             own = fingerprint(directory)
             refuse_other_base(own, run.digests, f"that of {run.directory}")
         cut = cut_of(directory, split)
-        common = {} if shared is None else {"global": parts_of(shared, cut)["body"]}
+        common = {} if shared is None else {"global": split_adapter(shared, cut)["body"]}
         prefixes = shared is not None and shared.settings.kind == "prefix"
         check_exactness(directory, settings, cut, prefixes, generation=True)
     except BaseModelError as error:
         raise CommandError(str(error)) from error
     models: dict[str, dict[str, State | None]] = {c: {"base": None, **common} for c in clients}
-    for client, own_models in models.items():
-        if arguments.run and client in run.clients:  # type: ignore[union-attr]
-            personalised = adapter_of(arguments.run / "adapters" / "clients" / client)
-            own_models["personalised"] = parts_of(personalised, cut)["body"]
+    if options.run and run is not None:
+        for client in {*clients} & {*run.clients}:
+            personalised = open_adapter(run.directory / "adapters" / "clients" / client)
+            models[client]["personalised"] = split_adapter(personalised, cut)["body"]
     adapter = shared.settings if shared else AdapterSettings()
-    return Served(settings, split, cut, directory, adapter, models, arguments.invitations)
+    return Served(settings, split, cut, directory, adapter, models, options.invitations)
 
 
 @contextmanager
@@ -98,8 +100,8 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
     """Load the body, listen, and write an invitation for each client.
 
     Args:
-        served: what to serve.
-        lifetime: seconds for which the invitations are good.
+        served: the models.
+        lifetime: seconds until the invitations expire.
 
     Yields:
         The address, and the invitations' files by client.
@@ -113,7 +115,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
         devices = body_devices(served.split)
         parts = load_parts(served.settings, served.directory, served.cut, ("body",), devices)
     except BaseModelError as error:
-        # Where the model is served there may be other devices than where it was trained.
+        # The devices may differ from those where the model was trained.
         reason = str(error).replace("split.body-devices", "--body-devices")
         raise CommandError(reason) from error
     except OSError as error:
@@ -167,58 +169,13 @@ def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, P
     return files
 
 
-def _shared_adapter(arguments: argparse.Namespace, run: RunFolder | None) -> SavedAdapter | None:
-    """Give the adapter that all clients may use."""
-    if run is not None and arguments.adapter:
-        raise CommandError("give a run's folder, or --adapter, not both")
-    if arguments.adapter:
-        return adapter_of(arguments.adapter)
+def _shared_adapter(options: Serve, run: RunFolder | None) -> SavedAdapter | None:
+    """Return the adapter that all clients may use."""
+    if options.adapter:
+        return open_adapter(options.adapter)
     if run is None:
-        if not arguments.model:
-            raise CommandError("what is to be served? give a run's folder, --adapter or --model")
         return None
     directory = run.directory / "adapters" / "global"
     if not directory.is_dir():
         raise CommandError(f"{run.directory} has no adapters/global: no round was finished")
-    return adapter_of(directory)
-
-
-def _clients(arguments: argparse.Namespace, run: RunFolder | None) -> list[str]:
-    clients = arguments.clients or (run.clients if run else [])
-    if not clients:
-        raise CommandError("who is to be invited? give --clients NAME …")
-    for name in clients:
-        if not NAME.fullmatch(name):
-            raise CommandError(
-                f"--clients {name!r} can't be a client's name: letters, digits, ' ', '.', '-'"
-            )
-    return list(dict.fromkeys(clients))
-
-
-def _split_settings(arguments: argparse.Namespace, config: Mapping[str, Any]) -> SplitSettings:
-    def chosen(name: str, default: Any) -> Any:
-        given = vars(arguments)[name]
-        return config.get(f"split.{name.replace('_', '-')}", default) if given is None else given
-
-    if arguments.listen.rpartition(":")[0] in {"0.0.0.0", "[::]"} and not arguments.advertise:
-        raise CommandError(
-            f"--advertise HOST:PORT is needed with --listen {arguments.listen}: clients can't dial "
-            "that"
-        )
-    try:
-        return SplitSettings(
-            head_blocks=chosen("head_blocks", 1),
-            tail_blocks=chosen("tail_blocks", 1),
-            wire_dtype=chosen("wire_dtype", "bfloat16"),
-            key_exchange=config.get("split.key-exchange", "ml-kem-768-x25519"),
-            body_devices=chosen("body_devices", ""),
-            activation_budget=arguments.most_tokens,
-            listen=arguments.listen,
-            advertise=arguments.advertise,
-        )
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        name = str(problem["loc"][0]).replace("activation-budget", "most-tokens")
-        name = name.replace("activation_budget", "most-tokens").replace("_", "-")
-        reason = problem["msg"].removeprefix("Value error, ")
-        raise CommandError(f"--{name} {problem['input']}: {reason}") from error
+    return open_adapter(directory)

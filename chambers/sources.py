@@ -1,23 +1,149 @@
-"""Which base model and adapter a command is to use, and whether they belong together."""
+"""The base model, adapter and run that a command uses, checked as far as is quick."""
 
-import argparse
+import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from chambers.errors import CommandError
-from chambers.run_folder import RunFolder, run_of
-from finetuning.adapters.adapter import State
-from finetuning.adapters.saved import AdapterError, SavedAdapter, read_adapter
+from finetuning.adapters.saved import AdapterError, SavedAdapter, check_folder, read_adapter
 from finetuning.settings import ModelSettings
-from split.model.adapters import take_apart
-from split.model.cut import Cut, PartyName
 
+if TYPE_CHECKING:
+    from finetuning.adapters.adapter import State
+    from split.model.cut import Cut, PartyName
+
+_CONFIG = "config.json"
+_BASE = "base-model.json"
 _SHOWN_NAMES = 3
 
 
-def adapter_of(directory: Path) -> SavedAdapter:
+def option(description: str, metavar: str | None = None) -> Any:
+    """Declare an option whose default, if it is worth mentioning, is in the description."""
+    return typer.Option(help=description, metavar=metavar, show_default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModelOptions:
+    """Options of each command that loads a base model."""
+
+    adapter: Annotated[Path | None, option("an exported adapter", "FOLDER")] = None
+    model: Annotated[
+        str | None, option("base model; by default that of the adapter's run", "NAME_OR_FOLDER")
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"] | None,
+        option("of the weights; default as in the run, else auto: bfloat16 on a GPU, else float32"),
+    ] = None
+    quantization: Annotated[
+        Literal["none", "nf4", "int8"] | None,
+        option("of the weights; default as in the run, else none"),
+    ] = None
+
+    def check_folders(self) -> None:
+        """Check that the named folders are there, before heavy libraries are imported.
+
+        Raises:
+            CommandError: one isn't.
+
+        """
+        if self.adapter:
+            try:
+                check_folder(self.adapter.expanduser())
+            except AdapterError as error:
+                raise CommandError(str(error)) from error
+        if self.model and _is_missing(self.model):
+            raise _no_base_model(self.model)
+
+    def settings(
+        self, adapter: SavedAdapter | None, run: "RunFolder | None", offered: str = ""
+    ) -> ModelSettings:
+        """Return which base model to load and how: as the options say, else as in the run.
+
+        Args:
+            adapter: the one to use.
+            run: the run that it came from.
+            offered: a name that another party gave.
+
+        Raises:
+            CommandError: no base model is named, or it isn't on this machine.
+
+        """
+        config: Mapping[str, Any] = run.config if run else {}
+        known = [config.get("model.name"), offered, adapter.base if adapter else ""]
+        names = [str(name) for name in ([self.model] if self.model else known) if name]
+        if not names:
+            raise CommandError("which base model? add --model NAME_OR_FOLDER")
+        # A folder that another party named need not be here; one's own adapter may name another.
+        name = next((name for name in names if not _is_missing(name)), names[0])
+        if _is_missing(name):
+            raise _no_base_model(name)
+        here = Path(name).expanduser()
+        if name != "tiny" and here.is_dir():
+            name = os.path.abspath(here)  # noqa: PTH100 - resolving would undo links of hub caches
+        return ModelSettings(
+            name=name,
+            dtype=self.dtype or config.get("model.dtype", "auto"),
+            quantization=self.quantization or config.get("model.quantization", "none"),
+        )
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What a run has left, at the coordinator or at a client.
+
+    Attributes:
+        directory: the run's folder, or that of a client's state.
+        config: the resolved run config, dotted keys to values.
+        digests: of the base model's tensors, as far as they were there.
+
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    digests: Mapping[str, str]
+
+    @property
+    def clients(self) -> list[str]:
+        """Names of the clients that have personalised adapters."""
+        folders = (self.directory / "adapters" / "clients").glob("*")
+        return sorted(folder.name for folder in folders if folder.is_dir())
+
+
+def read_run(directory: Path) -> RunFolder:
+    """Read a run's folder.
+
+    Raises:
+        CommandError: it isn't one.
+
+    """
+    try:
+        config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
+        digests = json.loads((directory / _BASE).read_text(encoding="utf-8"))["digests"]
+        return RunFolder(directory, {**config}, {**digests})
+    except OSError as error:
+        raise CommandError(
+            f"{directory} is not a run's folder: {error.strerror}: {error.filename}"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommandError(
+            f"{_CONFIG} or {_BASE} in {directory} is not what a run writes: {error}"
+        ) from error
+
+
+def find_run(adapter: SavedAdapter | None) -> RunFolder | None:
+    """Return the run whose folder, or client's state, an adapter is in; None if it's elsewhere."""
+    for folder in adapter.directory.resolve().parents if adapter else ():
+        if folder.name == "adapters" and (folder.parent / _BASE).is_file():
+            return read_run(folder.parent)
+    return None
+
+
+def open_adapter(directory: Path) -> SavedAdapter:
     """Read an adapter's folder.
 
     Raises:
@@ -30,62 +156,13 @@ def adapter_of(directory: Path) -> SavedAdapter:
         raise CommandError(str(error)) from error
 
 
-def model_settings(
-    arguments: argparse.Namespace,
-    adapter: SavedAdapter | None,
-    run: RunFolder | None,
-    offered: str = "",
-) -> ModelSettings:
-    """Say which base model to load and how: as the arguments say, else as in the adapter's run.
-
-    Args:
-        arguments: with ``model``, ``dtype`` and ``quantization``, each of which may be None.
-        adapter: that is to be used.
-        run: that it came from.
-        offered: a name that another party gave.
-
-    Raises:
-        CommandError: no base model is named, or it isn't on this machine.
-
-    """
-    config: Mapping[str, Any] = run.config if run else {}
-    known = [config.get("model.name"), offered, adapter.base if adapter else ""]
-    names = [str(name) for name in ([arguments.model] if arguments.model else known) if name]
-    if not names:
-        raise CommandError("which base model? give --model NAME_OR_FOLDER")
-    # Another party's folder need not be on this machine, where one's own adapter may name another.
-    name = next((name for name in names if not _is_missing(name)), names[0])
-    here = Path(name).expanduser()
-    if name != "tiny" and here.is_dir():
-        name = os.path.abspath(here)  # noqa: PTH100 - resolving would undo links of hub caches
-    elif here.is_absolute():
-        raise CommandError(
-            f"there is no base model in {name} on this machine; give --model NAME_OR_FOLDER"
-        )
-    return ModelSettings(
-        name=name,
-        dtype=arguments.dtype or config.get("model.dtype", "auto"),
-        quantization=arguments.quantization or config.get("model.quantization", "none"),
-    )
-
-
-def _is_missing(name: str) -> bool:
-    path = Path(name).expanduser()
-    return path.is_absolute() and not path.is_dir()
-
-
-def find_run(adapter: SavedAdapter | None) -> RunFolder | None:
-    """Give the run whose folder an adapter lies in."""
-    return None if adapter is None else run_of(adapter.directory)
-
-
 def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what: str) -> None:
     """Compare digests of base models, as far as both sides have them.
 
     Args:
         own: of the base model here.
-        expected: of the one that it should be; empty digests are unknown.
-        what: says whose that is.
+        expected: of the one that it must equal; empty digests are unknown.
+        what: describes the expected one in the error.
 
     Raises:
         CommandError: they differ.
@@ -96,21 +173,35 @@ def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what:
         shown = ", ".join(different[:_SHOWN_NAMES])
         more = f" and {len(different) - _SHOWN_NAMES} more" if different[_SHOWN_NAMES:] else ""
         raise CommandError(
-            f"the base model here is not {what}: {shown}{more} differ; give --model the same "
-            "checkpoint"
+            f"the base model here is not {what}: {shown}{more} differ; name the same checkpoint "
+            "with --model"
         )
 
 
-def parts_of(adapter: SavedAdapter, cut: Cut) -> dict[PartyName, State]:
-    """Give each party's part of an adapter for generating through lanes.
+def split_adapter(adapter: SavedAdapter, cut: "Cut") -> "dict[PartyName, State]":
+    """Return each party's part of an adapter.
 
     Raises:
-        CommandError: it can't be divided so.
+        CommandError: the adapter is not for this base model.
 
     """
+    from split.model.adapters import take_apart
+
     try:
         return take_apart(adapter.state, cut)
     except ValueError as error:
         raise CommandError(
             f"the adapter in {adapter.directory} is not for this base model: {error}"
         ) from error
+
+
+def _is_missing(name: str) -> bool:
+    path = Path(name).expanduser()
+    return path.is_absolute() and not path.is_dir()
+
+
+def _no_base_model(name: str) -> CommandError:
+    return CommandError(
+        f"there is no base model in {name} on this machine; name another with --model "
+        "NAME_OR_FOLDER"
+    )

@@ -1,7 +1,8 @@
-"""A SuperLink that belongs to one run, and leaves nothing behind."""
+"""A run of the app on a SuperLink of its own, which leaves no process behind."""
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,11 @@ from pathlib import Path
 import psutil
 
 from chambers.errors import CommandError
+from strategies.run_config import Scalar
 
+CHECKOUT = Path(__file__).resolve().parent.parent
+COMPLETED = "finished:completed"
+_FAILED = "Simulation failed with exception: "
 _START_SECONDS = 120.0
 _END_SECONDS = 15.0
 _MARK = "CHAMBERS_SIMULATION"
@@ -27,7 +32,7 @@ class SuperLink:
 
     Attributes:
         address: host and port.
-        environment: for commands that are to find it, and to end with it.
+        environment: for commands that use it and end with it.
         log: the file with its output.
 
     """
@@ -42,11 +47,11 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
     """Start a SuperLink on a free port of this machine, and end it with all its processes.
 
     Args:
-        home: its FLWR_HOME; made if need be.
-        simulated: it simulates its SuperNodes; else real ones connect to it.
+        home: its FLWR_HOME; created if it doesn't exist.
+        simulated: whether it simulates its SuperNodes; otherwise real ones connect to it.
 
     Raises:
-        CommandError: it doesn't come up; the message has the end of its log.
+        CommandError: it doesn't start; the message has the end of its log.
 
     """
     home.mkdir(parents=True, exist_ok=True)
@@ -57,8 +62,7 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Models that a run names are looked up on the hub; the library's own messages are not
-        # what a person wants to read between rounds.
+        # The library's own messages would stand between the rounds' lines.
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -78,7 +82,7 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         f"--port={port}",
     ]
     with log.open("wb") as output:
-        # A session of its own, so that a Ctrl-C reaches this process alone, which ends the rest.
+        # A session of its own: a Ctrl-C must reach only this process, which ends the others.
         process = subprocess.Popen(
             command,
             env=environment,
@@ -97,8 +101,9 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
 def run_app(
     app: Path,
     superlink: SuperLink,
-    run_config: Mapping[str, str | int | float | bool],
+    run_config: Mapping[str, Scalar],
     supernodes: int | None = None,
+    actors: int | None = None,
 ) -> str:
     """Run the app, streaming its log.
 
@@ -106,13 +111,15 @@ def run_app(
         app: folder with the app's ``pyproject.toml``.
         superlink: where it runs.
         run_config: what differs from the app's own run config.
-        supernodes: how many are simulated, with an actor each; None if they are real.
+        supernodes: how many are simulated; None if they are real.
+        actors: how many of these work at once; by default all.
 
     Returns:
-        ``"finished:completed"``, or the status and reason of a run that did not complete.
+        ``"finished:completed"``, or the status and, after a colon, the reason of a run that did not
+        complete.
 
     Raises:
-        CommandError: the SuperLink doesn't say how the run ended.
+        CommandError: the SuperLink can't be asked how the run ended.
 
     """
     config = Path(superlink.environment["FLWR_HOME"]) / "run-config.toml"
@@ -121,20 +128,52 @@ def run_app(
     )
     command = ["flwr", "run", str(app), "--stream", "--run-config", str(config)]
     if supernodes is not None:
-        # Flower's default of 2 CPUs per client would make clients take turns on small machines.
-        cpus = max(supernodes, os.cpu_count() or 1)
+        # An actor for each of the CPUs that Ray is told of. By default clients have 2 CPUs each.
         command += [
             "--federation-config",
-            f"num-supernodes={supernodes} client-resources-num-cpus=1 init-args-num-cpus={cpus}",
+            f"num-supernodes={supernodes} client-resources-num-cpus=1 "
+            f"init-args-num-cpus={actors or supernodes}",
         ]
     started = subprocess.run(command, env=superlink.environment, check=False)
     if started.returncode != 0:
-        return "not started"
+        return "not started: flwr run refused it"
     return _status(superlink)
 
 
+def simulate(config: Mapping[str, Scalar], clients: int, actors: int, home: Path) -> int:
+    """Run the app in simulation, showing its log, and end every process of it.
+
+    Args:
+        config: what differs from the app's own run config.
+        clients: how many are simulated.
+        actors: how many of them work at once.
+        home: for what Flower keeps of the run.
+
+    Returns:
+        The exit status: 0 if the run completed, 1 if it failed, 130 if it was interrupted.
+
+    Raises:
+        CommandError: Flower's SuperLink could not be started, or asked.
+
+    """
+    # SIGTERM must end the run too, which has processes in sessions of their own.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started = time.monotonic()
+    try:
+        with private_superlink(home) as superlink:
+            status = run_app(CHECKOUT, superlink, config, clients, actors)
+    except KeyboardInterrupt:
+        print("interrupted; every process of the run has been ended", file=sys.stderr)
+        return 130
+    ended, _, reason = status.partition(": ")
+    print(f"run {ended} after {time.monotonic() - started:.0f} s", flush=True)
+    if reason:
+        print(f"chambers train: {reason}", file=sys.stderr)
+    return 0 if status == COMPLETED else 1
+
+
 def _status(superlink: SuperLink) -> str:
-    """Ask for the run's real status: the stream's exit status says nothing about it."""
+    """Ask for the run's status: the exit status of the stream says nothing about it."""
     listing = subprocess.run(
         ["flwr", "ls", "--format", "json"],
         env=superlink.environment,
@@ -147,7 +186,10 @@ def _status(superlink: SuperLink) -> str:
             f"the SuperLink doesn't say how the run ended: {listing.stderr.strip()[-2000:]}"
         )
     run = json.loads(listing.stdout)["runs"][0]
-    return str(run["status"])
+    status, details = str(run["status"]), str(run.get("status-details", ""))
+    if status == COMPLETED or details in {"", "N/A"}:
+        return status
+    return f"{status}: {details.removeprefix(_FAILED).strip()}"
 
 
 def _free_port() -> int:
@@ -170,13 +212,13 @@ def _await(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
-    """End the SuperLink and whatever it started, Ray's daemons included."""
+    """End the SuperLink and every process it started, Ray's daemons included."""
     left = _processes_of(mark)
     for other in left:
         with suppress(psutil.NoSuchProcess):
             other.terminate()
     _, alive = psutil.wait_procs(left, timeout=_END_SECONDS)
-    # Something may have been started while the others ended.
+    # Others may have been started meanwhile.
     alive += [other for other in _processes_of(mark) if other not in alive]
     for other in alive:
         with suppress(psutil.NoSuchProcess):

@@ -1,125 +1,225 @@
 """``chambers train``: a run in simulation on this machine."""
 
-import argparse
+import json
+import re
+import sys
 import tempfile
 import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from chambers.actors import count_actors, this_machine
 from chambers.errors import CommandError
-
-HELP = "train in simulation on this machine"
-DESCRIPTION = """\
-Train in simulation on this machine, where every client's work is done: one run, beginning to end.
-Without settings three generated clients fine-tune the embedded tiny model.
-
-  chambers train presets/demo.toml
-  chambers train presets/fedjudge.toml data.path=/data/legal model.name=/models/qwen rounds=3
-  chambers train strategy=fl-glm split.schedule=client-batch --clients 4
-
-docs/configuration.md has every key; relative paths begin here. The last lines say where the results
-are. Runs of real institutions are started with: flwr run . deployment --stream
-"""
+from chambers.sources import option
+from chambers.superlink import CHECKOUT, simulate
+from finetuning.data.rows import FORMATS, DataError, find_part, read_rows
+from finetuning.model.checkpoint import problem_of
+from finetuning.settings import DataSettings
+from strategies.run_config import ConfigError, RunConfig, Scalar, parse_run_config
 
 _GENERATED_CLIENTS = 3
 _PATHS_OR_NAMES = {"data.path", "model.name"}
 _PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume"}
+# "name" or "owner/name", on the Hugging Face hub.
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
-    parser.add_argument(
-        "settings",
-        nargs="*",
-        metavar="PRESET.toml|KEY=VALUE",
-        help="settings of the run: files of them, and single keys, which go first",
-    )
-    parser.add_argument(
-        "--clients",
-        type=int,
-        metavar="N",
-        help="how many are simulated; as many as data.path has folders, else 3",
-    )
+@dataclass(frozen=True)
+class Train:
+    """Train in simulation on this machine.
+
+    One run, from beginning to end, with all clients here. Without settings three generated clients
+    fine-tune the embedded tiny model.
+
+    \b
+      chambers train presets/demo.toml
+      chambers train presets/fedjudge.toml data.path=/data/legal model.name=/models/qwen rounds=3
+      chambers train strategy=fl-glm split.schedule=client-batch --clients 4
+
+    Settings are files and single keys, which take precedence; docs/configuration.md describes every
+    key. Relative paths begin in the current folder. The last lines name the folder with the
+    results. To start a run of real institutions: flwr run . deployment --stream
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PRESET.toml|KEY=VALUE]…", show_default=False),
+    ] = None
+    clients: Annotated[
+        int | None,
+        option("how many are simulated; by default as many as data.path has folders, else 3", "N"),
+    ] = None
+
+    def __call__(self) -> int:
+        """Run it; the exit status is 0 only if the run completed."""
+        if not (CHECKOUT / "pyproject.toml").is_file():
+            raise CommandError(
+                f"Flower runs the app from its checkout, and {CHECKOUT} is not one; install "
+                "chambers from its checkout with: pip install --editable ."
+            )
+        try:
+            values = read_settings(self.settings or [])
+            clients = self.clients
+            if clients is None:
+                clients = _count_clients(str(values.get("data.path", "")))
+            if clients < 1:
+                raise CommandError(f"--clients {clients}: must be at least 1")
+            values.setdefault("min-nodes", clients)
+            config = parse_run_config(values)
+            if config.min_nodes > clients:
+                raise CommandError(f"min-nodes = {config.min_nodes}, and --clients {clients}")
+            actors = count_actors(config, clients, this_machine())
+            check_inputs(config, clients)
+        except (ConfigError, DataError) as error:
+            raise CommandError(str(error)) from error
+        if actors < clients:
+            print(f"{clients} clients take turns on {actors} actors", file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix="chambers-") as home:
+            return simulate(values, clients, actors, Path(home))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run it; the exit status is 0 only if the run completed."""
-    from chambers.simulation import CHECKOUT, simulate
-    from strategies.run_config import ConfigError, parse_run_config
+def read_settings(settings: list[str]) -> dict[str, Any]:
+    """Merge preset files and single keys; relative paths become absolute.
 
-    if not (CHECKOUT / "pyproject.toml").is_file():
-        raise CommandError(
-            f"Flower runs the app from its checkout, and {CHECKOUT} is none; install it from there "
-            "with: pip install --editable ."
-        )
-    config = _config_of(arguments.settings)
-    clients = arguments.clients
-    if clients is None:
-        clients = _clients_in(str(config.get("data.path", "")))
-    if clients < 1:
-        raise CommandError(f"--clients {clients}: there must be at least one")
-    config.setdefault("min-nodes", clients)
-    try:
-        parse_run_config(config)
-    except ConfigError as error:
-        raise CommandError(str(error)) from error
-    with tempfile.TemporaryDirectory(prefix="chambers-") as home:
-        return simulate(config, clients, Path(home))
+    Raises:
+        CommandError: a setting is neither a file of settings nor KEY=VALUE.
 
-
-def _config_of(settings: list[str]) -> dict[str, Any]:
-    """Put presets and single keys together."""
-    from flwr.common.config import flatten_dict
-
+    """
     presets: dict[str, Any] = {}
     keys: dict[str, Any] = {}
     for setting in settings:
-        if "=" in setting:
-            keys |= _parse_keys(setting)
+        key, assigned, text = setting.partition("=")
+        if assigned:
+            keys[key.strip()] = _parse_value(text.strip())
             continue
         try:
-            presets |= flatten_dict(tomllib.loads(Path(setting).read_text(encoding="utf-8")))
+            presets |= _flatten(tomllib.loads(Path(setting).read_text(encoding="utf-8")))
         except OSError as error:
             raise CommandError(
                 f"{setting} is neither KEY=VALUE nor a file of settings: {error.strerror}"
             ) from error
         except ValueError as error:
             raise CommandError(f"{setting} is not a file of settings: {error}") from error
-    return _from_here(presets | keys)
+    values = presets | keys
+    for key in _PATHS & values.keys():
+        path = Path(str(values[key])).expanduser()
+        # A name that no file here has may be one of the Hugging Face hub.
+        if values[key] and (key not in _PATHS_OR_NAMES or path.exists()):
+            values[key] = str(path.absolute())
+    if (presets | keys).get("model.name") == "tiny":
+        values["model.name"] = "tiny"
+    return values
 
 
-def _from_here(config: dict[str, Any]) -> dict[str, Any]:
-    """Make relative paths absolute: the app runs in another folder."""
-    result = dict(config)
-    for key in _PATHS & config.keys():
-        path = Path(str(config[key])).expanduser()
-        # A name that nothing here has may be one of the Hugging Face hub.
-        if config[key] and (key not in _PATHS_OR_NAMES or path.exists()):
-            result[key] = str(path.absolute())
-    if config.get("model.name") == "tiny":
-        result["model.name"] = "tiny"
-    return result
-
-
-def _parse_keys(setting: str) -> dict[str, Any]:
-    """Parse what a shell leaves of ``KEY=VALUE``, where text may have lost its quotation marks."""
-    from click import ClickException
-    from flwr.common.config import parse_config_args
-
+def _parse_value(text: str) -> Scalar:
+    """Parse a TOML scalar; text may have lost its quotation marks to the shell."""
     try:
-        return dict(parse_config_args([setting]))
-    except ClickException:
-        key, _, value = setting.partition("=")
-        return {key.strip(): value.strip()}
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return value if isinstance(value, str | int | float | bool) else text
 
 
-def _clients_in(path: str) -> int:
-    from finetuning.data.rows import DataError, find_part
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Turn sections into dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= (
+            _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return flat
 
-    if not path:
-        return _GENERATED_CLIENTS
+
+def _count_clients(path: str) -> int:
+    return len(_client_folders(Path(path).expanduser()) if path else []) or _GENERATED_CLIENTS
+
+
+def _client_folders(path: Path) -> list[Path]:
+    return sorted(f for f in path.glob("*") if f.is_dir() and find_part(f, "train"))
+
+
+def check_inputs(config: RunConfig, clients: int) -> None:
+    """Check everything the run needs on this machine, before anything is started.
+
+    Raises:
+        CommandError: something is missing or can't be written to.
+        DataError: rows are malformed; the message has files and lines.
+
+    """
+    name = config.model.name
+    if name != "tiny":
+        path = Path(name).expanduser()
+        if not path.is_absolute() and not _HUB_ID.fullmatch(name):
+            raise CommandError(f'model.name = "{name}": there is no such folder')
+        problem = problem_of(name, path) if path.is_absolute() else None
+        if problem is not None:
+            raise CommandError(problem)
+    if config.data.path:
+        _check_data(config.data, clients)
+    if config.resume:
+        _check_resumable(Path(config.resume).expanduser())
+    # Last, because folders are made.
+    for key, text in (("output-dir", config.output_dir), ("state-path", config.state_path)):
+        if text:
+            _check_writable(key, Path(text).expanduser())
+
+
+def _check_data(settings: DataSettings, clients: int) -> None:
+    path = Path(settings.path).expanduser()
+    if not path.is_absolute():
+        if path.suffix in FORMATS or not _HUB_ID.fullmatch(settings.path):
+            raise CommandError(f'data.path = "{path}": there is no such file or folder')
+        return
+    if not path.exists():
+        raise CommandError(f'data.path = "{path}" doesn\'t exist')
+    folders = _client_folders(path)
+    if not folders:
+        rows = _check_rows(path, settings)
+        if rows is not None and rows < clients:
+            raise CommandError(f"{path}: {rows} rows can't be divided among {clients} clients")
+        return
+    if clients > len(folders):
+        names = ", ".join(folder.name for folder in folders)
+        raise CommandError(f"--clients {clients}: {path} has {len(folders)} clients ({names})")
+    for folder in folders[:clients]:
+        _check_rows(folder, settings)
+
+
+def _check_rows(path: Path, settings: DataSettings) -> int | None:
+    """Read a data set's training and held-out rows; return how many there are, where it is known.
+
+    Parquet needs heavy libraries; the clients check it.
+    """
+    parts = [path] if path.is_file() else [find_part(path, part) for part in ("train", "test")]
+    files = [file for file in parts if file is not None]
+    if parts[0] is None:
+        raise CommandError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
+    if settings.skip_bad_rows or any(file.suffix == ".parquet" for file in files):
+        return None
+    return sum(len(read_rows(file)) for file in files)
+
+
+def _check_resumable(directory: Path) -> None:
+    if not directory.is_dir():
+        raise CommandError(f'resume = "{directory}" is not a folder')
+    if not any((directory / "checkpoints").glob("round-*.safetensors")):
+        raise CommandError(f'resume = "{directory}" has no checkpoint; start the run again')
     try:
-        folders = [f for f in Path(path).expanduser().glob("*") if f.is_dir()]
-        return sum(find_part(f, "train") is not None for f in folders) or _GENERATED_CLIENTS
-    except DataError as error:
-        raise CommandError(str(error)) from error
+        json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CommandError(
+            f'resume = "{directory}": config.json can\'t be read: {error}'
+        ) from error
+
+
+def _check_writable(key: str, directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise CommandError(f'{key} = "{directory}" can\'t be written to: {error}') from error

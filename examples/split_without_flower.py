@@ -27,11 +27,11 @@ from split.protocol.frames import Limits
 from split.server.block_server import BlockServer
 
 SEED = 0
-STEPS = TRAIN.local_steps
+STEPS = 6
 SECONDS = 300.0
 ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0)
 SPLIT = SplitSettings(head_blocks=1, tail_blocks=1, wire_dtype="float32")
-TRAIN = TrainSettings(batch_size=2, accumulation=2, local_steps=6, learning_rate=5e-3)
+TRAIN = TrainSettings(batch_size=2, accumulation=2, local_steps=STEPS, learning_rate=5e-3)
 
 
 def main() -> None:

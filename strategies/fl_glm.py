@@ -97,7 +97,7 @@ class FLGLM(Rounds):
                 client,
                 round_number=server_round,
                 seed=seed,
-                lifetime=self.config.reply_timeout,
+                lifetime=message.metadata.ttl,
             )
             message.content[LANE] = lane_record(invitation)
             yield message
@@ -118,7 +118,7 @@ class FLGLM(Rounds):
                 client,
                 round_number=server_round,
                 models=states,
-                lifetime=self.config.reply_timeout,
+                lifetime=message.metadata.ttl,
             )
             rounds = {model: number for model, (number, _) in bodies.items()}
             message.content[LANE] = lane_record(invitation, rounds)

@@ -9,6 +9,7 @@ from logging import INFO, WARNING
 from flwr.app import ArrayRecord, Message, MessageType, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
+from flwr.superlink.grid import InMemoryGrid
 
 from finetuning.model.fingerprint import digest
 from split.protocol.errors import printable
@@ -64,6 +65,29 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> list[int]:
             announced = len(nodes)
         time.sleep(min(_POLL_SECONDS, max(0.0, end - time.monotonic())))
     return nodes
+
+
+def exchange(grid: Grid, messages: Iterable[Message], timeout: float) -> list[Message]:
+    """Send messages, and wait for the replies.
+
+    Args:
+        grid: connects to the SuperNodes.
+        messages: at most one to each client.
+        timeout: seconds that a client may take.
+
+    """
+    sent = list(messages)
+    return list(grid.send_and_receive(sent, timeout=timeout * _turns(grid, len(sent))))
+
+
+def _turns(grid: Grid, clients: int) -> int:
+    """Return how many clients may have to be waited for, one after another, before all replied.
+
+    A simulation may have fewer actors than clients: messages then wait in Flower's queue, and a
+    client's own time begins when its message is taken from there. Flower doesn't tell the number of
+    actors, so one is assumed. In a deployment each client has its own machine.
+    """
+    return max(1, clients) if isinstance(grid, InMemoryGrid) else 1
 
 
 class Participants:
@@ -145,7 +169,7 @@ class Participants:
         self._asked = {p.node_id: p for p in sorted(connected, key=lambda p: p.name)}
         known = {p.name for p in self._registered.values()}
         self._absent = sorted(known - self.asked.keys())
-        ttl = self._config.reply_timeout
+        ttl = self._config.reply_timeout * _turns(grid, len(self._asked))
         return (
             Message(RecordDict(dict(content)), node, message_type, ttl=ttl) for node in self._asked
         )
@@ -195,10 +219,9 @@ class Participants:
         """Ask nodes for name, data size and base model; return participants, and problems."""
         content = RecordDict({CONFIG: self._instruction.to_record()})
         silent = set(nodes)
-        replies = grid.send_and_receive(
-            [Message(content, node, MessageType.QUERY, ttl=wait) for node in sorted(silent)],
-            timeout=wait,
-        )
+        ttl = wait * _turns(grid, len(silent))
+        queries = [Message(content, node, MessageType.QUERY, ttl=ttl) for node in sorted(silent)]
+        replies = exchange(grid, queries, wait)
         # A SuperNode that was restarted comes back under a new id and its old name.
         connected = set(grid.get_node_ids())
         names = {p.name for p in self._registered.values() if p.node_id in connected}

@@ -26,7 +26,7 @@ from strategies.messages import (
     from_arrays,
     metrics_of,
 )
-from strategies.participants import Participants, TooFewClientsError
+from strategies.participants import Participants, TooFewClientsError, exchange
 from strategies.run_config import RunConfig
 
 
@@ -209,7 +209,7 @@ class Rounds(Strategy):
 
     def _exchange(self, messages: Iterable[Message], grid: Grid, timeout: float) -> list[Message]:
         """Send messages and wait for replies; all clients work at the same time."""
-        return list(grid.send_and_receive(list(messages), timeout=timeout))
+        return exchange(grid, messages, timeout)
 
     def _whole(self, averaged: State) -> State:
         """Return the global adapter from the average of what clients sent."""
@@ -230,7 +230,7 @@ class Rounds(Strategy):
     ) -> None:
         messages = list(self.configure_evaluate(round_number, arrays, ConfigRecord(), grid))
         if messages:
-            replies = grid.send_and_receive(messages, timeout=timeout)
+            replies = exchange(grid, messages, timeout)
             metrics = self.aggregate_evaluate(round_number, replies)
             if metrics is not None:
                 result.evaluate_metrics_clientapp[round_number] = metrics

@@ -56,7 +56,9 @@ class RunConfig(Section):
         120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."
     )
     round_timeout: PositiveFloat = Field(
-        3600.0, description="Seconds a client has for one train or evaluate message."
+        3600.0,
+        description="Seconds a client has for one train or evaluate message, counted from when it "
+        "starts; a simulated client may have to wait for others before.",
     )
     output_dir: str = Field(
         "",

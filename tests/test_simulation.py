@@ -187,18 +187,6 @@ def test_refused_before_training_with_a_failed_status(superlink, config, capfd, 
     assert not list(Path(config["output-dir"]).glob("*")), "something half-written was left"
 
 
-def test_the_demo_names_an_unknown_key():
-    demo = subprocess.run(
-        [sys.executable, "-m", "chambers.demo", "train.batchsize=1"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert demo.returncode == 2
-    assert "train.batchsize = 1: unknown key; did you mean train.batch-size?" in demo.stderr
-
-
 def test_nothing_is_left_running_after_the_superlink_ends(tmp_path, left_over):
     with private_superlink(tmp_path):
         assert left_over()

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from finetuning.adapters.adapter import State, as_peft_config
 from finetuning.settings import AdapterSettings
+
+if TYPE_CHECKING:
+    from finetuning.adapters.adapter import State
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -53,7 +54,7 @@ class SavedAdapter:
 
     directory: Path
     settings: AdapterSettings
-    state: State
+    state: "State"
     base: str
 
 
@@ -65,9 +66,12 @@ def read_adapter(directory: Path) -> SavedAdapter:
             adapters do not have.
 
     """
+    check_folder(directory)
     from peft import PeftConfig
+    from safetensors.torch import load_file
 
-    _refuse_other_folders(directory)
+    from finetuning.adapters.adapter import as_peft_config
+
     try:
         found: Any = PeftConfig.from_pretrained(str(directory))
         settings = _settings_of(found)
@@ -95,7 +99,13 @@ def read_adapter(directory: Path) -> SavedAdapter:
     return SavedAdapter(directory, settings, state, str(found.base_model_name_or_path or ""))
 
 
-def _refuse_other_folders(directory: Path) -> None:
+def check_folder(directory: Path) -> None:
+    """Check that a folder has an adapter's files, without importing any heavy library.
+
+    Raises:
+        AdapterError: it doesn't; the message names adapters in the folders below.
+
+    """
     missing = [name for name in (_CONFIG, _WEIGHTS) if not (directory / name).is_file()]
     if not missing:
         return

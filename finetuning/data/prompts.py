@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from finetuning.data.rows import DataError, Row, parse_messages, parse_rows, refuse_malformed
-from finetuning.data.tokenization import tokenize
+
+if TYPE_CHECKING:
+    import torch
 
 _NO_LIMIT = 2**31
 # Any text does: no token reaches from a prompt into its answer.
@@ -71,13 +71,15 @@ def prompt_rows(texts: Sequence[str]) -> list[Row]:
     ]
 
 
-def tokenize_prompts(rows: Sequence[Row], tokenizer: Any) -> list[torch.Tensor]:
+def tokenize_prompts(rows: Sequence[Row], tokenizer: Any) -> "list[torch.Tensor]":
     """Return the tokens before each row's last answer, (tokens,) int64, without a length limit.
 
     Raises:
         DataError: The chat template refuses a row.
 
     """
+    from finetuning.data.tokenization import tokenize
+
     prompts = []
     for row in rows:
         # A template that changes earlier turns makes several examples of a row.

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
+from finetuning.model.checkpoint import WEIGHTS, problem_of
 from finetuning.model.tiny import build_tiny
 from finetuning.settings import ModelSettings
 
-# The names that `save_pretrained` uses. Other safetensors files duplicate the same weights.
-WEIGHTS = "model*.safetensors"
 DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 FILES = (WEIGHTS, *DESCRIPTIONS)
 # How far changing the last token may change earlier logits, relative to the last ones.
@@ -64,16 +63,9 @@ def locate(name: str) -> Path:
     path = Path(name).expanduser()
     if not path.is_absolute():
         path = fetch(name)
-    if not (path / "config.json").is_file():
-        raise BaseModelError(
-            f'model.name = "{name}": no config.json in {path}; it must be a checkpoint directory '
-            "in Hugging Face format"
-        )
-    if not any(path.glob(WEIGHTS)):
-        raise BaseModelError(
-            f'model.name = "{name}": no {WEIGHTS} in {path}; other formats can run code when '
-            "they are loaded, so convert the checkpoint with save_pretrained first"
-        )
+    problem = problem_of(name, path)
+    if problem is not None:
+        raise BaseModelError(problem)
     return path
 
 

@@ -10,7 +10,7 @@ from filelock import FileLock
 from safetensors import safe_open
 
 from finetuning.files import cache_directory, replacing
-from finetuning.model.base_model import WEIGHTS
+from finetuning.model.checkpoint import WEIGHTS
 
 # Entries of a fingerprint other than tensors; every party of a split model has them.
 PARTIES_SHARE = ("config.json", "tokenizer.json", "chat template")

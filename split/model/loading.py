@@ -12,13 +12,13 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from finetuning.model.base_model import (
     DESCRIPTIONS,
-    WEIGHTS,
     BaseModelError,
     fetch,
     loading_arguments,
     locate,
     prepare,
 )
+from finetuning.model.checkpoint import WEIGHTS
 from finetuning.settings import ModelSettings, SplitSettings
 from split.model.checkpoint import Checkpoint, StoredTensor, compared, same
 from split.model.cut import (

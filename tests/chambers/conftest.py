@@ -98,7 +98,7 @@ def serve(*words: str | Path, log: Path):
 def served(run_folder, tmp_path_factory) -> Path:
     """Serve the run to its clients and a third one; give the folder with their invitations."""
     folder = tmp_path_factory.mktemp("served")
-    clients = ("--clients", *CLIENTS, "gamma")
+    clients = ("--clients", ",".join((*CLIENTS, "gamma")))
     with serve(run_folder, *clients, log=folder / "log") as (process, _):
         yield folder / "invitations"
         process.send_signal(signal.SIGINT)

@@ -36,18 +36,27 @@ def rows(folder):
     return file
 
 
-def test_help_comes_without_heavy_libraries():
+def test_help_and_what_is_missing_need_no_heavy_library(tmp_path):
+    """So that both take a moment, and nothing has been started."""
+    (tmp_path / "rows.jsonl").write_text('{"instruction": "a"}\n{"output": 3}\n')
+    commands = [
+        ["--help"],
+        *(["train", "data.path=/nowhere"], ["train", f"data.path={tmp_path / 'rows.jsonl'}"]),
+        *(["train", "model.name=/nowhere"], ["train", "resume=/nowhere"]),
+        *(["generate", "--adapter", "/nowhere"], ["generate", "--model", "/nowhere"]),
+        *(["generate", "--file", str(tmp_path / "rows.jsonl")], ["serve", "/nowhere"]),
+    ]
     code = (
         "import sys; from chambers.__main__ import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit as end: assert end.code == 0\n"
-        "heavy = {'torch', 'transformers', 'flwr', 'pydantic'} & sys.modules.keys()\n"
+        f"for words in {commands!r}: print(main(words))\n"
+        "heavy = {'torch', 'transformers', 'flwr', 'ray', 'rich'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert all(command in done.stdout for command in ("train", "serve", "generate"))
+    assert done.stdout.splitlines()[-9:] == ["0", *["2"] * 8]
 
 
 def test_the_whole_model_says_what_peft_s_own_says(run_folder, base, capsys):

@@ -1,6 +1,5 @@
 """``chambers serve``: invitations that last, and end; a process that leaves nothing."""
 
-import argparse
 import json
 import os
 import shutil
@@ -15,8 +14,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from chambers import generate, models
-from chambers import serve as command
+from chambers import models
+from chambers.__main__ import parse
 from chambers.lane_model import explained
 from chambers.serving import find, serving
 from split.protocol.errors import LaneDeadlineError, LaneTimeoutError
@@ -28,10 +27,7 @@ from tests.split.lanes import Proxy
 @contextmanager
 def serving_here(folder, *words, lifetime=60.0, **split):
     """Serve in this process; give the address and the invitations' files."""
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    arguments = parser.parse_args([*map(str, words), "--invitations", str(folder)])
-    served = find(arguments)
+    served = find(parse(["serve", *map(str, words), "--invitations", str(folder)]))
     changed = replace(served, split=served.split.model_copy(update=split))
     with serving(changed, lifetime) as opened:
         yield opened
@@ -142,11 +138,9 @@ def test_a_slow_reader_gets_the_rest(run_folder, tmp_path, capsys):
 
 
 def test_a_cut_after_the_last_text_changes_nothing(run_folder, tmp_path):
-    parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
     with serve(run_folder, log=tmp_path / "log") as (process, _):
-        words = generating(run_folder, tmp_path / "invitations" / "alpha.json")[1:]
-        source = models.find(parser.parse_args(list(map(str, words))))
+        words = generating(run_folder, tmp_path / "invitations" / "alpha.json")
+        source = models.find(parse(list(map(str, words))))
         with models.opened(source):
             process.kill()
             process.wait(20)
@@ -237,7 +231,7 @@ def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_pa
     [
         (["/nowhere"], "/nowhere is not a run's folder"),
         ([], "what is to be served?"),
-        (["RUN", "--adapter", "/nowhere"], "not both"),
+        (["RUN", "--adapter", "/nowhere"], "can't be combined"),
         (["RUN", "--listen", "0.0.0.0:0"], "--advertise HOST:PORT is needed"),
         (["RUN", "--listen", "nonsense"], "--listen nonsense: must be an address and a port"),
         (["RUN", "--listen", "192.0.2.1:0"], "not one of this machine"),

@@ -1,5 +1,6 @@
 """``chambers train``: what it is told, and a whole run whose model is then used."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,8 +9,15 @@ import time
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
+from chambers.__main__ import main
+from chambers.actors import Machine, count_actors, this_machine
+from chambers.errors import CommandError
+from finetuning.model.checkpoint import client_parameters
+from strategies.run_config import parse_run_config
 from tests.chambers.conftest import ROOT, refused, serve, told
+from tests.conftest import write_rows
 
 
 @pytest.mark.parametrize(
@@ -23,31 +31,139 @@ from tests.chambers.conftest import ROOT, refused, serve, told
         ([str(ROOT / "presets" / "demo.toml"), "rounds=none"], "rounds = 'none'"),
         (["--clients", "-1"], "--clients -1"),
         (["--clients", "0"], "--clients 0"),
+        (["--clients", "2", "min-nodes=3"], "min-nodes = 3, and --clients 2"),
     ],
 )
 def test_what_can_t_be_trained_is_refused(capsys, words, reason):
     assert reason in refused(capsys, "train", *words)
 
 
+def test_options_may_stand_anywhere(capsys):
+    demo = str(ROOT / "presets" / "demo.toml")
+    for words in (["--clients", "0", demo, "rounds=1"], [demo, "--clients", "0", "rounds=1"]):
+        assert "--clients 0" in refused(capsys, "train", *words)
+
+
+def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client_folders, tmp_path):
+    good = [f"model.name={checkpoint}", f"data.path={client_folders}"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    write_rows(tmp_path / "few.jsonl", 3, seed=1)
+    write_rows(tmp_path / "clients" / "one" / "train.jsonl", 3, seed=1)
+    (tmp_path / "clients" / "one" / "test.jsonl").write_text('{"instruction": "a"}\n')
+    for setting, reason in (
+        ("model.name=/nowhere", "no config.json in /nowhere"),
+        ("model.name=./nowhere", "there is no such folder"),
+        (f"model.name={tmp_path / 'empty'}", "no config.json in"),
+        ("data.path=/nowhere", "/nowhere\" doesn't exist"),
+        ("data.path=nowhere/rows.jsonl", "there is no such file or folder"),
+        (f"data.path={tmp_path / 'empty'}", "has no train.jsonl"),
+        (f"data.path={tmp_path / 'few.jsonl'}", "3 rows can't be divided among 4 clients"),
+        (f"data.path={client_folders}", "has 3 clients (alpha, beta, gamma)"),
+        (f"output-dir={tmp_path / 'file' / 'runs'}", "can't be written to"),
+        (f"state-path={tmp_path / 'file'}", "can't be written to"),
+        ("resume=/nowhere", '/nowhere" is not a folder'),
+        (f"resume={tmp_path / 'empty'}", "has no checkpoint"),
+    ):
+        clients = ["--clients", "4"] if "data.path" in setting else []
+        assert reason in refused(capsys, "train", *good, setting, *clients), setting
+    refusal = refused(capsys, "train", *good, f"data.path={tmp_path / 'clients'}")
+    assert f"{tmp_path}/clients/one/test.jsonl:1: has neither 'messages' nor 'output'" in refusal
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Put scripts in the place of Flower's programs; give what writes them."""
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+
+    def write(**scripts):
+        for name, script in scripts.items():
+            file = tmp_path / name.replace("_", "-")
+            file.write_text(f"#!/bin/bash\n{script}\n")
+            file.chmod(0o700)
+
+    yield write
+    signal.signal(signal.SIGTERM, handler)
+
+
+LISTENING = f"{sys.executable} -m http.server --bind 127.0.0.1 ${{5#--port=}}"
+
+
 @pytest.mark.parametrize(
     ("superlink", "reason"),
     [
         ("echo no such option; exit 1", "the SuperLink did not start:\nno such option"),
-        (f"{sys.executable} -m http.server --bind 127.0.0.1 ${{5#--port=}}", "out of reach"),
+        (LISTENING, "out of reach"),
     ],
 )
-def test_what_flower_can_t_do_is_said_in_words(tmp_path, capsys, monkeypatch, superlink, reason):
-    """With other programs in the place of Flower's."""
+def test_what_flower_can_t_do_is_said_in_words(capsys, programs, superlink, reason):
     flwr = 'test "$1" = run || { echo out of reach >&2; exit 1; }'
-    for name, script in (("flower-superlink", superlink), ("flwr", flwr)):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / name).chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        assert reason in refused(capsys, "train")
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    programs(flower_superlink=superlink, flwr=flwr)
+    assert reason in refused(capsys, "train")
+
+
+@pytest.mark.parametrize(
+    ("status", "details", "exit_status", "last"),
+    [
+        (
+            "finished:failed",
+            "Simulation failed with exception: training can't start:\n  court: no rows",
+            1,
+            "chambers train: training can't start:\n  court: no rows\n",
+        ),
+        ("finished:completed", "N/A", 0, ""),
+    ],
+)
+def test_the_reason_of_a_failed_run_is_the_last_line(
+    capfd, programs, tmp_path, status, details, exit_status, last
+):
+    run = {"status": status, "status-details": details}
+    (tmp_path / "runs.json").write_text(json.dumps({"runs": [run]}))
+    flwr = f'test "$1" = run && echo Traceback, "$@" || cat {tmp_path / "runs.json"}'
+    programs(flower_superlink=LISTENING, flwr=flwr)
+    assert main(["train", "--clients", "99"]) == exit_status
+    shown = capfd.readouterr()
+    assert shown.out.splitlines()[-1].startswith(f"run {status} after ")
+    cores = this_machine().cores
+    assert shown.err == f"99 clients take turns on {cores} actors\n{last}"
+    assert f"init-args-num-cpus={cores}" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("settings", "clients", "cores", "gib", "expected"),
+    [
+        ({}, 100, 2, 24, 2),
+        ({}, 3, 16, 24, 3),
+        ({}, 3, 16, 2, 1),
+        ({"strategy": "fl-glm"}, 100, 8, 24, 8),
+        ({"strategy": "fl-glm", "split.schedule": "hierarchical"}, 100, 2, 24, 2),
+        ({"split.schedule": "client-batch"}, 100, 2, 24, 2),  # FedJudge has no schedule
+        ({"strategy": "fl-glm", "split.schedule": "client-batch"}, 6, 2, 24, 6),
+        ({"strategy": "fl-glm", "split.schedule": "client-batch"}, 7, 2, 24, "holds 6: "),
+        ({"strategy": "fl-glm", "split.schedule": "client-batch"}, 6, 2, 4, "holds 2: "),
+        (
+            {"strategy": "fl-glm", "split.schedule": "hierarchical", "split.average-every": 50},
+            *(33, 64, 256, "split.average-every trains all 33 clients at once"),
+        ),
+    ],
+)
+def test_actors_are_bounded_by_cores_and_memory(settings, clients, cores, gib, expected):
+    config = parse_run_config(settings)
+    machine = Machine(cores, gib * 2**30)
+    if isinstance(expected, int):
+        assert count_actors(config, clients, machine) == expected
+        return
+    with pytest.raises(CommandError, match=expected):
+        count_actors(config, clients, machine)
+
+
+def test_larger_models_leave_room_for_fewer_actors(deep_checkpoint):
+    """Of a split model a client has two of four blocks."""
+    whole = sum(p.numel() for p in load_file(deep_checkpoint / "model.safetensors").values())
+    assert client_parameters(deep_checkpoint) == whole
+    blocks = whole - client_parameters(deep_checkpoint, 0)
+    assert client_parameters(deep_checkpoint, 2) == whole - blocks // 2
 
 
 def start(tmp_path, *words) -> psutil.Popen:

@@ -1,0 +1,88 @@
+"""How many of a simulation's clients work at once: each has a process, a Ray actor."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from chambers.errors import CommandError
+from finetuning.model.checkpoint import client_parameters
+from strategies.run_config import RunConfig
+
+# Measured with ``tiny``: what an actor takes beside the model's weights, and what SuperLink, Ray
+# and ServerApp take together.
+_ACTOR_BYTES = 400 * 2**20
+_REST_BYTES = 3 * 2**30
+# Flower 1.41 passes messages to actors in a ThreadPoolExecutor of Python's default size.
+_MORE_THAN_CORES, _MOST_AT_ONCE = 4, 32
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a simulation may use.
+
+    Attributes:
+        cores: CPU cores.
+        memory: available bytes.
+
+    """
+
+    cores: int
+    memory: int
+
+
+def this_machine() -> Machine:
+    """Return the cores and the available memory of this machine."""
+    count = getattr(os, "process_cpu_count", os.cpu_count)  # the first from Python 3.13 on
+    return Machine(count() or 1, psutil.virtual_memory().available)
+
+
+def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
+    """Return how many actors a simulation gets.
+
+    Clients that needn't be there at once take turns on as many actors as cores and memory allow.
+
+    Args:
+        config: the run's.
+        clients: how many are simulated.
+        machine: where.
+
+    Raises:
+        CommandError: all clients must be there at once, and the machine doesn't hold them.
+
+    """
+    weights = _weight_bytes(config)
+    in_memory = max(1, (machine.memory - _REST_BYTES) // (_ACTOR_BYTES + weights))
+    if not _all_at_once(config):
+        return min(clients, machine.cores, in_memory)
+    by_flower = min(machine.cores + _MORE_THAN_CORES, _MOST_AT_ONCE)
+    if clients > min(in_memory, by_flower):
+        what = f'split.schedule = "{config.split.schedule}"'
+        if config.split.average_every:
+            what += " with split.average-every"
+        raise CommandError(
+            f"{what} trains all {clients} clients at once, and this machine holds "
+            f"{min(in_memory, by_flower)}: its available memory {in_memory}, and Flower's "
+            f"simulation on {machine.cores} cores {by_flower}. Simulate fewer (--clients), or use "
+            'split.schedule = "serial"'
+        )
+    return clients
+
+
+def _all_at_once(config: RunConfig) -> bool:
+    """Whether clients wait for each other within a round."""
+    split = config.split
+    averages = split.schedule == "hierarchical" and split.average_every > 0
+    return config.strategy == "fl-glm" and (split.schedule == "client-batch" or averages)
+
+
+def _weight_bytes(config: RunConfig) -> int:
+    """Return the bytes of a client's frozen weights; 0 where the checkpoint isn't a folder here."""
+    directory = Path(config.model.name)
+    if config.model.name == "tiny" or not directory.is_dir():
+        return 0
+    split = config.strategy == "fl-glm"
+    blocks = config.split.head_blocks + config.split.tail_blocks if split else None
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    return width * client_parameters(directory, blocks)
