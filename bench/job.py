@@ -28,9 +28,9 @@ from finetuning.training.loop import RoundPlan
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
 from split.model.adapters import take_apart
-from split.model.cut import PartyName, cut_of
 from split.model.loading import load_parts
 from split.model.part import Part
+from split.model.partition import PartyName, partition_of
 from split.protocol.frames import Limits
 from split.protocol.invitation import Invitation
 from split.server.block_server import BlockServer
@@ -230,9 +230,9 @@ def load_whole(job: Job) -> Any:
 
 def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
     """Load a client's head and tail with the initial adapter."""
-    cut = cut_of(job.directory, split)
-    ends = load_parts(job.model, job.directory, cut, ("head", "tail"), [job.client_device])
-    parts = take_apart(job.state(), cut)
+    partition = partition_of(job.directory, split)
+    ends = load_parts(job.model, job.directory, partition, ("head", "tail"), [job.client_device])
+    parts = take_apart(job.state(), partition)
     for party, part in ends.items():
         part.attach(job.adapter)
         load_state(part.trainable(), parts[party])
@@ -241,8 +241,8 @@ def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
 
 def load_body(job: Job, split: SplitSettings) -> Part:
     """Load the server's blocks."""
-    cut = cut_of(job.directory, split)
-    return load_parts(job.model, job.directory, cut, ("body",), [job.server_device])["body"]
+    partition = partition_of(job.directory, split)
+    return load_parts(job.model, job.directory, partition, ("body",), [job.server_device])["body"]
 
 
 def open_model(
@@ -275,7 +275,7 @@ def serving(
     """Serve the blocks to so many clients; generation keeps at most ``most_kept`` tokens."""
     server = BlockServer(
         body=body,
-        state=take_apart(job.state(), body.cut),
+        state=take_apart(job.state(), body.partition),
         split=split,
         adapter=job.adapter,
         train=job.train.model_copy(update={"local_steps": job.steps}),

@@ -31,8 +31,8 @@ from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import SplitSettings
 from finetuning.training.loop import Stages, train_round
-from split.model.cut import PartyName
 from split.model.part import Part
+from split.model.partition import PartyName
 
 _MEMORY, _ACCOUNTS = "memory", "accounts"
 

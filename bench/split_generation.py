@@ -46,7 +46,7 @@ _LANES = ("near", "far")
 def serve_texts(link: Connection, job: Job, split: SplitSettings) -> None:
     """Serve the blocks to two lanes: send their invitations, and stop when the pipe is closed."""
     body = load_body(job, split)
-    models = {"global": take_apart(job.state(), body.cut)["body"]}
+    models = {"global": take_apart(job.state(), body.partition)["body"]}
     with serving(body, job, split, len(_LANES), job.shape.tokens) as server:
         link.send([server.invite_to_evaluate(name, 0, models, LIFETIME) for name in _LANES])
         link.recv()

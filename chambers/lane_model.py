@@ -13,8 +13,8 @@ from finetuning.adapters.adapter import State
 from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.lane.lane import Lane
-from split.model.cut import PartyName
 from split.model.part import Part
+from split.model.partition import PartyName
 from split.protocol.errors import (
     HandshakeError,
     LaneClosedError,

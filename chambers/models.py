@@ -17,9 +17,9 @@ from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import ModelSettings
 from split.model.adapters import body_digest
-from split.model.cut import Cut, PartyName, cut_of
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, locate_parts, tensors_of
+from split.model.partition import Partition, PartyName, partition_of
 from split.protocol.errors import LaneError
 from split.protocol.standing_invitation import InvitationError, StandingInvitation
 
@@ -105,23 +105,23 @@ def _find_ends(
     run = find_run(adapter)
     settings = options.settings(adapter, run, invitation.model)
     directory = locate_parts(settings.name, invitation.split, _ENDS)
-    cut = cut_of(directory, invitation.split)
+    partition = partition_of(directory, invitation.split)
     whose = f"that of the block server at {invitation.address}"
-    if cut != _cut_of(invitation):
+    if partition != _partition_of(invitation):
         raise CommandError(
-            f"the base model here is not {whose}: it has {cut.blocks} blocks, and not "
+            f"the base model here is not {whose}: it has {partition.blocks} blocks, and not "
             f"{invitation.blocks}; name the same checkpoint with "
             f"--model ({invitation.model})"
         )
-    own = fingerprint(directory, tensors_of(directory, cut, _ENDS))
+    own = fingerprint(directory, tensors_of(directory, partition, _ENDS))
     refuse_other_base(own, invitation.digests, whose)
     if run is not None:
         refuse_other_base(own, run.digests, f"that of {run.directory}")
     prefixes = adapter is not None and adapter.settings.kind == "prefix"
-    check_exactness(directory, settings, cut, prefixes, generation=True)
+    check_exactness(directory, settings, partition, prefixes, generation=True)
     if adapter is None:
         return Source(settings, directory, None, invitation)
-    parts = split_adapter(adapter, cut)
+    parts = split_adapter(adapter, partition)
     digest = body_digest(adapter.settings, parts["body"])
     chosen = next((name for name, served in invitation.models.items() if served == digest), None)
     if chosen is None:
@@ -155,7 +155,7 @@ def _whole(source: Source) -> WholeModel:
 @contextmanager
 def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel]:
     try:
-        ends = load_parts(source.settings, source.directory, _cut_of(invitation), _ENDS)
+        ends = load_parts(source.settings, source.directory, _partition_of(invitation), _ENDS)
         for part in ends.values():
             if source.adapter is not None:
                 part.attach(source.adapter.settings)
@@ -170,5 +170,5 @@ def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel
         model.close()
 
 
-def _cut_of(invitation: StandingInvitation) -> Cut:
-    return Cut(invitation.blocks, invitation.head_blocks, invitation.tail_blocks)
+def _partition_of(invitation: StandingInvitation) -> Partition:
+    return Partition(invitation.blocks, invitation.head_blocks, invitation.tail_blocks)

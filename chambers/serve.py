@@ -104,7 +104,7 @@ class Serve(BaseModelOptions):
                 signal.signal(name, lambda *_: over.set())
             for client, file in files.items():
                 print(f"invitation of {client}, to {', '.join(served.models[client])}: {file}")
-            blocks = served.cut.range_of("body")
+            blocks = served.partition.range_of("body")
             print(f"serving blocks {blocks.start} to {blocks.stop - 1} at {address}", flush=True)
             over.wait()
             print("ending", flush=True)

@@ -22,10 +22,10 @@ from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import PARTIES_SHARE, fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings
 from split.model.adapters import body_digest
-from split.model.cut import Cut, cut_of
 from split.model.devices import body_devices
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, locate_parts, tensors_of
+from split.model.partition import Partition, partition_of
 from split.protocol.standing_invitation import StandingInvitation
 from split.server.model_server import ModelServer
 from strategies.messages import NAME
@@ -39,8 +39,8 @@ class Served:
 
     Attributes:
         settings: which base model, and how it is loaded.
-        split: addresses, cut, wire type, and tokens held at once.
-        cut: how many blocks each party has.
+        split: addresses, partition, wire type, and tokens held at once.
+        partition: how many blocks each party has.
         directory: the base model's, or of those of its files that are needed here.
         adapter: kind and scale of all adapters.
         models: by client, the body's adapters by the name of the model; None is no adapter.
@@ -50,7 +50,7 @@ class Served:
 
     settings: ModelSettings
     split: SplitSettings
-    cut: Cut
+    partition: Partition
     directory: Path
     adapter: AdapterSettings
     models: Mapping[str, Mapping[str, State | None]]
@@ -80,19 +80,19 @@ def find(options: Serve) -> Served:
         if run is not None:
             own = fingerprint(directory)
             refuse_other_base(own, run.digests, f"that of {run.directory}")
-        cut = cut_of(directory, split)
-        common = {} if shared is None else {"global": split_adapter(shared, cut)["body"]}
+        partition = partition_of(directory, split)
+        common = {} if shared is None else {"global": split_adapter(shared, partition)["body"]}
         prefixes = shared is not None and shared.settings.kind == "prefix"
-        check_exactness(directory, settings, cut, prefixes, generation=True)
+        check_exactness(directory, settings, partition, prefixes, generation=True)
     except BaseModelError as error:
         raise CommandError(str(error)) from error
     models: dict[str, dict[str, State | None]] = {c: {"base": None, **common} for c in clients}
     if options.run and run is not None:
         for client in {*clients} & {*run.clients}:
             personalised = open_adapter(run.directory / "adapters" / "clients" / client)
-            models[client]["personalised"] = split_adapter(personalised, cut)["body"]
+            models[client]["personalised"] = split_adapter(personalised, partition)["body"]
     adapter = shared.settings if shared else AdapterSettings()
-    return Served(settings, split, cut, directory, adapter, models, options.invitations)
+    return Served(settings, split, partition, directory, adapter, models, options.invitations)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
     """
     try:
         devices = body_devices(served.split)
-        parts = load_parts(served.settings, served.directory, served.cut, ("body",), devices)
+        parts = load_parts(served.settings, served.directory, served.partition, ("body",), devices)
     except BaseModelError as error:
         # The devices may differ from those where the model was trained.
         reason = str(error).replace("split.body-devices", "--body-devices")
@@ -136,7 +136,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
 def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, Path]:
     """Write the invitations."""
     digests = fingerprint(served.directory)
-    theirs = tensors_of(served.directory, served.cut, ("head", "tail"))
+    theirs = tensors_of(served.directory, served.partition, ("head", "tail"))
     needed = {name: digests[name] for name in {*PARTIES_SHARE, *theirs} if name in digests}
     files = {}
     for client, models in served.models.items():
@@ -152,9 +152,9 @@ def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, P
             expires=datetime.now(UTC) + timedelta(seconds=lifetime),
             model=served.settings.name,
             digests=dict(sorted(needed.items())),
-            blocks=served.cut.blocks,
-            head_blocks=served.cut.head,
-            tail_blocks=served.cut.tail,
+            blocks=served.partition.blocks,
+            head_blocks=served.partition.head,
+            tail_blocks=served.partition.tail,
             wire_dtype=served.split.wire_dtype,
             most_tokens=served.split.activation_budget,
             models={name: body_digest(served.adapter, state) for name, state in models.items()},

@@ -15,7 +15,7 @@ from finetuning.settings import ModelSettings
 
 if TYPE_CHECKING:
     from finetuning.adapters.adapter import State
-    from split.model.cut import Cut, PartyName
+    from split.model.partition import Partition, PartyName
 
 _CONFIG = "config.json"
 _BASE = "base-model.json"
@@ -178,7 +178,7 @@ def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what:
         )
 
 
-def split_adapter(adapter: SavedAdapter, cut: "Cut") -> "dict[PartyName, State]":
+def split_adapter(adapter: SavedAdapter, partition: "Partition") -> "dict[PartyName, State]":
     """Return each party's part of an adapter.
 
     Raises:
@@ -188,7 +188,7 @@ def split_adapter(adapter: SavedAdapter, cut: "Cut") -> "dict[PartyName, State]"
     from split.model.adapters import take_apart
 
     try:
-        return take_apart(adapter.state, cut)
+        return take_apart(adapter.state, partition)
     except ValueError as error:
         raise CommandError(
             f"the adapter in {adapter.directory} is not for this base model: {error}"

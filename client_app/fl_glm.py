@@ -15,10 +15,10 @@ from finetuning.training.loop import train_round
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
 from split.model.adapters import join_adapters
-from split.model.cut import PartyName, cut_of
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.part import Part
+from split.model.partition import PartyName, partition_of
 from split.protocol.frames import Limits
 from split.protocol.invitation import Invitation
 from strategies.messages import ARRAYS, BODY, invitation_of, models_of
@@ -35,10 +35,10 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
 
     """
     directory = locate_parts(config.model.name, config.split, _PARTS)
-    cut = cut_of(directory, config.split)
+    partition = partition_of(directory, config.split)
     prefixes = config.adapter.kind == "prefix"
-    check_exactness(directory, config.model, cut, prefixes, config.evaluate.generate)
-    return directory, fingerprint(directory, tensors_of(directory, cut, _PARTS))
+    check_exactness(directory, config.model, partition, prefixes, config.evaluate.generate)
+    return directory, fingerprint(directory, tensors_of(directory, partition, _PARTS))
 
 
 def train(task: Task) -> tuple[State, Metrics]:
@@ -138,7 +138,7 @@ def _load_parts(
 
     """
     directory = locate_parts(model.name, split, _PARTS)
-    parts = load_parts(model, directory, cut_of(directory, split), _PARTS)
+    parts = load_parts(model, directory, partition_of(directory, split), _PARTS)
     for part in parts.values():
         part.attach(adapter)
     return parts

@@ -21,8 +21,8 @@ from finetuning.training.loop import RoundPlan, train_round
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
 from split.model.adapters import join_adapters, take_apart
-from split.model.cut import cut_of
 from split.model.loading import load_parts
+from split.model.partition import partition_of
 from split.protocol.frames import Limits
 from split.server.block_server import BlockServer
 
@@ -44,14 +44,14 @@ def main() -> None:
     arguments = parser.parse_args()
 
     directory = locate(arguments.checkpoint)
-    cut = cut_of(directory, SPLIT)
+    partition = partition_of(directory, SPLIT)
     state, config = initial_adapter(arguments.checkpoint, ADAPTER, SEED)
-    initial = take_apart(state, cut)
+    initial = take_apart(state, partition)
     text = private_text(directory)
     # The largest micro-batch, in padded tokens: the server reserves memory for it.
     longest = TRAIN.batch_size * max(len(example.tokens) for example in text)
 
-    body = load_parts(ModelSettings(), directory, cut, ["body"])["body"]
+    body = load_parts(ModelSettings(), directory, partition, ["body"])["body"]
     server = BlockServer(
         body=body,
         state=initial,
@@ -67,7 +67,7 @@ def main() -> None:
         server.begin_round({"client": len(text)}, SEED)
         invitation = server.invite_to_train("client", 1, SEED, SECONDS)
 
-        ends = load_parts(ModelSettings(), directory, cut, ["head", "tail"])
+        ends = load_parts(ModelSettings(), directory, partition, ["head", "tail"])
         for party, part in ends.items():
             part.attach(ADAPTER)
             load_state(part.trainable(), initial[party])

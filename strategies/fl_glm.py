@@ -15,10 +15,10 @@ from flwr.serverapp import Grid
 from finetuning.model.fingerprint import PARTIES_SHARE
 from finetuning.randomness import derive_seed
 from split.model.adapters import join_adapters, take_apart
-from split.model.cut import PartyName, cut_of
 from split.model.devices import body_devices
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, locate_parts, tensors_of
+from split.model.partition import PartyName, partition_of
 from split.protocol.errors import printable
 from split.server.block_server import BlockServer
 from strategies.journal import Journal, Progress
@@ -39,8 +39,8 @@ class FLGLM(Rounds):
         self, config: RunConfig, fingerprint: dict[str, str], progress: Progress, journal: Journal
     ) -> None:
         self._directory = self.locate_base_model(config)
-        self._cut = cut_of(self._directory, config.split)
-        theirs = tensors_of(self._directory, self._cut, ("head", "tail"))
+        self._partition = partition_of(self._directory, config.split)
+        theirs = tensors_of(self._directory, self._partition, ("head", "tail"))
         # Clients compare with each other what the server has no file of.
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
@@ -67,7 +67,7 @@ class FLGLM(Rounds):
             RefusedError: tickets would travel in clear text.
 
         """
-        parts = take_apart(from_arrays(arrays), self._cut)
+        parts = take_apart(from_arrays(arrays), self._partition)
         self._body = parts["body"]
         self._server = self._serve_body(parts)
         try:
@@ -147,10 +147,10 @@ class FLGLM(Rounds):
         config = self.config
         prefixes = config.adapter.kind == "prefix"
         check_exactness(
-            self._directory, config.model, self._cut, prefixes, config.evaluate.generate
+            self._directory, config.model, self._partition, prefixes, config.evaluate.generate
         )
         devices = body_devices(config.split)
-        loaded = load_parts(config.model, self._directory, self._cut, ("body",), devices)
+        loaded = load_parts(config.model, self._directory, self._partition, ("body",), devices)
         server = BlockServer(
             body=loaded["body"],
             state=parts,
@@ -163,7 +163,7 @@ class FLGLM(Rounds):
             minimum=config.min_nodes,
             most_kept=config.most_generated,
         )
-        blocks = self._cut.range_of("body")
+        blocks = self._partition.range_of("body")
         log(
             INFO,
             "Blocks %d to %d are served at %s after %.1f s",
@@ -197,7 +197,7 @@ class FLGLM(Rounds):
             return {"base": (0, None)}
         if client not in self._bodies and (kept := self._journal.personalised(client)):
             # After a resumption: a client's last adapter counts for the last round.
-            self._bodies[client] = (server_round, take_apart(kept, self._cut)["body"])
+            self._bodies[client] = (server_round, take_apart(kept, self._partition)["body"])
         own = {"personalised": self._bodies[client]} if client in self._bodies else {}
         return {"global": (server_round, self._body), **own}
 

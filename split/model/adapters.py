@@ -11,7 +11,7 @@ from finetuning.adapters.adapter import State
 from finetuning.adapters.prefixes import SAVED, name_of_block
 from finetuning.model.fingerprint import tensor_digest
 from finetuning.settings import AdapterSettings
-from split.model.cut import PARTIES, Cut, PartyName, stands_before_blocks
+from split.model.partition import PARTIES, Partition, PartyName, stands_before_blocks
 
 # The first number in a name is its block's; further ones count experts.
 _BLOCK = re.compile(r"\.(\d+)\.")
@@ -46,7 +46,7 @@ def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
     return dict(sorted(_with_one_prefix(joined).items()))
 
 
-def take_apart(state: Mapping[str, torch.Tensor], cut: Cut) -> dict[PartyName, State]:
+def take_apart(state: Mapping[str, torch.Tensor], partition: Partition) -> dict[PartyName, State]:
     """Return each party's tensors of a whole model's adapter.
 
     They are not copied, except that a prefix is divided into one tensor per block.
@@ -58,15 +58,16 @@ def take_apart(state: Mapping[str, torch.Tensor], cut: Cut) -> dict[PartyName, S
     result: dict[PartyName, State] = {party: {} for party in PARTIES}
     for name, tensor in sorted(state.items()):
         if name != SAVED:
-            result[_party_of(name, cut)][name] = tensor
+            result[_party_of(name, partition)][name] = tensor
             continue
-        if tensor.shape[1] % cut.blocks:
+        if tensor.shape[1] % partition.blocks:
             raise ValueError(
-                f"a prefix of {tensor.shape[1]} columns does not fit a model of {cut.blocks} blocks"
+                f"a prefix of {tensor.shape[1]} columns does not fit a model of "
+                f"{partition.blocks} blocks"
             )
-        prefixes = tensor.chunk(cut.blocks, dim=1)
+        prefixes = tensor.chunk(partition.blocks, dim=1)
         for party in PARTIES:
-            for block in cut.range_of(party):
+            for block in partition.range_of(party):
                 result[party][name_of_block(block)] = prefixes[block].contiguous()
     return result
 
@@ -100,7 +101,7 @@ def _with_one_prefix(state: State) -> State:
     return {**others, SAVED: torch.cat([prefixes[block] for block in sorted(prefixes)], dim=1)}
 
 
-def _party_of(name: str, cut: Cut) -> PartyName:
+def _party_of(name: str, partition: Partition) -> PartyName:
     block = _BLOCK.search(name)
     if block is None:
         if _OUTPUT_HEADS.search(name):
@@ -108,7 +109,7 @@ def _party_of(name: str, cut: Cut) -> PartyName:
         # Without PEFT's own components, which are before and after the adapted module's name.
         module = re.sub(r"\.lora_.*", "", name)
         return "head" if stands_before_blocks(module.rpartition(".")[2]) else "tail"
-    party = cut.party_of(int(block[1]))
+    party = partition.party_of(int(block[1]))
     if party is None:
-        raise ValueError(f"{name} belongs to no block of this model of {cut.blocks} blocks")
+        raise ValueError(f"{name} belongs to no block of this model of {partition.blocks} blocks")
     return party

@@ -103,7 +103,7 @@ def compared(
     Args:
         model: A part that ``transformers`` has just loaded.
         checkpoint: The checkpoint that it was loaded from.
-        sources: See `split.model.cut.tensors_of_part`.
+        sources: See `split.model.partition.tensors_of_part`.
         quantized: Whether weights were quantised.
 
     Returns:

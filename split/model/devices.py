@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 
 from finetuning.model.base_model import BaseModelError
 from finetuning.settings import SplitSettings
-from split.model.cut import Cut, PartyName, blocks_of, part_class
+from split.model.partition import Partition, PartyName, blocks_of, part_class
 
 
 def body_devices(settings: SplitSettings) -> list[str]:
@@ -37,12 +37,14 @@ def body_devices(settings: SplitSettings) -> list[str]:
     return named or there or ["cpu"]
 
 
-def device_map(whole: Any, cut: Cut, party: PartyName, devices: Sequence[str]) -> dict[str, str]:
+def device_map(
+    whole: Any, partition: Partition, party: PartyName, devices: Sequence[str]
+) -> dict[str, str]:
     """Spread a party's blocks over devices, in proportion to the free memory on each.
 
     Args:
-        whole: See `split.model.cut.outline`.
-        cut: Number of blocks of each party.
+        whole: See `split.model.partition.outline`.
+        partition: Number of blocks of each party.
         party: Party of the blocks.
         devices: Devices in the order of the blocks; all other modules are on the first.
 
@@ -52,10 +54,10 @@ def device_map(whole: Any, cut: Cut, party: PartyName, devices: Sequence[str]) -
     """
     if len(devices) == 1:
         return {"": devices[0]}
-    _, path = blocks_of(whole, cut.blocks)
+    _, path = blocks_of(whole, partition.blocks)
     container, _, attribute = path.rpartition(".")
     with torch.device("meta"):
-        part = part_class(whole, cut, party)(copy.deepcopy(whole.config))
+        part = part_class(whole, partition, party)(copy.deepcopy(whole.config))
     result = {}
     for name, module in part.get_submodule(container).named_children():
         if name != attribute and any(True for _ in chain(module.parameters(), module.buffers())):

@@ -17,12 +17,12 @@ from finetuning.model.base_model import BaseModelError, refuse_unless_causal
 from finetuning.model.fingerprint import config_digest
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import join_adapters
-from split.model.cut import PARTIES, Cut, PartyName, outline
 from split.model.generation import Generation
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
 from split.model.miniature import miniature
 from split.model.part import Padding, Part, left_padding
+from split.model.partition import PARTIES, Partition, PartyName, outline
 
 _PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
 # Most tokens in a row; more than the sliding windows of a miniature.
@@ -35,7 +35,7 @@ _ROUNDING = 1e-4
 def check_exactness(
     directory: Path,
     settings: ModelSettings,
-    cut: Cut,
+    partition: Partition,
     prefixes: bool = False,
     generation: bool = False,
 ) -> None:
@@ -50,7 +50,7 @@ def check_exactness(
     Args:
         directory: Directory of the checkpoint.
         settings: Settings of the model.
-        cut: Number of blocks of each party.
+        partition: Number of blocks of each party.
         prefixes: Whether to test its blocks with prefixes, too.
         generation: Whether to test the generation of texts, too.
 
@@ -58,28 +58,28 @@ def check_exactness(
         BaseModelError: It is not exact, not causal, or cannot be tested; the message names it.
 
     """
-    mark = cache_directory() / "exactness" / _key(directory, cut, prefixes, generation)
+    mark = cache_directory() / "exactness" / _key(directory, partition, prefixes, generation)
     if mark.is_file():
         return
     architecture = type(outline(directory)).__name__
     try:
-        reason = _difference(directory, settings, cut, prefixes, generation)
+        reason = _difference(directory, settings, partition, prefixes, generation)
     except BaseModelError as error:
         reason = str(error)
     except Exception as error:  # An architecture that does not fit can raise anything.
         reason = f"{type(error).__name__}: {error}"
     if reason:
         raise BaseModelError(
-            f"{architecture} can't be used in split learning, divided into {cut.head}, "
-            f"{cut.blocks - cut.head - cut.tail} and {cut.tail} blocks: {reason}. Use another base "
-            "model, or a strategy that keeps it whole"
+            f"{architecture} can't be used in split learning, divided into "
+            f"{partition.head}, {len(partition.range_of('body'))} and {partition.tail} blocks: "
+            f"{reason}. Use another base model, or a strategy that keeps it whole"
         )
     with replacing(mark) as aside:
         aside.write_text(architecture)
 
 
 def _difference(
-    directory: Path, settings: ModelSettings, cut: Cut, prefixes: bool, generation: bool
+    directory: Path, settings: ModelSettings, partition: Partition, prefixes: bool, generation: bool
 ) -> str:
     """Describe a difference between split and whole; empty if there is none."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -88,7 +88,7 @@ def _difference(
     with TemporaryDirectory() as folder:
         miniature(AutoConfig.from_pretrained(directory)).save_pretrained(folder)
         whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        parts = load_parts(plain, Path(folder), cut, PARTIES, ["cpu"])
+        parts = load_parts(plain, Path(folder), partition, PARTIES, ["cpu"])
     # Rounding of products depends on the memory alignment of their factors, which is arbitrary in a
     # mapped file.
     for parameter in whole.parameters():
@@ -97,7 +97,7 @@ def _difference(
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(2, 60, (3, _COLUMNS), generator=generator)
     lengths = torch.tensor([_COLUMNS, _COLUMNS - 2, 3])
-    for chosen in [None, _give_prefixes(whole, parts, cut)] if prefixes else [None]:
+    for chosen in [None, _give_prefixes(whole, parts, partition)] if prefixes else [None]:
         for side in ("right", "left"):
             padding = Padding(side, lengths)
             for name, whole_value, split_value in _both(whole, parts, tokens, padding, chosen):
@@ -110,9 +110,9 @@ def _difference(
 
 
 @torch.no_grad()
-def _give_prefixes(whole: Any, parts: dict[PartyName, Part], cut: Cut) -> BlockPrefixes:
+def _give_prefixes(whole: Any, parts: dict[PartyName, Part], partition: Partition) -> BlockPrefixes:
     """Attach the same random prefixes to the parts that are returned for the whole model."""
-    devices = dict.fromkeys(range(cut.blocks), whole.device)
+    devices = dict.fromkeys(range(partition.blocks), whole.device)
     result = BlockPrefixes(whole.config, _PREFIX.prefix_length, devices)
     generator = torch.Generator().manual_seed(1)
     for value in result.parameters.values():
@@ -203,11 +203,11 @@ def _other_texts(
     return ""
 
 
-def _key(directory: Path, cut: Cut, prefixes: bool, generation: bool) -> str:
+def _key(directory: Path, partition: Partition, prefixes: bool, generation: bool) -> str:
     import peft
     import transformers
 
-    facts = [config_digest(directory / "config.json"), astuple(cut), prefixes, generation]
+    facts = [config_digest(directory / "config.json"), astuple(partition), prefixes, generation]
     versions = [torch.__version__, transformers.__version__, peft.__version__]
     sources = [Path(__file__).parent, Path(finetuning.__file__).parent]
     code = [file.read_text() for folder in sources for file in sorted(folder.rglob("*.py"))]

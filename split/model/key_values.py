@@ -29,7 +29,7 @@ class KeyValues:
     """
 
     def __init__(self, part: Part, padding: Padding, columns: int) -> None:
-        blocks = part.cut.range_of(part.party)
+        blocks = part.partition.range_of(part.party)
         self._part = part
         self._backbone = part.model.base_model
         # The embedding and the output head alone have no keys and values.

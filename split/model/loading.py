@@ -21,18 +21,18 @@ from finetuning.model.base_model import (
 from finetuning.model.checkpoint import WEIGHTS
 from finetuning.settings import ModelSettings, SplitSettings
 from split.model.checkpoint import Checkpoint, StoredTensor, compared, same
-from split.model.cut import (
+from split.model.devices import device_map, hand_over
+from split.model.part import Part
+from split.model.partition import (
     PARTIES,
-    Cut,
+    Partition,
     PartyName,
-    cut_of,
     full_names,
     outline,
     part_class,
+    partition_of,
     tensors_of_part,
 )
-from split.model.devices import device_map, hand_over
-from split.model.part import Part
 
 _INDEX = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
@@ -54,27 +54,27 @@ def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) 
         return locate(name)
     directory = fetch(name, DESCRIPTIONS)
     if (directory / _INDEX).is_file():
-        needed = tensors_of(directory, cut_of(directory, split), parties)
+        needed = tensors_of(directory, partition_of(directory, split), parties)
         shards = json.loads((directory / _INDEX).read_text())["weight_map"]
         return fetch(name, [*DESCRIPTIONS, *sorted({shards[tensor] for tensor in needed})])
     return locate(name)
 
 
-def tensors_of(directory: Path, cut: Cut, parties: Sequence[PartyName]) -> set[str]:
+def tensors_of(directory: Path, partition: Partition, parties: Sequence[PartyName]) -> set[str]:
     """Return the names of the checkpoint's tensors that these parties' parts are loaded from.
 
     Files in an index need not exist.
     """
     whole = outline(directory)
     full = full_names(whole, _names(directory))
-    parts = [tensors_of_part(whole, full, cut, party) for party in parties]
+    parts = [tensors_of_part(whole, full, partition, party) for party in parties]
     return {name for part in parts for name in part.values()}
 
 
 def load_parts(
     settings: ModelSettings,
     directory: Path,
-    cut: Cut,
+    partition: Partition,
     parties: Sequence[PartyName],
     devices: Sequence[str] = (),
 ) -> dict[PartyName, Part]:
@@ -83,7 +83,7 @@ def load_parts(
     Args:
         settings: Precision, quantisation and gradient checkpointing.
         directory: Directory of the checkpoint.
-        cut: Number of blocks of each party.
+        partition: Number of blocks of each party.
         parties: Parties of the parts.
         devices: Devices that each part's blocks are spread over, in order; empty for the first GPU,
             or the CPU if there is none.
@@ -103,26 +103,26 @@ def load_parts(
     held: dict[str, tuple[str, torch.Tensor]] = {}
     checkpoint = Checkpoint(directory)
     for party in (party for party in PARTIES if party in parties):
-        sources = tensors_of_part(whole, full, cut, party)
+        sources = tensors_of_part(whole, full, partition, party)
         absent = sorted(set(sources.values()) - checkpoint.files.keys())
         if absent:
             raise BaseModelError(
                 f"{len(absent)} tensors, {absent[0]} among them, are in none of the {WEIGHTS} in "
                 f"{directory}; the checkpoint is incomplete, so download it again"
             )
-        kind = part_class(whole, cut, party)
+        kind = part_class(whole, partition, party)
         state = {
             key: StoredTensor(checkpoint, name, arguments["dtype"]) for key, name in sources.items()
         } | _shared(whole, checkpoint, held, sources, full)
         if devices:
-            arguments["device_map"] = device_map(whole, cut, party, devices)
+            arguments["device_map"] = device_map(whole, partition, party, devices)
         model = _load(kind, whole.config, state, arguments)
         hand_over(model, arguments["device_map"])
         if (directory / _GENERATION).is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
         digests = compared(model, checkpoint, sources, settings.quantization != "none")
         prepare(model, settings)
-        parts[party] = Part(model, party, cut, digests, arguments["dtype"])
+        parts[party] = Part(model, party, partition, digests, arguments["dtype"])
         held |= _tied(whole, model, sources, full)
     return parts
 

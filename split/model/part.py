@@ -14,7 +14,7 @@ from finetuning.adapters.prefixes import BlockPrefixes
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.whole_model import output_head
 from finetuning.settings import AdapterSettings
-from split.model.cut import Cut, PartyName, blocks_of
+from split.model.partition import Partition, PartyName, blocks_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Part:
     Args:
         model: The party's ``transformers`` model; see `split.model.loading.load_parts`.
         party: The party.
-        cut: Number of blocks of each party.
+        partition: Number of blocks of each party.
         digests: SHA-256 of each tensor it was loaded from, by the checkpoint's names.
         dtype: Data type that the frozen blocks compute in.
 
@@ -50,13 +50,13 @@ class Part:
         self,
         model: Any,
         party: PartyName,
-        cut: Cut,
+        partition: Partition,
         digests: Mapping[str, str],
         dtype: torch.dtype,
     ) -> None:
         self.model = model
         self.party = party
-        self.cut = cut
+        self.partition = partition
         self.digests = dict(digests)
         self.dtype = dtype
         # Device of the first block, where hidden states enter; they leave on that of the last.
@@ -207,7 +207,7 @@ class Part:
             raise BaseModelError(
                 'adapter.kind = "prefix" does not work with model.gradient-checkpointing = true'
             )
-        numbers = self.cut.range_of(self.party)
+        numbers = self.partition.range_of(self.party)
         _, path = blocks_of(self.model, len(numbers))
         blocks = self.model.get_submodule(path)
         devices = {n: _device_of(blocks.get_submodule(str(n))) for n in numbers}

@@ -10,8 +10,8 @@ from finetuning.adapters.adapter import State
 from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
 from split.lane.lane import Lane
 from split.lane.listening import LaneServer
-from split.model.cut import PartyName
 from split.model.part import Part
+from split.model.partition import PartyName
 from split.protocol.errors import LaneError
 from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
 from split.protocol.invitation import Invitation

@@ -16,8 +16,8 @@ from client_app.state import ClientState
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.fingerprint import fingerprint
-from split.model.cut import cut_of
 from split.model.loading import tensors_of
+from split.model.partition import partition_of
 from strategies.run_config import parse_run_config
 from tests.chambers.conftest import CLIENTS, ROOT, refused, serve, told, write_run
 from tests.conftest import write_checkpoint
@@ -227,7 +227,7 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     # So it is of a client's state; there the ends of a split model suffice.
     state = ClientState(str(tmp_path / "state"), "lineage", "alpha")
     config = parse_run_config({"strategy": "fl-glm", "model.name": str(base)})
-    ends = tensors_of(base, cut_of(base, config.split), ("head", "tail"))
+    ends = tensors_of(base, partition_of(base, config.split), ("head", "tail"))
     state.describe(config.flat(), str(base), fingerprint(base, ends))
     kept = shutil.copytree(adapter, state.directory / "adapters" / "global")
     for invitation in ([], ["--invitation", served / "alpha.json"]):

@@ -3,9 +3,9 @@
 import torch
 
 from finetuning.settings import ModelSettings, TrainSettings
-from split.model.cut import Cut
 from split.model.loading import load_parts
 from split.model.part import Padding
+from split.model.partition import Partition
 from split.server.body_adapters import BodyAdapters
 from tests.split.clients import ADAPTER
 from tests.split.conftest import LENGTHS
@@ -21,7 +21,7 @@ def load_body(directory, quantization="none", checkpointing=False, dtype="float3
         quantization=quantization,
         gradient_checkpointing=checkpointing,
     )
-    return load_parts(settings, directory, Cut(6, 1, 1), ["body"], ["cpu"])["body"]
+    return load_parts(settings, directory, Partition(6, 1, 1), ["body"], ["cpu"])["body"]
 
 
 def train_branches(body, adapter):

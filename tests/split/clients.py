@@ -28,9 +28,9 @@ from finetuning.training.optimization import learning_rate, make_optimizer
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
 from split.model.adapters import join_adapters, take_apart
-from split.model.cut import cut_of
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
+from split.model.partition import partition_of
 from split.protocol.errors import LaneCutError
 from split.protocol.frames import Kind, Limits
 from split.server.block_server import BlockServer
@@ -76,8 +76,8 @@ class Client:
     ) -> None:
         self.name = name
         self.split = split
-        cut = cut_of(base, split)
-        self.ends = load_parts(model, base, cut, ("head", "tail"))
+        partition = partition_of(base, split)
+        self.ends = load_parts(model, base, partition, ("head", "tail"))
         for part in self.ends.values():
             part.attach(adapter)
         self.losses: list[float] = []
@@ -136,11 +136,11 @@ def serving(
     most_kept=MOST_KEPT,
     model=MODEL,
 ):
-    cut = cut_of(base, split)
-    body = load_parts(model, base, cut, ("body",))["body"]
+    partition = partition_of(base, split)
+    body = load_parts(model, base, partition, ("body",))["body"]
     server = BlockServer(
         body=body,
-        state=take_apart(state, cut),
+        state=take_apart(state, partition),
         split=split,
         adapter=adapter,
         train=train.model_copy(update={"local_steps": STEPS}),
@@ -201,11 +201,11 @@ class Center:
         self.parameters = {
             names[n]: p for n, p in trainable_parameters(self.model.peft_model).items()
         }
-        self.cut = cut_of(base, split)
+        self.partition = partition_of(base, split)
         self.rate = learning_rate(TRAIN, STEPS)
 
     def of(self, *parties: str) -> dict[str, torch.nn.Parameter]:
-        parts = take_apart(self.parameters, self.cut)
+        parts = take_apart(self.parameters, self.partition)
         return join_adapters([parts[party] for party in parties])
 
     def turn(self, name: str, body_optimizer, state: State) -> tuple[list[float], State]:

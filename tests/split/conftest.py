@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from finetuning.adapters.adapter import State, initial_adapter
 from finetuning.settings import ModelSettings
-from split.model.cut import PARTIES, Cut
 from split.model.loading import load_parts
 from split.model.part import Padding, Part, left_padding
+from split.model.partition import PARTIES, Partition
 from tests.split.clients import ADAPTER
 from tests.split.lanes import Server
 
@@ -107,7 +107,7 @@ def load_all(directory: Path, head: int, tail: int, **settings: Any) -> dict[str
     """Load the three parts of a checkpoint."""
     blocks = transformers.AutoConfig.from_pretrained(directory).num_hidden_layers
     settings = ModelSettings(name=str(directory), **settings)
-    return load_parts(settings, directory, Cut(blocks, head, tail), PARTIES, ["cpu"])
+    return load_parts(settings, directory, Partition(blocks, head, tail), PARTIES, ["cpu"])
 
 
 def draw_tokens(seed: int = 0) -> torch.Tensor:

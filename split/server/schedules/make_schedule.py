@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from finetuning.adapters.adapter import State
 from finetuning.settings import SplitSettings
-from split.model.cut import PartyName
+from split.model.partition import PartyName
 from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
 from split.server.schedules.client_batch import ClientBatch

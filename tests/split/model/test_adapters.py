@@ -19,8 +19,8 @@ from finetuning.adapters.adapter import (
 from finetuning.model.base_model import BaseModelError
 from finetuning.settings import AdapterSettings
 from split.model.adapters import join_adapters, take_apart
-from split.model.cut import PARTIES, Cut
 from split.model.part import Padding
+from split.model.partition import PARTIES, Partition
 from tests.split.conftest import (
     LENGTHS,
     draw_tokens,
@@ -62,8 +62,8 @@ def adapted_whole(directory: Path, settings: AdapterSettings, seed: int = 0):
 
 def fill(parts, state, name: str = "default") -> None:
     """Give every part of the model its share of a whole model's adapter."""
-    cut = parts["head"].cut
-    for party, own in take_apart(state, cut).items():
+    partition = parts["head"].partition
+    for party, own in take_apart(state, partition).items():
         parameters = parts[party].trainable(name)
         assert parameters.keys() == own.keys()
         for key, parameter in parameters.items():
@@ -105,14 +105,14 @@ def test_gradients_of_the_parts_are_the_whole_model_s(architecture, random_check
 def test_taking_apart_and_joining_are_inverse(random_checkpoint):
     directory = random_checkpoint()
     state, _ = initial_adapter(str(directory), AdapterSettings(targets=PROJECTIONS), seed=1)
-    parts = take_apart(state, Cut(4, 1, 2))
+    parts = take_apart(state, Partition(4, 1, 2))
     assert [len(parts[party]) for party in PARTIES] == [6, 6, 12]
     again = join_adapters(parts.values())
     assert list(again) == list(state) and all(again[n] is state[n] for n in state)
     with pytest.raises(ValueError, match="overlap"):
         join_adapters([parts["head"], state])
     with pytest.raises(ValueError, match="of 3 blocks"):
-        take_apart(state, Cut(3, 1, 1))
+        take_apart(state, Partition(3, 1, 1))
 
 
 def test_a_joined_adapter_is_loaded_by_peft_and_gives_the_same(random_checkpoint, tmp_path):
@@ -159,7 +159,9 @@ def test_interleaved_adapters_of_one_body_train_as_if_each_had_its_own(
     for index, name in enumerate(names):
         body.attach(settings, name)
         for key, parameter in body.trainable(name).items():
-            parameter.data.copy_(take_apart(random_state(state, index), body.cut)["body"][key])
+            parameter.data.copy_(
+                take_apart(random_state(state, index), body.partition)["body"][key]
+            )
     body.train(True)
     outputs = []
     for index, name in enumerate(names):

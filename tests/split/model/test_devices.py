@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from finetuning.model.base_model import BaseModelError
 from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings
-from split.model.cut import Cut, blocks_of, outline
 from split.model.devices import body_devices, device_map, hand_over, spread
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
 from split.model.part import Padding
+from split.model.partition import Partition, blocks_of, outline
 from tests.split.bodies import DROPOUT, load_body, train_branches
 from tests.split.conftest import LENGTHS
 
@@ -51,9 +51,11 @@ def test_no_device_of_equal_ones_has_more_than_its_share_and_a_block():
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2", "OPT", "Mixtral", "Gemma3Text"])
 def test_a_map_covers_a_body_and_splits_between_blocks_alone(random_checkpoint, architecture):
     directory = random_checkpoint(architecture, num_hidden_layers=7)
-    cut = Cut(7, 1, 2)
-    places = device_map(outline(directory), cut, "body", ["one", "two"])
-    body = load_parts(ModelSettings(name=str(directory)), directory, cut, ["body"], ["cpu"])["body"]
+    partition = Partition(7, 1, 2)
+    places = device_map(outline(directory), partition, "body", ["one", "two"])
+    body = load_parts(ModelSettings(name=str(directory)), directory, partition, ["body"], ["cpu"])[
+        "body"
+    ]
     tensors = [name for name, _ in [*body.model.named_parameters(), *body.model.named_buffers()]]
     owners = [[path for path in places if name.startswith(f"{path}.")] for name in tensors]
     assert all(len(owner) == 1 for owner in owners), "each tensor is placed once"
@@ -61,7 +63,7 @@ def test_a_map_covers_a_body_and_splits_between_blocks_alone(random_checkpoint, 
     blocks = [device for path, device in places.items() if path.rpartition(".")[2].isdigit()]
     assert blocks == ["one", "one", "two", "two"]
     assert list(places.values()) == sorted(places.values()), "the rest is where the first block is"
-    assert device_map(outline(directory), cut, "body", ["one"]) == {"": "one"}
+    assert device_map(outline(directory), partition, "body", ["one"]) == {"": "one"}
 
 
 def test_devices_are_the_settings_or_what_there_is():
@@ -80,7 +82,7 @@ def test_odd_devices_are_refused(devices):
 def dispatch(body, directory):
     """Do what ``from_pretrained`` does with a map of several devices, and hand over in between."""
     model = body.model
-    places = device_map(outline(directory), Cut(6, 1, 1), "body", ["cpu", "cpu"])
+    places = device_map(outline(directory), Partition(6, 1, 1), "body", ["cpu", "cpu"])
     skipped = model._skip_keys_device_placement
     dispatch_model(model, places, skip_keys=skipped, force_hooks=True)
     assert hasattr(model.base_model.layers[-1], "_hf_hook")

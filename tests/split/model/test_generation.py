@@ -12,7 +12,7 @@ from finetuning.data.batching import collate
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings
 from split.model.adapters import take_apart
-from split.model.cut import cut_of
+from split.model.partition import partition_of
 from tests.split.clients import (
     MOST_KEPT,
     Client,
@@ -52,7 +52,7 @@ class Scene:
             torch.manual_seed(6)
             self.state = {n: 0.2 * torch.randn_like(value) for n, value in self.state.items()}
         self.split = split_settings(**split)
-        self.parts = take_apart(self.state, cut_of(directory, self.split))
+        self.parts = take_apart(self.state, partition_of(directory, self.split))
 
     def serving(self, **changes):
         return serving(self.directory, self.state, self.split, self.adapter, **changes)

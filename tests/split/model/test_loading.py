@@ -18,14 +18,14 @@ from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.model.fingerprint import differences, fingerprint
 from finetuning.settings import ModelSettings, SplitSettings
 from split.model.checkpoint import Checkpoint, compared
-from split.model.cut import (
-    Cut,
+from split.model.loading import load_parts, locate_parts, tensors_of
+from split.model.partition import (
+    Partition,
     full_names,
     outline,
     part_class,
     tensors_of_part,
 )
-from split.model.loading import load_parts, locate_parts, tensors_of
 from tests.split.conftest import (
     load_all,
 )
@@ -75,8 +75,8 @@ def test_only_a_party_s_tensors_are_read_from_shards(architecture, random_checkp
     ours, settings = fingerprint(directory), ModelSettings(name=str(directory))
     for parties in (["head", "tail"], ["body"]):
         CountingFile.read.clear()
-        parts = load_parts(settings, directory, Cut(4, 1, 1), parties)
-        needed = tensors_of(directory, Cut(4, 1, 1), parties)
+        parts = load_parts(settings, directory, Partition(4, 1, 1), parties)
+        needed = tensors_of(directory, Partition(4, 1, 1), parties)
         assert set(CountingFile.read) == needed < ours.keys()
         digests = {name: d for part in parts.values() for name, d in part.digests.items()}
         assert digests == {name: ours[name] for name in needed}
@@ -100,7 +100,7 @@ def test_parts_have_the_quantised_weights_of_the_whole(
 
 def test_shards_of_other_parties_may_be_absent_and_a_party_s_own_not(random_checkpoint, tmp_path):
     source = random_checkpoint(shards="30KB")
-    needed = tensors_of(source, Cut(4, 1, 1), ["body"])
+    needed = tensors_of(source, Partition(4, 1, 1), ["body"])
     shards = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
     directory = tmp_path / "partial"
     directory.mkdir()
@@ -109,25 +109,25 @@ def test_shards_of_other_parties_may_be_absent_and_a_party_s_own_not(random_chec
     absent = sorted(set(shards.values()) - {file.name for file in directory.iterdir()})
     assert absent
     settings = ModelSettings(name=str(directory))
-    body = load_parts(settings, directory, Cut(4, 1, 1), ["body"])["body"]
+    body = load_parts(settings, directory, Partition(4, 1, 1), ["body"])["body"]
     assert body.digests.keys() == needed
     with pytest.raises(BaseModelError, match=r"incomplete"):
-        load_parts(settings, directory, Cut(4, 1, 1), ["head", "tail"])
+        load_parts(settings, directory, Partition(4, 1, 1), ["head", "tail"])
 
 
 def test_a_block_in_another_s_place_is_refused_by_name(random_checkpoint):
     directory = random_checkpoint()
     whole = outline(directory)
     checkpoint = Checkpoint(directory)
-    cut = Cut(4, 1, 1)
-    sources = tensors_of_part(whole, full_names(whole, checkpoint.files), cut, "body")
+    partition = Partition(4, 1, 1)
+    sources = tensors_of_part(whole, full_names(whole, checkpoint.files), partition, "body")
     state = load_file(directory / "model.safetensors")
     # What is loaded from blocks 2 and 1 instead of 1 and 2.
     swap = {"1": "2", "2": "1"}
     wrong = {
         ".".join(swap.get(part, part) for part in name.split(".")): state[name] for name in sources
     }
-    kind = part_class(whole, cut, "body")
+    kind = part_class(whole, partition, "body")
     model = kind.from_pretrained(None, config=whole.config, state_dict=wrong)
     with pytest.raises(BaseModelError) as caught:
         compared(model, checkpoint, sources, quantized=False)
@@ -168,7 +168,7 @@ def test_from_the_hub_s_cache_only_a_party_s_shards_are_needed(
     random_checkpoint, tmp_path, monkeypatch
 ):
     source = random_checkpoint(shards="30KB")
-    needed = tensors_of(source, Cut(4, 1, 1), ["body"])
+    needed = tensors_of(source, Partition(4, 1, 1), ["body"])
     shards = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
     commit = "0" * 40
     repository = tmp_path / "models--someone--model"
@@ -182,7 +182,7 @@ def test_from_the_hub_s_cache_only_a_party_s_shards_are_needed(
     monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
     directory = locate_parts("someone/model", SplitSettings(), ["body"])
     assert directory == snapshot
-    load_parts(ModelSettings(name="someone/model"), directory, Cut(4, 1, 1), ["body"])
+    load_parts(ModelSettings(name="someone/model"), directory, Partition(4, 1, 1), ["body"])
 
 
 MEASURES_LOADING = """
@@ -191,7 +191,7 @@ from pathlib import Path
 import torch
 from finetuning.settings import ModelSettings
 from split.model.loading import load_parts
-from split.model.cut import Cut
+from split.model.partition import Partition
 
 def peak():
     line = next(l for l in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in l)
@@ -200,10 +200,10 @@ def peak():
 small, large = sys.argv[1:]
 results = []
 for parties in (["head", "tail"], ["body"]):
-    load_parts(ModelSettings(name=small), Path(small), Cut(4, 1, 1), parties, ["cpu"])
+    load_parts(ModelSettings(name=small), Path(small), Partition(4, 1, 1), parties, ["cpu"])
     Path("/proc/self/clear_refs").write_text("5")
     before = peak()
-    parts = load_parts(ModelSettings(name=large), Path(large), Cut(6, 1, 1), parties, ["cpu"])
+    parts = load_parts(ModelSettings(name=large), Path(large), Partition(6, 1, 1), parties, ["cpu"])
     storages = {
         p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
         for part in parts.values() for p in part.model.parameters()

@@ -16,9 +16,9 @@ from finetuning.adapters.prefixes import SAVED, BlockPrefixes
 from finetuning.model.base_model import BaseModelError
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import join_adapters, take_apart
-from split.model.cut import PARTIES, Cut
 from split.model.exactness import check_exactness
 from split.model.part import Padding, left_padding
+from split.model.partition import PARTIES, Partition
 from tests.split.clients import (
     TRAIN,
 )
@@ -67,7 +67,7 @@ def prefixed_parts(directory, head: int, tail: int, state, names=("default",)):
 
 
 def fill(parts, state, name: str = "default") -> None:
-    for party, own in take_apart(state, parts["head"].cut).items():
+    for party, own in take_apart(state, parts["head"].partition).items():
         parts[party].attach(PREFIX, name)
         load_state(parts[party].trainable(name), own)
 
@@ -120,7 +120,7 @@ def test_the_check_before_a_run_has_prefixes_in_it(
 ):
     monkeypatch.setenv("CHAMBERS_CACHE", str(tmp_path))
     directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
-    settings, cut = ModelSettings(name=str(directory)), Cut(4, 1, 1)
+    settings, partition = ModelSettings(name=str(directory)), Partition(4, 1, 1)
     before, calls = BlockPrefixes.before, []
 
     def lost_at_the_tail(self, inputs, *rest):
@@ -131,14 +131,14 @@ def test_the_check_before_a_run_has_prefixes_in_it(
     with monkeypatch.context() as patch:
         patch.setattr(BlockPrefixes, "before", lost_at_the_tail)
         with pytest.raises(BaseModelError, match=r"with prefixes are not those"):
-            check_exactness(directory, settings, cut, prefixes=True)
+            check_exactness(directory, settings, partition, prefixes=True)
     assert calls
-    check_exactness(directory, settings, cut, prefixes=True)
+    check_exactness(directory, settings, partition, prefixes=True)
 
 
 def test_a_prefix_is_taken_apart_by_blocks_and_joined_again(base):
     state = random_prefix(base)
-    parts = take_apart(state, Cut(6, 2, 1))
+    parts = take_apart(state, Partition(6, 2, 1))
     assert [sorted(parts[party]) for party in PARTIES] == [
         [f"{SAVED}.0", f"{SAVED}.1"],
         [f"{SAVED}.2", f"{SAVED}.3", f"{SAVED}.4"],
@@ -152,7 +152,7 @@ def test_a_prefix_is_taken_apart_by_blocks_and_joined_again(base):
     with pytest.raises(ValueError, match="overlap"):
         join_adapters([parts["head"], parts["head"]])
     with pytest.raises(ValueError, match="of 7 blocks"):
-        take_apart(state, Cut(7, 1, 1))
+        take_apart(state, Partition(7, 1, 1))
 
 
 def test_a_joined_prefix_is_loaded_by_peft_and_gives_the_same(base, tmp_path):

@@ -10,8 +10,8 @@ from finetuning.adapters.adapter import exported_names, load_state, trainable_pa
 from finetuning.data.batching import collate, micro_batches
 from finetuning.training.optimization import learning_rate, make_optimizer
 from split.model.adapters import join_adapters, take_apart
-from split.model.cut import cut_of
 from split.model.part import Padding
+from split.model.partition import partition_of
 from split.protocol.frames import Kind
 from split.server.head_output import HeadOutput
 from split.server.stacked_micro_batch import stack
@@ -55,7 +55,7 @@ class Reference:
         names = exported_names(self.model.peft_model)
         parameters = trainable_parameters(self.model.peft_model)
         self.parameters = {names[name]: p for name, p in parameters.items()}
-        parts = take_apart(self.parameters, cut_of(base, split))
+        parts = take_apart(self.parameters, partition_of(base, split))
         self.body, self.ends = parts["body"], join_adapters([parts["head"], parts["tail"]])
         self.own = {name: {n: state[n].clone() for n in self.ends} for name in SIZES}
         self.moments = {

@@ -9,8 +9,8 @@ import torch
 
 from finetuning.data.batching import collate
 from finetuning.settings import ModelSettings
-from split.model.cut import cut_of
 from split.model.loading import load_parts
+from split.model.partition import partition_of
 from split.protocol.errors import LaneError, PeerError, TicketError
 from split.server.model_server import ModelServer
 from tests.split.clients import LONGEST, assert_nothing_is_left, draw
@@ -22,8 +22,8 @@ class Served(Scene):
 
     @contextmanager
     def model_server(self):
-        cut = cut_of(self.directory, self.split)
-        body = load_parts(ModelSettings(), self.directory, cut, ("body",))["body"]
+        partition = partition_of(self.directory, self.split)
+        body = load_parts(ModelSettings(), self.directory, partition, ("body",))["body"]
         server = ModelServer(body, self.adapter, self.split, "run")
         try:
             yield server

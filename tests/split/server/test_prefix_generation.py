@@ -6,9 +6,9 @@ import torch
 from finetuning.adapters.prefixes import BlockPrefixes
 from finetuning.model.base_model import BaseModelError
 from finetuning.settings import ModelSettings
-from split.model.cut import Cut
 from split.model.exactness import check_exactness
 from split.model.key_values import KeyValues
+from split.model.partition import Partition
 from split.protocol.errors import LaneError
 from tests.split.clients import send_texts
 from tests.split.model.test_generation import GREEDY, NEW, SAMPLED, Scene, ends_of, generated
@@ -84,7 +84,11 @@ def test_the_check_before_a_run_generates_texts(
     """What is lost has no part in forward passes without caches."""
     monkeypatch.setenv("CHAMBERS_CACHE", str(tmp_path))
     directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
-    settings, cut, prefixes = ModelSettings(name=str(directory)), Cut(4, 1, 1), "prefix" in lost
+    settings, partition, prefixes = (
+        ModelSettings(name=str(directory)),
+        Partition(4, 1, 1),
+        "prefix" in lost,
+    )
     positions, fill = KeyValues._mask_and_positions, BlockPrefixes.fill
 
     def wrong_positions(self, columns):
@@ -102,10 +106,10 @@ def test_the_check_before_a_run_generates_texts(
             patch.setattr(BlockPrefixes, "fill", not_at_the_tail)
         else:
             patch.setattr(KeyValues, "_mask_and_positions", wrong_positions)
-        check_exactness(directory, settings, cut, prefixes)
+        check_exactness(directory, settings, partition, prefixes)
         with pytest.raises(BaseModelError, match=r"generates.*evaluate\.generate = true"):
-            check_exactness(directory, settings, cut, prefixes, generation=True)
-    check_exactness(directory, settings, cut, prefixes, generation=True)
+            check_exactness(directory, settings, partition, prefixes, generation=True)
+    check_exactness(directory, settings, partition, prefixes, generation=True)
 
 
 def test_prefixes_take_their_place_in_the_budget(random_checkpoint):

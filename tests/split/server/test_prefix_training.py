@@ -11,7 +11,7 @@ from finetuning.evaluation.held_out import held_out_loss
 from finetuning.training.loop import train_round
 from split.client.split_model import ClientRound
 from split.model.adapters import join_adapters, take_apart
-from split.model.cut import cut_of
+from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from tests.split.clients import (
@@ -40,7 +40,7 @@ CLIPPED = TRAIN.model_copy(update={"max_gradient_norm": 0.2})
 def test_one_client_equals_centralised_training(base, schedule, head, tail):
     beginning = random_prefix(base)
     split = split_settings(schedule=schedule, head_blocks=head, tail_blocks=tail)
-    apart = take_apart(beginning, cut_of(base, split))
+    apart = take_apart(beginning, partition_of(base, split))
     with serving(base, beginning, split, PREFIX, CLIPPED) as server:
         server.begin_round({"alpha": 9}, 0)
         client = Client("alpha", base, split, PREFIX)
@@ -63,7 +63,7 @@ def test_one_client_equals_centralised_training(base, schedule, head, tail):
 def test_hierarchical_equals_separate_trainings_and_their_mean(base):
     beginning = random_prefix(base)
     split = split_settings(schedule="hierarchical")
-    apart = take_apart(beginning, cut_of(base, split))
+    apart = take_apart(beginning, partition_of(base, split))
     clients = [Client(name, base, split, PREFIX) for name in SIZES]
     steps = dict.fromkeys(SIZES, 6)
     with serving(base, beginning, split, PREFIX) as server:
@@ -81,13 +81,13 @@ def test_hierarchical_equals_separate_trainings_and_their_mean(base):
         expected[client.name] = export_adapter(model.peft_model)
         assert client.losses == pytest.approx(report.losses, abs=1e-5)
         assert_close(whole[client.name], expected[client.name])
-    mean = take_apart(weighted_mean(expected), cut_of(base, split))["body"]
+    mean = take_apart(weighted_mean(expected), partition_of(base, split))["body"]
     assert_close(body, mean)
 
 
 def test_a_split_model_measures_the_loss_of_the_whole(base):
     split, examples, state = split_settings(), draw(17, 1), random_prefix(base)
-    parts = take_apart(state, cut_of(base, split))
+    parts = take_apart(state, partition_of(base, split))
     with serving(base, state, split, PREFIX) as server:
         client = Client("alpha", base, split, PREFIX)
         models = {"base": None, "global": parts["body"]}
@@ -147,7 +147,7 @@ def test_credits_are_by_micro_batches_with_their_prefixes(base):
 def test_an_evaluation_s_prefixes_count_too(base, model_name, refused):
     """Eight rows of ten tokens are as much as was agreed, and with prefixes more."""
     split, state = split_settings(), random_prefix(base)
-    body = take_apart(state, cut_of(base, split))["body"]
+    body = take_apart(state, partition_of(base, split))["body"]
     client = Client("alpha", base, split, PREFIX)
     with serving(base, state, split, PREFIX) as server:
         invitation = server.invite_to_evaluate("alpha", 0, {"base": None, "global": body}, 60.0)

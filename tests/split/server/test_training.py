@@ -8,7 +8,7 @@ from finetuning.evaluation.held_out import held_out_loss
 from finetuning.training.loop import RoundPlan, train_round
 from finetuning.training.optimization import make_optimizer
 from split.model.adapters import join_adapters, take_apart
-from split.model.cut import cut_of
+from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from tests.split.clients import (
     ADAPTER,
@@ -147,8 +147,8 @@ def test_a_window_changes_nothing_with_dropout_and_whatever_the_wire(base, begin
 def test_a_split_model_measures_the_loss_of_the_whole(base, beginning):
     split = split_settings()
     examples = draw(17, 1)
-    cut = cut_of(base, split)
-    parts = take_apart(beginning, cut)
+    partition = partition_of(base, split)
+    parts = take_apart(beginning, partition)
     ends = parts["head"] | parts["tail"]
     with serving(base, beginning, split) as server:
         client = Client("alpha", base, split)

@@ -36,7 +36,7 @@ _NEUTRAL = {"embedding_multiplier": 1.0, "embedding_scale": 1.0, "embedding_drop
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """The number of blocks of each party.
 
     Attributes:
@@ -71,7 +71,7 @@ class _NoPositions(nn.Identity):
         return torch.zeros(())
 
 
-def cut_of(directory: Path, settings: SplitSettings) -> Cut:
+def partition_of(directory: Path, settings: SplitSettings) -> Partition:
     """Divide a checkpoint's blocks by the settings.
 
     Raises:
@@ -93,7 +93,7 @@ def cut_of(directory: Path, settings: SplitSettings) -> Cut:
             f"the {blocks} blocks of the model in {directory}; together they can be at most "
             f"{blocks - 1}"
         )
-    return Cut(blocks, head, tail)
+    return Partition(blocks, head, tail)
 
 
 def outline(directory: Path) -> Any:
@@ -113,7 +113,7 @@ def outline(directory: Path) -> Any:
         raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
 
 
-def part_class(whole: Any, cut: Cut, party: PartyName) -> Any:
+def part_class(whole: Any, partition: Partition, party: PartyName) -> Any:
     """Return the class of a party's model: that of the whole model, with less in it.
 
     ``transformers`` looks classes up by name and module, so both stay the same.
@@ -122,7 +122,7 @@ def part_class(whole: Any, cut: Cut, party: PartyName) -> Any:
 
     def build(self: Any, config: Any) -> None:
         kind.__init__(self, config)
-        _keep(self, cut, party)
+        _keep(self, partition, party)
 
     return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
 
@@ -150,14 +150,14 @@ def full_names(whole: Any, names: Collection[str]) -> dict[str, str]:
 
 
 def tensors_of_part(
-    whole: Any, full: Mapping[str, str], cut: Cut, party: PartyName
+    whole: Any, full: Mapping[str, str], partition: Partition, party: PartyName
 ) -> dict[str, str]:
     """Return the tensors of a checkpoint that a party's model is loaded from.
 
     Args:
         whole: See `outline`.
         full: Names of all tensors of the checkpoint; see `full_names`.
-        cut: Number of blocks of each party.
+        partition: Number of blocks of each party.
         party: Party of the model.
 
     Returns:
@@ -166,7 +166,7 @@ def tensors_of_part(
 
     """
     with torch.device("meta"):
-        part = part_class(whole, cut, party)(copy.deepcopy(whole.config))
+        part = part_class(whole, partition, party)(copy.deepcopy(whole.config))
     owned, stored = part.state_dict().keys(), {model: name for name, model in full.items()}
     result = {name: name for name, model in full.items() if model in owned}
     for pair in whole.all_tied_weights_keys.items():
@@ -203,14 +203,14 @@ def blocks_of(model: Any, blocks: int) -> tuple[Any, str]:
     )
 
 
-def _keep(model: Any, cut: Cut, party: PartyName) -> None:
+def _keep(model: Any, partition: Partition, party: PartyName) -> None:
     """Remove everything from a model that does not belong to the party."""
-    container, path = blocks_of(model, cut.blocks)
+    container, path = blocks_of(model, partition.blocks)
     attribute = path.rpartition(".")[2]
     blocks, own = getattr(container, attribute), nn.ModuleList()
-    for number in cut.range_of(party):
+    for number in partition.range_of(party):
         own.add_module(str(number), blocks[number])
-    _shorten(model, cut, party)
+    _shorten(model, partition, party)
     for name, module in list(container.named_children()):
         # Every party needs rotary embeddings.
         if module is blocks or "rot" in name:
@@ -230,15 +230,15 @@ def _keep(model: Any, cut: Cut, party: PartyName) -> None:
     model.all_tied_weights_keys = {}
 
 
-def _shorten(model: Any, cut: Cut, party: PartyName) -> None:
+def _shorten(model: Any, partition: Partition, party: PartyName) -> None:
     """Restrict the configuration, and its lists per block, to a party's blocks."""
-    own = cut.range_of(party)
+    own = partition.range_of(party)
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     for config in {id(config): config for config in found}.values():
-        if getattr(config, "num_hidden_layers", None) != cut.blocks:
+        if getattr(config, "num_hidden_layers", None) != partition.blocks:
             continue
         for name, value in list(vars(config).items()):
-            per_block = isinstance(value, list | tuple) and len(value) == cut.blocks
+            per_block = isinstance(value, list | tuple) and len(value) == partition.blocks
             if per_block and not name.endswith("_id") and name != "architectures":
                 setattr(config, name, value[own.start : own.stop])
         config.num_hidden_layers = len(own)

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.settings import ModelSettings, SplitSettings
-from split.model.cut import (
-    PARTIES,
-    Cut,
-    cut_of,
-)
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, tensors_of
 from split.model.part import Padding
+from split.model.partition import (
+    PARTIES,
+    Partition,
+    partition_of,
+)
 from tests.split.conftest import (
     ARCHITECTURES,
     LENGTHS,
@@ -51,19 +51,25 @@ def test_the_parts_compute_what_the_whole_model_does_bit_for_bit(architecture, r
 
 def test_the_cut_is_made_as_the_settings_say(random_checkpoint):
     directory = random_checkpoint()
-    cut = cut_of(directory, SplitSettings(head_blocks=1, tail_blocks=2))
-    assert cut == Cut(4, 1, 2)
-    assert [list(cut.range_of(party)) for party in PARTIES] == [[0], [1], [2, 3]]
-    assert [cut.party_of(block) for block in range(5)] == ["head", "body", "tail", "tail", None]
+    partition = partition_of(directory, SplitSettings(head_blocks=1, tail_blocks=2))
+    assert partition == Partition(4, 1, 2)
+    assert [list(partition.range_of(party)) for party in PARTIES] == [[0], [1], [2, 3]]
+    assert [partition.party_of(block) for block in range(5)] == [
+        "head",
+        "body",
+        "tail",
+        "tail",
+        None,
+    ]
     with pytest.raises(BaseModelError, match=r"split\.head-blocks = 3.*none of the 4 blocks"):
-        cut_of(directory, SplitSettings(head_blocks=3, tail_blocks=1))
+        partition_of(directory, SplitSettings(head_blocks=3, tail_blocks=1))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_tensor_has_one_owner_but_tied_embeddings(random_checkpoint, tied):
     directory = random_checkpoint(tie_word_embeddings=tied)
-    cut = Cut(4, 1, 1)
-    owned = {party: tensors_of(directory, cut, [party]) for party in PARTIES}
+    partition = Partition(4, 1, 1)
+    owned = {party: tensors_of(directory, partition, [party]) for party in PARTIES}
     with safe_open(directory / "model.safetensors", framework="pt") as tensors:
         assert set.union(*owned.values()) == set(tensors.keys())
     counts = Counter(name for names in owned.values() for name in names)
@@ -81,7 +87,7 @@ def test_tied_embeddings_are_one_tensor_and_the_server_has_none(random_checkpoin
     assert output.data_ptr() == embedding.data_ptr()
     assert not any(p.shape == embedding.shape for p in parts["body"].model.parameters())
     # A client's tail alone has its own.
-    alone = load_parts(ModelSettings(name=str(directory)), directory, Cut(4, 1, 1), ["tail"])
+    alone = load_parts(ModelSettings(name=str(directory)), directory, Partition(4, 1, 1), ["tail"])
     assert torch.equal(alone["tail"].model.get_output_embeddings().weight, embedding)
 
 
@@ -162,13 +168,13 @@ def test_exactness_is_checked_once_at_the_real_depth(random_checkpoint, monkeypa
     monkeypatch.setenv("CHAMBERS_CACHE", str(tmp_path))
     directory = random_checkpoint("SmolLM3")
     settings = ModelSettings(name=str(directory))
-    check_exactness(directory, settings, Cut(8, 1, 1))
+    check_exactness(directory, settings, Partition(8, 1, 1))
     marks = list((tmp_path / "exactness").iterdir())
     assert len(marks) == 1
     monkeypatch.setattr("split.model.exactness.miniature", None)
-    check_exactness(directory, settings, Cut(8, 1, 1))
+    check_exactness(directory, settings, Partition(8, 1, 1))
     with pytest.raises(BaseModelError):
-        check_exactness(directory, settings, Cut(8, 2, 1))
+        check_exactness(directory, settings, Partition(8, 2, 1))
 
 
 @pytest.mark.parametrize(
@@ -190,6 +196,6 @@ def test_what_is_not_exact_is_refused_by_name(
     directory = tmp_path / "model"
     with pytest.raises(BaseModelError, match=message):
         check_exactness(
-            directory, ModelSettings(name=str(directory)), Cut(config.num_hidden_layers, 1, 1)
+            directory, ModelSettings(name=str(directory)), Partition(config.num_hidden_layers, 1, 1)
         )
     assert not list((tmp_path / "cache").rglob("*"))
