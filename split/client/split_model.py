@@ -14,9 +14,9 @@ from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.training.optimization import squared_norm
 from split.lane.lane import Lane
 from split.model.generation import Generation
-from split.model.part import Padding, Part
+from split.model.part import Part
 from split.protocol.errors import LaneError, LaneTimeoutError
-from split.protocol.frames import Frame, Kind, Value
+from split.protocol.frames import Frame, Kind, Padding, Value
 
 _OF_A_STEP = {Kind.HIDDEN, Kind.STEP, Kind.AVERAGE}
 

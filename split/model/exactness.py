@@ -21,8 +21,9 @@ from split.model.generation import Generation
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
 from split.model.miniature import miniature
-from split.model.part import Padding, Part, left_padding
+from split.model.part import Part, left_padding
 from split.model.partition import PARTIES, Partition, PartyName, outline
+from split.protocol.frames import Padding
 
 _PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
 # Most tokens in a row; more than the sliding windows of a miniature.

@@ -8,8 +8,8 @@ import torch
 from finetuning.adapters.prefixes import prefix_cache
 from finetuning.model.whole_model import output_head
 from split.model.key_values import KeyValues
-from split.model.part import Padding, Part
-from split.protocol.frames import Value
+from split.model.part import Part
+from split.protocol.frames import Padding, Value
 
 # Sends (number of exchanges so far, hidden states, lengths, fields) to the body, and returns the
 # hidden states after it.

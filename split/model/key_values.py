@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from split.model.part import Padding, Part, left_padding
+from split.model.part import Part, left_padding
+from split.protocol.frames import Padding
 
 
 class KeyValues:

@@ -3,8 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,21 +14,7 @@ from finetuning.model.base_model import BaseModelError
 from finetuning.model.whole_model import output_head
 from finetuning.settings import AdapterSettings
 from split.model.partition import Partition, PartyName, blocks_of
-
-
-@dataclass(frozen=True)
-class Padding:
-    """The padding of a micro-batch, which is sent instead of a mask.
-
-    Attributes:
-        side: Side of the padding in each row. On the right no mask is needed, since causal
-            attention does not look at it; generation pads on the left.
-        lengths: (rows,) int64; number of tokens of each row without padding.
-
-    """
-
-    side: Literal["right", "left"]
-    lengths: torch.Tensor
+from split.protocol.frames import Padding
 
 
 class Part:

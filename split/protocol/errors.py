@@ -39,6 +39,10 @@ class PeerError(LaneError):
     """The other side ended the lane and said why."""
 
 
+class ProtocolError(RuntimeError):
+    """The client sent something that it may not send now; its lane ends."""
+
+
 class Refusal(StrEnum):
     """Why a handshake failed: the short codes that go over the network in the clear."""
 

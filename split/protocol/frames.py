@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from split.protocol.errors import FrameError
+from split.protocol.errors import FrameError, ProtocolError
 
 WireType = Literal["float32", "bfloat16", "int8"]
 Value = str | int | float | bool
@@ -26,6 +26,8 @@ WIRE: dict[WireType, torch.dtype] = {
 PLAIN = {torch.float64, torch.float32, torch.int64, torch.int32}
 _LONGEST_NAME = 256
 _LONGEST_TEXT = 4096
+# Hidden states of some models come to 10⁶; squares of 2³⁰ are still far from float32's largest.
+_LARGEST_NUMBER = 2.0**30
 
 
 class Kind(IntEnum):
@@ -73,6 +75,21 @@ class Frame:
             f"Frame({self.kind.name}, step={self.step}, micro_batch={self.micro_batch}, "
             f"tensors={shapes}, fields={list(self.fields)})"
         )
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The padding of a micro-batch, which is sent instead of a mask.
+
+    Attributes:
+        side: Side of the padding in each row. On the right no mask is needed, since causal
+            attention does not look at it; generation pads on the left.
+        lengths: (rows,) int64; number of tokens of each row without padding.
+
+    """
+
+    side: Literal["right", "left"]
+    lengths: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -229,3 +246,43 @@ def check_fields(fields: Mapping[str, Any]) -> None:
                 fits = False
         if not fits:
             raise FrameError(f"field {name!r} is too long, not finite, or a {type(value).__name__}")
+
+
+def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
+    """Return hidden states and their padding, of which the lane has checked shapes and lengths.
+
+    Raises:
+        ProtocolError: the lengths are missing.
+
+    """
+    if "lengths" not in frame.tensors:
+        raise ProtocolError("hidden states came without the lengths of their rows")
+    side: Literal["left", "right"] = "left" if frame.fields.get("side") == "left" else "right"
+    return frame.tensors["hidden"], Padding(side, frame.tensors["lengths"].long())
+
+
+def check_size(numbers: torch.Tensor, name: str) -> None:
+    """Refuse numbers that could overflow where they are computed with those of other clients.
+
+    Raises:
+        ProtocolError: a number is not finite, or larger than a model's own ever are.
+
+    """
+    if not numbers.numel():
+        return
+    least, most = (float(bound) for bound in torch.aminmax(numbers))
+    if not -_LARGEST_NUMBER <= least <= most <= _LARGEST_NUMBER:
+        raise ProtocolError(f"{name!r} came with numbers beyond 2³⁰")
+
+
+def whole_number(frame: Frame, name: str) -> int:
+    """Return a field that must be a whole number of at least 0.
+
+    Raises:
+        ProtocolError: it is something else.
+
+    """
+    value = frame.fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ProtocolError(f"{name} = {value!r} in a frame {frame.kind.name}")
+    return value

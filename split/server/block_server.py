@@ -12,17 +12,18 @@ from split.lane.lane import Lane
 from split.lane.listening import LaneServer
 from split.model.part import Part
 from split.model.partition import PartyName
-from split.protocol.errors import LaneError
+from split.protocol.errors import LaneError, ProtocolError
 from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
 from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
+from split.protocol.training import RoundPlan
 from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
 from split.server.evaluation_session import EvaluationSession, Models
-from split.server.round_plan import RoundLimits, RoundPlan, largest_plan
+from split.server.round_plan import largest_plan, round_limits
 from split.server.schedules.make_schedule import make_schedule
-from split.server.session import Account, ProtocolError
+from split.server.session import Account
 from split.server.training_session import TrainingSession
 
 # What an invitation allows: to train, or to evaluate models.
@@ -262,7 +263,7 @@ class BlockServer:
 
     def _session(self, lane: Lane, grant: Grant) -> TrainingSession | EvaluationSession:
         if isinstance(grant, RoundPlan):
-            limits = RoundLimits.of(
+            limits = round_limits(
                 split=self._split,
                 train=self._train,
                 lanes=1 if self._split.schedule == "serial" else len(self._examples),

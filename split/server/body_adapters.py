@@ -1,4 +1,4 @@
-"""One set of the body's adapters with its optimizer: what clients train at the server."""
+"""One set of the body's adapters with its optimizer, and a client that trains it alone."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from finetuning.adapters.adapter import State, load_state
-from finetuning.randomness import drawing_from, drawing_nothing_new
+from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.settings import AdapterSettings, TrainSettings
 from finetuning.training.optimization import (
     OptimizerState,
@@ -16,7 +16,11 @@ from finetuning.training.optimization import (
     make_optimizer,
     squared_norm,
 )
-from split.model.part import Padding, Part
+from split.model.part import Part
+from split.protocol.frames import Kind, Padding
+from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
+from split.server.compute import Priority
+from split.server.session import Session
 
 # As in torch.nn.utils.clip_grad_norm_, which must not divide by a norm of 0.
 _TINY_NORM = 1e-6
@@ -166,3 +170,85 @@ class BodyAdapters:
     def close(self) -> None:
         """Remove the adapters from the body."""
         self._body.remove(self.name)
+
+
+class SeparateTrainer:
+    """Trains adapters that no other client uses at the same time.
+
+    Args:
+        session: of the client's lane.
+        adapters: of the body.
+        plan: the client's round.
+
+    """
+
+    def __init__(self, session: Session, adapters: BodyAdapters, plan: RoundPlan) -> None:
+        self._session = session
+        self._adapters = adapters
+        self._plan = plan
+        self._activations: dict[int, tuple[Activations, int]] = {}
+        self._held = 0  # padded tokens whose activations exist, or would if a job hadn't failed
+
+    def forward(self, output: HeadOutput) -> None:
+        """Compute a micro-batch as soon as the activation budget allows."""
+        seed = derive_seed(
+            "dropout", derive_seed(self._plan.seed, output.step), output.index, "body"
+        )
+
+        def forward() -> None:
+            self._held += output.budget_tokens
+            activations = self._adapters.forward(
+                hidden=output.hidden,
+                padding=output.padding,
+                seed=seed,
+                grad=self._plan.wants_gradient,
+            )
+            self._activations[output.index] = (activations, output.budget_tokens)
+            self._session.account.tokens += output.padded_tokens
+            self._session.answer(output.step, output.index, activations.output)
+
+        self._session.put(Priority.FORWARD, forward, output.budget_tokens)
+
+    def backward(self, gradient: OutputGradient) -> None:
+        """Compute a micro-batch's backward pass, which frees its activations."""
+
+        def backward() -> None:
+            activations, budget_tokens = self._activations.pop(gradient.index)
+            self._release(budget_tokens)
+            result = self._adapters.backward(activations, gradient.gradient)
+            if result is not None:
+                self._session.lane.send(
+                    Kind.GRADIENT, gradient.step, gradient.index, {"gradient": result}
+                )
+
+        self._session.put(Priority.BACKWARD, backward)
+
+    def step(self, end: StepEnd) -> None:
+        """Clip over the client's parts and the body, and take the body's optimizer step."""
+
+        def take_step() -> None:
+            factor, norm = self._adapters.clip(end.squared_norm)
+            # The client has its answer before the optimizer's work begins.
+            self._session.lane.send(Kind.STEP, end.step, fields={"factor": factor, "norm": norm})
+            self._adapters.step(self._plan.first_step + end.step, self._plan.total_steps)
+            self._session.account.steps += 1
+
+        self._session.put(Priority.STEP, take_step)
+
+    def waits(self) -> bool:
+        """Return False: the session counts the queued jobs itself."""
+        return False
+
+    def leave(self) -> None:
+        """Drop the activations and gradients of an unfinished step."""
+        self._session.compute.withdraw(self._session)
+        self._session.compute.call(self._clean)
+
+    def _clean(self) -> None:
+        self._activations.clear()
+        self._release(self._held)
+        self._adapters.zero_grad()
+
+    def _release(self, budget_tokens: int) -> None:
+        self._held -= budget_tokens
+        self._session.compute.release(budget_tokens)

@@ -9,10 +9,11 @@ from finetuning.adapters.adapter import State, load_state
 from finetuning.settings import AdapterSettings
 from split.lane.lane import Lane
 from split.model.key_values import KeyValues
-from split.model.part import Padding, Part
-from split.protocol.frames import Frame, Kind
+from split.model.part import Part
+from split.protocol.errors import ProtocolError
+from split.protocol.frames import Frame, Kind, Padding, check_size, hidden_of, whole_number
 from split.server.compute import ComputeThread, Priority
-from split.server.session import ProtocolError, Session, check_size, hidden_of, whole_number
+from split.server.session import Session
 
 # The body's adapters by the name of the model; None is the body without any.
 Models = Mapping[str, State | None]

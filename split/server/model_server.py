@@ -9,14 +9,13 @@ from finetuning.settings import AdapterSettings, SplitSettings
 from split.lane.lane import Lane
 from split.lane.listening import LaneServer
 from split.model.part import Part
-from split.protocol.errors import LaneError, LaneTimeoutError
+from split.protocol.errors import LaneError, LaneTimeoutError, ProtocolError
 from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
 from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
 from split.server.compute import ComputeThread
 from split.server.evaluation_session import EvaluationSession, Models
-from split.server.session import ProtocolError
 
 _log = logging.getLogger(__name__)
 _MOST_LANES = 256

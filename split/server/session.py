@@ -2,25 +2,18 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 
 from split.lane.lane import Lane
-from split.model.part import Padding
 from split.protocol.errors import LaneError, LaneTimeoutError
 from split.protocol.frames import Frame, Kind
 from split.server.compute import ComputeThread, Job, Priority
 
 POLL_SECONDS = 1.0
-# Hidden states of some models come to 10⁶; squares of 2³⁰ are still far from float32's largest.
-_LARGEST_NUMBER = 2.0**30
-
-
-class ProtocolError(RuntimeError):
-    """The client sent something that it may not send now; its lane ends."""
 
 
 @dataclass
@@ -72,7 +65,6 @@ class Session:
         account: of the lane.
         lane: to the client.
         compute: runs its jobs.
-        answered: micro-batches of the current step whose output was sent.
 
     """
 
@@ -82,7 +74,6 @@ class Session:
         self.account = Account(lane.identity.node, purpose)
         self.lane = lane
         self.compute = compute
-        self.answered = 0
         self._frame_timeout = frame_timeout
         self._owed = 0
         self._lock = threading.Lock()
@@ -122,8 +113,26 @@ class Session:
 
     def answer(self, step: int, index: int, states: torch.Tensor) -> None:
         """Send the hidden states of a micro-batch after the body."""
-        self.answered = index + 1
         self.lane.send(Kind.HIDDEN, step, index, {"hidden": states.detach()})
+
+    def dispatch(
+        self,
+        event_of: Callable[[Frame], object],
+        handlers: Mapping[type, Callable[[Any], None]],
+    ) -> None:
+        """Pass what the client's frames ask for to its handlers, until there is nothing more.
+
+        Args:
+            event_of: Checks a frame; returns None if it is the last one.
+            handlers: By the type of an event.
+
+        Raises:
+            LaneError: The lane has ended, or the client was silent for too long.
+            ProtocolError: The client sent something that it may not send now.
+
+        """
+        while (event := event_of(self.receive())) is not None:
+            handlers[type(event)](event)
 
     def receive(self) -> Frame:
         """Wait for the client's next frame, without limit while it waits for a job of its own.
@@ -158,43 +167,3 @@ class Session:
         """End the lane, and tell the client the reason."""
         self.account.error = self.account.error or reason
         self.lane.close(reason)
-
-
-def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
-    """Return hidden states and their padding, of which the lane has checked shapes and lengths.
-
-    Raises:
-        ProtocolError: the lengths are missing.
-
-    """
-    if "lengths" not in frame.tensors:
-        raise ProtocolError("hidden states came without the lengths of their rows")
-    side: Literal["left", "right"] = "left" if frame.fields.get("side") == "left" else "right"
-    return frame.tensors["hidden"], Padding(side, frame.tensors["lengths"].long())
-
-
-def check_size(numbers: torch.Tensor, name: str) -> None:
-    """Refuse numbers that could overflow where they are computed with those of other clients.
-
-    Raises:
-        ProtocolError: a number is not finite, or larger than a model's own ever are.
-
-    """
-    if not numbers.numel():
-        return
-    least, most = (float(bound) for bound in torch.aminmax(numbers))
-    if not -_LARGEST_NUMBER <= least <= most <= _LARGEST_NUMBER:
-        raise ProtocolError(f"{name!r} came with numbers beyond 2³⁰")
-
-
-def whole_number(frame: Frame, name: str) -> int:
-    """Return a field that must be a whole number of at least 0.
-
-    Raises:
-        ProtocolError: it is something else.
-
-    """
-    value = frame.fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ProtocolError(f"{name} = {value!r} in a frame {Kind(frame.kind).name}")
-    return value

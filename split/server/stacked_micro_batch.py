@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from split.model.part import Padding
+from split.protocol.frames import Padding
+from split.protocol.training import HeadOutput, RoundPlan
 from split.server.body_adapters import Activations
-from split.server.head_output import HeadOutput
-from split.server.round_plan import RoundPlan
 from split.server.session import Session
 
 

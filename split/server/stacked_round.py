@@ -29,10 +29,9 @@ from finetuning.randomness import derive_seed
 from finetuning.settings import SplitSettings
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
+from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread, Job, Priority
-from split.server.head_output import HeadOutput
-from split.server.round_plan import RoundPlan
 from split.server.session import Session
 from split.server.share_cap import ShareCap
 from split.server.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
@@ -93,20 +92,20 @@ class StackedRound:
             member.received += 1
             self._advance()
 
-    def backward(self, member: Member, index: int, gradient: torch.Tensor) -> None:
+    def backward(self, member: Member, gradient: OutputGradient) -> None:
         """Take the gradient of a micro-batch's output, of the mean loss over the client's step."""
         # Not in float64, which takes ten times as long: no number that may come is above 2³⁰.
-        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        norm = float(torch.linalg.vector_norm(gradient.gradient, dtype=torch.float32))
         with self._lock:
             member.awaited_since = None
-            member.gradients[index] = Gradient(gradient, norm**2)
+            member.gradients[gradient.index] = Gradient(gradient.gradient, norm**2)
             member.returned += 1
             self._advance()
 
-    def step(self, member: Member, squared_norm: float) -> None:
+    def step(self, member: Member, end: StepEnd) -> None:
         """Take the end of a member's step."""
         with self._lock:
-            member.squared_norm = squared_norm
+            member.squared_norm = end.squared_norm
             self._advance()
 
     def remove(self, member: Member) -> None:

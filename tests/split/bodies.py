@@ -4,8 +4,8 @@ import torch
 
 from finetuning.settings import ModelSettings, TrainSettings
 from split.model.loading import load_parts
-from split.model.part import Padding
 from split.model.partition import Partition
+from split.protocol.frames import Padding
 from split.server.body_adapters import BodyAdapters
 from tests.split.clients import ADAPTER
 from tests.split.conftest import LENGTHS

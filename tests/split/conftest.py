@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from finetuning.adapters.adapter import State, initial_adapter
 from finetuning.settings import ModelSettings
 from split.model.loading import load_parts
-from split.model.part import Padding, Part, left_padding
+from split.model.part import Part, left_padding
 from split.model.partition import PARTIES, Partition
+from split.protocol.frames import Padding
 from tests.split.clients import ADAPTER
 from tests.split.lanes import Server
 

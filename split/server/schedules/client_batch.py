@@ -1,20 +1,29 @@
 """Micro-batches of all clients are stacked and run once (FL-GLM section 3.3, figure 3)."""
 
 import threading
-from collections.abc import Mapping
-
-import torch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 from finetuning.settings import SplitSettings
+from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
-from split.server.head_output import HeadOutput
-from split.server.round_plan import RoundPlan
 from split.server.schedules.join_barrier import JoinBarrier
 from split.server.schedules.shared_adapters import SharedAdapters
 from split.server.session import Session
-from split.server.stacked_micro_batch import Member
 from split.server.stacked_round import StackedRound
+
+
+@dataclass(frozen=True)
+class StackedTrainer:
+    """Trains a client together with others; see ``ClientTrainer``."""
+
+    forward: Callable[[HeadOutput], None]
+    backward: Callable[[OutputGradient], None]
+    step: Callable[[StepEnd], None]
+    waits: Callable[[], bool]
+    leave: Callable[[], None]
 
 
 class ClientBatch(SharedAdapters):
@@ -47,7 +56,7 @@ class ClientBatch(SharedAdapters):
                 adapters=self._adapters, compute=self._compute, seed=seed, split=self._split
             )
 
-    def join(self, session: Session, plan: RoundPlan) -> "StackedTrainer":
+    def join(self, session: Session, plan: RoundPlan) -> StackedTrainer:
         """Add a client, and wait until all have joined.
 
         Args:
@@ -66,35 +75,13 @@ class ClientBatch(SharedAdapters):
             except RuntimeError:
                 self._round.remove(member)
                 raise
-        return StackedTrainer(self._round, member)
+        return StackedTrainer(
+            forward=partial(self._round.forward, member),
+            backward=partial(self._round.backward, member),
+            step=partial(self._round.step, member),
+            waits=partial(self._round.waits, member),
+            leave=partial(self._round.remove, member),
+        )
 
     def leave(self, client: str, finished: bool) -> None:
         """Do nothing: the client's trainer has left the round."""
-
-
-class StackedTrainer:
-    """Trains a client together with others; see ``ClientTrainer``."""
-
-    def __init__(self, stacked_round: StackedRound, member: Member) -> None:
-        self._round = stacked_round
-        self._member = member
-
-    def forward(self, output: HeadOutput) -> None:
-        """Compute a micro-batch when those of all others have come."""
-        self._round.forward(self._member, output)
-
-    def backward(self, step: int, index: int, gradient: torch.Tensor) -> None:
-        """Use a micro-batch's gradient when those of all others have come."""
-        self._round.backward(self._member, index, gradient)
-
-    def step(self, step: int, squared_norm: float) -> None:
-        """End a step when all others have."""
-        self._round.step(self._member, squared_norm)
-
-    def waits(self) -> bool:
-        """Whether it is not the client's turn to send a frame; end the lanes of late clients."""
-        return self._round.waits(self._member)
-
-    def leave(self) -> None:
-        """Leave the round."""
-        self._round.remove(self._member)

@@ -11,12 +11,13 @@ import torch
 
 from finetuning.adapters.adapter import State
 from finetuning.settings import SplitSettings
-from split.server.body_adapters import BodyAdapters
-from split.server.client_trainer import SeparateTrainer
+from split.protocol.errors import ProtocolError
+from split.protocol.frames import check_size
+from split.protocol.training import RoundPlan
+from split.server.body_adapters import BodyAdapters, SeparateTrainer
 from split.server.compute import ComputeThread
-from split.server.round_plan import RoundPlan
 from split.server.schedules.join_barrier import JoinBarrier
-from split.server.session import ProtocolError, Session, check_size
+from split.server.session import Session
 
 _POLL_SECONDS = 1.0
 

@@ -5,9 +5,36 @@ from typing import Protocol
 
 from finetuning.adapters.adapter import State
 from finetuning.training.optimization import OptimizerState
-from split.server.client_trainer import ClientTrainer
-from split.server.round_plan import RoundPlan
+from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.session import Session
+
+
+class ClientTrainer(Protocol):
+    """Computes a client's micro-batches: separately, or stacked with those of others.
+
+    The methods are called from the lane's thread in the order of the client's frames; answers are
+    sent over the lane.
+    """
+
+    def forward(self, output: HeadOutput) -> None:
+        """Compute a micro-batch, and answer with its hidden states."""
+        ...
+
+    def backward(self, gradient: OutputGradient) -> None:
+        """Take the gradient of a micro-batch's output, and answer with that of its input."""
+        ...
+
+    def step(self, end: StepEnd) -> None:
+        """End a step: answer with factor and norm, and take the body's optimizer step."""
+        ...
+
+    def waits(self) -> bool:
+        """Whether it is not the client's turn to send a frame."""
+        ...
+
+    def leave(self) -> None:
+        """Drop an unfinished step."""
+        ...
 
 
 class Schedule(Protocol):

@@ -3,9 +3,8 @@
 import threading
 
 from finetuning.adapters.adapter import State
-from split.server.body_adapters import BodyAdapters
-from split.server.client_trainer import SeparateTrainer
-from split.server.round_plan import RoundPlan
+from split.protocol.training import RoundPlan
+from split.server.body_adapters import BodyAdapters, SeparateTrainer
 from split.server.schedules.shared_adapters import SharedAdapters
 from split.server.session import Session
 

@@ -19,8 +19,8 @@ from finetuning.adapters.adapter import (
 from finetuning.model.base_model import BaseModelError
 from finetuning.settings import AdapterSettings
 from split.model.adapters import join_adapters, take_apart
-from split.model.part import Padding
 from split.model.partition import PARTIES, Partition
+from split.protocol.frames import Padding
 from tests.split.conftest import (
     LENGTHS,
     draw_tokens,

@@ -16,8 +16,8 @@ from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings
 from split.model.devices import body_devices, device_map, hand_over, spread
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
-from split.model.part import Padding
 from split.model.partition import Partition, blocks_of, outline
+from split.protocol.frames import Padding
 from tests.split.bodies import DROPOUT, load_body, train_branches
 from tests.split.conftest import LENGTHS
 

@@ -14,12 +14,12 @@ from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.settings import ModelSettings, SplitSettings
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, tensors_of
-from split.model.part import Padding
 from split.model.partition import (
     PARTIES,
     Partition,
     partition_of,
 )
+from split.protocol.frames import Padding
 from tests.split.conftest import (
     ARCHITECTURES,
     LENGTHS,

@@ -17,8 +17,9 @@ from finetuning.model.base_model import BaseModelError
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import join_adapters, take_apart
 from split.model.exactness import check_exactness
-from split.model.part import Padding, left_padding
+from split.model.part import left_padding
 from split.model.partition import PARTIES, Partition
+from split.protocol.frames import Padding
 from tests.split.clients import (
     TRAIN,
 )

@@ -10,10 +10,9 @@ from finetuning.adapters.adapter import exported_names, load_state, trainable_pa
 from finetuning.data.batching import collate, micro_batches
 from finetuning.training.optimization import learning_rate, make_optimizer
 from split.model.adapters import join_adapters, take_apart
-from split.model.part import Padding
 from split.model.partition import partition_of
-from split.protocol.frames import Kind
-from split.server.head_output import HeadOutput
+from split.protocol.frames import Kind, Padding
+from split.protocol.training import HeadOutput
 from split.server.stacked_micro_batch import stack
 from tests.split.clients import (
     SIZES,

@@ -1,0 +1,323 @@
+"""The states of a client's round of training at the server: a frame in, an event out.
+
+Every count that a client sends is bounded by the run's configuration and its number of examples,
+and every frame by what has come before it. A frame that may not come now is a ``ProtocolError``.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+from split.protocol.errors import ProtocolError
+from split.protocol.frames import Frame, Kind, Padding, check_size, hidden_of, whole_number
+
+# Squared, and small enough for a finite sum over all clients.
+_LARGEST_NORM = 1e30
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """A client's round of training.
+
+    Attributes:
+        steps: Optimizer steps in the round.
+        first_step: Optimizer steps of the client's earlier rounds.
+        total_steps: Optimizer steps of all rounds of the run.
+        seed: Seed of the client's training in the round.
+        wants_gradient: Whether the client's head has anything to train.
+
+    """
+
+    steps: int
+    first_step: int
+    total_steps: int
+    seed: int
+    wants_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class RoundLimits:
+    """Limits that all clients of a round share.
+
+    Attributes:
+        window: Micro-batches of a client that may be under way at once.
+        activation_budget: Padded tokens whose activations may exist at once.
+        lanes: How many clients share that budget.
+        columns_before: Columns that a prefix takes before each row's tokens.
+        micro_batches: Most micro-batches of a client's step.
+        rows: Most rows of all micro-batches of a client's step.
+
+    """
+
+    window: int
+    activation_budget: int
+    lanes: int
+    columns_before: int
+    micro_batches: int
+    rows: int
+
+    def credits(self, longest: int) -> int:
+        """Return how many micro-batches of a client may be under way at once.
+
+        Args:
+            longest: Padded tokens of its largest micro-batch, prefixes included.
+
+        Raises:
+            ProtocolError: Not even one micro-batch fits into the budget.
+
+        """
+        if longest > self.activation_budget:
+            raise ProtocolError(
+                f"a micro-batch of {longest} padded tokens is larger than split.activation-budget "
+                f"= {self.activation_budget}; raise that, or lower train.batch-size, "
+                "data.max-length or adapter.prefix-length"
+            )
+        return max(1, min(self.window, self.activation_budget // (self.lanes * max(1, longest))))
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """A micro-batch after its client's head, and the counts that came with it.
+
+    Attributes:
+        step: Step of the round, counted from 0.
+        index: Micro-batch in the step.
+        hidden: (rows, columns, hidden).
+        padding: Padding of the rows.
+        columns_before: Columns that a prefix takes before each row's tokens.
+        targets: Tokens that the client predicts in the micro-batch.
+        step_targets: Tokens that it predicts in the whole step.
+        micro_batches: Micro-batches of the client's step.
+
+    """
+
+    step: int
+    index: int
+    hidden: torch.Tensor
+    padding: Padding
+    columns_before: int
+    targets: int
+    step_targets: int
+    micro_batches: int
+
+    @property
+    def padded_tokens(self) -> int:
+        """Rows × columns."""
+        return self.hidden.shape[0] * self.hidden.shape[1]
+
+    @property
+    def budget_tokens(self) -> int:
+        """Padded tokens, prefixes included: what it takes of the activation budget."""
+        return self.padded_tokens + self.hidden.shape[0] * self.columns_before
+
+
+@dataclass(frozen=True)
+class OutputGradient:
+    """The gradient of a micro-batch's output, (rows, columns, hidden)."""
+
+    step: int
+    index: int
+    gradient: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """The end of a step, with the squared norm of the gradients of head and tail."""
+
+    step: int
+    squared_norm: float
+
+
+@dataclass(frozen=True)
+class AverageRequest:
+    """Adapters of head and tail, of which the average over all clients is wanted."""
+
+    step: int
+    adapters: dict[str, torch.Tensor]
+
+
+Event = HeadOutput | OutputGradient | StepEnd | AverageRequest
+
+
+class State(Enum):
+    """What may come next."""
+
+    JOINING = "JOIN"
+    BETWEEN_STEPS = "the first micro-batch of a step, AVERAGE, or END"
+    IN_STEP = "micro-batches, their gradients, or STEP"
+    ENDED = "nothing"
+
+
+class TrainingRound:
+    """Checks a client's frames. Callers serialise ``receive``; ``answered`` is set by any thread.
+
+    Args:
+        largest: The largest plan that the client may join with.
+        limits: Limits of the round.
+
+    Attributes:
+        state: What may come next.
+        plan: What the client has joined with.
+        credits: How many of its micro-batches may be under way.
+        answered: Micro-batches of the step whose output was sent.
+        returned: Micro-batches of the step whose gradient has come.
+
+    """
+
+    def __init__(self, largest: RoundPlan, limits: RoundLimits) -> None:
+        self.state = State.JOINING
+        self.plan = largest
+        self.credits = 0
+        self.answered = self.returned = 0
+        self._limits = limits
+        self._longest = 0
+        self._step = 0
+        self._shapes: list[torch.Size] = []  # of the hidden states that came in this step
+        self._announced = (0, 0)  # targets and micro-batches of the step
+        self._rows = self._targets = 0
+
+    def join(self, frame: Frame) -> None:
+        """Check the client's first frame.
+
+        Raises:
+            ProtocolError: It is not JOIN, or a number is larger than the client's number of
+                examples implies.
+
+        """
+        if frame.kind is not Kind.JOIN:
+            raise ProtocolError(f"a lane began with a frame {frame.kind.name}")
+        self._longest = whole_number(frame, "longest")
+        self.credits = self._limits.credits(self._longest)
+        largest = self.plan
+        plan = replace(
+            largest,
+            steps=whole_number(frame, "steps"),
+            first_step=whole_number(frame, "first_step"),
+            total_steps=whole_number(frame, "total_steps"),
+            wants_gradient=bool(frame.fields.get("wants_gradient")),
+        )
+        for name in ("steps", "first_step", "total_steps"):
+            value, most = getattr(plan, name), getattr(largest, name)
+            if value > most:
+                raise ProtocolError(
+                    f"{name} = {value}, and the client's number of examples allows {most}"
+                )
+        if plan.first_step + plan.steps > plan.total_steps:
+            raise ProtocolError(
+                f"{plan.steps} steps from step {plan.first_step} are more than total_steps = "
+                f"{plan.total_steps}"
+            )
+        self.plan = plan
+        self.state = State.BETWEEN_STEPS
+
+    def receive(self, frame: Frame) -> Event | None:
+        """Check the next frame; return what it asks for, or None if it is END.
+
+        Raises:
+            ProtocolError: It may not come now, or contradicts what has come before.
+
+        """
+        if frame.kind is Kind.END:
+            if self.state is not State.BETWEEN_STEPS or self._step != self.plan.steps:
+                raise ProtocolError(f"the round ended in step {self._step} of {self.plan.steps}")
+            self.state = State.ENDED
+            return None
+        if frame.step != self._step:
+            raise ProtocolError(f"step {frame.step} came in step {self._step}")
+        if frame.kind is Kind.HIDDEN:
+            return self._head_output(frame)
+        if frame.kind is Kind.GRADIENT:
+            return self._output_gradient(frame)
+        if frame.kind is Kind.STEP:
+            return self._step_end(frame)
+        if frame.kind is not Kind.AVERAGE:
+            raise ProtocolError(f"a frame {frame.kind.name} came in a round of training")
+        if self.state is State.IN_STEP:
+            raise ProtocolError("an average was asked for within a step")
+        return AverageRequest(frame.step, dict(frame.tensors))
+
+    def _head_output(self, frame: Frame) -> HeadOutput:
+        index = frame.micro_batch
+        if frame.step >= self.plan.steps:
+            raise ProtocolError(f"the round was to have {self.plan.steps} steps")
+        if index != len(self._shapes):
+            raise ProtocolError(f"micro-batch {index} came in the place of {len(self._shapes)}")
+        if index - self.returned >= self.credits:
+            raise ProtocolError(f"more than {self.credits} micro-batches are under way")
+        hidden, padding = hidden_of(frame)
+        check_size(hidden, "hidden")
+        output = HeadOutput(
+            step=frame.step,
+            index=index,
+            hidden=hidden,
+            padding=padding,
+            columns_before=self._limits.columns_before,
+            targets=whole_number(frame, "targets"),
+            step_targets=whole_number(frame, "step_targets"),
+            micro_batches=whole_number(frame, "micro_batches"),
+        )
+        self._count(output)
+        self._shapes.append(hidden.shape)
+        self.state = State.IN_STEP
+        return output
+
+    def _count(self, output: HeadOutput) -> None:
+        """Check the counts of the next micro-batch, and add them to the step's."""
+        limits, index = self._limits, output.index
+        announced = (output.step_targets, output.micro_batches)
+        size = output.budget_tokens
+        if size > self._longest:
+            raise ProtocolError(f"{size} padded tokens came; {self._longest} were agreed")
+        if index >= output.micro_batches or not output.targets:
+            raise ProtocolError(f"micro-batch {index} has more than its step of {announced}")
+        if index and announced != self._announced:
+            raise ProtocolError(f"a step of {self._announced} became one of {announced}")
+        if output.micro_batches > limits.micro_batches:
+            raise ProtocolError(
+                f"a step of {output.micro_batches} micro-batches came; train.accumulation allows "
+                f"{limits.micro_batches}"
+            )
+        tokens = int(output.padding.lengths.sum())
+        if output.targets > tokens:
+            raise ProtocolError(f"a micro-batch of {tokens} tokens has {output.targets} targets")
+        self._announced = announced
+        self._rows += output.hidden.shape[0]
+        self._targets += output.targets
+        if self._rows > limits.rows:
+            raise ProtocolError(
+                f"a step of {self._rows} rows came; train.batch-size × train.accumulation allow "
+                f"{limits.rows}"
+            )
+        # The sum is known for certain only with the last micro-batch; until then no more than
+        # this can be still to come.
+        to_come = (output.micro_batches - index - 1) * self._longest
+        if not self._targets <= output.step_targets <= self._targets + to_come:
+            raise ProtocolError(
+                f"a step of {output.step_targets} targets has {self._targets} after "
+                f"{index + 1} of {output.micro_batches} micro-batches"
+            )
+
+    def _output_gradient(self, frame: Frame) -> OutputGradient:
+        index, gradient = frame.micro_batch, frame.tensors["gradient"]
+        if index != self.returned or index >= self.answered:
+            raise ProtocolError(f"the gradient of micro-batch {index} came in the wrong place")
+        if gradient.shape != self._shapes[index]:
+            raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} came")
+        check_size(gradient, "gradient")
+        self.returned += 1
+        return OutputGradient(frame.step, index, gradient)
+
+    def _step_end(self, frame: Frame) -> StepEnd:
+        norm = frame.fields.get("squared_norm")
+        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if not is_number or not 0 <= norm <= _LARGEST_NORM:  # type: ignore[operator]
+            raise ProtocolError(f"a step ended with squared_norm = {norm!r}")
+        if not self._shapes or not self.returned == len(self._shapes) == self._announced[1]:
+            raise ProtocolError("a step ended before all its gradients came")
+        self._step += 1
+        self.answered = self.returned = self._rows = self._targets = 0
+        self._announced = (0, 0)
+        self._shapes.clear()
+        self.state = State.BETWEEN_STEPS
+        return StepEnd(frame.step, float(norm))  # type: ignore[arg-type]
