@@ -23,7 +23,16 @@ from split.protocol.errors import LaneBusyError, LaneCutError
 from split.protocol.frames import Kind
 from split.protocol.invitation import Invitation
 from tests.split.clients import SIZES, Client, serving, split_settings, train_together
-from tests.split.hostile import MEMBERS, STRANGERS, Member, hidden, join, recorded, stranger
+from tests.split.hostile import (
+    MEMBERS,
+    REFUSED_BY_GRPC,
+    STRANGERS,
+    Member,
+    hidden,
+    join,
+    recorded,
+    stranger,
+)
 
 pytestmark = pytest.mark.slow
 _ROUNDS, _STEPS = 2, 20
@@ -190,7 +199,7 @@ def spoil(invitation: Invitation) -> None:
     with closing(patiently(lambda: Member(invitation))) as member:
         fields = {"steps": _STEPS, "first_step": 0, "total_steps": _STEPS, "longest": 4}
         member.send(join(member.sealer, fields | {"wants_gradient": True}))
-        member.wait_for(Kind.WELCOME, Kind.ERROR)
+        assert member.wait_for(Kind.WELCOME, Kind.ERROR) is Kind.WELCOME
         counts = {"targets": 1, "step_targets": 1, "micro_batches": 1}
         member.send(hidden(member.sealer, _WIDTH, number=3e38, **counts))
         assert member.is_ended()
@@ -219,6 +228,9 @@ def run(base: Path, state: State, split: SplitSettings, idle: Resources | None):
                 assert not flood.alive
             errors = {a.client: a.error for a in server.finish_lanes() if a.error}
             assert not errors.keys() & SIZES.keys(), errors
+            if idle is not None:
+                refused = {name.rpartition(" ")[0] for name in errors}
+                assert refused >= MEMBERS.keys() - REFUSED_BY_GRPC, errors
             weights.append(trained | {"body": load(server.end_round(SIZES))})
             resources.append(server.resources(idle))
     return weights, resources
