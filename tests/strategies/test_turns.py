@@ -15,7 +15,8 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.grid import InMemoryGrid
-from strategies.roster import exchange
+
+from strategies.participants import exchange
 
 SECONDS = 0.4
 
