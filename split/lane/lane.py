@@ -64,7 +64,10 @@ class Lane:
         self.over = threading.Event()
         self._is_client = is_client
         self._resume_timeout = resume_timeout
-        self._changed = threading.Condition()  # guards everything below
+        lock = threading.RLock()  # guards everything below
+        self._changed = threading.Condition(lock)  # a frame has arrived, or the lane has changed
+        self._to_send = threading.Condition(lock)  # a frame is to be sent
+        self._room = threading.Condition(lock)  # a frame was sent, or was received by the user
         self._delivery = Delivery()
         self._inbox: deque[Frame] = deque()
         self._inbox_bytes = 0
@@ -131,7 +134,7 @@ class Lane:
         outgoing = Outgoing(frame, self.limits)
         with self._changed:
             if self._is_client:
-                self._changed.wait_for(self._may_queue)
+                self._room.wait_for(self._may_queue)
             self._check()
             self._delivery.add(outgoing)
             kept = self._delivery.kept_bytes
@@ -144,7 +147,7 @@ class Lane:
                     "too much of what was sent has not been read",
                 )
                 self._check()
-            self._changed.notify_all()
+            self._to_send.notify()
 
     def receive(self, timeout: float) -> Frame:
         """Wait for the next frame.
@@ -172,7 +175,7 @@ class Lane:
             if self._inbox:
                 frame = self._inbox.popleft()
                 self._inbox_bytes -= _size(frame)
-                self._changed.notify_all()
+                self._room.notify_all()
                 return frame
             self._check()
         raise LaneTimeoutError(f"the other side sent nothing for {timeout:.1f} s")
@@ -248,7 +251,7 @@ class Lane:
                 self._end(LaneError(words), words)
             if self._error is not None:
                 self._release_later(stream)
-            self._changed.notify_all()
+            self._wake()
             return self._error is None
 
     def messages(self, stream: Stream) -> Iterator[bytes]:
@@ -308,7 +311,6 @@ class Lane:
             self._delivery.acknowledge(stream.acknowledged)
         except FrameError as error:
             return self._end(error, str(error))
-        self._changed.notify_all()
         if frame is None:
             return None
         if frame.kind is Kind.CLOSE:
@@ -320,7 +322,7 @@ class Lane:
             return self._end(FrameError("a second CONFIRM came"), "a second CONFIRM came")
         size = _size(frame)
         most = self.limits.largest(Kind.HIDDEN)
-        self._changed.wait_for(
+        self._room.wait_for(
             lambda: (
                 not self._inbox
                 or self._inbox_bytes + size <= most
@@ -348,8 +350,9 @@ class Lane:
             return frame is not None or self._error is not None
 
         with self._changed:
-            self._changed.wait_for(ready)
-            self._changed.notify_all()
+            self._to_send.wait_for(ready)
+            if self._is_client:
+                self._room.notify_all()
             return found[0] if found else None
 
     def _may_queue(self) -> bool:
@@ -374,6 +377,10 @@ class Lane:
                 "the lane was not resumed within split.resume-timeout",
             )
 
+    def _wake(self) -> None:
+        for condition in (self._changed, self._to_send, self._room):
+            condition.notify_all()
+
     def _lose_stream(self, cut: LaneError) -> None:
         if self._stream is not None:
             self._before += self._stream.traffic
@@ -381,7 +388,7 @@ class Lane:
             self._cut, self._cut_at = cut, time.monotonic()
             if self._error is None:
                 _LOG.info("%r: %s", self, cut)
-        self._changed.notify_all()
+        self._wake()
 
     def _end(self, error: LaneError, words: str | None = None, flush: bool = False) -> None:
         """End the lane for a reason; only the first one counts.
@@ -395,15 +402,13 @@ class Lane:
         if self._error is not None:
             return
         self._error, self._last_words = error, words
-        if flush and words is None:
-            self._changed.notify_all()
-        else:
+        if not flush or words is not None:
             self._delivery.drop_unsent()
         if self._stream is None:
             self._finish()
         else:
             self._release_later(self._stream)
-        self._changed.notify_all()
+        self._wake()
         _LOG.info("%r ended: %s", self, error)
 
     def _release_later(self, stream: Stream) -> None:
