@@ -83,14 +83,11 @@ class CuttingProxy(Proxy):
 
     def __init__(self, address, bytes_down):
         self._bytes_down = bytes_down
-        self.connections = 0
         super().__init__(address)
 
-    def _accept(self):
-        with suppress(OSError):
-            while True:
-                super()._accept()
-                self.connections += 1
+    @property
+    def connections(self):
+        return len(self._sockets) // 2
 
     def _pump(self, source, target, name):
         with suppress(OSError):
