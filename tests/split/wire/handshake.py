@@ -1,10 +1,13 @@
 """The handshake of docs/wire.md, written from that page: M1, M2, M3 and the key schedule."""
 
+import base64
 import hashlib
 import hmac
+import json
 import os
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 
 from cryptography.hazmat.primitives import hashes, hpke
 from cryptography.hazmat.primitives.asymmetric import mlkem, padding
@@ -37,6 +40,22 @@ class Invitation:
     round: int
     node: str
     ticket: Ticket
+
+    @classmethod
+    def read(cls, file: Path) -> "Invitation":
+        """Read the file that ``chambers serve`` writes."""
+        found = json.loads(file.read_text())
+        assert found["format"] == "chambers invitation 1"
+        decode = base64.urlsafe_b64decode
+        return cls(
+            address=found["address"],
+            suite=found["suite"],
+            server_key=decode(found["server_key"]),
+            run=found["run"],
+            round=0,
+            node=found["client"],
+            ticket=Ticket(decode(found["ticket"]), decode(found["secret"])),
+        )
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,14 @@ FRAME_SECONDS = 60.0
 
 
 class WireModel:
-    """A split model whose frames are those of docs/wire.md; the mathematics are ours.
-
-    Attributes:
-        hidden: Hidden states that came down, in their order.
-
-    """
+    """A split model whose frames are those of docs/wire.md; the mathematics are ours."""
 
     columns_before = 0
 
-    def __init__(self, head: Part, tail: Part, lane: Lane) -> None:
+    def __init__(self, head: Part, tail: Part, lane: Lane, average_every: int = 0) -> None:
         self._head, self._tail, self.lane = head, tail, lane
+        self._average_every = average_every
         self._step = 0
-        self.hidden: list[torch.Tensor] = []
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -61,6 +56,10 @@ class WireModel:
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Run a step's forward and backward passes, as many at once as there are credits."""
+        if self._average_every and self._step and self._step % self._average_every == 0:
+            own = {name: parameter.detach() for name, parameter in self.parameters.items()}
+            self.lane.send(Kind.AVERAGE, self._step, tensors=own)
+            load_state(self.parameters, self._receive(Kind.AVERAGE).tensors)
         self._head.train(True)
         self._tail.train(True)
         targets = sum(len(batch.labels) for batch in batches)
@@ -125,7 +124,6 @@ class WireModel:
             frame = self._receive(Kind.HIDDEN)
             assert frame.micro_batch == len(losses)
             batch = batches[len(losses)]
-            self.hidden.append(frame.tensors["hidden"])
             hidden = self._tail(frame.tensors["hidden"], Padding("right", batch.lengths))
             losses.append(float(target_loss(self._tail.output_head, hidden, batch)))
         return losses
@@ -144,7 +142,6 @@ class WireModel:
             self._send_hidden(index, head.extend(given), lengths, fields)
             frame = self._receive(Kind.HIDDEN)
             assert frame.micro_batch == index
-            self.hidden.append(frame.tensors["hidden"])
             last = tail.extend(frame.tensors["hidden"])[:, -1:]
             logits = self._tail.output_head(inputs_embeds=last, use_cache=False).logits
             given = logits.argmax(dim=-1)
@@ -165,7 +162,7 @@ class WireModel:
 
     def _receive(self, *kinds: Kind) -> Frame:
         frame = self.lane.receive(FRAME_SECONDS)
-        of_a_step = (Kind.HIDDEN, Kind.GRADIENT, Kind.STEP)
+        of_a_step = (Kind.HIDDEN, Kind.GRADIENT, Kind.STEP, Kind.AVERAGE)
         assert frame.kind in kinds, frame
         assert frame.step == (self._step if frame.kind in of_a_step else 0)
         return frame
