@@ -1,0 +1,168 @@
+"""Head and tail on the client that was written from docs/wire.md: what a training loop uses."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from finetuning.data.batching import MicroBatch
+from finetuning.model.whole_model import add_target_gradient, target_loss
+from finetuning.randomness import derive_seed, drawing_from
+from finetuning.training.optimization import squared_norm
+from split.model.adapters import load_state
+from split.model.key_values import KeyValues
+from split.model.part import Padding, Part
+from tests.split.wire.lane import Lane
+from tests.split.wire.records import Frame, Kind
+
+FRAME_SECONDS = 60.0
+
+
+class WireModel:
+    """A split model whose frames are those of docs/wire.md; the mathematics are ours."""
+
+    columns_before = 0
+
+    def __init__(self, head: Part, tail: Part, lane: Lane, average_every: int = 0) -> None:
+        self._head, self._tail, self.lane = head, tail, lane
+        self._average_every = average_every
+        self._step = 0
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self._head.trainable() | self._tail.trainable()
+
+    def join(self, steps: int, total_steps: int, longest: int) -> None:
+        """Begin a round of training."""
+        self.lane.send(
+            Kind.JOIN,
+            fields={
+                "steps": steps,
+                "first_step": 0,
+                "total_steps": total_steps,
+                "longest": longest,
+                "wants_gradient": bool(self._head.trainable()),
+            },
+        )
+        self._credits = int(self._receive(Kind.WELCOME).fields["credits"])
+
+    def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
+        """Choose what is evaluated."""
+        for part in (self._head, self._tail):
+            part.use(None if adapters is None else "default")
+        if adapters is not None:
+            load_state(self.parameters, adapters)
+        self.lane.send(Kind.JOIN, fields={"model": model})
+        self._credits = int(self._receive(Kind.WELCOME).fields["credits"])
+
+    def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
+        """Run a step's forward and backward passes, as many at once as there are credits."""
+        if self._average_every and self._step and self._step % self._average_every == 0:
+            own = {name: parameter.detach() for name, parameter in self.parameters.items()}
+            self.lane.send(Kind.AVERAGE, self._step, tensors=own)
+            load_state(self.parameters, self._receive(Kind.AVERAGE).tensors)
+        self._head.train(True)
+        self._tail.train(True)
+        targets = sum(len(batch.labels) for batch in batches)
+        outputs: list[torch.Tensor] = []
+        losses: list[float] = []
+        ended = 0
+        wants_gradient = bool(self._head.trainable())
+        while len(losses) < len(batches) or (wants_gradient and ended < len(batches)):
+            if len(outputs) < len(batches) and len(outputs) - len(losses) < self._credits:
+                index, batch = len(outputs), batches[len(outputs)]
+                with drawing_from(derive_seed("dropout", seed, index, "head")):
+                    outputs.append(self._head(batch.tokens, Padding("right", batch.lengths)))
+                counts = {
+                    "targets": len(batch.labels),
+                    "step_targets": targets,
+                    "micro_batches": len(batches),
+                }
+                self._send_hidden(index, outputs[-1], batch.lengths, {"side": "right", **counts})
+                continue
+            frame = self._receive(Kind.HIDDEN, Kind.GRADIENT)
+            if frame.kind is Kind.GRADIENT:
+                assert frame.micro_batch == ended
+                outputs[ended].backward(frame.tensors["gradient"].to(outputs[ended]))
+                ended += 1
+                continue
+            index = frame.micro_batch
+            assert index == len(losses)
+            middle = frame.tensors["hidden"].requires_grad_()
+            with drawing_from(derive_seed("dropout", seed, index, "tail")):
+                hidden = self._tail(middle, Padding("right", batches[index].lengths))
+                loss = add_target_gradient(
+                    self._tail.output_head, hidden, batches[index], 1 / targets
+                )
+            losses.append(float(loss))
+            self.lane.send(Kind.GRADIENT, self._step, index, {"gradient": middle.grad})
+        return losses
+
+    @torch.no_grad()
+    def clip(self, maximum: float) -> float:
+        """End a step: the server answers with the norm over all parties and the factor."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        self.lane.send(Kind.STEP, self._step, fields={"squared_norm": squared_norm(gradients)})
+        fields = self._receive(Kind.STEP).fields
+        for gradient in gradients:
+            gradient.mul_(fields["factor"])
+        self._step += 1
+        return float(fields["norm"])
+
+    @torch.no_grad()
+    def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """Return each micro-batch's summed loss."""
+        self._head.train(False)
+        self._tail.train(False)
+        begun, losses = 0, []
+        while len(losses) < len(batches):
+            if begun < len(batches) and begun - len(losses) < self._credits:
+                batch = batches[begun]
+                hidden = self._head(batch.tokens, Padding("right", batch.lengths))
+                self._send_hidden(begun, hidden, batch.lengths, {"side": "right"})
+                begun += 1
+                continue
+            frame = self._receive(Kind.HIDDEN)
+            assert frame.micro_batch == len(losses)
+            batch = batches[len(losses)]
+            hidden = self._tail(frame.tensors["hidden"], Padding("right", batch.lengths))
+            losses.append(float(target_loss(self._tail.output_head, hidden, batch)))
+        return losses
+
+    @torch.no_grad()
+    def generate(self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        """Continue prompts greedily; no row ends before the others."""
+        self._head.train(False)
+        self._tail.train(False)
+        columns, lengths = tokens.shape[1], mask.sum(dim=1)
+        left = Padding("left", lengths)
+        head, tail = KeyValues(self._head, left, columns), KeyValues(self._tail, left, columns)
+        given = tokens
+        for index in range(new_tokens):
+            fields = {"side": "left"} | ({} if index else {"new_tokens": new_tokens})
+            self._send_hidden(index, head.extend(given), lengths, fields)
+            frame = self._receive(Kind.HIDDEN)
+            assert frame.micro_batch == index
+            last = tail.extend(frame.tensors["hidden"])[:, -1:]
+            logits = self._tail.output_head(inputs_embeds=last, use_cache=False).logits
+            given = logits.argmax(dim=-1)
+            tokens = torch.cat([tokens, given], dim=1)
+            lengths = torch.ones_like(lengths)
+        self.lane.send(Kind.STEP)
+        return tokens
+
+    def end(self) -> None:
+        """End the round, or the evaluation."""
+        self.lane.send(Kind.END)
+        self._receive(Kind.END)
+        self.lane.close()
+
+    def _send_hidden(self, index: int, hidden, lengths, fields) -> None:
+        tensors = {"hidden": hidden, "lengths": lengths}
+        self.lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
+
+    def _receive(self, *kinds: Kind) -> Frame:
+        frame = self.lane.receive(FRAME_SECONDS)
+        of_a_step = (Kind.HIDDEN, Kind.GRADIENT, Kind.STEP, Kind.AVERAGE)
+        assert frame.kind in kinds, frame
+        assert frame.step == (self._step if frame.kind in of_a_step else 0)
+        return frame
