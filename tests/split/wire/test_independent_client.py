@@ -6,12 +6,12 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
+from split.model.cut import cut_of
 
 from finetuning.data.batching import collate
 from finetuning.settings import ModelSettings
 from finetuning.training.loop import train_round
 from split.model.adapters import load_state, take_apart
-from split.model.cut import cut_of
 from split.model.loading import load_parts
 from split.protocol.standing_invitation import StandingInvitation
 from split.server.model_server import ModelServer
