@@ -154,7 +154,7 @@ def test_a_frame_may_not_be_left_unfinished():
     sealer, opener = Sealer(UP), Opener(UP, LIMITS)
     assert opener.open(seal(sealer, large())[0]) is None
     assert opener.mid_frame
-    with pytest.raises(FrameError, match="cut off by another"):
+    with pytest.raises(FrameError, match="interrupted by another"):
         # The other frame follows with the right counter.
         opener.open(seal(Sealer(UP, counter=1), step())[0])
 

@@ -208,11 +208,12 @@ def test_a_client_that_keeps_sending_does_not_stop_the_clock_of_one_that_hangs(b
     split = split_settings(schedule="client-batch", gather_timeout=1.0, window=10)
     train = TRAIN.model_copy(update={"accumulation": 10})
     times = {}
+    # Here: transformers can't load two models at once in a process.
+    clients = {name: Client(name, base, split) for name in ("beta", "gamma")}
 
     def join(server, name):
-        model = lanes.enter_context(
-            Client(name, base, split).lane(server.invite_to_train(name, 1, 0, 60.0))
-        )
+        invitation = server.invite_to_train(name, 1, 0, 60.0)
+        model = lanes.enter_context(clients[name].lane(invitation))
         model.join(ClientRound(3, 0, 3, 16, 0, time.monotonic() + SOON))
         return model.lane
 

@@ -6,13 +6,14 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
-from split.model.cut import cut_of
 
+from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import collate
 from finetuning.settings import ModelSettings
 from finetuning.training.loop import train_round
-from split.model.adapters import load_state, take_apart
+from split.model.adapters import take_apart
 from split.model.loading import load_parts
+from split.model.partition import partition_of
 from split.protocol.standing_invitation import StandingInvitation
 from split.server.model_server import ModelServer
 from strategies.messages import lane_record
@@ -114,7 +115,7 @@ def test_it_trains_as_ours_does(base, beginning, suite, wire):
 
 def evaluated(base, beginning, split, client):
     """Evaluate and generate; return losses, texts and all hidden states that came down."""
-    parts = take_apart(beginning, cut_of(base, split))
+    parts = take_apart(beginning, partition_of(base, split))
     ends = parts["head"] | parts["tail"]
     batches = [collate(draw(17, 1)[i : i + 3], 0) for i in range(0, 17, 3)]
     tokens = torch.randint(2, 64, (3, 7), generator=torch.Generator().manual_seed(2))
@@ -235,7 +236,7 @@ def test_it_averages_within_a_round_with_one_of_ours(base, beginning):
 
 
 def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning, tmp_path):
-    split, cut = split_settings(), cut_of(base, split_settings())
+    split, cut = split_settings(), partition_of(base, split_settings())
     parts = take_apart(beginning, cut)
     body = load_parts(ModelSettings(), base, cut, ("body",))["body"]
     tokens, mask = torch.arange(2, 9)[None], torch.ones(1, 7, dtype=torch.int64)
