@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import add_target_gradient, target_loss
 from finetuning.randomness import derive_seed, drawing_from
 from finetuning.training.optimization import squared_norm
-from split.model.adapters import load_state
 from split.model.key_values import KeyValues
 from split.model.part import Padding, Part
 from tests.split.wire.lane import Lane

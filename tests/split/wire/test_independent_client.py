@@ -1,18 +1,20 @@
 """A client that was written from docs/wire.md alone does what ours does, bit for bit."""
 
+import functools
 import time
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
-from split.model.cut import cut_of
 
+from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import collate
 from finetuning.settings import ModelSettings
 from finetuning.training.loop import train_round
-from split.model.adapters import load_state, take_apart
+from split.model.adapters import take_apart
 from split.model.loading import load_parts
+from split.model.partition import partition_of
 from split.protocol.standing_invitation import StandingInvitation
 from split.server.model_server import ModelServer
 from strategies.messages import lane_record
@@ -97,6 +99,18 @@ def trained(base, beginning, split, steps, client):
     return found, account
 
 
+@pytest.fixture(scope="module")
+def ours(base, beginning):
+    """Return a function that trains a round with our own client, once for each wire type."""
+
+    @functools.cache
+    def train(wire):
+        split = split_settings(wire_dtype=wire)
+        return trained(base, beginning, split, 2, Client("alpha", base, split, DROPOUT))[0]
+
+    return train
+
+
 def assert_equal(one, other) -> None:
     assert one.keys() == other.keys()
     assert not [name for name, value in one.items() if not torch.equal(value, other[name])]
@@ -104,17 +118,16 @@ def assert_equal(one, other) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("suite", SUITES)
-def test_it_trains_as_ours_does(base, beginning, suite, wire):
+def test_it_trains_as_ours_does(base, beginning, ours, suite, wire):
     split = split_settings(key_exchange=suite, wire_dtype=wire)
-    expected, _ = trained(base, beginning, split, 2, Client("alpha", base, split, DROPOUT))
     found, account = trained(base, beginning, split, 2, WireClient("alpha", base, split, DROPOUT))
-    assert_equal(found, expected)
+    assert_equal(found, ours(wire))
     assert (account.steps, account.error) == (2, "")
 
 
 def evaluated(base, beginning, split, client):
     """Evaluate and generate; return losses, texts and all hidden states that came down."""
-    parts = take_apart(beginning, cut_of(base, split))
+    parts = take_apart(beginning, partition_of(base, split))
     ends = parts["head"] | parts["tail"]
     batches = [collate(draw(17, 1)[i : i + 3], 0) for i in range(0, 17, 3)]
     tokens = torch.randint(2, 64, (3, 7), generator=torch.Generator().manual_seed(2))
@@ -200,24 +213,24 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("losses", LOSSES)
-def test_a_lane_that_is_cut_continues_as_if_it_had_not_been(base, beginning, losses):
+def test_a_lane_that_is_cut_continues_as_if_it_had_not_been(base, beginning, ours, losses):
     split = split_settings(key_exchange=SUITES[losses == "much"])
-    expected, _ = trained(base, beginning, split, 2, Client("alpha", base, split, DROPOUT))
     network = LossyNetwork(**LOSSES[losses])
     client = WireClient("alpha", base, split, DROPOUT, dial=network.dial)
     found, account = trained(base, beginning, split, 2, client)
-    assert_equal(found, expected)
+    assert_equal(found, ours("float32"))
     assert (account.steps, account.error) == (2, "")
     assert all(network.count[way] > max(lost, default=0) for way, lost in network.lost.items())
 
 
-def test_a_stream_is_replaced_before_its_key_has_encrypted_too_much(base, beginning, monkeypatch):
+def test_a_stream_is_replaced_before_its_key_has_encrypted_too_much(
+    base, beginning, ours, monkeypatch
+):
     split = split_settings()
-    expected, _ = trained(base, beginning, split, 2, Client("alpha", base, split, DROPOUT))
     monkeypatch.setattr(lane_module, "MOST_BYTES_OF_A_KEY", 20_000)
     client = WireClient("alpha", base, split, DROPOUT)
     found, account = trained(base, beginning, split, 2, client)
-    assert_equal(found, expected)
+    assert_equal(found, ours("float32"))
     assert account.resumed == client.opened.streams - 1 > 0
 
 
@@ -235,9 +248,9 @@ def test_it_averages_within_a_round_with_one_of_ours(base, beginning):
 
 
 def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning, tmp_path):
-    split, cut = split_settings(), cut_of(base, split_settings())
-    parts = take_apart(beginning, cut)
-    body = load_parts(ModelSettings(), base, cut, ("body",))["body"]
+    split, partition = split_settings(), partition_of(base, split_settings())
+    parts = take_apart(beginning, partition)
+    body = load_parts(ModelSettings(), base, partition, ("body",))["body"]
     tokens, mask = torch.arange(2, 9)[None], torch.ones(1, 7, dtype=torch.int64)
     server, texts = ModelServer(body, ADAPTER, split, "run"), []
     try:
@@ -253,9 +266,9 @@ def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning
             expires=datetime.now(UTC) + timedelta(minutes=1),
             model=str(base),
             digests={},
-            blocks=cut.blocks,
-            head_blocks=cut.head,
-            tail_blocks=cut.tail,
+            blocks=partition.blocks,
+            head_blocks=partition.head,
+            tail_blocks=partition.tail,
             wire_dtype=split.wire_dtype,
             most_tokens=split.activation_budget,
             models={"global": ""},
