@@ -32,7 +32,7 @@ from tests.split.clients import (
 )
 from tests.split.wire import handshake
 from tests.split.wire import lane as lane_module
-from tests.split.wire.lane import Lane
+from tests.split.wire.lane import Lane, LaneEndedError
 from tests.split.wire.model import WireModel
 from tests.split.wire.stream import CutError, Stream
 
@@ -223,9 +223,36 @@ def test_a_lane_that_is_cut_continues_as_if_it_had_not_been(base, beginning, our
     assert all(network.count[way] > max(lost, default=0) for way, lost in network.lost.items())
 
 
-def test_a_stream_is_replaced_before_its_key_has_encrypted_too_much(
-    base, beginning, ours, monkeypatch
-):
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_an_altered_record_ends_the_lane_and_says_so(base, beginning, direction):
+    class AlteringStream(Stream):
+        """Alters the fourth message of a direction: up JOIN, down the first HIDDEN."""
+
+        count = 0
+
+        def alter(self, way, message):
+            self.count += way == direction
+            altered = way == direction and self.count == 4
+            return message[:-1] + bytes([message[-1] ^ 1]) if altered else message
+
+        def send(self, message):
+            super().send(self.alter("up", message))
+
+        def receive(self, timeout):
+            return self.alter("down", super().receive(timeout))
+
+    split = split_settings(resume_timeout=5.0)
+    client = WireClient("alpha", base, split, dial=AlteringStream)
+    with serving(base, beginning, split) as server:
+        server.begin_round({"alpha": 9}, 0)
+        with pytest.raises(LaneEndedError, match="altered"):
+            client.train(server, beginning, 2)
+        (account,) = server.finish_lanes()
+    assert client.opened.streams == (2 if direction == "up" else 1)
+    assert account.error
+
+
+def test_a_stream_is_replaced_before_its_key_is_worn_out(base, beginning, ours, monkeypatch):
     split = split_settings()
     monkeypatch.setattr(lane_module, "MOST_BYTES_OF_A_KEY", 20_000)
     client = WireClient("alpha", base, split, DROPOUT)
