@@ -105,6 +105,9 @@ class Lane:
             except CutError:
                 self._connect(self._resume_timeout)
                 continue
+            except (ValueError, InvalidTag) as error:
+                self._stream.close()
+                raise LaneEndedError(str(error) or "a record was altered") from error
             if frame.kind.is_delivered:
                 self._received += 1
                 for name in ("hidden", "gradient"):

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import add_target_gradient, target_loss
 from finetuning.randomness import derive_seed, drawing_from
 from finetuning.training.optimization import squared_norm
-from split.model.adapters import load_state
 from split.model.key_values import KeyValues
 from split.model.part import Padding, Part
 from tests.split.wire.lane import Lane
@@ -98,10 +98,11 @@ class WireModel:
         return losses
 
     @torch.no_grad()
-    def clip(self, maximum: float) -> float:
+    def clip(self, maximum: float, reported: int | None = None) -> float:
         """End a step: the server answers with the norm over all parties and the factor."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        self.lane.send(Kind.STEP, self._step, fields={"squared_norm": squared_norm(gradients)})
+        square = squared_norm(gradients) if reported is None else reported
+        self.lane.send(Kind.STEP, self._step, fields={"squared_norm": square})
         fields = self._receive(Kind.STEP).fields
         for gradient in gradients:
             gradient.mul_(fields["factor"])

@@ -1,5 +1,6 @@
 """A client that was written from docs/wire.md alone does what ours does, bit for bit."""
 
+import functools
 import time
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -31,7 +32,7 @@ from tests.split.clients import (
 )
 from tests.split.wire import handshake
 from tests.split.wire import lane as lane_module
-from tests.split.wire.lane import Lane
+from tests.split.wire.lane import Lane, LaneEndedError
 from tests.split.wire.model import WireModel
 from tests.split.wire.stream import CutError, Stream
 
@@ -98,6 +99,18 @@ def trained(base, beginning, split, steps, client):
     return found, account
 
 
+@pytest.fixture(scope="module")
+def ours(base, beginning):
+    """Return a function that trains a round with our own client, once for each wire type."""
+
+    @functools.cache
+    def train(wire):
+        split = split_settings(wire_dtype=wire)
+        return trained(base, beginning, split, 2, Client("alpha", base, split, DROPOUT))[0]
+
+    return train
+
+
 def assert_equal(one, other) -> None:
     assert one.keys() == other.keys()
     assert not [name for name, value in one.items() if not torch.equal(value, other[name])]
@@ -105,12 +118,26 @@ def assert_equal(one, other) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("suite", SUITES)
-def test_it_trains_as_ours_does(base, beginning, suite, wire):
+def test_it_trains_as_ours_does(base, beginning, ours, suite, wire):
     split = split_settings(key_exchange=suite, wire_dtype=wire)
-    expected, _ = trained(base, beginning, split, 2, Client("alpha", base, split, DROPOUT))
     found, account = trained(base, beginning, split, 2, WireClient("alpha", base, split, DROPOUT))
-    assert_equal(found, expected)
+    assert_equal(found, ours(wire))
     assert (account.steps, account.error) == (2, "")
+
+
+def test_a_squared_norm_may_be_a_whole_number(base, beginning):
+    split, batches = split_settings(), [collate(draw(2, 1), 0)]
+    client = WireClient("alpha", base, split)
+    with serving(base, beginning, split) as server:
+        server.begin_round({"alpha": 9}, 0)
+        with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            model.join(2, STEPS, 2 * 20)
+            for reported in (1, 0):
+                model.accumulate(batches, 0)
+                assert model.clip(0.5, reported) ** 2 > reported
+            model.end()
+        (account,) = server.finish_lanes()
+    assert not account.error
 
 
 def evaluated(base, beginning, split, client):
@@ -201,24 +228,51 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("losses", LOSSES)
-def test_a_lane_that_is_cut_continues_as_if_it_had_not_been(base, beginning, losses):
+def test_a_lane_that_is_cut_continues_as_if_it_had_not_been(base, beginning, ours, losses):
     split = split_settings(key_exchange=SUITES[losses == "much"])
-    expected, _ = trained(base, beginning, split, 2, Client("alpha", base, split, DROPOUT))
     network = LossyNetwork(**LOSSES[losses])
     client = WireClient("alpha", base, split, DROPOUT, dial=network.dial)
     found, account = trained(base, beginning, split, 2, client)
-    assert_equal(found, expected)
+    assert_equal(found, ours("float32"))
     assert (account.steps, account.error) == (2, "")
     assert all(network.count[way] > max(lost, default=0) for way, lost in network.lost.items())
 
 
-def test_a_stream_is_replaced_before_its_key_has_encrypted_too_much(base, beginning, monkeypatch):
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_an_altered_record_ends_the_lane_and_says_so(base, beginning, direction):
+    class AlteringStream(Stream):
+        """Alters the fourth message of a direction: up JOIN, down the first HIDDEN."""
+
+        count = 0
+
+        def alter(self, way, message):
+            self.count += way == direction
+            altered = way == direction and self.count == 4
+            return message[:-1] + bytes([message[-1] ^ 1]) if altered else message
+
+        def send(self, message):
+            super().send(self.alter("up", message))
+
+        def receive(self, timeout):
+            return self.alter("down", super().receive(timeout))
+
+    split = split_settings(resume_timeout=5.0)
+    client = WireClient("alpha", base, split, dial=AlteringStream)
+    with serving(base, beginning, split) as server:
+        server.begin_round({"alpha": 9}, 0)
+        with pytest.raises(LaneEndedError, match="altered"):
+            client.train(server, beginning, 2)
+        (account,) = server.finish_lanes()
+    assert client.opened.streams == (2 if direction == "up" else 1)
+    assert account.error
+
+
+def test_a_stream_is_replaced_before_its_key_is_worn_out(base, beginning, ours, monkeypatch):
     split = split_settings()
-    expected, _ = trained(base, beginning, split, 2, Client("alpha", base, split, DROPOUT))
     monkeypatch.setattr(lane_module, "MOST_BYTES_OF_A_KEY", 20_000)
     client = WireClient("alpha", base, split, DROPOUT)
     found, account = trained(base, beginning, split, 2, client)
-    assert_equal(found, expected)
+    assert_equal(found, ours("float32"))
     assert account.resumed == client.opened.streams - 1 > 0
 
 
@@ -236,9 +290,9 @@ def test_it_averages_within_a_round_with_one_of_ours(base, beginning):
 
 
 def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning, tmp_path):
-    split, cut = split_settings(), partition_of(base, split_settings())
-    parts = take_apart(beginning, cut)
-    body = load_parts(ModelSettings(), base, cut, ("body",))["body"]
+    split, partition = split_settings(), partition_of(base, split_settings())
+    parts = take_apart(beginning, partition)
+    body = load_parts(ModelSettings(), base, partition, ("body",))["body"]
     tokens, mask = torch.arange(2, 9)[None], torch.ones(1, 7, dtype=torch.int64)
     server, texts = ModelServer(body, ADAPTER, split, "run"), []
     try:
@@ -254,9 +308,9 @@ def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning
             expires=datetime.now(UTC) + timedelta(minutes=1),
             model=str(base),
             digests={},
-            blocks=cut.blocks,
-            head_blocks=cut.head,
-            tail_blocks=cut.tail,
+            blocks=partition.blocks,
+            head_blocks=partition.head,
+            tail_blocks=partition.tail,
             wire_dtype=split.wire_dtype,
             most_tokens=split.activation_budget,
             models={"global": ""},
