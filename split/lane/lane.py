@@ -279,31 +279,42 @@ class Lane:
             yield from stream.seal(Outgoing(last, self.limits), received)
 
     def read(self, stream: Stream, messages: Iterable[bytes]) -> None:
-        """Take a stream's records until it ends, also those that nobody wants any more."""
+        """Take a stream's records until it is replaced or ends.
+
+        What comes after the lane's end is not looked at, but the last words are still under way.
+        """
         try:
             for message in messages:
-                frame = stream.open(message)
                 with self._changed:
-                    if self._stream is not stream:
-                        return
-                    if self._error is None:
-                        self._take(stream, frame)
+                    present, ended = self._stream is stream, self._error is not None
+                if not present:
+                    return
+                if not ended:
+                    self._open(stream, message)
                 if stream.worn_out and self._is_client:
                     raise LaneCutError("the stream's keys have encrypted as much as they may")
             where = "within a frame" if stream.mid_frame else "before it was closed"
             raise LaneCutError(f"the lane was cut {where}")
         except Exception as error:
-            failure = lane_error(error)
             with self._changed:
-                if self._stream is stream and isinstance(failure, LaneCutError):
-                    self._lose_stream(failure)
-                elif self._stream is stream:
-                    self._end(failure, str(failure))
+                if self._stream is stream:
+                    self._lose_stream(lane_error(error))
         finally:
             stream.drop()
             with self._changed:
                 if self._error is not None and self._stream in (stream, None):
                     self._finish()
+
+    def _open(self, stream: Stream, record: bytes) -> None:
+        try:
+            frame = stream.open(record)
+        except Exception as error:
+            failure = lane_error(error)
+            with self._changed:
+                return self._end(failure, str(failure))
+        with self._changed:
+            if self._stream is stream and self._error is None:
+                self._take(stream, frame)
 
     def _take(self, stream: Stream, frame: Frame | None) -> None:
         """Note what a record acknowledges, and put the frame that it completes into the inbox."""
