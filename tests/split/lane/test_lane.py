@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from split.lane import lane as lanes
 from split.protocol.errors import (
     FrameError,
     LaneBacklogError,
@@ -15,6 +16,7 @@ from split.protocol.errors import (
     LaneTimeoutError,
     PeerError,
     TicketError,
+    printable,
 )
 from split.protocol.frames import Kind, Limits
 from split.protocol.keys import ServerKeys
@@ -200,3 +202,20 @@ def test_nothing_secret_is_logged_or_shown(server, caplog, capfd):
         assert all(form not in text for form in forms(secret))
     for number in hidden.flatten().tolist():
         assert f"{number:.4f}" not in text
+
+
+def test_a_peer_s_words_are_shown_escaped(server, monkeypatch, caplog):
+    """A client that doesn't escape what it says can't break a line, a terminal or a file."""
+    caplog.set_level(logging.DEBUG)
+    client, lane = server.pair()
+    words = []
+
+    def unescaped_once(text):
+        words.append(text)
+        return text if len(words) == 1 else printable(text)
+
+    monkeypatch.setattr(lanes, "printable", unescaped_once)
+    client.close("lone \ud800\n\x1b[31mred \u202e" + "x" * 3000)
+    error = ended(lane, PeerError)
+    assert str(error).isprintable() and len(str(error)) < 1100
+    assert r"lone \ud800\n\x1b[31mred \u202e" in str(error)

@@ -16,6 +16,7 @@ from split.lane.transport import METHOD, SERVICE, channel_options
 from split.protocol.errors import LaneBusyError, LaneCutError
 from split.protocol.frames import Kind
 from split.protocol.handshake import ClientHandshake
+from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
 from tests.split.lanes import COURT, SOON, relaying
 from tests.split.lanes import serving as serving_lanes
@@ -157,8 +158,16 @@ def test_a_message_that_was_heard_is_answered_once_and_its_ticket_stays_good(ser
         client.close()
 
 
-def test_a_ticket_holds_few_places_and_not_for_long(hurried):
+def test_a_ticket_holds_few_places_and_not_for_long(hurried, monkeypatch):
+    """Nor does it cost public-key work beyond them."""
     ticket = hurried.ticket()
+    unwrapped, unwrap = [], ServerKeys.unwrap
+
+    def counting(self, *arguments):
+        unwrapped.append(arguments)
+        return unwrap(self, *arguments)
+
+    monkeypatch.setattr(ServerKeys, "unwrap", counting)
     with ExitStack() as stack:
 
         def begin():
@@ -169,6 +178,7 @@ def test_a_ticket_holds_few_places_and_not_for_long(hurried):
         for stream in held:
             stream.answer()
         assert begin().refusal()[1] == "chambers: busy"
+        assert len(unwrapped) == len(held)
         hurried.client(identity=Identity("run", 1, "other")).close()
         for stream in held:  # the third message doesn't come
             assert stream.refusal()[0] is grpc.StatusCode.CANCELLED
