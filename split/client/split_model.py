@@ -1,5 +1,6 @@
 """The stages of a step when the middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -195,7 +196,7 @@ class SplitModel:
         fields: Mapping[str, Value] = {"squared_norm": squared_norm(gradients)}
         self.lane.send(Kind.STEP, self._step, fields=fields)
         fields = self._receive(Kind.STEP).fields
-        factor, norm = _number(fields, "factor"), _number(fields, "norm")
+        factor, norm = _number(fields, "factor", most=1.0), _number(fields, "norm")
         if maximum:
             for gradient in gradients:
                 gradient.mul_(factor)
@@ -305,7 +306,7 @@ class SplitModel:
         credits = self._receive(Kind.WELCOME, until).fields.get("credits")
         if not isinstance(credits, int) or isinstance(credits, bool) or credits < 1:
             raise LaneError(f"the server gave {credits!r} credits")
-        return credits
+        return min(credits, self.lane.limits.window)
 
     def _answer(self, due: dict[Kind, int], also: Kind | None) -> Frame:
         """Wait for the answer to a micro-batch; of each kind they come in order."""
@@ -370,9 +371,9 @@ def _of_shape(frame: Frame, name: str, shape: torch.Size) -> torch.Tensor:
     return tensor
 
 
-def _number(fields: Mapping[str, Value], name: str) -> float:
+def _number(fields: Mapping[str, Value], name: str, most: float = math.inf) -> float:
     value = fields.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
         raise LaneError(f"the server ended a step with {name} = {value!r}")
     return float(value)
 

@@ -69,11 +69,13 @@ def open_lane(
     """
     # The thread that keeps it open ends it if it can't be resumed, and says why.
     lane = Lane(invitation.identity, limits, is_client=True, resume_timeout=math.inf)
-    now = time.monotonic()
-    until: dict[type[LaneError], float] = {
-        LaneBusyError: deadline if busy_until is None else busy_until
-    }
-    connection = _dial_until(lane, invitation, deadline, until, min(deadline, now + patience))
+    connection = _dial_until(
+        lane=lane,
+        invitation=invitation,
+        deadline=deadline,
+        patience=patience,
+        busy_until=deadline if busy_until is None else busy_until,
+    )
     keeper = threading.Thread(
         target=_keep_open,
         args=(lane, invitation, connection, deadline, resume_timeout),
@@ -111,24 +113,45 @@ def _keep_open(
     resume_timeout: float,
 ) -> None:
     """Read a lane's streams, one after another, until the lane ends."""
+    # Whatever its threads wait for then.
+    over = LaneDeadlineError("the lane's time is over (round-timeout)")
+    limit = threading.Timer(max(0.0, deadline - time.monotonic()), lane.fail, [over])
+    limit.daemon = True
+    limit.start()
+    try:
+        _replace_streams(lane, invitation, connection, deadline, resume_timeout)
+    finally:
+        limit.cancel()
+
+
+def _replace_streams(
+    lane: Lane,
+    invitation: Invitation,
+    connection: _Connection,
+    deadline: float,
+    resume_timeout: float,
+) -> None:
     while True:
         opened = time.monotonic()
         lane.read(connection.stream, connection.records)
         connection.stream.release()
         if lane.ended:
             return
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline - RETRY_SECONDS:
             return lane.fail(LaneDeadlineError("the lane's time is over (round-timeout)"))
         # The server has confirmed this stream, so it knows its ticket.
         invitation = replace(invitation, ticket=connection.stream.resumption)
-        until = min(deadline, time.monotonic() + resume_timeout)
         _LOG.warning("%r was cut; opening another stream", lane)
         if not connection.stream.worn_out:
             lane.wait_ended(opened + RETRY_SECONDS - time.monotonic())
         try:
-            connection = _dial_until(lane, invitation, deadline, {}, until)
-        except LaneError as error:
-            return lane.fail(LaneCutError(f"the lane was cut, and could not be resumed: {error}"))
+            connection = _dial_until(
+                lane=lane, invitation=invitation, deadline=deadline, patience=resume_timeout
+            )
+        except Exception as error:
+            # Only our own errors' words are for people.
+            reason = str(error) if isinstance(error, LaneError) else type(error).__name__
+            return lane.fail(LaneCutError(f"the lane was cut, and could not be resumed: {reason}"))
         _attach(lane, connection)
 
 
@@ -145,15 +168,28 @@ def _dial_until(
     lane: Lane,
     invitation: Invitation,
     deadline: float,
-    until: dict[type[LaneError], float],
-    otherwise: float,
+    patience: float,
+    busy_until: float = 0.0,
 ) -> _Connection:
-    """Try to open a stream, once a second, until a time that depends on what prevents it."""
+    """Try to open a stream, once a second.
+
+    Args:
+        lane: Under which; when it ends, so does the attempt.
+        invitation: With the ticket to use.
+        deadline: Of the lane.
+        patience: Seconds for which it may fail, from the last answer that the server is busy.
+        busy_until: When such an answer is final.
+
+    """
+    until = min(deadline, time.monotonic() + patience)
     while True:
         try:
             return _dial(invitation, lane.limits, deadline)
         except LaneError as error:
-            if time.monotonic() + RETRY_SECONDS > until.get(type(error), otherwise):
+            now = time.monotonic()
+            if isinstance(error, LaneBusyError) and now + RETRY_SECONDS <= busy_until:
+                until = max(until, min(busy_until, now + patience + RETRY_SECONDS))
+            if now + RETRY_SECONDS > until:
                 raise
             _LOG.debug("%r: %s; trying again", lane, error)
         if lane.wait_ended(RETRY_SECONDS):

@@ -8,6 +8,7 @@ it allows, or when a cut stream is not replaced in time.
 
 import copy
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -36,6 +37,7 @@ from split.protocol.tickets import Identity
 
 _LOG = logging.getLogger(__name__)
 _MOST_STREAMS = 1000  # each costs a handshake
+_FRAMES_AHEAD = 16  # of any size
 
 
 class Lane:
@@ -52,6 +54,7 @@ class Lane:
         limits: What may come over it.
         opened: How many streams there have been.
         over: Set when the lane has ended, and its last stream with it.
+        ended_at: When it has ended, on ``time.monotonic``'s clock.
 
     """
 
@@ -62,6 +65,7 @@ class Lane:
         self.limits = limits
         self.opened = 0
         self.over = threading.Event()
+        self.ended_at = math.inf
         self._is_client = is_client
         self._resume_timeout = resume_timeout
         lock = threading.RLock()  # guards everything below
@@ -69,7 +73,7 @@ class Lane:
         self._to_send = threading.Condition(lock)  # a frame is to be sent
         self._room = threading.Condition(lock)  # a frame was sent, or was received by the user
         self._delivery = Delivery()
-        self._inbox: deque[Frame] = deque()
+        self._inbox: deque[tuple[Frame, int]] = deque()  # with their payloads' sizes
         self._inbox_bytes = 0
         self._stream: Stream | None = None
         self._cut: LaneError = LaneCutError("no stream has been opened yet")
@@ -173,8 +177,8 @@ class Lane:
                 self._expire()
             self._seconds_waiting += time.perf_counter() - started
             if self._inbox:
-                frame = self._inbox.popleft()
-                self._inbox_bytes -= _size(frame)
+                frame, size = self._inbox.popleft()
+                self._inbox_bytes -= size
                 self._room.notify_all()
                 return frame
             self._check()
@@ -331,18 +335,17 @@ class Lane:
             return self._end(PeerError(f"the other side gave up: {words}"))
         if frame.kind is Kind.CONFIRM:
             return self._end(FrameError("a second CONFIRM came"), "a second CONFIRM came")
-        size = _size(frame)
-        most = self.limits.largest(Kind.HIDDEN)
+        size, most = stream.frame_bytes, self.limits.largest(Kind.HIDDEN)
         self._room.wait_for(
             lambda: (
                 not self._inbox
-                or self._inbox_bytes + size <= most
+                or (len(self._inbox) < _FRAMES_AHEAD and self._inbox_bytes + size <= most)
                 or self._error is not None
                 or self._stream is not stream
             )
         )
         if self._error is None and self._stream is stream:
-            self._inbox.append(frame)
+            self._inbox.append((frame, size))
             self._inbox_bytes += size
             self._delivery.received += 1
             self._changed.notify_all()
@@ -373,8 +376,7 @@ class Lane:
     def _check(self) -> None:
         self._expire()
         if self._error is not None:
-            # A copy: the one that is kept must not hold the frames that it was raised through.
-            raise copy.copy(self._error)
+            raise copy.copy(self._error)  # the kept one must not get a traceback, either
 
     def _expire(self) -> None:
         """End the lane if a stream that was cut has not been replaced in time."""
@@ -396,7 +398,7 @@ class Lane:
         if self._stream is not None:
             self._before += self._stream.traffic
             self._stream = None
-            self._cut, self._cut_at = cut, time.monotonic()
+            self._cut, self._cut_at = copy.copy(cut), time.monotonic()
             if self._error is None:
                 _LOG.info("%r: %s", self, cut)
         self._wake()
@@ -412,7 +414,9 @@ class Lane:
         """
         if self._error is not None:
             return
-        self._error, self._last_words = error, words
+        # A copy: the traceback of the original holds a stream, its keys and a record.
+        self._error, self._last_words = copy.copy(error), words
+        self.ended_at = time.monotonic()
         if not flush or words is not None:
             self._delivery.drop_unsent()
         if self._stream is None:
@@ -435,7 +439,3 @@ class Lane:
         if self._limit is not None:
             self._limit.cancel()
         self.over.set()
-
-
-def _size(frame: Frame) -> int:
-    return sum(tensor.nbytes for tensor in frame.tensors.values())

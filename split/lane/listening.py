@@ -201,12 +201,11 @@ class LaneServer:
             return lane
 
     def _new_lane(self, number: bytes, identity: Identity) -> Lane:
-        # The client of a lane that has ended may open a stream to learn why, while it has a ticket.
-        self._lanes = {
-            key: lane
-            for key, lane in self._lanes.items()
-            if not lane.ended or self._tickets.is_open(key)
-        }
+        # A client may open a stream a while after its lane has ended, to learn why.
+        before = time.monotonic() - self._resume_timeout - HANDSHAKE_SECONDS
+        for key in [key for key, lane in self._lanes.items() if lane.ended_at < before]:
+            del self._lanes[key]
+            self._tickets.close(key)
         lane = Lane(identity, self._limits, is_client=False, resume_timeout=self._resume_timeout)
         self._lanes[number] = lane
         return lane

@@ -58,6 +58,11 @@ class Stream:
         return self._opener.acknowledged
 
     @property
+    def frame_bytes(self) -> int:
+        """Payload of the frame whose record was opened last."""
+        return self._opener.frame_bytes
+
+    @property
     def mid_frame(self) -> bool:
         """Whether part of a frame has arrived."""
         return self._opener.mid_frame

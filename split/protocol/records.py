@@ -131,6 +131,7 @@ class Opener:
 
     Attributes:
         acknowledged: What the last record's header says: frames that its sender has received.
+        frame_bytes: Payload of the last record's frame.
         seconds_crypto: Spent on decryption.
         seconds_serialisation: Spent on reading payloads.
 
@@ -142,6 +143,7 @@ class Opener:
         self._counter = counter
         self._partial: _Partial | None = None
         self.acknowledged = 0
+        self.frame_bytes = 0
         self.seconds_crypto = 0.0
         self.seconds_serialisation = 0.0
 
@@ -243,6 +245,7 @@ class Opener:
             raise FrameError("a record was altered, or is of another lane or direction") from None
         self._counter += 1
         self.acknowledged = header.acknowledged
+        self.frame_bytes = header.total
         self.seconds_crypto += time.perf_counter() - started
 
 

@@ -13,6 +13,7 @@ opened; from then on only that stream's own is.
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ _REMEMBERED_SECONDS = 3600.0
 _REMEMBERED_HELLOS = 64
 _REMEMBERED_HELLOS_OF_STANDING = 2**14
 _TICKETS_OF_A_LANE = 8
+_LANES_OF_A_STANDING_TICKET = 64
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class _Entry:
     secret: bytes = field(repr=False)
     expires: float
     lane: bytes | None  # that it opens a stream of; None for a standing ticket
+    issued: bool = True  # by the server; a resumption ticket isn't
     used: bool = False
+    lanes: deque[bytes] = field(default_factory=deque)  # of a standing ticket, oldest first
     hellos: dict[bytes, None] = field(default_factory=dict)  # oldest first
 
 
@@ -154,9 +158,15 @@ class TicketBook:
             TicketError: The ticket is unknown, expired or used.
 
         """
+        self._forget()
         used = self._valid(identifier)
         lane = used.lane or secrets.token_bytes(IDENTIFIER_BYTES)
-        self._add(resumption, _Entry(used.identity, resumption.secret, used.expires, lane))
+        entry = _Entry(used.identity, resumption.secret, used.expires, lane, issued=False)
+        self._add(resumption, entry)
+        if used.lane is None:
+            used.lanes.append(lane)
+            if len(used.lanes) > _LANES_OF_A_STANDING_TICKET:
+                self.close(used.lanes.popleft())
         tickets = self._tickets_of[lane]
         if used.lane:  # a client keeps using it until it learns of a newer one
             tickets.remove(identifier)
@@ -182,10 +192,10 @@ class TicketBook:
                 self._spend(identifier)
         self._tickets_of[lane] = [resumption]
 
-    def is_open(self, lane: bytes) -> bool:
-        """Return whether a ticket of a lane is still good."""
-        tickets = self._tickets_of.get(lane, [])
-        return any(self._entries[ticket].expires > self._clock() for ticket in tickets)
+    def close(self, lane: bytes) -> None:
+        """Forget a lane: none of its tickets is good any more."""
+        for identifier in self._tickets_of.pop(lane, []):
+            self._spend(identifier)
 
     def _add(self, ticket: Ticket, entry: _Entry) -> None:
         self._entries[ticket.identifier] = entry
@@ -194,6 +204,9 @@ class TicketBook:
 
     def _spend(self, identifier: bytes) -> None:
         entry = self._entries[identifier]
+        if not entry.issued:
+            del self._entries[identifier]
+            return
         entry.used = True
         entry.secret = bytes(SECRET_BYTES)  # nobody needs it again
 

@@ -195,7 +195,7 @@ class TrainingRound:
             steps=whole_number(frame, "steps"),
             first_step=whole_number(frame, "first_step"),
             total_steps=whole_number(frame, "total_steps"),
-            wants_gradient=bool(frame.fields.get("wants_gradient")),
+            wants_gradient=frame.fields.get("wants_gradient") is True,
         )
         for name in ("steps", "first_step", "total_steps"):
             value, most = getattr(plan, name), getattr(largest, name)
@@ -246,6 +246,8 @@ class TrainingRound:
         if index - self.returned >= self.credits:
             raise ProtocolError(f"more than {self.credits} micro-batches are under way")
         hidden, padding = hidden_of(frame)
+        if padding.side != "right":
+            raise ProtocolError("hidden states came with padding on the left")
         check_size(hidden, "hidden")
         output = HeadOutput(
             step=frame.step,

@@ -1,6 +1,7 @@
 """One client's evaluation of models at the block server: forward passes, and generated text."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from finetuning.settings import AdapterSettings
 from split.lane.lane import Lane
 from split.model.key_values import KeyValues
 from split.model.part import Part
-from split.protocol.errors import ProtocolError
+from split.protocol.errors import LaneError, ProtocolError
 from split.protocol.frames import Frame, Kind, Padding, check_size, hidden_of, whole_number
 from split.server.compute import ComputeThread, Priority
 from split.server.session import Session
@@ -92,6 +93,8 @@ class EvaluationSession(Session):
             self.compute.withdraw(self)
             self.compute.call(self._forget)
             self.compute.call(self._detach)
+        with suppress(LaneError):  # until the client has the end
+            self.receive()
 
     def _choose(self, frame: Frame) -> None:
         model = frame.fields.get("model")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from split.lane.lane import Lane
-from split.protocol.errors import LaneError, LaneTimeoutError
+from split.protocol.errors import FrameError, LaneError, LaneTimeoutError
 from split.protocol.frames import Frame, Kind
 from split.server.compute import ComputeThread, Job, Priority
 
@@ -92,7 +92,7 @@ class Session:
         with self._lock:
             self._owed -= 1
         # The lane's own thread notices that it has ended.
-        if not isinstance(error, LaneError):
+        if not isinstance(error, LaneError) or isinstance(error, FrameError):
             self.give_up(f"{type(error).__name__}: {error}")
 
     def put(self, priority: Priority, work: Callable[[], None], tokens: int = 0) -> None:

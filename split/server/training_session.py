@@ -73,10 +73,10 @@ class TrainingSession(Session):
             self.lane.send(Kind.WELCOME, fields={"credits": self._round.credits})
             self.dispatch(self._round.receive, handlers)
             self._settle()
-            finished = self._round.state is State.ENDED and not super().waits()
-            if not finished:
+            if self._round.state is not State.ENDED or super().waits():
                 raise ProtocolError("the round ended before its last step was computed")
             self.lane.send(Kind.END)
+            finished = True
         finally:
             self._trainer = None
             trainer.leave()

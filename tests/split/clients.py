@@ -85,7 +85,10 @@ class Client:
 
     @contextmanager
     def lane(self, invitation):
-        limits = Limits(self.ends["head"].hidden_size, self.split.wire_dtype, LONGEST)
+        split = self.split
+        limits = Limits(
+            self.ends["head"].hidden_size, split.wire_dtype, LONGEST, window=split.window
+        )
         deadline = time.monotonic() + 60
         lane = open_lane(invitation, limits, deadline, self.split.resume_timeout, patience=0.0)
         model = SplitModel(self.ends["head"], self.ends["tail"], lane, 60.0)

@@ -1,18 +1,22 @@
 """What goes over a lane, and what comes of it: frames, limits, accounts, secrets."""
 
 import base64
+import gc
 import logging
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 
 from split.lane import lane as lanes
+from split.lane.stream import Stream
 from split.protocol.errors import (
     FrameError,
     LaneBacklogError,
     LaneBusyError,
+    LaneError,
     LaneTimeoutError,
     PeerError,
     TicketError,
@@ -150,6 +154,45 @@ def test_a_receiver_that_does_not_receive_holds_the_client_back():
         assert [lane.receive(SOON).step for _ in range(59)] == list(range(1, 60))
         sender.join()
         client.close()
+
+
+def test_frames_without_tensors_are_weighed_too(server):
+    """A receiver that waits for something else holds few of them, whatever their fields hold."""
+    client, lane = server.pair()
+    stopped = threading.Event()
+
+    def flood():
+        with suppress(LaneError):
+            for number in range(2000):
+                client.send(Kind.STEP, number, fields={str(i): "x" * 4000 for i in range(15)})
+        stopped.set()
+
+    threading.Thread(target=flood, daemon=True).start()
+    time.sleep(1.0)
+    assert len(lane._inbox) <= 16 and lane._inbox_bytes <= 16 * 2**16
+    assert not stopped.is_set()
+    lane.close("enough")
+    assert stopped.wait(SOON)
+    client.close()
+
+
+def test_nothing_of_an_ended_lane_s_streams_is_kept(server):
+    before = {id(o) for o in gc.get_objects() if type(o) is Stream}
+    for _ in range(8):
+        client, lane = server.pair()
+        client.send(Kind.STEP)
+        lane.receive(SOON)
+        client.close()
+    del client
+    server.done.set()
+    until = time.monotonic() + SOON
+    while True:
+        gc.collect()
+        kept = [o for o in gc.get_objects() if type(o) is Stream and id(o) not in before]
+        if len(kept) <= 1 or time.monotonic() > until:  # the last one may still be ending
+            break
+        time.sleep(0.1)
+    assert len(kept) <= 1
 
 
 def test_a_client_that_does_not_read_loses_its_lane():
