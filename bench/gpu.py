@@ -46,7 +46,7 @@ def devices(kind: str) -> tuple[str, str]:
     """Return the devices of clients and server.
 
     Raises:
-        SystemExit: there is no GPU.
+        SystemExit: There is no GPU.
 
     """
     if kind == "cpu":

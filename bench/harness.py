@@ -28,9 +28,9 @@ class Worker:
     While it waits for a message, it uses no processor time.
 
     Args:
-        role: run by the process with its end of the pipe and the arguments.
-        cores: the process is bound to them before it has any thread.
-        arguments: must be picklable.
+        role: Function that the process runs, with its end of the pipe and the arguments.
+        cores: Cores that the process is bound to before it has any thread.
+        arguments: Arguments of the role; must be picklable.
 
     """
 
@@ -57,7 +57,7 @@ class Worker:
         """Wait for the next message of the process.
 
         Raises:
-            SystemExit: it failed, or sent nothing for a quarter of an hour.
+            SystemExit: The process failed, or sent nothing for a quarter of an hour.
 
         """
         if not self._link.poll(_ANSWER_SECONDS):
@@ -119,14 +119,14 @@ class Side:
     """One side of a comparison, and what each of its turns took.
 
     Args:
-        name: of the side, for the tables.
-        pids: processes whose CPU time counts.
-        warm_up: turns at the beginning that do not count in ``summary`` and ``ratios``.
+        name: Name of the side in the tables.
+        pids: Processes whose CPU time counts.
+        warm_up: Number of turns at the beginning that do not count in ``summary`` and ``ratios``.
 
     Attributes:
-        seconds: wall-clock time of each turn.
-        cpu: user and system time of each turn, by process.
-        losses: of each turn.
+        seconds: Wall-clock time of each turn.
+        cpu: User and system time of each turn, by process.
+        losses: Loss of each turn.
 
     """
 

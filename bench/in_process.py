@@ -26,8 +26,8 @@ class InProcessGrid(Grid):
     """Passes each message to the ClientApp at once, one SuperNode after another.
 
     Args:
-        run_config: of every ClientApp.
-        nodes: node config of each SuperNode by node id.
+        run_config: Run config of every ClientApp.
+        nodes: Node config of each SuperNode by node id.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class MemoryJournal:
     """A journal that keeps everything in memory.
 
     Attributes:
-        events: the lines of ``metrics.jsonl``.
-        adapters: the global adapter after each round.
-        kept: each client's personalised adapter.
+        events: Lines of ``metrics.jsonl``.
+        adapters: The global adapter after each round.
+        kept: Each client's personalised adapter.
     """
 
     def __init__(self) -> None:
@@ -119,10 +119,10 @@ def run_in_process(
     """Run simulated clients through all rounds.
 
     Args:
-        values: the run config.
-        state_path: where clients keep their state.
-        clients: number of clients.
-        grid: that connects to them; None for a new ``InProcessGrid``.
+        values: The run config.
+        state_path: Folder of the clients' state.
+        clients: Number of clients.
+        grid: Grid that connects to the clients; None for a new ``InProcessGrid``.
 
     """
     values = {"min-nodes": clients, **values, "state-path": str(state_path)}

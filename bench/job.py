@@ -48,13 +48,13 @@ class Shape:
     """A random Llama, and the equal micro-batches that it is trained on.
 
     Attributes:
-        hidden: width; a multiple of ``head_width``.
-        blocks: transformer blocks of the whole model.
-        vocabulary: number of tokens.
-        rows: of a micro-batch.
-        columns: tokens of each row, none of them padding.
-        micro_batches: of an optimizer step.
-        head_width: of the attention heads.
+        hidden: Hidden size; a multiple of ``head_width``.
+        blocks: Number of blocks of the whole model.
+        vocabulary: Number of tokens.
+        rows: Rows of a micro-batch.
+        columns: Tokens of each row, none of them padding.
+        micro_batches: Number of micro-batches of an optimizer step.
+        head_width: Width of the attention heads.
 
     """
 
@@ -83,7 +83,7 @@ class Shape:
         are two tensors.
 
         Raises:
-            SystemExit: the disk has too little room.
+            SystemExit: The disk has too little room.
 
         """
         from transformers import AutoModelForCausalLM, LlamaConfig, logging
@@ -145,15 +145,15 @@ class Job:
     """What is trained, the same for every process.
 
     Attributes:
-        directory: of the checkpoint.
-        shape: of the model and its micro-batches.
-        steps: optimizer steps.
-        examples: function that returns a job's text.
-        adapter: of all blocks.
-        learning_rate: of the optimizer.
-        model: precision and quantisation; its name is not used.
-        client_device: of heads, tails and whole models.
-        server_device: of the blocks between.
+        directory: Directory of the checkpoint.
+        shape: Shape of the model and its micro-batches.
+        steps: Number of optimizer steps.
+        examples: Function that returns a job's examples.
+        adapter: Adapter of all blocks.
+        learning_rate: Learning rate of the optimizer.
+        model: Precision and quantisation; its name is not used.
+        client_device: Device of heads, tails and whole models.
+        server_device: Device of the blocks between.
 
     """
 

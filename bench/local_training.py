@@ -180,7 +180,7 @@ def compare(job: Job) -> None:
     """Run the pairs of steps, and print the result.
 
     Raises:
-        SystemExit: the losses of a step differ.
+        SystemExit: The losses of a step differ.
 
     """
     examples = make_examples(job)

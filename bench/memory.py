@@ -98,10 +98,10 @@ class SavedTensors:
     """Counts what autograd keeps for backward passes.
 
     Args:
-        parameters: they do not count.
+        parameters: Parameters of the model; they do not count.
 
     Attributes:
-        peak: largest number of bytes kept at once.
+        peak: Largest number of bytes kept at once.
 
     """
 
@@ -148,10 +148,10 @@ class ClientMemory:
     """Bytes of a client.
 
     Attributes:
-        layers: of head and tail.
-        activations: most that were saved for backward passes at once.
-        loading: the peak after loading.
-        peak: after training.
+        layers: Bytes of head and tail.
+        activations: Largest number of bytes saved for backward passes at once.
+        loading: Peak after loading.
+        peak: Peak after training.
 
     """
 
@@ -166,9 +166,9 @@ class ServerMemory:
     """Bytes of a server.
 
     Attributes:
-        layers: of the frozen blocks.
-        loading: the peak after loading.
-        peak: after training.
+        layers: Bytes of the frozen blocks.
+        loading: Peak after loading.
+        peak: Peak after training.
 
     """
 

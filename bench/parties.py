@@ -41,9 +41,9 @@ class Whole(Side):
     """The whole model in a process of its own.
 
     Args:
-        stack: ends the process.
-        job: what is trained.
-        cores: that the process may use.
+        stack: Ends the process.
+        job: What is trained.
+        cores: Cores that the process may use.
 
     """
 
@@ -65,15 +65,16 @@ class Split(Side):
     """A block server and its clients, each in a process of its own.
 
     Args:
-        stack: ends the processes.
-        name: of the side.
-        jobs: one per client.
-        split: settings of server and clients.
-        server_cores: that the server may use.
-        client_cores: that the clients may use.
-        line: delay each way in seconds and rate in Gbit/s of a proxy between them; None for none.
-        together: whether the clients are threads of one process.
-        steps_per_turn: optimizer steps of a turn, one after another.
+        stack: Ends the processes.
+        name: Name of the side.
+        jobs: Jobs, one per client.
+        split: Settings of server and clients.
+        server_cores: Cores that the server may use.
+        client_cores: Cores that the clients may use.
+        line: Delay each way in seconds and rate in Gbit/s of a proxy between them; None for no
+            proxy.
+        together: Whether the clients are threads of one process.
+        steps_per_turn: Number of optimizer steps of a turn, one after another.
 
     """
 

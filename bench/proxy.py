@@ -17,9 +17,9 @@ class _Direction(asyncio.Protocol):
     """Takes bytes from one side and passes them to the other after the line's delay.
 
     Args:
-        delay: seconds that a byte is under way.
-        bytes_per_second: rate of the line.
-        target: host and port to connect to for an incoming connection; None for an outgoing one.
+        delay: Seconds that a byte is under way.
+        bytes_per_second: Rate of the line.
+        target: Host and port to connect to for an incoming connection; None for an outgoing one.
 
     """
 
@@ -70,10 +70,10 @@ def forward(link: Connection, address: str, delay: float, gigabits: float) -> No
     """Run a proxy until the pipe is closed; the only message is the proxy's own address.
 
     Args:
-        link: to the measuring process.
-        address: the server's, as host:port.
-        delay: seconds each way.
-        gigabits: per second, each way.
+        link: Pipe to the measuring process.
+        address: Address of the server, as host:port.
+        delay: Delay each way, in seconds.
+        gigabits: Rate each way, in Gbit/s.
 
     """
     asyncio.run(_forward(link, address, delay, gigabits * 1e9 / 8))

@@ -67,13 +67,13 @@ def start(
     """Start the whole model at the stacked batch, and the clients and server of each schedule.
 
     Args:
-        stack: ends them.
-        job: what one client trains.
-        split: settings of servers and clients.
-        clients: number of clients of each schedule.
-        schedules: which ones; serial has one client, in its turn.
-        cores: that every process may use.
-        together: whether the clients are threads of one process.
+        stack: Ends the processes.
+        job: What one client trains.
+        split: Settings of servers and clients.
+        clients: Number of clients of each schedule.
+        schedules: The schedules to measure; serial has one client, in its turn.
+        cores: Cores that every process may use.
+        together: Whether the clients are threads of one process.
 
     """
     whole = Whole(stack, stacked(job, clients), cores)
@@ -107,7 +107,7 @@ def check(whole: Whole, sides: Sequence[Split], tolerance: float) -> None:
     """Compare the first losses of the whole model and of client-batch.
 
     Raises:
-        SystemExit: they differ.
+        SystemExit: The losses differ.
 
     """
     for side in sides:

@@ -56,7 +56,7 @@ def measure(models: dict[str, Answering], pids: list[int], pairs: int, vocabular
     """Generate with all models in turn; the first is the one that others are compared with.
 
     Raises:
-        SystemExit: a model's tokens are not those of the first one.
+        SystemExit: A model's tokens are not those of the first one.
 
     """
     generator = torch.Generator().manual_seed(SEED)

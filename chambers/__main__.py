@@ -28,7 +28,7 @@ def parse(arguments: Sequence[str]) -> Train | Serve | Generate:
     """Return the command that the arguments name, with its options.
 
     Raises:
-        click.UsageError: they aren't arguments of a command.
+        click.UsageError: The arguments are not those of a command.
 
     """
     with typer.main.get_command(app).make_context("chambers", list(arguments)) as context:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: those of the command line when None.
+        arguments: Arguments; None for those of the command line.
 
     Returns:
         The exit status: 0 on success, 1 if a run failed, 2 if the request was refused, 130 if it

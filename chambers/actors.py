@@ -23,8 +23,8 @@ class Machine:
     """What a simulation may use.
 
     Attributes:
-        cores: CPU cores.
-        memory: available bytes.
+        cores: Number of CPU cores.
+        memory: Available bytes.
 
     """
 
@@ -44,12 +44,12 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     Clients that needn't be there at once take turns on as many actors as cores and memory allow.
 
     Args:
-        config: the run's.
-        clients: how many are simulated.
-        machine: where.
+        config: Configuration of the run.
+        clients: Number of simulated clients.
+        machine: Cores and memory of the machine.
 
     Raises:
-        CommandError: all clients must be there at once, and the machine doesn't hold them.
+        CommandError: All clients must train at once, and the machine has no room for them.
 
     """
     weights = _weight_bytes(config)

@@ -161,8 +161,8 @@ def _refuse_too_long(
     """Refuse prompts that don't fit, before anything large is loaded.
 
     Raises:
-        BaseModelError: the base model has fewer positions.
-        CommandError: the block server's limit per client is lower.
+        BaseModelError: The base model has fewer positions.
+        CommandError: The block server's limit per client is lower.
 
     """
     from finetuning.model.positions import check_positions

@@ -37,14 +37,14 @@ class LaneModel:
     and its batch is generated again: texts may go to a reader that is slow.
 
     Args:
-        ends: head and tail, with their adapters attached.
-        invitation: to the block server.
-        chosen: the server's name of the model.
-        adapters: of head and tail; None is none.
+        ends: Head and tail, with their adapters attached.
+        invitation: Invitation to the block server.
+        chosen: The server's name for the model.
+        adapters: Adapters of head and tail; None for none.
 
     Raises:
-        CommandError: no server answers at the address.
-        LaneError: it doesn't let the client in.
+        CommandError: No server answers at the address.
+        LaneError: The server refuses the client.
 
     """
 

@@ -32,12 +32,12 @@ class Source:
     """A model before its weights are read.
 
     Attributes:
-        settings: which base model, and how it is loaded.
-        directory: the base model's, or of those of its files that are needed here.
-        adapter: None for the base model alone.
-        invitation: to a block server; None if the whole model is here.
-        chosen: the server's name of the model.
-        ends: the head's and tail's part of the adapter, if there is one.
+        settings: The base model, and how it is loaded.
+        directory: Directory of the base model, or of those of its files that are needed here.
+        adapter: The adapter; None for the base model alone.
+        invitation: Invitation to a block server; None if the whole model is here.
+        chosen: The server's name for the model.
+        ends: The head's and tail's part of the adapter, if there is one.
 
     """
 
@@ -63,7 +63,7 @@ def find(options: Generate) -> Source:
     """Find what the options name, and check that it belongs together.
 
     Raises:
-        CommandError: something is missing, or doesn't belong to the rest.
+        CommandError: Something is missing, or does not belong to the rest.
 
     """
     adapter = open_adapter(options.adapter) if options.adapter else None
@@ -86,7 +86,7 @@ def opened(source: Source) -> Iterator[Answering]:
     """Load the model, or head and tail and open a lane to the block server.
 
     Raises:
-        CommandError: it can't be loaded, or the server can't be used.
+        CommandError: The model can't be loaded, or the server can't be used.
 
     """
     if source.invitation is None:

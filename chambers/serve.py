@@ -124,7 +124,7 @@ class Serve(BaseModelOptions):
         """Return the names of the clients that get an invitation.
 
         Raises:
-            CommandError: there are none.
+            CommandError: There are no such clients.
 
         """
         named = [name.strip() for name in self.clients.split(",") if name.strip()]
@@ -137,7 +137,7 @@ class Serve(BaseModelOptions):
         """Return addresses, cut and limits: as the options say, else as in the run's config.
 
         Raises:
-            CommandError: an option has a bad value.
+            CommandError: An option has an invalid value.
 
         """
         if self.listen.rpartition(":")[0] in {"0.0.0.0", "[::]"} and not self.advertise:

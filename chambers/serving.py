@@ -38,13 +38,13 @@ class Served:
     """The models to serve.
 
     Attributes:
-        settings: which base model, and how it is loaded.
-        split: addresses, partition, wire type, and tokens held at once.
-        partition: how many blocks each party has.
-        directory: the base model's, or of those of its files that are needed here.
-        adapter: kind and scale of all adapters.
-        models: by client, the body's adapters by the name of the model; None is no adapter.
-        folder: for the invitations.
+        settings: The base model, and how it is loaded.
+        split: Addresses, partition, wire type, and tokens held at once.
+        partition: Number of blocks of each party.
+        directory: Directory of the base model, or of those of its files that are needed here.
+        adapter: Kind and scale of all adapters.
+        models: For each client, the body's adapters by the name of the model; None for no adapter.
+        folder: Folder for the invitations.
 
     """
 
@@ -61,7 +61,7 @@ def find(options: Serve) -> Served:
     """Find what the options name, and check that it belongs together.
 
     Raises:
-        CommandError: something is missing, or doesn't belong to the rest.
+        CommandError: Something is missing, or does not belong to the rest.
 
     """
     run = read_run(options.run.expanduser()) if options.run else None
@@ -100,15 +100,15 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
     """Load the body, listen, and write an invitation for each client.
 
     Args:
-        served: the models.
-        lifetime: seconds until the invitations expire.
+        served: The models.
+        lifetime: Seconds until the invitations expire.
 
     Yields:
         The address, and the invitations' files by client.
 
     Raises:
-        CommandError: it can't be loaded, the address can't be listened on, or no invitation can be
-            written.
+        CommandError: The body can't be loaded, the address can't be listened on, or an invitation
+            can't be written.
 
     """
     try:

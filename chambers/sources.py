@@ -48,7 +48,7 @@ class BaseModelOptions:
         """Check that the named folders are there, before heavy libraries are imported.
 
         Raises:
-            CommandError: one isn't.
+            CommandError: A folder doesn't exist.
 
         """
         if self.adapter:
@@ -65,12 +65,12 @@ class BaseModelOptions:
         """Return which base model to load and how: as the options say, else as in the run.
 
         Args:
-            adapter: the one to use.
-            run: the run that it came from.
-            offered: a name that another party gave.
+            adapter: The adapter to use.
+            run: The run that the adapter comes from.
+            offered: A name from another party.
 
         Raises:
-            CommandError: no base model is named, or it isn't on this machine.
+            CommandError: No base model is named, or it isn't on this machine.
 
         """
         config: Mapping[str, Any] = run.config if run else {}
@@ -97,9 +97,9 @@ class RunFolder:
     """What a run has left, at the coordinator or at a client.
 
     Attributes:
-        directory: the run's folder, or that of a client's state.
-        config: the resolved run config, dotted keys to values.
-        digests: of the base model's tensors, as far as they were there.
+        directory: Folder of the run, or of a client's state.
+        config: The resolved run config, values by dotted key.
+        digests: Digests of the base model's tensors, as far as they were there.
 
     """
 
@@ -118,7 +118,7 @@ def read_run(directory: Path) -> RunFolder:
     """Read a run's folder.
 
     Raises:
-        CommandError: it isn't one.
+        CommandError: The folder is not a run's.
 
     """
     try:
@@ -147,7 +147,7 @@ def open_adapter(directory: Path) -> SavedAdapter:
     """Read an adapter's folder.
 
     Raises:
-        CommandError: it isn't one.
+        CommandError: The folder is not an adapter's.
 
     """
     try:
@@ -160,12 +160,12 @@ def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what:
     """Compare digests of base models, as far as both sides have them.
 
     Args:
-        own: of the base model here.
-        expected: of the one that it must equal; empty digests are unknown.
-        what: describes the expected one in the error.
+        own: Digests of the base model here.
+        expected: Digests of the base model that it must equal; empty digests are unknown.
+        what: Describes the expected base model in the error message.
 
     Raises:
-        CommandError: they differ.
+        CommandError: The base models differ.
 
     """
     different = sorted(n for n, d in expected.items() if d and n in own and own[n] != d)
@@ -182,7 +182,7 @@ def split_adapter(adapter: SavedAdapter, partition: "Partition") -> "dict[PartyN
     """Return each party's part of an adapter.
 
     Raises:
-        CommandError: the adapter is not for this base model.
+        CommandError: The adapter is not for this base model.
 
     """
     from split.model.adapters import take_apart

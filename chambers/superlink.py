@@ -31,9 +31,9 @@ class SuperLink:
     """A running SuperLink.
 
     Attributes:
-        address: host and port.
-        environment: for commands that use it and end with it.
-        log: the file with its output.
+        address: Host and port.
+        environment: Environment for commands that use the SuperLink and end with it.
+        log: File with its output.
 
     """
 
@@ -47,11 +47,11 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
     """Start a SuperLink on a free port of this machine, and end it with all its processes.
 
     Args:
-        home: its FLWR_HOME; created if it doesn't exist.
-        simulated: whether it simulates its SuperNodes; otherwise real ones connect to it.
+        home: FLWR_HOME of the SuperLink; created if it doesn't exist.
+        simulated: Whether it simulates its SuperNodes; otherwise real ones connect to it.
 
     Raises:
-        CommandError: it doesn't start; the message has the end of its log.
+        CommandError: It doesn't start; the message has the end of its log.
 
     """
     home.mkdir(parents=True, exist_ok=True)
@@ -108,18 +108,18 @@ def run_app(
     """Run the app, streaming its log.
 
     Args:
-        app: folder with the app's ``pyproject.toml``.
-        superlink: where it runs.
-        run_config: what differs from the app's own run config.
-        supernodes: how many are simulated; None if they are real.
-        actors: how many of these work at once; by default all.
+        app: Folder with the app's ``pyproject.toml``.
+        superlink: The SuperLink that runs it.
+        run_config: Settings that differ from the app's own run config.
+        supernodes: Number of simulated SuperNodes; None if they are real.
+        actors: Number of actors that these share; None for one each.
 
     Returns:
         ``"finished:completed"``, or the status and, after a colon, the reason of a run that did not
         complete.
 
     Raises:
-        CommandError: the SuperLink can't be asked how the run ended.
+        CommandError: The SuperLink can't be asked how the run ended.
 
     """
     config = Path(superlink.environment["FLWR_HOME"]) / "run-config.toml"
@@ -144,10 +144,10 @@ def simulate(config: Mapping[str, Scalar], clients: int, actors: int, home: Path
     """Run the app in simulation, showing its log, and end every process of it.
 
     Args:
-        config: what differs from the app's own run config.
-        clients: how many are simulated.
-        actors: how many of them work at once.
-        home: for what Flower keeps of the run.
+        config: Settings that differ from the app's own run config.
+        clients: Number of simulated clients.
+        actors: Number of actors that the clients share.
+        home: Folder for Flower's own files of the run.
 
     Returns:
         The exit status: 0 if the run completed, 1 if it failed, 130 if it was interrupted.

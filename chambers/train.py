@@ -86,7 +86,7 @@ def read_settings(settings: list[str]) -> dict[str, Any]:
     """Merge preset files and single keys; relative paths become absolute.
 
     Raises:
-        CommandError: a setting is neither a file of settings nor KEY=VALUE.
+        CommandError: A setting is neither a file of settings nor KEY=VALUE.
 
     """
     presets: dict[str, Any] = {}
@@ -146,8 +146,8 @@ def check_inputs(config: RunConfig, clients: int) -> None:
     """Check everything the run needs on this machine, before anything is started.
 
     Raises:
-        CommandError: something is missing or can't be written to.
-        DataError: rows are malformed; the message has files and lines.
+        CommandError: Something is missing or can't be written to.
+        DataError: Rows are malformed; the message names files and lines.
 
     """
     name = config.model.name

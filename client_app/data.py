@@ -28,9 +28,9 @@ class ClientData:
     """A client's name and its rows.
 
     Attributes:
-        name: the institution's name.
-        train: training rows.
-        test: held-out rows.
+        name: Name of the institution.
+        train: Training rows.
+        test: Held-out rows.
 
     """
 
@@ -45,13 +45,13 @@ def read_client_data(
     """Find and read a client's data.
 
     Args:
-        settings: the run's data settings.
-        node: the SuperNode's ``--node-config`` (``name`` and ``data-path``), or, in simulation,
-            Flower's ``partition-id`` and ``num-partitions``.
-        seed: of the run.
+        settings: The run's data settings.
+        node: Node config of the SuperNode (``name`` and ``data-path``), or, in simulation, Flower's
+            ``partition-id`` and ``num-partitions``.
+        seed: Seed of the run.
 
     Raises:
-        DataError: no data is there, or rows are malformed.
+        DataError: The data is missing, or rows are malformed.
 
     """
     reader = _Reader(settings, seed)

@@ -18,9 +18,10 @@ def measure(kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Tas
 
     Args:
         kind: ``base``, ``global`` or ``personalised``.
-        model: whole, or with its middle blocks at the server; its adapter as it is now.
-        tokenizer: of the base model.
-        task: the client's held-out data and the run's settings.
+        model: The model, whole or with its middle blocks at the server, with the adapter to
+            measure.
+        tokenizer: Tokenizer of the base model.
+        task: The client's held-out data and the run's settings.
 
     Returns:
         Metrics named ``<kind>.<metric>``.

@@ -33,7 +33,7 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
     """Return the base model's directory and fingerprint.
 
     Raises:
-        BaseModelError: the base model can't be found.
+        BaseModelError: The base model can't be found.
 
     """
     directory = locate(config.model.name)
@@ -117,7 +117,7 @@ def _load_model(model: ModelSettings, adapter: AdapterSettings) -> tuple[WholeMo
     The adapter's weights are those of the previous message: set them before use.
 
     Raises:
-        BaseModelError: the model can't be loaded, or the adapter doesn't fit.
+        BaseModelError: The model can't be loaded, or the adapter doesn't fit.
 
     """
     base = load_base_model(model)

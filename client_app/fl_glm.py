@@ -31,7 +31,7 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
     """Return the base model's directory, and the fingerprint of head and tail.
 
     Raises:
-        BaseModelError: the base model can't be found, or doesn't equal its split parts.
+        BaseModelError: The base model can't be found, or doesn't equal its split parts.
 
     """
     directory = locate_parts(config.model.name, config.split, _PARTS)
@@ -48,7 +48,7 @@ def train(task: Task) -> tuple[State, Metrics]:
         The local adapters of head and tail, and the round's metrics.
 
     Raises:
-        LaneError: the block server can't be reached, or the lane broke.
+        LaneError: The block server can't be reached, or the lane has ended.
 
     """
     config, plan = task.config, task.plan()
@@ -134,7 +134,7 @@ def _load_parts(
     The adapters' weights are those of the previous message: set them before use.
 
     Raises:
-        BaseModelError: the model can't be loaded.
+        BaseModelError: The model can't be loaded.
 
     """
     directory = locate_parts(model.name, split, _PARTS)

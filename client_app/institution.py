@@ -22,13 +22,14 @@ class Institution:
     """One client of a run.
 
     Attributes:
-        name: chosen by the institution.
-        size: number of training rows, |Dᵢ| of FedJudge Eq. 2.
-        train: tokenized training examples.
-        test: tokenized held-out examples.
-        padding: the padding token.
-        directory: the base model's directory.
-        fingerprint: of the base model, or of the parts that are held here, as computed here.
+        name: Name chosen by the institution.
+        size: Number of training rows, |Dᵢ| of FedJudge Eq. 2.
+        train: Tokenized training examples.
+        test: Tokenized held-out examples.
+        padding: Id of the padding token.
+        directory: Directory of the base model.
+        fingerprint: Fingerprint of the base model, or of the parts that are held here, as computed
+            here.
 
     """
 
@@ -47,8 +48,8 @@ def open_institution(
     """Read and tokenize a client's data; once for each client in a process.
 
     Raises:
-        DataError: the data is missing or malformed.
-        BaseModelError: the base model can't be found.
+        DataError: The data is missing or malformed.
+        BaseModelError: The base model can't be found.
 
     """
     return _open(config, tuple(sorted(node.items())), base_model)

@@ -121,7 +121,7 @@ def _task(message: Message, context: Context) -> Task:
     """Prepare for a train or evaluate message.
 
     Raises:
-        BaseModelError: the base model here is not the run's.
+        BaseModelError: The base model here is not the run's.
 
     """
     started = time.monotonic()

@@ -24,13 +24,13 @@ class Task:
     """A train or evaluate message, and what is needed to carry it out.
 
     Attributes:
-        message: the message itself.
-        instruction: the round, and what is due.
-        config: the run's configuration.
-        institution: the client's data.
-        state: the client's files from earlier rounds.
-        arrays: the message's adapters by record name.
-        deadline: on ``time.monotonic``'s clock.
+        message: The message itself.
+        instruction: The round, and what is due.
+        config: The run's configuration.
+        institution: The client's data.
+        state: The client's files from earlier rounds.
+        arrays: The message's adapters by record name.
+        deadline: Deadline on ``time.monotonic``'s clock.
 
     """
 

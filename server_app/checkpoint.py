@@ -50,10 +50,10 @@ class Checkpoint:
     """A run after a round.
 
     Attributes:
-        progress: of the run.
-        state: the global adapter.
-        sizes: training examples of every client that has taken part.
-        metrics_bytes: length of ``metrics.jsonl`` at that time.
+        progress: Progress of the run.
+        state: The global adapter.
+        sizes: Numbers of training examples of all clients that have taken part.
+        metrics_bytes: Length of ``metrics.jsonl`` at that time.
 
     """
 
@@ -89,7 +89,7 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     """Read the newest checkpoint of a run's folder.
 
     Raises:
-        ConfigError: there is none that can be read, or ``config`` differs from that run's.
+        ConfigError: There is no readable checkpoint, or ``config`` differs from that run's.
 
     """
     if not directory.is_dir():
@@ -130,7 +130,7 @@ def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
     """Compare the base model with that of the run that is resumed.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: The base models differ.
 
     """
     before = json.loads((directory / "base-model.json").read_text())["digests"]

@@ -73,7 +73,7 @@ def open_directory(config: RunConfig) -> tuple[Path, Checkpoint | None]:
     """Return the results folder, and the checkpoint if a run is resumed.
 
     Raises:
-        ConfigError: the folder can't be written to, or the run can't be resumed.
+        ConfigError: The folder can't be written to, or the run can't be resumed.
 
     """
     if not config.resume:

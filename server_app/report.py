@@ -54,8 +54,8 @@ def write_report(directory: Path) -> Path:
     """Write ``report.html`` into a run's folder, from its metrics and configuration.
 
     Raises:
-        ValueError: the metrics are malformed.
-        OSError: a file can't be read or written.
+        ValueError: The metrics are malformed.
+        OSError: A file can't be read or written.
 
     """
     config = json.loads((directory / "config.json").read_bytes())
@@ -71,7 +71,7 @@ def read_events(path: Path) -> list[Event]:
     A last line without newline that can't be read is ignored: a killed run may leave one.
 
     Raises:
-        ValueError: any other line is malformed; the message names file and line.
+        ValueError: Any other line is malformed; the message names file and line.
 
     """
     if not path.exists():

@@ -30,9 +30,9 @@ class Results:
     """Writes a run's results; the strategy's ``Journal``.
 
     Args:
-        directory: the run's folder, made by ``new_directory`` or by the run that is resumed.
-        config: the run's configuration.
-        base: the base model's id or directory.
+        directory: Folder of the run, created by ``new_directory`` or by the run that is resumed.
+        config: The run's configuration.
+        base: Id or directory of the base model.
         peft_config: PEFT's configuration of the adapters.
 
     """

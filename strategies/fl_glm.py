@@ -54,7 +54,7 @@ class FLGLM(Rounds):
         """Return the directory of the server's part of the base model.
 
         Raises:
-            BaseModelError: the base model can't be found.
+            BaseModelError: The base model can't be found.
 
         """
         return locate_parts(config.model.name, config.split, ("body",))
@@ -64,7 +64,7 @@ class FLGLM(Rounds):
         """Serve the body during a run; yield the adapters of head and tail.
 
         Raises:
-            RefusedError: tickets would travel in clear text.
+            RefusedError: Tickets would travel in clear text.
 
         """
         parts = take_apart(from_arrays(arrays), self._partition)

@@ -12,11 +12,11 @@ class Progress:
     """The progress of a run.
 
     Attributes:
-        lineage: names the run across its resumptions.
-        finished_rounds: rounds whose adapters have been averaged.
-        evaluated: whether the current global adapter has been evaluated.
+        lineage: Name of the run across its resumptions.
+        finished_rounds: Number of rounds whose adapters have been averaged.
+        evaluated: Whether the current global adapter has been evaluated.
         importance: J at the current global adapter, if it has been computed.
-        optimizers: optimizer states of what the server itself trains, if anything.
+        optimizers: States of the optimizers that the server itself uses, if any.
 
     """
 

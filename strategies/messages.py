@@ -43,13 +43,15 @@ class Instruction:
     """The server's request to a client.
 
     Attributes:
-        round: counted from 1; 0 is the evaluation before the first round.
-        lineage: names the run across its resumptions; clients keep their state under it.
-        base: digest of the base model's fingerprint.
-        time_limit: seconds that the client has.
-        losses: evaluate: measure held-out loss (and generate, if the run config sets it).
-        importance: evaluate: compute J at these weights. Train: use the client's own J.
-        final: evaluate: these are the run's last weights, to be saved.
+        round: Number of the round, from 1; 0 is the evaluation before the first round.
+        lineage: Name of the run across its resumptions; clients keep their state under it.
+        base: Digest of the base model's fingerprint.
+        time_limit: Seconds that the client has.
+        losses: In evaluate messages: measure held-out loss (and generate, if the run config sets
+            it).
+        importance: In evaluate messages: compute J at these weights. In train messages: use the
+            client's own J.
+        final: In evaluate messages: these are the run's last weights; save them.
 
     """
 
@@ -70,7 +72,7 @@ class Instruction:
         """Read it from a message.
 
         Raises:
-            ValueError: the lineage can't be a folder's name, which it becomes.
+            ValueError: The lineage can't be the name of a folder, which it becomes.
 
         """
         record: Any = message.content.config_records[CONFIG]
@@ -94,8 +96,8 @@ def lane_record(invitation: Invitation, models: Mapping[str, int] | None = None)
     """Return an invitation to a lane as a ConfigRecord; it holds the secret of a ticket.
 
     Args:
-        invitation: to train, or to evaluate models.
-        models: models to evaluate, each with the round of the server's part of it.
+        invitation: Invitation to train, or to evaluate models.
+        models: Models to evaluate, each with the round of the server's part of it.
 
     """
     models = models or {}

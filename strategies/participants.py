@@ -34,8 +34,8 @@ class Participant:
 
     Attributes:
         node_id: Flower's id of its SuperNode; it changes from run to run in simulation.
-        name: chosen by the institution; unique in a run.
-        examples: number of its training examples, |Dᵢ| of FedJudge Eq. 2.
+        name: Name chosen by the institution; unique in a run.
+        examples: Number of its training examples, |Dᵢ| of FedJudge Eq. 2.
 
     """
 
@@ -48,7 +48,7 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> list[int]:
     """Wait until ``minimum`` SuperNodes are connected, and return all that are.
 
     Raises:
-        TooFewClientsError: they aren't within ``timeout`` seconds.
+        TooFewClientsError: Fewer are connected after ``timeout`` seconds.
 
     """
     end = time.monotonic() + timeout
@@ -71,9 +71,9 @@ def exchange(grid: Grid, messages: Iterable[Message], timeout: float) -> list[Me
     """Send messages, and wait for the replies.
 
     Args:
-        grid: connects to the SuperNodes.
-        messages: at most one to each client.
-        timeout: seconds that a client may take.
+        grid: Connects to the SuperNodes.
+        messages: Messages, at most one to each client.
+        timeout: Seconds that each client has.
 
     """
     sent = list(messages)
@@ -117,8 +117,8 @@ class Participants:
         """Register every SuperNode before anything is trained.
 
         Raises:
-            TooFewClientsError: not enough SuperNodes connect in time.
-            RefusedError: clients can't take part as they are.
+            TooFewClientsError: Not enough SuperNodes connect in time.
+            RefusedError: Clients can't take part as they are.
 
         """
         nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
@@ -133,7 +133,7 @@ class Participants:
         """Register SuperNodes that connected later; one with a problem doesn't stop the others.
 
         Raises:
-            TooFewClientsError: not enough SuperNodes are connected, or become so in time.
+            TooFewClientsError: Not enough SuperNodes are connected in time.
 
         """
         nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
@@ -180,9 +180,9 @@ class Participants:
         """Separate valid replies from others.
 
         Args:
-            replies: to the messages that were addressed last.
-            reference: names and shapes that each reply's arrays must have; None if it has none.
-            minimum: smallest value that arrays may have.
+            replies: Replies to the last messages.
+            reference: Names and shapes that each reply's arrays must have; None if it has none.
+            minimum: Smallest value that arrays may have.
 
         Returns:
             Valid replies by client, and the reasons for leaving others out by client, both in the

@@ -43,12 +43,12 @@ def reason_to_refuse(
     """Return why a reply can't be used, or None if it can.
 
     Args:
-        reply: to a train or evaluate message.
-        name: of the client that was asked.
-        examples: its number of training examples when it registered.
-        base: digest of the run's base model.
-        reference: names and shapes that the reply's arrays must have; None if it has none.
-        minimum: smallest value that the arrays may have.
+        reply: Reply to a train or evaluate message.
+        name: Name of the client.
+        examples: Its number of training examples when it registered.
+        base: Digest of the run's base model.
+        reference: Names and shapes that the reply's arrays must have; None if it has none.
+        minimum: Smallest value that the arrays may have.
 
     """
     return (
@@ -65,10 +65,11 @@ def reason_to_refuse_registration(
     """Return why a client can't take part, or None if it can.
 
     Args:
-        reply: to a query message.
-        name: the one it gives.
-        taken: names of other clients.
-        fingerprint: of what it must hold of the base model; an empty digest is unknown.
+        reply: Reply to a query message.
+        name: Name in the reply.
+        taken: Names of other clients.
+        fingerprint: Fingerprint of what the client must hold of the base model; an empty digest is
+            unknown.
 
     """
     if problem := problem_of(reply):

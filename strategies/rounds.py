@@ -34,10 +34,10 @@ class Rounds(Strategy):
     """Clients train adapters, the server averages them by data size, round after round.
 
     Args:
-        config: the run's configuration.
-        fingerprint: of the base model, as the server computed it.
-        progress: where to start.
-        journal: records what happens.
+        config: The run's configuration.
+        fingerprint: Fingerprint of the base model, as the server computed it.
+        progress: Progress of the run, from which it continues.
+        journal: Records the run.
 
     """
 
@@ -62,7 +62,7 @@ class Rounds(Strategy):
         """Return the directory of what the server needs of the base model.
 
         Raises:
-            BaseModelError: the base model can't be found.
+            BaseModelError: The base model can't be found.
 
         """
         return locate(config.model.name)
@@ -84,8 +84,8 @@ class Rounds(Strategy):
         follow from the run config, and the server has no data.
 
         Raises:
-            RefusedError: clients can't take part as they are.
-            TooFewClientsError: fewer than ``min-nodes`` are connected or sent valid replies.
+            RefusedError: Clients can't take part as they are.
+            TooFewClientsError: Fewer than ``min-nodes`` are connected or sent valid replies.
 
         """
         with self._prepared(grid, initial_arrays) as arrays:
@@ -137,7 +137,7 @@ class Rounds(Strategy):
         """Average the valid replies' adapters by data size (Eq. 2).
 
         Raises:
-            TooFewClientsError: fewer valid replies than ``min-nodes``.
+            TooFewClientsError: There are fewer valid replies than ``min-nodes``.
 
         """
         valid, left_out = self._participants.screen(replies, self._reference)

@@ -179,10 +179,11 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
     """Validate Flower's flat run configuration.
 
     Args:
-        values: dotted kebab-case keys to scalars; missing keys take their defaults.
+        values: Scalars by dotted kebab-case key; missing keys take their defaults.
 
     Raises:
-        ConfigError: naming every unknown key and every bad value, and what is allowed.
+        ConfigError: The configuration is wrong; the message names every unknown key and every bad
+            value, and what is allowed.
 
     """
     fields = {key: field for key, field, _ in _leaves(RunConfig())}

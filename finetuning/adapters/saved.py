@@ -103,7 +103,7 @@ def check_folder(directory: Path) -> None:
     """Check that a folder has an adapter's files, without importing any heavy library.
 
     Raises:
-        AdapterError: it doesn't; the message names adapters in the folders below.
+        AdapterError: Files are missing; the message names adapters in the folders below.
 
     """
     missing = [name for name in (_CONFIG, _WEIGHTS) if not (directory / name).is_file()]

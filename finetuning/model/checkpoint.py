@@ -15,7 +15,7 @@ def problem_of(name: str, path: Path) -> str | None:
 
     Args:
         name: ``model.name``.
-        path: the folder.
+        path: The folder.
 
     """
     if not (path / "config.json").is_file():
@@ -35,8 +35,8 @@ def client_parameters(directory: Path, blocks: int | None = None) -> int:
     """Count the parameters that a client holds, from the headers of the safetensors files.
 
     Args:
-        directory: of the checkpoint.
-        blocks: how many blocks are at the client; None for the whole model.
+        directory: Directory of the checkpoint.
+        blocks: Number of blocks at the client; None for the whole model.
 
     """
     counts: Counter[int | None] = Counter()

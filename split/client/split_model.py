@@ -27,13 +27,12 @@ class ClientRound:
     """What the server must know of a client's round.
 
     Attributes:
-        steps: optimizer steps in this round.
-        first_step: how many steps this client's earlier rounds have.
-        total_steps: how many steps all rounds of the run have.
-        longest: padded tokens of the largest micro-batch, the prefix's places before each row
-            included.
-        average_every: steps after which all parties' adapters are averaged; 0 for never.
-        deadline: on ``time.monotonic``'s clock.
+        steps: Optimizer steps in this round.
+        first_step: Optimizer steps in this client's earlier rounds.
+        total_steps: Optimizer steps in all rounds of the run.
+        longest: Padded tokens of the largest micro-batch, prefixes included.
+        average_every: Steps after which all parties' adapters are averaged; 0 for never.
+        deadline: Deadline on ``time.monotonic``'s clock.
 
     """
 
@@ -49,8 +48,8 @@ class SplitModel:
     """A model whose head and tail are here, and whose body is at the other end of a lane.
 
     Args:
-        head: embedding and first blocks, its adapter attached.
-        tail: last blocks, norm and output head, its adapter attached.
+        head: Embedding and first blocks, its adapter attached.
+        tail: Last blocks, norm and output head, its adapter attached.
         lane: To the block server.
         frame_timeout: Seconds to wait for the server's next frame.
         deadline: Until when to wait for room at the server, on ``time.monotonic``'s clock.
@@ -112,8 +111,8 @@ class SplitModel:
         """Choose which model the next ``summed_losses`` are of.
 
         Args:
-            model: the server's name of it.
-            adapters: of head and tail; None is none.
+            model: The server's name for the model.
+            adapters: Adapters of head and tail; None for none.
 
         """
         for part in (self._head, self._tail):
@@ -130,8 +129,8 @@ class SplitModel:
         server gave credits for, and each party adds their gradients in their order.
 
         Args:
-            batches: the step's micro-batches.
-            seed: of the step; each party derives its own for every micro-batch.
+            batches: The step's micro-batches.
+            seed: Seed of the step; each party derives its own for every micro-batch.
 
         Returns:
             Each micro-batch's summed loss in nats.
@@ -276,8 +275,8 @@ class SplitModel:
         """Keep as many micro-batches under way as there are credits.
 
         Args:
-            count: of micro-batches.
-            forward: sends one on its way.
+            count: Number of micro-batches.
+            forward: Computes and sends a micro-batch.
             answer: Takes a frame of one, and returns whether that was its last.
             also: Kind of a second answer to each.
 

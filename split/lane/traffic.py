@@ -8,12 +8,12 @@ class Traffic:
     """What a lane has carried and what that took at this end; sums are of several lanes.
 
     Attributes:
-        bytes_up: from the client to the server, handshake and all overhead above TCP included
-            but for gRPC's opening and closing headers.
-        bytes_down: from the server to the client.
-        seconds_crypto: encryption and decryption.
-        seconds_serialisation: packing and unpacking tensors.
-        seconds_waiting: inside ``receive``.
+        bytes_up: Bytes from the client to the server, with the handshake and all overhead above TCP
+            except gRPC's opening and closing headers.
+        bytes_down: Bytes from the server to the client.
+        seconds_crypto: Time spent on encryption and decryption.
+        seconds_serialisation: Time spent on packing and unpacking tensors.
+        seconds_waiting: Time spent in ``receive``.
 
     """
 

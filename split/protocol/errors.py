@@ -78,7 +78,7 @@ class HandshakeError(LaneError):
     """The two sides could not agree on a lane.
 
     Attributes:
-        refusal: why; the only thing about it that crosses the network.
+        refusal: The reason; nothing else about the error crosses the network.
 
     """
 
@@ -121,8 +121,8 @@ def printable(text: str, most: int = 1000) -> str:
     and terminal escapes, bidirectional controls, lone surrogates. Letters of all languages stay.
 
     Args:
-        text: what a peer sent.
-        most: characters in the result; a longer one is cut.
+        text: Text from a peer.
+        most: Maximal number of characters; a longer text is cut.
 
     """
     shown = "".join(

@@ -136,7 +136,8 @@ class Limits:
         """Check the shape of a ``HIDDEN`` or ``GRADIENT`` frame's tensor.
 
         Raises:
-            FrameError: it isn't (rows, columns, hidden), or has more than the agreed tokens.
+            FrameError: The shape isn't (rows, columns, hidden), or there are more than the agreed
+                tokens.
 
         """
         if len(shape) != 3 or shape[2] != self.hidden or 0 in shape:
@@ -195,7 +196,8 @@ def check_padding(frame: Frame) -> None:
     """Check the row lengths and the side of a frame, where it has them.
 
     Raises:
-        FrameError: a length is not within 1 and the columns, or the side is not left or right.
+        FrameError: A length is not from 1 to the number of columns, or the side is not left or
+            right.
 
     """
     lengths = frame.tensors.get("lengths")
@@ -252,7 +254,7 @@ def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
     """Return hidden states and their padding, of which the lane has checked shapes and lengths.
 
     Raises:
-        ProtocolError: the lengths are missing.
+        ProtocolError: The lengths are missing.
 
     """
     if "lengths" not in frame.tensors:
@@ -265,7 +267,7 @@ def check_size(numbers: torch.Tensor, name: str) -> None:
     """Refuse numbers that could overflow where they are computed with those of other clients.
 
     Raises:
-        ProtocolError: a number is not finite, or larger than a model's own ever are.
+        ProtocolError: A number is not finite, or larger than those of any model.
 
     """
     if not numbers.numel():
@@ -279,7 +281,7 @@ def whole_number(frame: Frame, name: str) -> int:
     """Return a field that must be a whole number of at least 0.
 
     Raises:
-        ProtocolError: it is something else.
+        ProtocolError: The value has another type.
 
     """
     value = frame.fields.get(name)

@@ -71,10 +71,10 @@ class ClientHandshake(_Handshake):
     """The client's side.
 
     Args:
-        ticket: the right to open this lane.
-        identity: what the ticket was issued for.
-        server_public: the server's key of this period.
-        suite: its kind.
+        ticket: The right to open this lane.
+        identity: What the ticket was issued for.
+        server_public: The server's public key of this period.
+        suite: Suite of the key exchange.
 
     """
 
@@ -94,7 +94,7 @@ class ClientHandshake(_Handshake):
         """Return M1.
 
         Raises:
-            HandshakeError: the server's public key is not of this suite.
+            HandshakeError: The server's public key is not of this suite.
 
         """
         self._expect(State.NEW)

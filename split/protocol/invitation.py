@@ -10,11 +10,11 @@ class Invitation:
     """What a client needs to open a lane; it must reach nobody else.
 
     Attributes:
-        address: of the block server, as host:port.
-        suite: of the key exchange.
-        server_key: the server's public key of this period.
-        identity: which run, round and client the lane is for.
-        ticket: good for one lane.
+        address: Address of the block server, as host:port.
+        suite: Suite of the key exchange.
+        server_key: The server's public key of this period.
+        identity: Run, round and client that the lane is for.
+        ticket: Ticket for one lane.
 
     """
 

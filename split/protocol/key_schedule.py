@@ -25,7 +25,7 @@ class LaneSecrets:
     Attributes:
         up: AES-256 key of what the client sends.
         down: AES-256 key of what the server sends.
-        resumption: a ticket for connecting again.
+        resumption: Ticket for the next stream of the lane.
 
     """
 
@@ -38,9 +38,9 @@ class KeySchedule:
     """HKDF-SHA-256 over a handshake's three secrets.
 
     Args:
-        shared: the X25519 secret of the two fresh shares, 32 bytes.
-        wrapped: the secret that the client wrapped to the server's key, 32 bytes.
-        ticket: the ticket's secret, 32 bytes.
+        shared: The X25519 secret of the two fresh shares, 32 bytes.
+        wrapped: The secret that the client wrapped to the server's key, 32 bytes.
+        ticket: The ticket's secret, 32 bytes.
 
     """
 

@@ -40,7 +40,7 @@ def known_suite(name: str) -> KeyExchange:
     """Return the suite of a name.
 
     Raises:
-        HandshakeError: there is none.
+        HandshakeError: There is no such suite.
 
     """
     for suite in SUITE_NUMBERS:
@@ -63,7 +63,7 @@ def wrap(suite: KeyExchange, public: bytes, secret: bytes) -> bytes:
         secret: 32 bytes.
 
     Raises:
-        HandshakeError: the public key is not one of this suite.
+        HandshakeError: The public key is not one of this suite.
 
     """
     try:
@@ -140,8 +140,8 @@ class ServerKeys:
         """Open a secret that a client wrapped.
 
         Args:
-            identifier: of the key it was wrapped to.
-            wrapped: as ``wrap`` gave it.
+            identifier: Identifier of the key that it was wrapped to.
+            wrapped: The wrapped secret, as returned by ``wrap``.
 
         Returns:
             The secret, 32 bytes.

@@ -68,9 +68,9 @@ class Description:
     """What a payload holds, known before its data are there.
 
     Attributes:
-        start: offset of the first tensor's data, in bytes.
-        entries: the tensors in the order of their data.
-        fields: the frame's fields.
+        start: Offset of the first tensor's data, in bytes.
+        entries: The tensors, in the order of their data.
+        fields: The frame's fields.
 
     """
 
@@ -144,7 +144,7 @@ def read_description(content: memoryview, size: int, kind: Kind, limits: Limits)
         limits: Limits of the lane.
 
     Raises:
-        FrameError: it is not safetensors, or not what the lane allows.
+        FrameError: The payload is not safetensors, or not what the lane allows.
 
     """
     if len(content) < _LENGTH.size:
@@ -208,11 +208,11 @@ class Outgoing:
     """A frame on its way out: described and checked at once, written later in another thread.
 
     Args:
-        frame: its tensors must not change until it is written.
-        limits: of the lane.
+        frame: The frame; its tensors must not change until it is written.
+        limits: Limits of the lane.
 
     Raises:
-        FrameError: the frame is not one that the lane allows.
+        FrameError: The frame is not one that the lane allows.
 
     """
 
@@ -234,7 +234,7 @@ class Outgoing:
         """Convert and copy the tensors into one buffer.
 
         Raises:
-            FrameError: a tensor has a number that is not finite.
+            FrameError: A tensor has a number that is not finite.
 
         """
         buffer = torch.empty(self.size, dtype=torch.uint8)
@@ -265,7 +265,7 @@ def read(
         micro_batch: Micro-batch of the frame.
 
     Raises:
-        FrameError: a tensor has a number that is not finite, or lengths don't fit.
+        FrameError: A tensor has a number that is not finite, or lengths don't fit.
 
     """
     data = buffer[description.start :]

@@ -74,10 +74,10 @@ class Sealer:
 
     Args:
         key: AES-256 key, used for nothing else.
-        counter: of the first record.
+        counter: Counter of the first record.
 
     Attributes:
-        seconds: spent on encryption.
+        seconds: Time spent on encryption.
 
     """
 
@@ -126,8 +126,8 @@ class Opener:
 
     Args:
         key: AES-256 key of that direction.
-        limits: what the other side may send.
-        counter: of the first record.
+        limits: What the other side may send.
+        counter: Counter of the first record.
 
     Attributes:
         acknowledged: What the last record's header says: frames that its sender has received.
@@ -158,7 +158,7 @@ class Opener:
         The opener can't be used after an error.
 
         Raises:
-            FrameError: the record was altered, repeated, moved or left out, belongs to another
+            FrameError: The record was altered, repeated, moved or left out, belongs to another
                 lane, or the frame is not one that the lane allows.
 
         """

@@ -35,22 +35,23 @@ class StandingInvitation(BaseModel):
     """What a client needs to use a served model. It holds a secret and must reach nobody else.
 
     Attributes:
-        address: of the block server, as host:port.
-        suite: of the key exchange.
-        server_key: the server's public key.
-        run: names the server in handshakes.
+        address: Address of the block server, as host:port.
+        suite: Suite of the key exchange.
+        server_key: The server's public key.
+        run: Name of the server in handshakes.
         client: The client that is invited.
-        ticket: identifier of a standing ticket.
-        secret: of that ticket.
-        expires: when it does; it ends with the server, too.
-        model: the base model, by the name that the server knows it under.
-        digests: of the base model, as far as the server has what the client needs of it.
-        blocks: of the whole model.
-        head_blocks: of those, the first at the client.
-        tail_blocks: the last at the client.
-        wire_dtype: how hidden states travel.
-        most_tokens: padded tokens that a batch of prompts and answers may take.
-        models: the digest of the body's adapters by the name of the model; see ``body_digest``.
+        ticket: Identifier of a standing ticket.
+        secret: Secret of that ticket.
+        expires: When the invitation expires; it also ends with the server.
+        model: The server's name for the base model.
+        digests: Digests of the base model's tensors, as far as the server has those that the client
+            needs.
+        blocks: Number of blocks of the whole model.
+        head_blocks: Number of first blocks, which are at the client.
+        tail_blocks: Number of last blocks, which are at the client.
+        wire_dtype: Data type of hidden states on the network.
+        most_tokens: Maximal padded tokens of a batch of prompts and answers.
+        models: Digest of the body's adapters by the name of the model; see ``body_digest``.
 
     """
 
@@ -116,7 +117,8 @@ class StandingInvitation(BaseModel):
         """Read it.
 
         Raises:
-            InvitationError: it can't be read, isn't an invitation, or has expired.
+            InvitationError: The file can't be read, isn't an invitation, or the invitation has
+                expired.
 
         """
         try:

@@ -36,9 +36,9 @@ class Identity:
     """What a lane is for; both sides have verified it once the handshake is finished.
 
     Attributes:
-        run: identifier of the run, 1 to 255 bytes of UTF-8.
-        round: number of the round, below 2³².
-        node: the client's name, 1 to 255 bytes of UTF-8.
+        run: Identifier of the run, 1 to 255 bytes of UTF-8.
+        round: Number of the round, below 2³².
+        node: Name of the client, 1 to 255 bytes of UTF-8.
 
     """
 

@@ -39,20 +39,21 @@ class BlockServer:
     """Holds the body for a whole run. Its methods are called from one thread.
 
     Args:
-        body: the frozen blocks.
-        state: the whole model's adapters to begin with, by party.
-        split: schedule, limits and addresses.
-        adapter: rank, scale, dropout and targets.
-        train: of the optimizers.
-        run: names the run in handshakes.
-        rounds: of the whole run.
-        longest: padded tokens of the largest micro-batch that any client may send, with prefixes.
-        minimum: clients that must have joined for a round that they begin together.
-        most_kept: padded tokens of the largest batch of texts that a client may generate; they
-            are taken from the activation budget.
+        body: The frozen blocks.
+        state: Initial adapters of the whole model, by party.
+        split: Schedule, limits and addresses.
+        adapter: Kind, rank, scale, dropout and targets, or prefix length.
+        train: Settings of the optimizers.
+        run: Name of the run in handshakes.
+        rounds: Number of rounds of the run.
+        longest: Padded tokens of the largest micro-batch that any client may send, prefixes
+            included.
+        minimum: Number of clients that must join for a round that they begin together.
+        most_kept: Padded tokens of the largest batch of texts that a client may generate; they are
+            taken from the activation budget.
 
     Raises:
-        OSError: the address in ``split.listen`` can't be listened on.
+        OSError: The address in ``split.listen`` can't be listened on.
 
     """
 
@@ -128,9 +129,9 @@ class BlockServer:
         """Prepare for a round of training.
 
         Args:
-            examples: numbers of training examples of the clients that will be invited, by name;
-                they are the clients' weights in averages, and imply how many steps each may take.
-            seed: of everything that the clients train together in this round.
+            examples: Numbers of training examples of the clients that will be invited, by name.
+                They are the clients' weights in averages, and bound their numbers of steps.
+            seed: Seed of everything that the clients train together in this round.
 
         """
         self._examples = dict(examples)
@@ -143,10 +144,10 @@ class BlockServer:
         """Invite a client to train for a round.
 
         Args:
-            client: its name.
-            round_number: counted from 1.
-            seed: of the client's training in this round.
-            lifetime: seconds for which the ticket is good.
+            client: Name of the client.
+            round_number: Number of the round, from 1.
+            seed: Seed of the client's training in this round.
+            lifetime: Seconds for which the ticket is valid.
 
         """
         plan = largest_plan(
@@ -164,10 +165,11 @@ class BlockServer:
         """Invite a client to evaluate models.
 
         Args:
-            client: its name.
-            round_number: after which; 0 is before the first.
-            models: the body's adapters by the name of the model; None is no adapter.
-            lifetime: seconds for which the ticket is good.
+            client: Name of the client.
+            round_number: Number of the round after which the models are evaluated; 0 is before the
+                first.
+            models: Adapters of the body by the name of the model; None for no adapter.
+            lifetime: Seconds for which the ticket is valid.
 
         """
         identity = Identity(f"{self._run}/evaluate", round_number, client)
@@ -193,7 +195,7 @@ class BlockServer:
         """Return the body's adapters that the next round begins with.
 
         Args:
-            weights: of the clients whose round counts, by name; at least one.
+            weights: Weights of the clients whose round counts, by name; at least one.
 
         """
         return self._compute.call(lambda: self._schedule.end_round(weights))

@@ -32,7 +32,7 @@ class Activations:
 
     Attributes:
         hidden: (rows, columns, hidden) from the client; a leaf.
-        output: of the body's last block; its graph holds every activation in between.
+        output: Output of the body's last block; its graph holds every activation in between.
 
     """
 
@@ -44,11 +44,11 @@ class BodyAdapters:
     """The body with one set of adapters; used by the compute thread alone.
 
     Args:
-        body: the frozen blocks, which all sets of adapters share.
-        name: of the adapters; unique at the body.
-        adapter: rank, scale, dropout and targets.
-        train: the optimizer's settings.
-        state: the adapters' weights, under whole-model names.
+        body: The frozen blocks, which all sets of adapters share.
+        name: Name of the adapters, unique within the body.
+        adapter: Kind, rank, scale, dropout and targets, or prefix length.
+        train: Settings of the optimizer.
+        state: Initial weights of the adapters, under whole-model names.
 
     """
 
@@ -74,9 +74,9 @@ class BodyAdapters:
 
         Args:
             hidden: (rows, columns, hidden) from the client's head.
-            padding: of its rows.
-            seed: for the dropout.
-            grad: whether the client wants the gradient of ``hidden``.
+            padding: Padding of the rows.
+            seed: Seed of the dropout.
+            grad: Whether the client needs the gradient of ``hidden``.
 
         """
         given = hidden.detach().requires_grad_(grad)
@@ -105,13 +105,13 @@ class BodyAdapters:
         """Scale the gradients down to the maximum norm over all parties, unless it is 0.
 
         Args:
-            others: squared norm of the gradients of the client's head and tail.
+            others: Squared norm of the gradients of the client's head and tail.
 
         Returns:
             The factor, and the norm over all parties before that.
 
         Raises:
-            FloatingPointError: the norm is not a finite number.
+            FloatingPointError: The norm is not a finite number.
 
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -133,8 +133,8 @@ class BodyAdapters:
         """Take an optimizer step at the learning rate of the client's step.
 
         Args:
-            index: of the step in the whole run, counted from 0.
-            total: how many steps the client's whole run has.
+            index: Index of the step in the whole run, counted from 0.
+            total: Number of steps in the client's whole run.
 
         """
         if total not in self._rates:
@@ -176,9 +176,9 @@ class SeparateTrainer:
     """Trains adapters that no other client uses at the same time.
 
     Args:
-        session: of the client's lane.
-        adapters: of the body.
-        plan: the client's round.
+        session: Session of the client's lane.
+        adapters: The body with the client's adapters.
+        plan: The client's round.
 
     """
 

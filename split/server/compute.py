@@ -35,10 +35,11 @@ class Job:
     """Something to compute.
 
     Attributes:
-        owner: learns of the job's error.
-        priority: jobs of lower numbers go first, those of the same number in order of arrival.
-        run: the computation.
-        tokens: padded tokens that the job takes of the activation budget. The owner must return
+        owner: Is told of the job's error.
+        priority: Priority; jobs with lower numbers run first, those with the same number in order
+            of arrival.
+        run: The computation.
+        tokens: Padded tokens that the job takes of the activation budget. The owner must return
             them with ``release``, whether the job failed or not.
 
     """
@@ -63,7 +64,7 @@ class ComputeThread:
     """Runs jobs one at a time, so that only one thread uses the body.
 
     Args:
-        activation_budget: padded tokens whose activations may exist at once.
+        activation_budget: Padded tokens whose activations may exist at once.
 
     """
 

@@ -27,16 +27,16 @@ class EvaluationSession(Session):
     the body's keys and values of the batch are kept here.
 
     Args:
-        lane: to the client; the handshake is over.
-        models: those that the client may choose.
-        body: the frozen blocks.
-        adapter: rank, scale and targets.
-        compute: runs its jobs.
-        window: micro-batches that may be under way at once.
-        longest: padded tokens of the largest micro-batch, prefixes included; 0 allows only those
-            of a generation.
-        most_kept: padded tokens whose keys and values may be kept at once, prefixes included.
-        frame_timeout: seconds to wait for the client's next frame.
+        lane: Lane to the client; the handshake is over.
+        models: Adapters of the models that the client may choose.
+        body: The frozen blocks.
+        adapter: Kind, rank, scale and targets, or prefix length.
+        compute: Runs the session's jobs.
+        window: Maximal number of micro-batches in flight.
+        longest: Padded tokens of the largest micro-batch, prefixes included; 0 allows only
+            generation.
+        most_kept: Padded tokens whose keys and values may be kept at once, prefixes included.
+        frame_timeout: Seconds to wait for the client's next frame.
 
     """
 
@@ -72,8 +72,8 @@ class EvaluationSession(Session):
         """Answer frames until the client ends the evaluation.
 
         Raises:
-            LaneError: the lane broke, or the client was silent for too long.
-            ProtocolError: the client sent something that it may not send now.
+            LaneError: The lane has ended, or the client was silent for too long.
+            ProtocolError: The client sent something that it may not send now.
 
         """
         try:
@@ -237,9 +237,9 @@ class _Generation:
     """A batch of texts that is generated.
 
     Attributes:
-        rows: texts.
-        new_tokens: at most, of each text.
-        received: frames received; that of the prompts gives the first new token.
+        rows: Number of texts.
+        new_tokens: Maximal number of new tokens of each text.
+        received: Number of frames received; the prompts' frame yields the first new token.
 
     """
 

@@ -28,13 +28,13 @@ class ModelServer:
     server: its key and its tickets are in memory only.
 
     Args:
-        body: the frozen blocks.
-        adapter: kind, rank, scale and targets of all models' adapters.
-        split: addresses, key exchange, wire type, and the padded tokens that may be kept at once.
-        run: names the server in handshakes.
+        body: The frozen blocks.
+        adapter: Kind, rank, scale and targets of all models' adapters.
+        split: Addresses, key exchange, wire type, and the padded tokens that may be kept at once.
+        run: Name of the server in handshakes.
 
     Raises:
-        OSError: the address in ``split.listen`` can't be listened on.
+        OSError: The address in ``split.listen`` can't be listened on.
 
     """
 
@@ -80,9 +80,9 @@ class ModelServer:
         """Let a client use models, as often as it likes.
 
         Args:
-            client: who.
-            models: the body's adapters by the name of the model; None is no adapter.
-            lifetime: seconds until the invitation expires, and lanes that are open end.
+            client: Name of the client.
+            models: Adapters of the body by the name of the model; None for no adapter.
+            lifetime: Seconds until the invitation expires and open lanes end.
 
         """
         identity = Identity(self._run, 0, client)

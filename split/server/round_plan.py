@@ -11,11 +11,11 @@ def largest_plan(
     """Return the largest plan that a client may join a round with.
 
     Args:
-        examples: the number that the client has reported.
-        train: batch sizes, epochs or local steps.
-        rounds: of the whole run.
-        round_number: counted from 1.
-        seed: of the client's training in the round.
+        examples: Number of examples that the client has reported.
+        train: Batch sizes, epochs or local steps.
+        rounds: Number of rounds of the run.
+        round_number: Number of the round, from 1.
+        seed: Seed of the client's training in the round.
 
     """
     steps = steps_per_round(examples, train)

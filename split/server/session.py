@@ -21,19 +21,19 @@ class Account:
     """What a client's lane was used for, and its costs.
 
     Attributes:
-        client: its name.
+        client: Name of the client.
         purpose: ``train`` or ``evaluate``.
-        steps: finished optimizer steps.
-        tokens: padded tokens whose forward pass was computed.
-        bytes_up: from the client, on the wire.
-        bytes_down: to the client.
-        seconds_computing: of the compute thread; with a GPU until the work is queued there.
-        seconds_queued: for which jobs waited for the compute thread.
-        seconds_crypto: for sealing and opening records, at the server.
-        seconds_serialisation: for packing and unpacking tensors, at the server.
-        seconds: from the handshake to the end.
-        resumed: how often the lane was cut and resumed.
-        error: the reason for an early end; empty without one.
+        steps: Finished optimizer steps.
+        tokens: Padded tokens whose forward pass was computed.
+        bytes_up: Bytes from the client, on the wire.
+        bytes_down: Bytes to the client.
+        seconds_computing: Time of the compute thread; with a GPU until the work is queued there.
+        seconds_queued: Time that jobs waited for the compute thread.
+        seconds_crypto: Time spent on encrypting and decrypting records, at the server.
+        seconds_serialisation: Time spent on packing and unpacking tensors, at the server.
+        seconds: Time from the handshake to the end.
+        resumed: How often the lane was cut and resumed.
+        error: Reason for an early end; empty without one.
 
     """
 
@@ -56,15 +56,15 @@ class Session:
     """One lane at the server.
 
     Args:
-        lane: to the client; the handshake is over.
+        lane: Lane to the client; the handshake is over.
         purpose: ``train`` or ``evaluate``.
-        compute: runs its jobs.
-        frame_timeout: seconds to wait for the client's next frame.
+        compute: Runs the session's jobs.
+        frame_timeout: Seconds to wait for the client's next frame.
 
     Attributes:
-        account: of the lane.
-        lane: to the client.
-        compute: runs its jobs.
+        account: Account of the lane.
+        lane: Lane to the client.
+        compute: Runs the session's jobs.
 
     """
 

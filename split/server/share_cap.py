@@ -17,7 +17,7 @@ class ShareCap:
     tell which of them is wrong: the larger is scaled down to the multiple of the smaller.
 
     Args:
-        multiple: of the median that a client's measure may reach.
+        multiple: Multiple of the median that a client's measure may reach.
 
     """
 
@@ -32,8 +32,8 @@ class ShareCap:
         """Return the factor by which each client is scaled down: 1.0 up to the cap.
 
         Args:
-            squares: the present sums of squares by client.
-            counts: what each sum is a sum over, by client; above 0.
+            squares: Present sums of squares by client.
+            counts: Number of terms of each sum by client; above 0.
 
         """
         sums = {

@@ -17,7 +17,7 @@ class Gradient:
 
     Attributes:
         tensor: (rows, columns, hidden).
-        squared_norm: of the tensor.
+        squared_norm: Squared norm of the tensor.
 
     """
 
@@ -30,17 +30,19 @@ class Member:
     """A client whose micro-batches are computed together with others'.
 
     Attributes:
-        session: of its lane.
-        plan: its round.
-        micro_batches: of its current step; None until the first of them has come.
-        outputs: micro-batches that have come and are not queued yet, by index.
-        gradients: that have come and are not used yet, by index, each with its squared norm.
-        squared_norm: of its head's and tail's gradients, once its step has ended.
-        received: micro-batches of the step that have come.
-        answered: micro-batches of the step whose output was sent.
-        returned: micro-batches of the step whose gradient has come.
-        finished: micro-batches of the step whose backward pass is done.
-        awaited_since: since when another client waits for this one; None while none does.
+        session: Session of its lane.
+        plan: The client's round.
+        micro_batches: Number of micro-batches of its current step; None until the first has
+            arrived.
+        outputs: Micro-batches that have arrived and are not queued yet, by index.
+        gradients: Gradients that have arrived and are not used yet, by index, each with its squared
+            norm.
+        squared_norm: Squared norm of its head's and tail's gradients, once its step has ended.
+        received: Micro-batches of the step that have arrived.
+        answered: Micro-batches of the step whose output was sent.
+        returned: Micro-batches of the step whose gradient has arrived.
+        finished: Micro-batches of the step whose backward pass is done.
+        awaited_since: Time since which another client waits for this one; None if none does.
 
     """
 
@@ -82,14 +84,15 @@ class StackedMicroBatch:
     """One micro-batch of each of several members, padded to the longest and put together.
 
     Args:
-        index: of the micro-batches in their steps.
-        number: of this pass among those of the same index.
-        parts: in the order of their rows.
+        index: Index of the micro-batches in their steps.
+        number: Number of this pass among those of the same index.
+        parts: Micro-batch of each member, in the order of their rows.
 
     Attributes:
-        budget_tokens: padded tokens, prefixes included: what it takes of the activation budget.
-        computed: whether the forward pass is done.
-        activations: between the forward and the backward pass; None if nobody was left for them.
+        budget_tokens: Padded tokens, prefixes included: what it takes of the activation budget.
+        computed: Whether the forward pass is done.
+        activations: Activations between the forward and the backward pass; None if no member was
+            left.
 
     """
 
@@ -120,9 +123,9 @@ class StackedMicroBatch:
         """Return the members' gradients, each of the sum of its losses instead of their mean.
 
         Args:
-            gradients: by member; rows of members without one are 0.
-            factors: by which members' gradients are scaled, by client.
-            like: the body's output.
+            gradients: Gradient of each member; rows of members without one are 0.
+            factors: Factors by which members' gradients are scaled, by client.
+            like: The body's output.
 
         """
         stacked = torch.zeros_like(like)
@@ -168,9 +171,9 @@ def stack(
     all of them have.
 
     Args:
-        index: of the micro-batches in their steps.
-        parts: in the order of their rows; each by itself fits into the budget.
-        budget: padded tokens of a pass at most, prefixes included.
+        index: Index of the micro-batches in their steps.
+        parts: Micro-batch of each member, in the order of their rows; each fits into the budget.
+        budget: Maximal padded tokens of a pass, prefixes included.
 
     """
     number = 0

@@ -43,10 +43,10 @@ class StackedRound:
     """What the clients of a round compute together.
 
     Args:
-        adapters: of the body.
-        compute: runs the jobs.
-        seed: of the body's dropout in this round.
-        split: the activation budget, the cap, and how long members wait for each other.
+        adapters: The body with the members' common adapters.
+        compute: Runs the jobs.
+        seed: Seed of the body's dropout in this round.
+        split: The activation budget, the cap, and how long members wait for each other.
 
     """
 

@@ -30,10 +30,10 @@ class ClientBatch(SharedAdapters):
     """One set of adapters, and one optimizer step for all clients' micro-batches.
 
     Args:
-        adapters: of the body.
-        compute: runs the stacked micro-batches.
-        split: the activation budget, and how long clients wait for each other.
-        minimum: clients that must have joined when a round begins.
+        adapters: The body with the clients' common adapters.
+        compute: Runs the stacked micro-batches.
+        split: The activation budget, and how long clients wait for each other.
+        minimum: Number of clients that must join before a round begins.
 
     """
 
@@ -60,11 +60,11 @@ class ClientBatch(SharedAdapters):
         """Add a client, and wait until all have joined.
 
         Args:
-            session: of the client's lane.
-            plan: its round.
+            session: Session of the client's lane.
+            plan: The client's round.
 
         Raises:
-            RuntimeError: the round began without it, or too few joined.
+            RuntimeError: The round began without the client, or too few joined.
 
         """
         with self._changed:

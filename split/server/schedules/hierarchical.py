@@ -26,12 +26,12 @@ class Hierarchical:
     """One set of adapters and one optimizer per client.
 
     Args:
-        make_adapters: returns new adapters of the body with an optimizer.
-        compute: runs the jobs that use the adapters.
-        state: the body's adapters to begin with.
-        client_adapters: of a head and a tail, for their names, types and shapes.
-        split: the averaging period, and how long clients that average wait for each other.
-        minimum: clients that must have joined when clients that average begin.
+        make_adapters: Returns a new set of the body's adapters with an optimizer.
+        compute: Runs the jobs that use the adapters.
+        state: Initial adapters of the body.
+        client_adapters: Adapters of a head and a tail, for their names, types and shapes.
+        split: The averaging period, and how long clients that average wait for each other.
+        minimum: Number of clients that must join before clients that average begin.
 
     """
 
@@ -62,9 +62,9 @@ class Hierarchical:
         """Load the average that the last round ended with into every client's adapters.
 
         Args:
-            weights: of the clients that may join.
-            keep_optimizers: whether optimizers are kept.
-            seed: of the round; each client has its own.
+            weights: Weights of the clients that may join, by name.
+            keep_optimizers: Whether optimizers are kept.
+            seed: Seed of the round; each client's own is derived from it.
 
         """
         with self._changed:
@@ -82,11 +82,11 @@ class Hierarchical:
         """Add a client; where clients average within a round, wait until all have joined.
 
         Args:
-            session: of the client's lane.
-            plan: its round.
+            session: Session of the client's lane.
+            plan: The client's round.
 
         Raises:
-            RuntimeError: the round began without it, or too few joined.
+            RuntimeError: The round began without the client, or too few joined.
 
         """
         client = session.account.client
@@ -113,17 +113,17 @@ class Hierarchical:
         """Average all parties' adapters over the clients that have not finished by this step.
 
         Args:
-            session: of a client's lane.
-            step: how many steps of the round are done.
-            own: the client's head and tail adapters.
+            session: Session of a client's lane.
+            step: Number of finished steps of the round.
+            own: The client's head and tail adapters.
 
         Returns:
             The average of heads and tails. The body's adapters are averaged in place.
 
         Raises:
-            RuntimeError: no average is due for this client.
-            ProtocolError: its adapters are not those of head and tail, or not finite.
-            LaneError: its lane ended.
+            RuntimeError: No average is due for this client.
+            ProtocolError: The adapters are not those of head and tail, or not finite.
+            LaneError: The client's lane has ended.
 
         """
         client = session.account.client
@@ -176,7 +176,7 @@ class Hierarchical:
         """Check adapters whose average the other clients will receive.
 
         Raises:
-            ProtocolError: names, types or shapes are not those of head and tail, or a number is too
+            ProtocolError: Names, types or shapes are not those of head and tail, or a number is too
                 large or not finite.
 
         """

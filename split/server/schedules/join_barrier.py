@@ -9,12 +9,12 @@ class JoinBarrier:
     """Which clients may join and have joined, and whether the round has begun.
 
     Args:
-        changed: guards this object; its owner waits for it, too.
-        minimum: clients that must have joined for a round to begin.
-        timeout: seconds that clients wait for each other.
+        changed: Guards this object; its owner also waits for it.
+        minimum: Number of clients that must join for a round to begin.
+        timeout: Seconds that clients wait for each other.
 
     Attributes:
-        joined: names of the clients that have joined.
+        joined: Names of the clients that have joined.
 
     """
 
@@ -34,7 +34,7 @@ class JoinBarrier:
         """Add a client.
 
         Raises:
-            RuntimeError: the round has begun without it.
+            RuntimeError: The round has begun without the client.
 
         """
         if self._begun:
@@ -49,10 +49,10 @@ class JoinBarrier:
         """Wait until all have joined or the time is over; the caller holds ``changed``.
 
         Args:
-            client: the one that waits; if too few come, it is removed.
+            client: The client that waits; it is removed if too few join.
 
         Raises:
-            RuntimeError: fewer than the minimum have joined in time.
+            RuntimeError: Fewer than the minimum have joined in time.
 
         """
         end = time.monotonic() + self._timeout

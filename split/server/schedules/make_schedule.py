@@ -23,11 +23,11 @@ def make_schedule(
     """Return a new schedule of the kind that ``split.schedule`` names.
 
     Args:
-        split: the schedule and its limits.
-        make_adapters: returns a new set of the body's adapters with an optimizer.
-        compute: runs the jobs that use the adapters.
-        state: the whole model's adapters to begin with, by party.
-        minimum: clients that must have joined for a round that they begin together.
+        split: The schedule and its limits.
+        make_adapters: Returns a new set of the body's adapters with an optimizer.
+        compute: Runs the jobs that use the adapters.
+        state: Initial adapters of the whole model, by party.
+        minimum: Number of clients that must join for a round that they begin together.
 
     """
     if split.schedule == "serial":

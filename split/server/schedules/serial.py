@@ -13,7 +13,7 @@ class Serial(SharedAdapters):
     """One set of adapters and one optimizer that pass from turn to turn.
 
     Args:
-        adapters: of the body.
+        adapters: The body with the clients' common adapters.
 
     """
 
@@ -27,11 +27,11 @@ class Serial(SharedAdapters):
         """Begin a client's turn.
 
         Args:
-            session: of the client's lane.
-            plan: its round.
+            session: Session of the client's lane.
+            plan: The client's round.
 
         Raises:
-            RuntimeError: another client's turn hasn't ended.
+            RuntimeError: Another client's turn hasn't ended.
 
         """
         client = session.account.client

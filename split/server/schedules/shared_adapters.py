@@ -11,7 +11,7 @@ class SharedAdapters:
     """One set of adapters and one optimizer.
 
     Args:
-        adapters: of the body.
+        adapters: The body with the clients' common adapters.
 
     """
 
@@ -25,9 +25,9 @@ class SharedAdapters:
         """Keep the optimizer, or replace it by a new one.
 
         Args:
-            weights: of the clients that may join, by name.
-            keep_optimizers: whether the optimizer is kept.
-            seed: of the round.
+            weights: Weights of the clients that may join, by name.
+            keep_optimizers: Whether the optimizer is kept.
+            seed: Seed of the round.
 
         """
         if not keep_optimizers:
@@ -37,7 +37,7 @@ class SharedAdapters:
         """Raise: there are no adapters of one client to average within a round.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: Always.
 
         """
         raise RuntimeError("with this split.schedule clients don't average within a round")

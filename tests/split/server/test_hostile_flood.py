@@ -127,12 +127,12 @@ class Flood:
     """Hostile peers of all kinds, and one that joins the round; used in a ``with`` statement.
 
     Args:
-        server: to attack.
-        number: of the round.
-        alone: whether clients train one at a time.
+        server: The server to attack.
+        number: Number of the round.
+        alone: Whether clients train one at a time.
 
     Attributes:
-        alive: kinds of members that the server did not end.
+        alive: Kinds of members that the server did not end.
 
     """
 
