@@ -18,14 +18,14 @@ for _command in (Train, Serve, Generate):
 
 
 @app.callback(
-    epilog="chambers COMMAND --help has more. Deployments are run with Flower: flwr run.",
+    epilog="Run chambers COMMAND --help for a command's options. To start a deployment: flwr run.",
 )
 def _chambers() -> None:
-    """Fine-tune language models on text that may not leave its owners; use them."""
+    """Fine-tune language models on text that may not leave its owners, and use them."""
 
 
 def parse(arguments: Sequence[str]) -> Train | Serve | Generate:
-    """Return the command that the arguments name, with its options.
+    """Parse the arguments to a command and its options.
 
     Raises:
         click.UsageError: The arguments are not those of a command.
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments; None for those of the command line.
 
     Returns:
-        The exit status: 0 on success, 1 if a run failed, 2 if the request was refused, 130 if it
+        The exit status: 0 on success, 1 if a run failed, 2 if the command was refused, 130 if it
         was interrupted.
 
     """
@@ -57,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else name
         reason = error.format_message().rstrip(".")
-        print(f"{path}: {reason}; {path} --help lists what there is", file=sys.stderr)
+        print(f"{path}: {reason}; {path} --help lists all options", file=sys.stderr)
         return 2
     except CommandError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

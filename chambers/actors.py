@@ -1,4 +1,4 @@
-"""How many of a simulation's clients work at once: each has a process, a Ray actor."""
+"""The number of actors of a simulation: Ray processes in which its clients take turns."""
 
 import os
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from chambers.errors import CommandError
 from finetuning.model.checkpoint import client_parameters
 from strategies.run_config import RunConfig
 
-# Measured with ``tiny``: what an actor takes beside the model's weights, and what SuperLink, Ray
-# and ServerApp take together.
+# Measured with ``tiny``: memory of an actor in addition to the model's weights, and that of
+# SuperLink, Ray and ServerApp together.
 _ACTOR_BYTES = 400 * 2**20
 _REST_BYTES = 3 * 2**30
 # Flower 1.41 passes messages to actors in a ThreadPoolExecutor of Python's default size.
@@ -20,11 +20,11 @@ _MORE_THAN_CORES, _MOST_AT_ONCE = 4, 32
 
 @dataclass(frozen=True)
 class Machine:
-    """What a simulation may use.
+    """The cores and the memory that a simulation may use.
 
     Attributes:
         cores: Number of CPU cores.
-        memory: Available bytes.
+        memory: Available memory in bytes.
 
     """
 
@@ -39,9 +39,9 @@ def this_machine() -> Machine:
 
 
 def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
-    """Return how many actors a simulation gets.
+    """Return the number of actors of a simulation.
 
-    Clients that needn't be there at once take turns on as many actors as cores and memory allow.
+    Clients that need not train at once take turns on as many actors as cores and memory allow.
 
     Args:
         config: Configuration of the run.
@@ -62,9 +62,9 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
         if config.split.average_every:
             what += " with split.average-every"
         raise CommandError(
-            f"{what} trains all {clients} clients at once, and this machine holds "
-            f"{min(in_memory, by_flower)}: its available memory {in_memory}, and Flower's "
-            f"simulation on {machine.cores} cores {by_flower}. Simulate fewer (--clients), or use "
+            f"{what} trains all {clients} clients at once, and this machine can simulate "
+            f"{min(in_memory, by_flower)}: its available memory is enough for {in_memory}, and "
+            f"Flower runs {by_flower} on {machine.cores} cores. Simulate fewer (--clients), or use "
             'split.schedule = "serial"'
         )
     return clients
@@ -78,7 +78,7 @@ def _all_at_once(config: RunConfig) -> bool:
 
 
 def _weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of a client's frozen weights; 0 where the checkpoint isn't a folder here."""
+    """Return the bytes of a client's frozen weights; 0 if the checkpoint isn't a folder here."""
     directory = Path(config.model.name)
     if config.model.name == "tiny" or not directory.is_dir():
         return 0

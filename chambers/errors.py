@@ -1,4 +1,4 @@
-"""The error that a command ends with when it can't do what was asked."""
+"""The error that ends a command which can't be carried out."""
 
 
 class CommandError(Exception):

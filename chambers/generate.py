@@ -18,22 +18,22 @@ from finetuning.data.rows import DataError, Row
 if TYPE_CHECKING:
     from chambers.models import Source
 
-# Prompts that are sorted by length together; their texts appear together, too.
+# Prompts that are sorted by length together; their texts are also written together.
 _BATCHES_AT_ONCE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(BaseModelOptions):
-    """Generate with a base model and an adapter, whole or through a block server.
+    """Generate text with a fine-tuned model.
 
-    The whole model on this machine, with an adapter that a run has exported:
+    With the whole model on this machine, and an adapter that a run has exported:
 
     \b
       chambers generate --adapter runs/…/adapters/global "Is the contract void?"
       chambers generate --adapter … --file questions.jsonl --output answers.jsonl
 
-    Or head and tail here, and the middle blocks at a server (chambers serve) that sent an
-    invitation:
+    Or with the first and last blocks on this machine, and the middle blocks at a block server
+    (chambers serve) that has issued an invitation:
 
     \b
       chambers generate --invitation court.json --adapter … "Is the contract void?"
@@ -49,23 +49,28 @@ class Generate(BaseModelOptions):
     file: Annotated[
         Path | None,
         option(
-            "rows like the training data's: instruction and input, or messages (JSONL, JSON, CSV, "
-            "Parquet); answers in them are ignored",
+            "Read prompts from rows like those of training data: instruction and input, or "
+            "messages (JSONL, JSON, CSV, Parquet). Answers are ignored.",
             "F.jsonl",
         ),
     ] = None
     output: Annotated[
         Path | None,
-        option('write rows with "generated" here instead of text to standard output', "F.jsonl"),
+        option(
+            'Write rows with the key "generated" to this file, instead of text to standard output.',
+            "F.jsonl",
+        ),
     ] = None
     invitation: Annotated[
-        Path | None, option("to a block server that has the middle blocks", "FILE")
+        Path | None, option("Invitation to a block server that has the middle blocks.", "FILE")
     ] = None
-    max_new_tokens: Annotated[int, option("default 256", "N")] = 256
-    temperature: Annotated[float, option("0, the default, is greedy", "T")] = 0.0
-    top_p: Annotated[float, option("sample from the most likely tokens; default 1", "P")] = 1.0
-    seed: Annotated[int, option("of sampling; default 0", "N")] = 0
-    batch_size: Annotated[int, option("prompts at once; default 8", "N")] = 8
+    max_new_tokens: Annotated[int, option("Longest answer in tokens; default 256.", "N")] = 256
+    temperature: Annotated[float, option("Sampling temperature; default 0: greedy.", "T")] = 0.0
+    top_p: Annotated[
+        float, option("Sample from the likeliest tokens of joint probability P; default 1.", "P")
+    ] = 1.0
+    seed: Annotated[int, option("Seed of sampling; default 0.", "N")] = 0
+    batch_size: Annotated[int, option("Number of prompts at once; default 8.", "N")] = 8
 
     def __call__(self) -> int:
         """Generate."""
@@ -97,7 +102,7 @@ class Generate(BaseModelOptions):
         return 0
 
     def _check(self) -> None:
-        """Refuse options that can't be meant, and files and folders that aren't there."""
+        """Refuse invalid options, and files and folders that don't exist."""
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 option = name.replace("_", "-")
@@ -125,7 +130,7 @@ class Generate(BaseModelOptions):
         lines = [line.strip() for line in sys.stdin]
         prompts = [line for line in lines if line]
         if not prompts:
-            raise CommandError("no prompts: pass arguments, standard input or --file")
+            raise CommandError("no prompts: pass them as arguments, on standard input or by --file")
         return prompt_rows(prompts)
 
     def _texts(
@@ -174,7 +179,7 @@ def _refuse_too_long(
     if sum(row.values()) > source.most_tokens:
         raise CommandError(
             f"{' and '.join(row)} are {' + '.join(map(str, row.values()))}, and the block server "
-            f"lets a client have {source.most_tokens}; shorten it, or lower --max-new-tokens"
+            f"allows {source.most_tokens}; shorten it, or lower --max-new-tokens"
         )
 
 

@@ -1,4 +1,4 @@
-"""A model of which head and tail are here, and the middle blocks at a block server."""
+"""A model with head and tail on this machine, and the middle blocks at a block server."""
 
 import sys
 import time
@@ -33,8 +33,8 @@ _BUSY_SECONDS = 60.0
 class LaneModel:
     """Generates through a lane.
 
-    A lane that the server has closed because nothing came over it for long is replaced by another,
-    and its batch is generated again: texts may go to a reader that is slow.
+    A slow reader of the texts delays the next batch, so the server may have closed the lane as
+    silent. Then another one is opened, and the batch is generated again.
 
     Args:
         ends: Head and tail, with their adapters attached.
@@ -85,16 +85,16 @@ class LaneModel:
             print(f"{error}; opening another", file=sys.stderr)
         self._lane.close()
         self._open()
-        # What was drawn is to be drawn again: each batch begins with a seed.
+        # Draw the same random numbers again: each batch begins with a seed.
         torch.manual_seed(torch.initial_seed())
         return attempt()
 
     def end(self) -> None:
-        """Take leave of the server."""
+        """End the evaluation at the server."""
         self._model.end()
 
     def close(self) -> None:
-        """End the lane, however that comes."""
+        """Close the lane, after an error too."""
         self._lane.close()
 
     def _open(self) -> None:
@@ -120,17 +120,17 @@ class LaneModel:
 
 
 def explained(error: LaneError, invitation: StandingInvitation) -> CommandError:
-    """Say what an error of a lane means for who has an invitation in a file."""
+    """Explain an error of a lane to the owner of an invitation."""
     reason = str(error)
-    new = "ask who serves the model for a new invitation"
+    new = "ask the coordinator for a new one"
     if isinstance(error, LaneDeadlineError) or invitation.expires <= datetime.now(UTC):
         reason = f"this invitation has expired; {new}"
     elif isinstance(error, LaneTimeoutError):
         reason = "it has not answered in time; it may be out of reach, or busy: try again later"
     elif isinstance(error, HandshakeError):
         reason = {
-            Refusal.TICKET_UNKNOWN: f"it was started anew since this invitation was written; {new}",
-            Refusal.SERVER_KEY: f"it was started anew since this invitation was written; {new}",
+            Refusal.TICKET_UNKNOWN: f"it was restarted after this invitation was written; {new}",
+            Refusal.SERVER_KEY: f"it was restarted after this invitation was written; {new}",
             Refusal.TICKET_EXPIRED: f"this invitation has expired; {new}",
             Refusal.SUITE: f"the invitation was altered; {new}",
             Refusal.TICKET_FOREIGN: f"the invitation was altered; {new}",

@@ -60,7 +60,7 @@ class Source:
 
 
 def find(options: Generate) -> Source:
-    """Find what the options name, and check that it belongs together.
+    """Find what the options name, and check that the parts belong together.
 
     Raises:
         CommandError: Something is missing, or does not belong to the rest.
@@ -83,7 +83,7 @@ def find(options: Generate) -> Source:
 
 @contextmanager
 def opened(source: Source) -> Iterator[Answering]:
-    """Load the model, or head and tail and open a lane to the block server.
+    """Load the model, or load head and tail and open a lane to the block server.
 
     Raises:
         CommandError: The model can't be loaded, or the server can't be used.
@@ -109,7 +109,7 @@ def _find_ends(
     whose = f"that of the block server at {invitation.address}"
     if partition != _partition_of(invitation):
         raise CommandError(
-            f"the base model here is not {whose}: it has {partition.blocks} blocks, and not "
+            f"the base model here is not {whose}: it has {partition.blocks} blocks, not "
             f"{invitation.blocks}; name the same checkpoint with "
             f"--model ({invitation.model})"
         )
@@ -127,9 +127,9 @@ def _find_ends(
     if chosen is None:
         raise CommandError(
             f"the adapter in {adapter.directory} is of none of the models that the block server "
-            f"has for {invitation.client} ({', '.join(invitation.models)}): its middle blocks' "
-            "weights are others. Take the global or your personalised adapter of the run that is "
-            "served, or ask for that run to be served"
+            f"has for {invitation.client} ({', '.join(invitation.models)}): its weights of the "
+            "middle blocks are different. Use the global or your personalised adapter of the run "
+            "that is served, or ask the coordinator to serve the adapter's run"
         )
     ends = parts["head"] | parts["tail"]
     return Source(settings, directory, adapter, invitation, chosen, ends)
@@ -146,7 +146,7 @@ def _whole(source: Source) -> WholeModel:
     except ValueError as error:  # BaseModelError among them
         where = f"the adapter in {source.adapter.directory}" if source.adapter else "it"
         raise CommandError(
-            f"the base model {source.settings.name} can't be used, or {where} is of another base "
+            f"the base model {source.settings.name} can't be used, or {where} is for another base "
             f"model: {error}"
         ) from error
     return WholeModel(model)

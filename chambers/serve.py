@@ -1,4 +1,4 @@
-"""``chambers serve``: a block server at which invited institutions use a model."""
+"""``chambers serve``: a block server through which invited institutions use a model."""
 
 import signal
 import sys
@@ -21,61 +21,67 @@ _MOST_DAYS = 3650
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(BaseModelOptions):
-    """Serve a model's middle blocks to institutions that generate with it.
+    """Serve the middle blocks of a trained model.
 
-    Holds the middle blocks of a trained model; institutions hold the first and the last ones:
+    Institutions hold the first and the last blocks, and generate text with all of them:
 
     \b
       chambers serve runs/2026-01-31_12-00-00_fl-glm --listen 10.0.0.5:8900 --clients court,hospital
 
-    RUN_FOLDER has a run's results: its global model and each client's personalised one. Without it,
-    --adapter names the global model, or --model the base model alone.
+    RUN_FOLDER contains a run's results: its global adapter and the clients' personalised ones.
+    Without it, --adapter names the global adapter, or --model the base model alone.
 
-    Each client gets an invitation, a file for: chambers generate --invitation. It opens any number
-    of lanes in the client's name until it expires or the server ends, so hand it over in a way that
-    keeps it secret. Restarting the server revokes all invitations. Lanes are encrypted without
-    further settings. The server runs until it is interrupted.
+    For each client an invitation is written, a file for: chambers generate --invitation. It opens
+    any number of lanes in the client's name until it expires or the server ends, so hand it over
+    in secret. Restarting the server revokes all invitations. Lanes are always encrypted. The
+    server runs until it is interrupted.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     run: Annotated[Path | None, typer.Argument(metavar="RUN_FOLDER", show_default=False)] = None
     head_blocks: Annotated[
-        int | None, option("at the clients; default as in the run, else 1", "N")
+        int | None, option("First blocks, at the clients; default: as in the run, else 1.", "N")
     ] = None
     tail_blocks: Annotated[
-        int | None, option("at the clients; default as in the run, else 1", "N")
+        int | None, option("Last blocks, at the clients; default: as in the run, else 1.", "N")
     ] = None
     listen: Annotated[
         str,
-        option("port 0 takes a free one; default 127.0.0.1:0, this machine alone", "HOST:PORT"),
+        option(
+            "Address and port to listen on; port 0 chooses a free one. Default: 127.0.0.1:0, which "
+            "only this machine can reach.",
+            "HOST:PORT",
+        ),
     ] = "127.0.0.1:0"
-    advertise: Annotated[str, option("what clients dial, if it is another", "HOST:PORT")] = ""
+    advertise: Annotated[
+        str, option("Address and port at which clients reach it, if different.", "HOST:PORT")
+    ] = ""
     clients: Annotated[
         str,
         option(
-            "clients that get an invitation; default: the run's clients with personalised models",
+            "Clients to invite; default: the run's clients with personalised adapters.",
             "NAME,NAME,…",
         ),
     ] = ""
     invitations: Annotated[
-        Path, option("where they are written; default invitations", "FOLDER")
+        Path, option("Folder for the invitations; default: invitations.", "FOLDER")
     ] = Path("invitations")
-    valid_for: Annotated[float, option("of invitations; default 7", "DAYS")] = 7.0
+    valid_for: Annotated[float, option("Days until invitations expire; default 7.", "DAYS")] = 7.0
     body_devices: Annotated[
         str | None,
         option(
-            "GPUs that the blocks are spread over, or cpu; default as in the run, else all GPUs",
+            "GPUs that the blocks are spread over, or cpu; default: as in the run, else all GPUs.",
             "cuda:0,…",
         ),
     ] = None
     wire_dtype: Annotated[
         Literal["float32", "bfloat16", "int8"] | None,
-        option("how hidden states travel; default as in the run, else bfloat16"),
+        option("Data type of hidden states on the network; default: as in the run, else bfloat16."),
     ] = None
     most_tokens: Annotated[
         int,
         option(
-            "padded tokens, of prompts and new, that are held at once; lower it if memory is "
-            "short; default 16384",
+            "Padded tokens, of prompts and answers, that are held at once; default 16384. Lower it "
+            "if the server runs out of memory.",
             "N",
         ),
     ] = 16384
@@ -115,13 +121,13 @@ class Serve(BaseModelOptions):
         if self.run and self.adapter:
             raise CommandError("a run's folder and --adapter can't be combined")
         if not (self.run or self.adapter or self.model):
-            raise CommandError("what is to be served? name a run's folder, --adapter or --model")
+            raise CommandError("nothing to serve: name a run's folder, --adapter or --model")
         if self.run and not self.run.expanduser().is_dir():
             raise CommandError(f"{self.run} is not a run's folder: there is no such folder")
         super().check_folders()
 
     def invited(self, run: RunFolder | None) -> list[str]:
-        """Return the names of the clients that get an invitation.
+        """Return the names of the clients to invite.
 
         Raises:
             CommandError: There are no such clients.
@@ -130,11 +136,11 @@ class Serve(BaseModelOptions):
         named = [name.strip() for name in self.clients.split(",") if name.strip()]
         clients = named or (run.clients if run else [])
         if not clients:
-            raise CommandError("who is to be invited? add --clients NAME,NAME,…")
+            raise CommandError("nobody to invite: add --clients NAME,NAME,…")
         return list(dict.fromkeys(clients))
 
     def split(self, config: Mapping[str, Any]) -> SplitSettings:
-        """Return addresses, cut and limits: as the options say, else as in the run's config.
+        """Return addresses, partition and limits: those of the options, else of the run's config.
 
         Raises:
             CommandError: An option has an invalid value.

@@ -58,7 +58,7 @@ class Served:
 
 
 def find(options: Serve) -> Served:
-    """Find what the options name, and check that it belongs together.
+    """Find what the options name, and check that the parts belong together.
 
     Raises:
         CommandError: Something is missing, or does not belong to the rest.
@@ -115,7 +115,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
         devices = body_devices(served.split)
         parts = load_parts(served.settings, served.directory, served.partition, ("body",), devices)
     except BaseModelError as error:
-        # The devices may differ from those where the model was trained.
+        # The devices may differ from those that the model was trained on.
         reason = str(error).replace("split.body-devices", "--body-devices")
         raise CommandError(reason) from error
     except OSError as error:
@@ -177,5 +177,5 @@ def _shared_adapter(options: Serve, run: RunFolder | None) -> SavedAdapter | Non
         return None
     directory = run.directory / "adapters" / "global"
     if not directory.is_dir():
-        raise CommandError(f"{run.directory} has no adapters/global: no round was finished")
+        raise CommandError(f"{run.directory} has no adapters/global: the run finished no round")
     return open_adapter(directory)

@@ -1,4 +1,4 @@
-"""The base model, adapter and run that a command uses, checked as far as is quick."""
+"""The base model, adapter and run that a command uses, and the quick checks of them."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _SHOWN_NAMES = 3
 
 
 def option(description: str, metavar: str | None = None) -> Any:
-    """Declare an option whose default, if it is worth mentioning, is in the description."""
+    """Declare an option; a default worth mentioning is in the description."""
     return typer.Option(help=description, metavar=metavar, show_default=False)
 
 
@@ -31,21 +31,24 @@ def option(description: str, metavar: str | None = None) -> Any:
 class BaseModelOptions:
     """Options of each command that loads a base model."""
 
-    adapter: Annotated[Path | None, option("an exported adapter", "FOLDER")] = None
+    adapter: Annotated[Path | None, option("Folder of an exported adapter.", "FOLDER")] = None
     model: Annotated[
-        str | None, option("base model; by default that of the adapter's run", "NAME_OR_FOLDER")
+        str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_FOLDER")
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"] | None,
-        option("of the weights; default as in the run, else auto: bfloat16 on a GPU, else float32"),
+        option(
+            "Precision of the frozen weights; default: as in the run, else auto, which is bfloat16 "
+            "on a GPU and float32 elsewhere."
+        ),
     ] = None
     quantization: Annotated[
         Literal["none", "nf4", "int8"] | None,
-        option("of the weights; default as in the run, else none"),
+        option("Quantisation of the frozen weights; default: as in the run, else none."),
     ] = None
 
     def check_folders(self) -> None:
-        """Check that the named folders are there, before heavy libraries are imported.
+        """Check that the named folders exist, before heavy libraries are imported.
 
         Raises:
             CommandError: A folder doesn't exist.
@@ -62,7 +65,7 @@ class BaseModelOptions:
     def settings(
         self, adapter: SavedAdapter | None, run: "RunFolder | None", offered: str = ""
     ) -> ModelSettings:
-        """Return which base model to load and how: as the options say, else as in the run.
+        """Return the settings of the base model: those of the options, else of the run.
 
         Args:
             adapter: The adapter to use.
@@ -77,7 +80,7 @@ class BaseModelOptions:
         known = [config.get("model.name"), offered, adapter.base if adapter else ""]
         names = [str(name) for name in ([self.model] if self.model else known) if name]
         if not names:
-            raise CommandError("which base model? add --model NAME_OR_FOLDER")
+            raise CommandError("no base model is named: add --model NAME_OR_FOLDER")
         # A folder that another party named need not be here; one's own adapter may name another.
         name = next((name for name in names if not _is_missing(name)), names[0])
         if _is_missing(name):
@@ -94,7 +97,7 @@ class BaseModelOptions:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run has left, at the coordinator or at a client.
+    """The results of a run, at the coordinator or at a client.
 
     Attributes:
         directory: Folder of the run, or of a client's state.
@@ -130,13 +133,11 @@ def read_run(directory: Path) -> RunFolder:
             f"{directory} is not a run's folder: {error.strerror}: {error.filename}"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CommandError(
-            f"{_CONFIG} or {_BASE} in {directory} is not what a run writes: {error}"
-        ) from error
+        raise CommandError(f"{_CONFIG} or {_BASE} in {directory} is malformed: {error}") from error
 
 
 def find_run(adapter: SavedAdapter | None) -> RunFolder | None:
-    """Return the run whose folder, or client's state, an adapter is in; None if it's elsewhere."""
+    """Return the run whose folder, or client state, contains an adapter; None without one."""
     for folder in adapter.directory.resolve().parents if adapter else ():
         if folder.name == "adapters" and (folder.parent / _BASE).is_file():
             return read_run(folder.parent)

@@ -1,4 +1,4 @@
-"""A run of the app on a SuperLink of its own, which leaves no process behind."""
+"""A run of the app on a separate SuperLink, which leaves no process behind."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # The library's own messages would stand between the rounds' lines.
+        # The library's own messages would appear between the lines of rounds.
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -82,7 +82,7 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         f"--port={port}",
     ]
     with log.open("wb") as output:
-        # A session of its own: a Ctrl-C must reach only this process, which ends the others.
+        # In a separate session: Ctrl-C must reach only this process, which ends the others.
         process = subprocess.Popen(
             command,
             env=environment,
@@ -128,7 +128,7 @@ def run_app(
     )
     command = ["flwr", "run", str(app), "--stream", "--run-config", str(config)]
     if supernodes is not None:
-        # An actor for each of the CPUs that Ray is told of. By default clients have 2 CPUs each.
+        # One actor per CPU that Ray is told of. By default Flower gives each client 2 CPUs.
         command += [
             "--federation-config",
             f"num-supernodes={supernodes} client-resources-num-cpus=1 "
@@ -156,7 +156,7 @@ def simulate(config: Mapping[str, Scalar], clients: int, actors: int, home: Path
         CommandError: Flower's SuperLink could not be started, or asked.
 
     """
-    # SIGTERM must end the run too, which has processes in sessions of their own.
+    # SIGTERM must also end the processes of the run that are in other sessions.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.monotonic()
     try:
@@ -173,7 +173,7 @@ def simulate(config: Mapping[str, Scalar], clients: int, actors: int, home: Path
 
 
 def _status(superlink: SuperLink) -> str:
-    """Ask for the run's status: the exit status of the stream says nothing about it."""
+    """Ask for the run's status; the exit status of ``flwr run --stream`` doesn't show it."""
     listing = subprocess.run(
         ["flwr", "ls", "--format", "json"],
         env=superlink.environment,
@@ -183,7 +183,7 @@ def _status(superlink: SuperLink) -> str:
     )
     if listing.returncode != 0:
         raise CommandError(
-            f"the SuperLink doesn't say how the run ended: {listing.stderr.strip()[-2000:]}"
+            f"the SuperLink doesn't report how the run ended: {listing.stderr.strip()[-2000:]}"
         )
     run = json.loads(listing.stdout)["runs"][0]
     status, details = str(run["status"]), str(run.get("status-details", ""))
@@ -218,7 +218,7 @@ def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
         with suppress(psutil.NoSuchProcess):
             other.terminate()
     _, alive = psutil.wait_procs(left, timeout=_END_SECONDS)
-    # Others may have been started meanwhile.
+    # More processes may have been started meanwhile.
     alive += [other for other in _processes_of(mark) if other not in alive]
     for other in alive:
         with suppress(psutil.NoSuchProcess):
@@ -230,7 +230,7 @@ def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
 def _processes_of(mark: str) -> list[psutil.Process]:
     """Find the processes with the mark in their environment, and those of their sessions.
 
-    Ray's agents write their title over their environment, and outlive their parents.
+    The daemons of Ray overwrite their environment with their title, and outlive their parents.
     """
     marked, sessions = [], set()
     everything = [other for other in psutil.process_iter() if other.pid != os.getpid()]

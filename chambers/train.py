@@ -32,17 +32,17 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 class Train:
     """Train in simulation on this machine.
 
-    One run, from beginning to end, with all clients here. Without settings three generated clients
-    fine-tune the embedded tiny model.
+    This is a complete run with all clients on this machine. Without settings, three generated
+    clients fine-tune the embedded tiny model.
 
     \b
       chambers train presets/demo.toml
       chambers train presets/fedjudge.toml data.path=/data/legal model.name=/models/qwen rounds=3
       chambers train strategy=fl-glm split.schedule=client-batch --clients 4
 
-    Settings are files and single keys, which take precedence; docs/configuration.md describes every
-    key. Relative paths begin in the current folder. The last lines name the folder with the
-    results. To start a run of real institutions: flwr run . deployment --stream
+    Settings are files and single keys; keys take precedence. docs/configuration.md describes every
+    key. Relative paths are relative to the current folder. The last lines of the output name the
+    folder with the results. To start a run of real institutions: flwr run . deployment --stream
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     settings: Annotated[
@@ -51,14 +51,16 @@ class Train:
     ] = None
     clients: Annotated[
         int | None,
-        option("how many are simulated; by default as many as data.path has folders, else 3", "N"),
+        option(
+            "Number of simulated clients; default: one for each folder in data.path, else 3.", "N"
+        ),
     ] = None
 
     def __call__(self) -> int:
-        """Run it; the exit status is 0 only if the run completed."""
+        """Train; the exit status is 0 only if the run completed."""
         if not (CHECKOUT / "pyproject.toml").is_file():
             raise CommandError(
-                f"Flower runs the app from its checkout, and {CHECKOUT} is not one; install "
+                f"Flower runs the app from a checkout, and {CHECKOUT} is not one; install "
                 "chambers from its checkout with: pip install --editable ."
             )
         try:
@@ -107,7 +109,7 @@ def read_settings(settings: list[str]) -> dict[str, Any]:
     values = presets | keys
     for key in _PATHS & values.keys():
         path = Path(str(values[key])).expanduser()
-        # A name that no file here has may be one of the Hugging Face hub.
+        # If no file has this name, it may be on the Hugging Face hub.
         if values[key] and (key not in _PATHS_OR_NAMES or path.exists()):
             values[key] = str(path.absolute())
     if (presets | keys).get("model.name") == "tiny":
@@ -125,7 +127,7 @@ def _parse_value(text: str) -> Scalar:
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turn sections into dotted keys."""
+    """Convert sections to dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= (
@@ -162,7 +164,7 @@ def check_inputs(config: RunConfig, clients: int) -> None:
         _check_data(config.data, clients)
     if config.resume:
         _check_resumable(Path(config.resume).expanduser())
-    # Last, because folders are made.
+    # Last, because this creates folders.
     for key, text in (("output-dir", config.output_dir), ("state-path", config.state_path)):
         if text:
             _check_writable(key, Path(text).expanduser())
@@ -190,9 +192,9 @@ def _check_data(settings: DataSettings, clients: int) -> None:
 
 
 def _check_rows(path: Path, settings: DataSettings) -> int | None:
-    """Read a data set's training and held-out rows; return how many there are, where it is known.
+    """Read a data set's training and held-out rows; return their number, if it is known.
 
-    Parquet needs heavy libraries; the clients check it.
+    Parquet needs heavy libraries, so clients check it.
     """
     parts = [path] if path.is_file() else [find_part(path, part) for part in ("train", "test")]
     files = [file for file in parts if file is not None]

@@ -28,11 +28,11 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class InvitationError(ValueError):
-    """A file is not an invitation, or not a valid one any more; the message says what to do."""
+    """A file is not a valid invitation; the message says what to do."""
 
 
 class StandingInvitation(BaseModel):
-    """What a client needs to use a served model. It holds a secret and must reach nobody else.
+    """What a client needs to use a served model. It contains a secret, so nobody else may read it.
 
     Attributes:
         address: Address of the block server, as host:port.
@@ -58,7 +58,7 @@ class StandingInvitation(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        hide_input_in_errors=True,  # there is a secret in it
+        hide_input_in_errors=True,  # it contains a secret
         ser_json_bytes="base64",
         val_json_bytes="base64",
     )
@@ -91,14 +91,14 @@ class StandingInvitation(BaseModel):
 
     @property
     def lane(self) -> Invitation:
-        """What opens a lane."""
+        """The invitation to open a lane with."""
         identity = Identity(self.run, _ROUND, self.client)
         ticket = Ticket(self.ticket, self.secret)
         return Invitation(self.address, self.suite, self.server_key, identity, ticket)
 
     @property
     def split(self) -> SplitSettings:
-        """The settings that server and client have in common."""
+        """The settings that server and client share."""
         return SplitSettings(
             head_blocks=self.head_blocks,
             tail_blocks=self.tail_blocks,
@@ -107,14 +107,14 @@ class StandingInvitation(BaseModel):
         )
 
     def write(self, file: Path) -> None:
-        """Write it where nobody but the user can read it; an older file is replaced."""
+        """Write it to a file that only the user can read; an older file is replaced."""
         with replacing(file) as aside:
             aside.touch(mode=0o600, exist_ok=False)
             aside.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, file: Path) -> "StandingInvitation":
-        """Read it.
+        """Read an invitation.
 
         Raises:
             InvitationError: The file can't be read, isn't an invitation, or the invitation has
@@ -134,7 +134,7 @@ class StandingInvitation(BaseModel):
             ) from None
         if found.expires <= datetime.now(UTC):
             raise InvitationError(
-                f"the invitation {file} expired on {found.expires:%Y-%m-%d at %H:%M} UTC; ask who "
-                "serves the model for a new one"
+                f"the invitation {file} expired on {found.expires:%Y-%m-%d at %H:%M} UTC; ask the "
+                "coordinator for a new one"
             )
         return found

@@ -166,7 +166,7 @@ def test_starting_anew_revokes_invitations(run_folder, tmp_path, capsys):
         pass
     with serving_here(tmp_path / "two", run_folder, "--listen", address) as (_, new):
         refusal = refused(capsys, *generating(run_folder, old["alpha"]))
-        assert "was started anew since this invitation was written" in refusal
+        assert "was restarted after this invitation was written" in refusal
         told(capsys, *generating(run_folder, new["alpha"]))
 
 
@@ -207,7 +207,7 @@ def test_a_client_may_have_no_more_than_agreed(run_folder, tmp_path, capsys):
         words = generating(run_folder, files["beta"])
         told(capsys, *words)
         refusal = refused(capsys, *words[:-1], "court " * 50)
-        assert "the block server lets a client have 40" in refusal
+        assert "the block server allows 40" in refusal
 
 
 def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_path, capsys):
@@ -227,7 +227,7 @@ def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_pa
     ("words", "reason"),
     [
         (["/nowhere"], "/nowhere is not a run's folder"),
-        ([], "what is to be served?"),
+        ([], "nothing to serve: "),
         (["RUN", "--adapter", "/nowhere"], "can't be combined"),
         (["RUN", "--listen", "0.0.0.0:0"], "--advertise HOST:PORT is needed"),
         (["RUN", "--listen", "nonsense"], "--listen nonsense: must be an address and a port"),
@@ -241,7 +241,7 @@ def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_pa
         (["RUN", "--body-devices", "gpu"], "--body-devices gpu"),
         (["RUN", "--clients", "../court"], "can't be a client's name"),
         (["RUN", "--model", "/nowhere"], "there is no base model in /nowhere"),
-        (["--model", "BASE"], "who is to be invited?"),
+        (["--model", "BASE"], "nobody to invite: "),
     ],
 )
 def test_what_can_t_be_served_is_refused(run_folder, base, capsys, words, reason):
