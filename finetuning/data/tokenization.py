@@ -120,7 +120,7 @@ def tokenize(
                 examples.append(example)
     if not examples:
         raise DataError(
-            f"none of {len(rows)} rows has an output of which any part fits into data.max-length = "
+            f"none of {len(rows)} rows has an output that fits even partly into data.max-length = "
             f"{max_length} tokens"
         )
     return examples, TokenizationReport(shortened, cut, left_out)

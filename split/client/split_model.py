@@ -24,7 +24,7 @@ _OF_A_STEP = {Kind.HIDDEN, Kind.STEP, Kind.AVERAGE}
 
 @dataclass(frozen=True)
 class ClientRound:
-    """What the server must know of a client's round.
+    """What the server must know about a client's round.
 
     Attributes:
         steps: Optimizer steps in this round.
@@ -45,12 +45,12 @@ class ClientRound:
 
 
 class SplitModel:
-    """A model whose head and tail are here, and whose body is at the other end of a lane.
+    """A model with head and tail in this process, and the body at the other end of a lane.
 
     Args:
-        head: Embedding and first blocks, its adapter attached.
-        tail: Last blocks, norm and output head, its adapter attached.
-        lane: To the block server.
+        head: Embedding and first blocks, with its adapter.
+        tail: Last blocks, norm and output head, with its adapter.
+        lane: Lane to the block server, over which frames are sent.
         frame_timeout: Seconds to wait for the server's next frame.
         deadline: Until when to wait for room at the server, on ``time.monotonic``'s clock.
 
@@ -82,12 +82,12 @@ class SplitModel:
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The weights that are trained here, by their names in the whole model."""
+        """The weights that the client trains, by their names in the whole model."""
         return self._head.trainable() | self._tail.trainable()
 
     @property
     def columns_before(self) -> int:
-        """Places that a prefix in use takes before each row's tokens."""
+        """Positions that a prefix in use takes before each row's tokens."""
         return self._head.columns_before
 
     def join(self, place: ClientRound) -> None:
@@ -104,11 +104,11 @@ class SplitModel:
                 "wants_gradient": bool(self._head.trainable()),
             },
         )
-        # Others may have to join first, and the server has a limit of its own for that.
+        # Others may have to join first; the server limits the time for that.
         self._credits = self._welcomed(place.deadline)
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
-        """Choose which model the next ``summed_losses`` are of.
+        """Choose the model that is evaluated from now on.
 
         Args:
             model: The server's name for the model.
@@ -125,8 +125,8 @@ class SplitModel:
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Add the gradient of a step's loss to the ``.grad`` of head and tail, and at the server.
 
-        Micro-batches depend on nothing but each other's sums, so as many are under way as the
-        server gave credits for, and each party adds their gradients in their order.
+        Micro-batches don't depend on each other, so as many are in flight as the server has given
+        credits for. Each party adds their gradients in their order.
 
         Args:
             batches: The step's micro-batches.
@@ -231,7 +231,7 @@ class SplitModel:
         return output
 
     def end(self) -> None:
-        """End the round, or the evaluation, and wait until the server has taken note of it."""
+        """End the round or the evaluation, and wait until the server has confirmed it."""
         self.lane.send(Kind.END)
         self._receive(Kind.END)
         self.lane.close()
@@ -261,7 +261,7 @@ class SplitModel:
     ) -> torch.Tensor:
         tensors = {"hidden": hidden, "lengths": lengths}
         self.lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
-        # Others' generations may have to end before there is room for this one.
+        # Generations of other clients may have to end before there is room for this one.
         frame = self._receive(Kind.HIDDEN, None if index else self._deadline, micro_batch=index)
         return _of_shape(frame, "hidden", hidden.shape)
 
@@ -272,7 +272,7 @@ class SplitModel:
         answer: Callable[[Frame], bool],
         also: Kind | None = None,
     ) -> None:
-        """Keep as many micro-batches under way as there are credits.
+        """Keep as many micro-batches in flight as there are credits.
 
         Args:
             count: Number of micro-batches.
@@ -291,11 +291,11 @@ class SplitModel:
                 ended += answer(self._answer(due, also))
 
     def _average_if_due(self) -> None:
-        """Between two steps take over the average of all clients' adapters, where that is due."""
+        """Load the average of all clients' adapters between two steps, where it is due."""
         if self._average_every and self._step and self._step % self._average_every == 0:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
             self.lane.send(Kind.AVERAGE, self._step, tensors=own)
-            # The others may be far behind; each of them has its own limits.
+            # The others may be far behind; each has its own time limits.
             average = self._receive(Kind.AVERAGE, self._until).tensors
             for name, parameter in self.parameters.items():
                 _check_average(name, average.get(name), parameter)
@@ -362,7 +362,7 @@ class SplitModel:
 
 
 def _of_shape(frame: Frame, name: str, shape: torch.Size) -> torch.Tensor:
-    tensor = frame.tensors[name]  # the lane has checked that it is there
+    tensor = frame.tensors[name]  # the lane has checked that it exists
     if tensor.shape != shape:
         raise LaneError(
             f"the server answered {tuple(shape)} hidden states with {tuple(tensor.shape)}"

@@ -54,9 +54,10 @@ def open_lane(
     cut the next stream is tried for ``resume_timeout``.
 
     Args:
-        invitation: To the server.
+        invitation: Invitation to the server.
         limits: What the server may send.
-        deadline: Of the lane, on ``time.monotonic``'s clock: it ends then, whatever is under way.
+        deadline: Deadline of the lane, on ``time.monotonic``'s clock: it ends then, whatever is
+            under way.
         resume_timeout: Seconds in which a stream that was cut must be replaced.
         patience: Seconds for which a refusal, or the lack of an answer, may pass.
         busy_until: When to stop asking a server without room; None is the deadline.
@@ -93,7 +94,7 @@ class _Connection:
 
     Attributes:
         stream: Encrypts and decrypts.
-        records: Those that come.
+        records: Records that arrive.
         send: Sends what an iterator yields, in gRPC's thread.
         acknowledged: How many of the lane's frames the server has.
 

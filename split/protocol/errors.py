@@ -88,7 +88,7 @@ class HandshakeError(LaneError):
 
 
 class TicketError(HandshakeError):
-    """The ticket is unknown, expired, used or somebody else's."""
+    """The ticket is unknown, expired, used, or was issued to another client."""
 
 
 class ServerKeyError(HandshakeError):

@@ -157,8 +157,8 @@ class Limits:
         """Check a payload's size, and its tensors' names, types and shapes.
 
         Args:
-            kind: Of the frame.
-            size: Of the payload in bytes.
+            kind: Kind of the frame.
+            size: Size of the payload in bytes.
             found: Type and shape of each tensor as it travels, by name.
 
         Raises:
@@ -251,7 +251,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
-    """Return hidden states and their padding, of which the lane has checked shapes and lengths.
+    """Return hidden states and their padding; the lane has checked shapes and lengths.
 
     Raises:
         ProtocolError: The lengths are missing.

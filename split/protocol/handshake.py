@@ -1,4 +1,4 @@
-"""A stream's handshake: three messages, as state machines that do no input or output.
+"""A stream's handshake: three messages, as state machines without input or output.
 
 M1 client → server: identity, ticket, a fresh X25519 share, a secret wrapped to the server's key,
 MAC with the ticket. M2 server → client: a fresh share, the server's finished-MAC. M3 client →
@@ -137,7 +137,7 @@ class ServerHandshake(_Handshake):
 
     Args:
         keys: The server's key pair.
-        tickets: Those it issued.
+        tickets: Tickets that it has issued.
 
     """
 

@@ -128,7 +128,7 @@ class TicketBook:
         """Remember a handshake's first message, so that an eavesdropper can't use it again.
 
         Args:
-            identifier: Of the ticket.
+            identifier: Identifier of the ticket.
             mac: The message's, which has been verified.
 
         Raises:
@@ -148,7 +148,7 @@ class TicketBook:
         """Note a finished handshake, whose stream's ticket is good from now on.
 
         Args:
-            identifier: Of the ticket that was used; it stays good.
+            identifier: Identifier of the ticket that was used; it stays good.
             resumption: The new stream's own.
 
         Returns:

@@ -131,7 +131,7 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class AverageRequest:
-    """Adapters of head and tail, of which the average over all clients is wanted."""
+    """Adapters of head and tail, and a request for their average over all clients."""
 
     step: int
     adapters: dict[str, torch.Tensor]

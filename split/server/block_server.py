@@ -1,4 +1,4 @@
-"""The block server: holds the body, with which invited clients train and evaluate."""
+"""The block server: holds the body, with which invited clients train and evaluate models."""
 
 import itertools
 import logging
@@ -100,7 +100,7 @@ class BlockServer:
         )
         self._keys = ServerKeys(split.key_exchange)
         ends = sum(t.numel() for party in ("head", "tail") for t in state[party].values())
-        # Names and shapes take little beside float32 weights; where nothing is averaged, nothing.
+        # Twice the size of the float32 weights, so that names and shapes fit, too.
         average = {Kind.AVERAGE: 8 * ends + SMALL_PAYLOAD_BYTES} if split.average_every else {}
         none = {Kind.AVERAGE: SMALL_PAYLOAD_BYTES}
         limits = Limits(
@@ -122,7 +122,7 @@ class BlockServer:
 
     @property
     def address(self) -> str:
-        """Where clients reach the server, as host:port."""
+        """The address at which clients reach the server, as host:port."""
         return self._split.advertise or self._server.address
 
     def begin_round(self, examples: Mapping[str, int], seed: int) -> None:
@@ -188,7 +188,7 @@ class BlockServer:
         return sorted(accounts, key=lambda account: account.client)
 
     def state_of(self, client: str) -> State:
-        """Return the body's adapters of a client, after its lane and before ``end_round``."""
+        """Return the body's adapters of a client; call it after its lane, before ``end_round``."""
         return self._compute.call(lambda: self._schedule.state_of(client))
 
     def end_round(self, weights: Mapping[str, float]) -> State:
@@ -203,7 +203,7 @@ class BlockServer:
     def export_optimizers(self) -> State:
         """Return all optimizers' states, by ``<client or body>/<weight>:<moment>``.
 
-        There are none where every round begins with new optimizers.
+        There are none if every round begins with new optimizers.
         """
         if self._train.optimizer_state != "keep":
             return {}
@@ -239,7 +239,7 @@ class BlockServer:
         )
 
     def _serve(self, lane: Lane) -> None:
-        """Serve a lane in its own thread."""
+        """Serve a lane; called in its own thread."""
         with self._changed:
             grant = self._grants.pop(lane.identity, None)
             if grant is None:

@@ -1,4 +1,4 @@
-"""One set of the body's adapters with its optimizer, and a client that trains it alone."""
+"""One set of the body's adapters with its optimizer, and its training by a single client."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepE
 from split.server.compute import Priority
 from split.server.session import Session
 
-# As in torch.nn.utils.clip_grad_norm_, which must not divide by a norm of 0.
+# As in torch.nn.utils.clip_grad_norm_: prevents a division by 0.
 _TINY_NORM = 1e-6
 
 
@@ -86,7 +86,7 @@ class BodyAdapters:
             return Activations(given, self._body(given, padding))
 
     def backward(self, activations: Activations, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add to the adapters' gradients; return that of ``hidden`` where it is wanted."""
+        """Add to the adapters' gradients; return the gradient of ``hidden`` if it is needed."""
         if activations.output.requires_grad:
             self._body.use(self.name)
             self._body.train(True)
@@ -228,7 +228,7 @@ class SeparateTrainer:
 
         def take_step() -> None:
             factor, norm = self._adapters.clip(end.squared_norm)
-            # The client has its answer before the optimizer's work begins.
+            # The client gets its answer before the optimizer's step begins.
             self._session.lane.send(Kind.STEP, end.step, fields={"factor": factor, "norm": norm})
             self._adapters.step(self._plan.first_step + end.step, self._plan.total_steps)
             self._session.account.steps += 1

@@ -1,4 +1,4 @@
-"""The thread that computes: the jobs of all clients pass through one queue to the device."""
+"""The compute thread: it runs the jobs of all clients from one queue."""
 
 import logging
 import threading
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class Priority(IntEnum):
-    """Order of jobs: those that free memory first, then those that clients wait for."""
+    """Priorities of jobs: first those that free memory, then those that clients wait for."""
 
     CLEANUP = 0
     BACKWARD = 1
@@ -23,7 +23,7 @@ class Priority(IntEnum):
 
 
 class JobOwner(Protocol):
-    """The owner of jobs; it alone learns of their errors."""
+    """The owner of jobs; only it is notified of their errors."""
 
     def failed(self, error: BaseException) -> None:
         """Handle an exception that a job has raised."""
@@ -32,10 +32,10 @@ class JobOwner(Protocol):
 
 @dataclass
 class Job:
-    """Something to compute.
+    """A computation.
 
     Attributes:
-        owner: Is told of the job's error.
+        owner: Owner, which is notified of an error.
         priority: Priority; jobs with lower numbers run first, those with the same number in order
             of arrival.
         run: The computation.
@@ -93,7 +93,7 @@ class ComputeThread:
             self._changed.notify()
 
     def withdraw(self, owner: JobOwner) -> None:
-        """Remove an owner's jobs that have not started."""
+        """Remove the owner's jobs that have not started."""
         with self._changed:
             self._waiting = [job for job in self._waiting if job.owner is not owner]
 

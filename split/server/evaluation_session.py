@@ -1,4 +1,4 @@
-"""One client's evaluation of models at the block server: forward passes, and generated text."""
+"""One client's evaluation of models at the block server: forward passes and generation."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,10 +21,10 @@ Models = Mapping[str, State | None]
 
 
 class EvaluationSession(Session):
-    """Serves one client's evaluation; each frame JOIN chooses a model.
+    """Serves one client's evaluation; each JOIN frame chooses a model.
 
-    Besides independent forward passes the client may generate text, one batch of prompts at a time;
-    the body's keys and values of the batch are kept here.
+    Besides independent forward passes the client may request generation, one batch of prompts at a
+    time. The session keeps the body's keys and values of the batch.
 
     Args:
         lane: Lane to the client; the handshake is over.
@@ -63,7 +63,7 @@ class EvaluationSession(Session):
         self._most_kept = most_kept
         self._received = self._computed = 0  # micro-batches
         self._generation: _Generation | None = None
-        # Of the compute thread alone: the generation's, and the budget tokens that they take.
+        # Used by the compute thread alone: keys and values, and the budget tokens that they take.
         self._key_values: KeyValues | None = None
         self._kept = 0
         self._choosing = False
@@ -149,8 +149,8 @@ class EvaluationSession(Session):
         tokens = self._budget_tokens(hidden, new_tokens)
         if tokens > self._most_kept:
             raise ProtocolError(
-                f"{rows} texts of {columns} + {new_tokens} tokens were to be generated, with a "
-                f"prefix of {self._columns_before}; agreed on are at most {self._most_kept} tokens "
+                f"{rows} texts of {columns} + {new_tokens} tokens were requested, with a prefix of "
+                f"{self._columns_before}; agreed on are at most {self._most_kept} tokens "
                 "together (evaluate.generate, evaluate.batch-size, data.max-length, "
                 "evaluate.max-new-tokens, adapter.prefix-length)"
             )
@@ -182,7 +182,7 @@ class EvaluationSession(Session):
             assert self._key_values is not None
             return self._key_values.extend(hidden)
 
-        # Generations that wait for room may have to wait for the end of this one.
+        # Generations that wait for room may be waiting for the end of this one.
         self._put(Priority.BACKWARD, frame, extend)
 
     def _end_generation(self) -> None:
@@ -234,7 +234,7 @@ class EvaluationSession(Session):
 
 @dataclass
 class _Generation:
-    """A batch of texts that is generated.
+    """A batch of texts that is being generated.
 
     Attributes:
         rows: Number of texts.

@@ -1,4 +1,4 @@
-"""A block server for trained models: invited clients generate through it when they like."""
+"""A block server for trained models, through which invited clients generate text at any time."""
 
 import logging
 import threading
@@ -22,7 +22,7 @@ _MOST_LANES = 256
 
 
 class ModelServer:
-    """Holds the body, and takes lanes until it is stopped.
+    """Holds the body, and accepts lanes until it is stopped.
 
     A client has one lane at a time; when it opens another, the older one ends. Nothing outlives the
     server: its key and its tickets are in memory only.
@@ -55,7 +55,7 @@ class ModelServer:
             wire_dtype=split.wire_dtype,
             maximum_tokens=split.activation_budget,
             payload_bytes={Kind.AVERAGE: SMALL_PAYLOAD_BYTES},
-            window=1,  # a generation has one frame under way
+            window=1,  # a generation has one frame in flight
         )
         try:
             self._server = LaneServer(
@@ -73,11 +73,11 @@ class ModelServer:
 
     @property
     def address(self) -> str:
-        """Where clients reach the server, as host:port."""
+        """The address at which clients reach the server, as host:port."""
         return self._split.advertise or self._server.address
 
     def invite(self, client: str, models: Models, lifetime: float) -> Invitation:
-        """Let a client use models, as often as it likes.
+        """Invite a client to use models, any number of times.
 
         Args:
             client: Name of the client.
@@ -98,7 +98,7 @@ class ModelServer:
         self._compute.stop()
 
     def _serve(self, lane: Lane) -> None:
-        """Serve a lane in its own thread."""
+        """Serve a lane; called in its own thread."""
         grant = self._grants[lane.identity]
         session = EvaluationSession(
             lane,
@@ -126,7 +126,7 @@ class ModelServer:
         try:
             session.serve()
         except LaneTimeoutError:
-            # In order: who reads what there is so far may open another lane and go on.
+            # Without an error: a slow reader of the texts may open another lane and continue.
             session.account.error = f"silent for {self._split.frame_timeout:g} s"
             session.lane.close()
         except (LaneError, ProtocolError, RuntimeError) as error:
@@ -147,7 +147,7 @@ class ModelServer:
 
 @dataclass(frozen=True)
 class _Grant:
-    """What a client may use, and until when on ``time.monotonic``'s clock."""
+    """The models that a client may use, and the expiry on ``time.monotonic``'s clock."""
 
     models: Models
     expires: float

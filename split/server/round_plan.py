@@ -1,4 +1,4 @@
-"""What a run's configuration lets a client train in a round."""
+"""Limits of what a client trains in a round, from the run's configuration."""
 
 from finetuning.data.batching import steps_per_round
 from finetuning.settings import SplitSettings, TrainSettings

@@ -1,4 +1,4 @@
-"""What training and evaluation sessions share: jobs, waits and an account."""
+"""The base of training and evaluation sessions: jobs, waiting for frames, and an account."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ POLL_SECONDS = 1.0
 
 @dataclass
 class Account:
-    """What a client's lane was used for, and its costs.
+    """The use of a client's lane, and its costs.
 
     Attributes:
         client: Name of the client.
@@ -79,7 +79,7 @@ class Session:
         self._lock = threading.Lock()
 
     def count_traffic(self) -> None:
-        """Copy the lane's traffic into the account."""
+        """Copy the lane's traffic to the account."""
         traffic = self.lane.traffic
         self.account.bytes_up = traffic.bytes_up
         self.account.bytes_down = traffic.bytes_down
@@ -120,11 +120,11 @@ class Session:
         event_of: Callable[[Frame], object],
         handlers: Mapping[type, Callable[[Any], None]],
     ) -> None:
-        """Pass what the client's frames ask for to its handlers, until there is nothing more.
+        """Handle the client's frames until the last one.
 
         Args:
             event_of: Checks a frame; returns None if it is the last one.
-            handlers: By the type of an event.
+            handlers: Handlers by the type of their events.
 
         Raises:
             LaneError: The lane has ended, or the client was silent for too long.
@@ -135,7 +135,7 @@ class Session:
             handlers[type(event)](event)
 
     def receive(self) -> Frame:
-        """Wait for the client's next frame, without limit while it waits for a job of its own.
+        """Wait for the client's next frame; without limit while one of its jobs is due.
 
         Raises:
             LaneError: The lane has ended, or the client was silent for too long.

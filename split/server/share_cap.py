@@ -1,20 +1,21 @@
-"""How much more than the others' median one client may weigh (``split.share-cap``)."""
+"""A cap on one client's share, relative to the other clients' median (``split.share-cap``)."""
 
 from collections.abc import Mapping
 from statistics import median
 
-# Below this a measure says nothing about what is usual: such a client has nothing to train.
+# Smaller measures don't enter the median: such a client has nothing to train.
 _NEGLIGIBLE = 1e-12
 
 
 class ShareCap:
     """Caps a measure of each client at a multiple of the median of the others'.
 
-    The measure is a root mean square. What a client's present measure is compared with is the
-    median, over all *other* clients, of their measures over the whole round so far: what is usual
-    does not depend on a single micro-batch, and not on the client itself. With three clients or
-    more, one that lies can so neither pass the cap nor lower it for the others. With two nobody can
-    tell which of them is wrong: the larger is scaled down to the multiple of the smaller.
+    The measure is a root mean square. A client's present measure is compared with the median, over
+    all *other* clients, of their measures over the whole round so far. This median depends neither
+    on a single micro-batch nor on the client itself. With three clients or more, a single
+    dishonest one can therefore neither exceed the cap nor lower it for the others. With two clients
+    it can't be known which of them is wrong: the larger is scaled down to the multiple of the
+    smaller.
 
     Args:
         multiple: Multiple of the median that a client's measure may reach.
@@ -29,7 +30,7 @@ class ShareCap:
     def factors(
         self, squares: Mapping[str, float], counts: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the factor by which each client is scaled down: 1.0 up to the cap.
+        """Return the factor by which each client is scaled down; 1.0 up to the cap.
 
         Args:
             squares: Present sums of squares by client.

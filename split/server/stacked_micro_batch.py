@@ -1,4 +1,4 @@
-"""Micro-batch j of several clients as one: which rows are whose."""
+"""Micro-batch j of several clients, stacked to one."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from split.server.session import Session
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of a micro-batch's output, of the mean loss over its client's step.
+    """The gradient of the mean loss over a client's step with respect to a micro-batch's output.
 
     Attributes:
         tensor: (rows, columns, hidden).
@@ -27,7 +27,7 @@ class Gradient:
 
 @dataclass(eq=False)
 class Member:
-    """A client whose micro-batches are computed together with others'.
+    """A client whose micro-batches are stacked with those of others.
 
     Attributes:
         session: Session of its lane.
@@ -65,7 +65,7 @@ class Member:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is the client's turn to send a frame."""
+        """Whether the client has to send the next frame."""
         if self.squared_norm is not None:
             return False
         return self.answered > self.returned or self.received == self.finished
@@ -75,13 +75,13 @@ class Member:
         return self.micro_batches is None or self.micro_batches > index
 
     def begin_step(self) -> None:
-        """Reset what is of the finished step."""
+        """Reset everything that belongs to the finished step."""
         self.micro_batches = self.squared_norm = self.awaited_since = None
         self.received = self.answered = self.returned = self.finished = 0
 
 
 class StackedMicroBatch:
-    """One micro-batch of each of several members, padded to the longest and put together.
+    """One micro-batch of each of several members, padded to the longest and stacked.
 
     Args:
         index: Index of the micro-batches in their steps.
@@ -105,7 +105,7 @@ class StackedMicroBatch:
         self.activations: Activations | None = None
 
     def hidden(self) -> tuple[torch.Tensor, Padding]:
-        """Return all members' hidden states, (rows, columns, hidden); padding is zero, right."""
+        """Return all members' hidden states, (rows, columns, hidden), 0 where padded."""
         rows, columns = _size(self.parts)
         first = next(iter(self.parts.values())).hidden
         stacked = torch.zeros(rows, columns, first.shape[2], dtype=first.dtype)
@@ -120,7 +120,7 @@ class StackedMicroBatch:
         factors: Mapping[str, float],
         like: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the members' gradients, each of the sum of its losses instead of their mean.
+        """Return the stacked gradients of the sums of the members' losses, not of their means.
 
         Args:
             gradients: Gradient of each member; rows of members without one are 0.
@@ -138,7 +138,7 @@ class StackedMicroBatch:
     def sums_of_squares(
         self, gradients: Mapping[Member, Gradient]
     ) -> tuple[dict[str, float], dict[str, int]]:
-        """Return by client the squared norms of such gradients, and numbers of their targets."""
+        """Return the squared norms of such gradients and their numbers of targets, by client."""
         parts = {member: self.parts[member] for member in gradients}
         squares = {
             member.client: gradients[member].squared_norm * output.step_targets**2
@@ -147,14 +147,14 @@ class StackedMicroBatch:
         return squares, {member.client: output.targets for member, output in parts.items()}
 
     def account(self, seconds: float) -> None:
-        """Divide the time that a job took among the members, by their tokens."""
+        """Divide a job's time among the members, in proportion to their tokens."""
         total = sum(output.padded_tokens for output in self.parts.values())
         for member, output in self.parts.items():
             share = output.padded_tokens / total
             member.session.account.seconds_computing += seconds * share
 
     def rows_of(self, stacked: torch.Tensor) -> Iterator[tuple[Member, HeadOutput, torch.Tensor]]:
-        """Yield each member's part, and the view of its rows and columns."""
+        """Yield each member, its micro-batch, and the view of its rows and columns."""
         first = 0
         for member, output in self.parts.items():
             rows, columns = output.hidden.shape[:2]
@@ -165,10 +165,9 @@ class StackedMicroBatch:
 def stack(
     index: int, parts: Mapping[Member, HeadOutput], budget: int
 ) -> Iterator[StackedMicroBatch]:
-    """Stack micro-batches of one index, in as many passes as the budget asks for.
+    """Stack micro-batches of one index, in as many passes as the budget requires.
 
-    Few rows with many columns and many rows with few would pad each other to far more tokens than
-    all of them have.
+    A few long rows stacked with many short ones would have far more padding than tokens.
 
     Args:
         index: Index of the micro-batches in their steps.

@@ -4,16 +4,17 @@ Micro-batch j of all members is padded, stacked and run once, and all members' s
 of the body's optimizer. With w_i the share of client i in the targets of all, the body's gradient
 is Σ w_i·g_i, and each head and tail gets its own client's gradient. A member that leaves doesn't
 stop the others: its finished micro-batches count, its unfinished ones don't, and the shares are
-those of what counts.
+computed from those that count.
 
 Two numbers of a member are held to ``split.share-cap`` times the median of the other members'
 (``ShareCap``); up to the cap nothing changes.
 
-- The gradient that it sends of a micro-batch's output, of the sum of its losses, as the root of the
-  squared norm per target. What is larger is scaled down before the backward pass, so that it has no
-  larger share in the body's gradient. The member's own head gets its gradient unscaled.
-- The norm that it reports of its head's and tail's gradients. What is larger enters the others'
-  norm over all parties as the cap, and its own as it is: it scales its sender's head and tail down.
+- The gradient that it sends of a micro-batch's output (of the sum of its losses), as the root of
+  the squared norm per target. A larger one is scaled down before the backward pass, which limits
+  its share in the body's gradient. The member's own head gets its gradient unscaled.
+- The norm that it reports of its head's and tail's gradients. A larger one counts as the cap in the
+  others' norm over all parties, but fully in its own, where it scales the member's head and tail
+  down.
 """
 
 import logging
@@ -40,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class StackedRound:
-    """What the clients of a round compute together.
+    """The common computation of a round's clients.
 
     Args:
         adapters: The body with the members' common adapters.
@@ -63,13 +64,13 @@ class StackedRound:
         self._split = split
         self._lock = threading.RLock()
         self._members: dict[str, Member] = {}
-        self._stacked: deque[StackedMicroBatch] = deque()  # whose gradients haven't all come
-        self._next = 0  # micro-batch to be stacked next
+        self._stacked: deque[StackedMicroBatch] = deque()  # those that lack gradients
+        self._next = 0  # index of the micro-batch to stack next
         self._step = 0
-        # Of the compute thread alone.
+        # Used by the compute thread alone.
         self._gradient_cap = ShareCap(split.share_cap)
         self._norm_cap = ShareCap(split.share_cap)
-        self._counted = 0  # targets whose gradients are in the body's
+        self._counted = 0  # targets whose gradients have been added to the body's
         self._held = 0  # padded tokens whose activations exist
 
     def add(self, session: Session, plan: RoundPlan) -> Member:
@@ -77,7 +78,7 @@ class StackedRound:
         with self._lock:
             member = Member(session, plan)
             self._members[member.client] = member
-            # The body's learning rate is that of the client whose run is longest.
+            # The body's learning rate is that of the client with the longest run.
             by_length = sorted(self._members.values(), key=lambda m: (m.plan.total_steps, m.client))
             self._rate = by_length[-1].plan
             return member
@@ -94,7 +95,7 @@ class StackedRound:
 
     def backward(self, member: Member, gradient: OutputGradient) -> None:
         """Take the gradient of a micro-batch's output, of the mean loss over the client's step."""
-        # Not in float64, which takes ten times as long: no number that may come is above 2³⁰.
+        # Not in float64, which takes ten times as long: no accepted number is above 2³⁰.
         norm = float(torch.linalg.vector_norm(gradient.gradient, dtype=torch.float32))
         with self._lock:
             member.awaited_since = None
@@ -116,15 +117,15 @@ class StackedRound:
         self._compute.call(lambda: self._clean(member))
 
     def waits(self, member: Member) -> bool:
-        """Whether it is not the member's turn to send something."""
+        """Whether it is not the member's turn to send a frame."""
         self._end_late_members()
         with self._lock:
             return not member.is_due
 
     def failed(self, error: BaseException) -> None:
-        """End all lanes: a job for all of them raised.
+        """End all lanes after an error in a common job.
 
-        What it says can be about one client's data, and stays at the server.
+        The error's message may quote one client's data, so it stays at the server.
         """
         _log.error("a stacked computation failed: %s", ascii(f"{type(error).__name__}: {error}"))
         with self._lock:
@@ -132,7 +133,7 @@ class StackedRound:
                 member.session.give_up("the server failed to compute all clients' micro-batches")
 
     def _advance(self) -> None:
-        """Queue every job whose inputs have come."""
+        """Queue every job whose inputs have arrived."""
         members = self._in_order()
         while needed := [member for member in members if member.needs(self._next)]:
             if any(self._next not in member.outputs for member in needed):
@@ -142,7 +143,7 @@ class StackedRound:
                 self._stacked.append(stacked)
                 self._put_forward(stacked)
             self._next += 1
-        # In this order alone: the sum of all gradients is rounded by the order of its terms.
+        # Always in this order: rounding of the gradients' sum depends on the order of its terms.
         while self._stacked and self._stacked[0].computed:
             stacked = self._stacked[0]
             present = self._present(stacked)
@@ -152,7 +153,7 @@ class StackedRound:
             self._stacked.popleft()
             self._put_backward(stacked, gradients)
         norms = {member: member.squared_norm for member in members}
-        # A pass whose members have all left may still be queued.
+        # A pass may still be queued although all of its members have left.
         if members and self._next and not self._stacked and None not in norms.values():
             self._next = 0
             present_norms = {m: norm for m, norm in norms.items() if norm is not None}
@@ -169,7 +170,7 @@ class StackedRound:
                 member.awaited_since = time.monotonic()
 
     def _end_late_members(self) -> None:
-        """End the lanes of members that others have waited for, for too long."""
+        """End the lanes of members that others have waited for too long."""
         with self._lock:
             for member in self._members.values():
                 since = member.awaited_since
@@ -218,7 +219,7 @@ class StackedRound:
             for member, part, rows in stacked.rows_of(output):
                 member.session.account.tokens += part.padded_tokens
                 member.session.account.seconds_queued += started - queued
-                with suppress(LaneError):  # a lane that has ended is not the others' affair
+                with suppress(LaneError):  # a lane that has ended must not affect the others
                     member.session.answer(step, index, rows)
 
         self._put(Priority.FORWARD, forward, stacked.budget_tokens)
@@ -226,7 +227,7 @@ class StackedRound:
     def _put_backward(
         self, stacked: StackedMicroBatch, gradients: Mapping[Member, Gradient]
     ) -> None:
-        """Queue a backward pass; members that have left give no gradient to it."""
+        """Queue a backward pass; members that have left contribute no gradient."""
         step = self._step
 
         def backward() -> None:

@@ -28,7 +28,7 @@ class TrainingSession(Session):
     """Serves one client's round of training.
 
     Args:
-        lane: To the client.
+        lane: Lane to the client.
         largest: The largest plan that the client may join with.
         schedule: Decides with whom the client trains which adapters.
         compute: Runs the session's jobs.
@@ -85,7 +85,7 @@ class TrainingSession(Session):
             self.receive()
 
     def answer(self, step: int, index: int, states: torch.Tensor) -> None:
-        """Send the hidden states of a micro-batch; their gradient may come from now on."""
+        """Send the hidden states of a micro-batch; from now on their gradient may arrive."""
         self._round.answered = index + 1
         super().answer(step, index, states)
 
@@ -101,5 +101,5 @@ class TrainingSession(Session):
         self.lane.send(Kind.AVERAGE, request.step, tensors=average)
 
     def _settle(self) -> None:
-        """Wait until the current job has ended: a step is answered before its optimizer's work."""
+        """Wait until the current job has ended: a step is answered before its optimizer's step."""
         self.compute.call(lambda: None)

@@ -84,4 +84,4 @@ class ClientBatch(SharedAdapters):
         )
 
     def leave(self, client: str, finished: bool) -> None:
-        """Do nothing: the client's trainer has left the round."""
+        """Do nothing: the client's trainer has already left the round."""

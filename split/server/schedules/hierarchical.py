@@ -1,7 +1,7 @@
-"""Every client trains body adapters of its own, which are averaged (FL-GLM section 3.3).
+"""Each client trains its own adapters of the body, which are averaged (FL-GLM section 3.3).
 
-The paper copies the whole model for every client. Here the frozen blocks exist once, and a client
-adds its adapters and their optimizer.
+The paper copies the whole model for every client. Here the frozen blocks exist once, and each
+client adds its adapters and their optimizer.
 """
 
 import threading
@@ -53,8 +53,8 @@ class Hierarchical:
         self._weights: dict[str, float] = {}
         self._steps: dict[str, int] = {}
         self._gathered: dict[int, dict[str, State]] = {}
-        self._averages: dict[str, State] = {}  # by the clients that have not taken them yet
-        self._due: dict[str, int] = {}  # after which step each client averages next
+        self._averages: dict[str, State] = {}  # by client; removed when the client takes its own
+        self._due: dict[str, int] = {}  # step after which each client averages next
         self._changed = threading.Condition()
         self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
 
@@ -92,7 +92,7 @@ class Hierarchical:
         client = session.account.client
         with self._changed:
             self._barrier.join(client)
-            # Before it waits: others may begin before it wakes, and must know of it.
+            # Before it waits: the others may begin before this thread wakes up.
             self._steps[client] = plan.steps
             self._due[client] = self._average_every
             if self._average_every:

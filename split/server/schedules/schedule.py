@@ -21,7 +21,7 @@ class ClientTrainer(Protocol):
         ...
 
     def backward(self, gradient: OutputGradient) -> None:
-        """Take the gradient of a micro-batch's output, and answer with that of its input."""
+        """Backpropagate the gradient of a micro-batch's output; answer with that of its input."""
         ...
 
     def step(self, end: StepEnd) -> None:

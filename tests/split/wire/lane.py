@@ -37,13 +37,13 @@ class Lane:
     Args:
         invitation: Ticket, key and address.
         wire: The run's ``split.wire-dtype``.
-        deadline: Of the lane, on ``time.monotonic``'s clock.
+        deadline: Deadline of the lane, on ``time.monotonic``'s clock.
         resume_timeout: ``split.resume-timeout``.
-        retry_seconds: Between two attempts to open a stream.
+        retry_seconds: Seconds between two attempts to open a stream.
         dial: Opens a stream.
 
     Attributes:
-        streams: How many handshakes were confirmed.
+        streams: Number of confirmed handshakes.
 
     """
 

@@ -33,7 +33,7 @@ class Stream:
 
     Args:
         address: Host and port.
-        deadline: Of the lane, on ``time.monotonic``'s clock.
+        deadline: Deadline of the lane, on ``time.monotonic``'s clock.
 
     """
 
