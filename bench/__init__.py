@@ -1,1 +1,1 @@
-"""Measurements, each one command that prints a table."""
+"""Measurements; each is a command that prints a table."""

@@ -60,7 +60,7 @@ def devices(kind: str) -> tuple[str, str]:
 
 
 def measure(table: Table, job: Job, clients: int, schedule: str) -> None:
-    """Let the whole model and a schedule take their steps in turn, and add a row for each."""
+    """Measure steps of the whole model and a schedule in turn, and add a row for each."""
     split = SplitSettings(activation_budget=2**20, frame_timeout=3600.0)
     samples = clients * job.shape.rows * job.shape.micro_batches
     with ExitStack() as stack:
@@ -80,7 +80,7 @@ def measure(table: Table, job: Job, clients: int, schedule: str) -> None:
 
 
 def run(size: str, arguments: argparse.Namespace) -> None:
-    """Measure one size with all numbers of clients and all schedules."""
+    """Measure one size for all numbers of clients and all schedules."""
     shape = replace(SIZES[size], rows=arguments.rows, columns=arguments.columns)
     client_device, server_device = devices(arguments.device)
     model = ModelSettings(

@@ -1,4 +1,4 @@
-"""What measurements share: processes on given cores, sides that are timed in turn, and tables."""
+"""Common parts of measurements: processes on given cores, timing in turn, and tables."""
 
 import os
 import signal
@@ -116,7 +116,7 @@ def ask_all(workers: Sequence[Worker], messages: Sequence[Any]) -> list[Any]:
 
 
 class Side:
-    """One side of a comparison, and what each of its turns took.
+    """One side of a comparison, with the measured times of its turns.
 
     Args:
         name: Name of the side in the tables.
@@ -169,8 +169,8 @@ class Side:
 def ratios(one: Side, other: Side) -> list[str]:
     """Format one side's time ÷ the other's, in the order of ``RATIOS``.
 
-    The last one is the median of the ratios within a round of turns; what slows the machine down
-    for minutes does not change it.
+    The last one is the median of the ratios within a round of turns, which is hardly affected if
+    the machine is slower for some minutes.
     """
     values = [a / b for a, b in zip(one.summary(), other.summary(), strict=True)]
     both = zip(one.seconds[one.warm_up :], other.seconds[other.warm_up :], strict=True)

@@ -1,6 +1,7 @@
 """Runs of the real strategies and the real ClientApp in one process, without a SuperLink.
 
-For tests, and for measurements of many runs: Flower takes longer to start than a tiny model to run.
+For tests and for measurements of many runs, since Flower takes longer to start than a tiny model to
+run.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from strategies.run_config import Scalar, parse_run_config
 
 
 class InProcessGrid(Grid):
-    """Passes each message to the ClientApp at once, one SuperNode after another.
+    """Passes each message directly to the ClientApp, one SuperNode after another.
 
     Args:
         run_config: Run config of every ClientApp.
@@ -33,7 +34,7 @@ class InProcessGrid(Grid):
     def __init__(
         self, run_config: Mapping[str, Scalar], nodes: Mapping[int, Mapping[str, Scalar]]
     ) -> None:
-        # Flower stamps every message with the run of the process that makes it.
+        # Flower marks every message with the run of the process that creates it.
         TaskIdentity.run_id = TaskIdentity.task_id = 1
         TaskIdentity.node_id = 0
         self._run_config = dict(run_config)

@@ -1,4 +1,4 @@
-"""What is trained: a random Llama on equal micro-batches, whole or in parts."""
+"""The training that is measured: a random Llama on equal micro-batches, whole or in parts."""
 
 import json
 import shutil
@@ -142,7 +142,7 @@ def _check_disk(directory: Path, needed: int) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, the same for every process.
+    """The training, the same for every process.
 
     Attributes:
         directory: Directory of the checkpoint.
@@ -210,7 +210,7 @@ def random_job(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Iterator[Job]:
-    """Write a random checkpoint to a temporary directory, and make a job of it."""
+    """Write a random checkpoint to a temporary directory, and return a job for it."""
     with tempfile.TemporaryDirectory() as directory:
         shape.save(Path(directory), dtype)
         yield Job(Path(directory), shape, steps, examples, **settings)
@@ -248,7 +248,7 @@ def load_body(job: Job, split: SplitSettings) -> Part:
 def open_model(
     ends: Mapping[PartyName, Part], invitation: Invitation, job: Job, split: SplitSettings
 ) -> SplitModel:
-    """Open a lane to the block server, and make a split model of it."""
+    """Open a lane to the block server, and return a split model that uses it."""
     limits = Limits(job.shape.hidden, split.wire_dtype, job.shape.tokens, window=split.window)
     lane = open_lane(invitation, limits, time.monotonic() + LIFETIME, split.resume_timeout)
     return SplitModel(ends["head"], ends["tail"], lane, split.frame_timeout)
@@ -272,7 +272,7 @@ def join(model: SplitModel, job: Job) -> None:
 def serving(
     body: Part, job: Job, split: SplitSettings, clients: int, most_kept: int = 0
 ) -> Iterator[BlockServer]:
-    """Serve the blocks to so many clients; generation keeps at most ``most_kept`` tokens."""
+    """Serve the blocks to the clients; generation keeps at most ``most_kept`` tokens."""
     server = BlockServer(
         body=body,
         state=take_apart(job.state(), body.partition),

@@ -102,7 +102,7 @@ class Ours:
 
 
 class Alternation(TrainerCallback):  # type: ignore[misc]
-    """Times each step of Trainer, and then runs and times the same step of ours."""
+    """Times each step of Trainer, and then runs and times the same step of Chambers."""
 
     def __init__(self, ours: Ours, steps: Sequence[Sequence[int]]) -> None:
         self.side = Side("Trainer", [os.getpid()], warm_up=0)
@@ -113,7 +113,7 @@ class Alternation(TrainerCallback):  # type: ignore[misc]
         self.side.start()
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-        """Stop the clock, and take the same step with ours."""
+        """Stop the clock, and take the same step with Chambers."""
         self.side.stop()
         index = state.global_step - 1
         self._ours.step(index, self._steps[index])
@@ -125,7 +125,7 @@ class Alternation(TrainerCallback):  # type: ignore[misc]
 
 
 def run_trainer(peft_model: Any, rows: list[dict[str, torch.Tensor]], callback: Any) -> None:
-    """Train on the rows in their order, with nothing in a step that isn't training."""
+    """Train on the rows in their order, with nothing but training in a step."""
 
     def pad(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         fillers = {"input_ids": 0, "attention_mask": 0, "labels": -100}

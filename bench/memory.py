@@ -21,11 +21,11 @@ of window 4 fills; with room for four, one lane would rarely have so many betwee
 glibc 2.36 never puts an aligned block, as all of torch's are, into a hole of exactly its size, so
 that tensors of up to 32 MiB leave its heap nearly half empty, and each thread that once allocated
 memory keeps some of it. ``--mapped`` makes it map every block of 1 MiB or more separately and use
-two heaps for all threads: this leaves out what the allocator keeps, and costs about a third of the
+two heaps for all threads. This excludes what the allocator keeps, and costs about a third of the
 speed.
 
 A process's memory is the growth of its resident memory: VmHWM, reset after it has imported
-everything and has done all this once with a miniature, minus VmRSS at that time.
+everything and has run the measurement once with a miniature, minus VmRSS at that time.
 """
 
 import argparse
@@ -70,7 +70,7 @@ _MEGABYTE = 1e6
 
 
 class Memory:
-    """Growth of the process's resident memory since its construction."""
+    """The growth of the process's resident memory since the construction of this object."""
 
     def __init__(self) -> None:
         gc.collect()

@@ -110,7 +110,7 @@ class Split(Side):
         super().__init__(name, [worker.pid for worker in workers])
 
     def step(self) -> float:
-        """Take a step of every client; over when clients *and* server have taken it."""
+        """Take a step of every client; it is over when clients *and* server have taken it."""
         losses: list[float] = []
         for _ in range(self._steps_per_turn):
             for each in ask_all(self._clients, [1] * len(self._clients)):
@@ -119,7 +119,7 @@ class Split(Side):
         return mean(losses)
 
     def accounts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return what the round took at the clients and at the server, after the last step."""
+        """Return the accounts of the round at the clients and at the server."""
         own = ask_all(self._clients, [_ACCOUNTS] * len(self._clients))
         return [account for each in own for account in each], self._server.ask(_ACCOUNTS)
 

@@ -14,10 +14,10 @@ _HOST = "127.0.0.1"
 
 
 class _Direction(asyncio.Protocol):
-    """Takes bytes from one side and passes them to the other after the line's delay.
+    """Forwards bytes from one side to the other after the line's delay.
 
     Args:
-        delay: Seconds that a byte is under way.
+        delay: Seconds that a byte is in transit.
         bytes_per_second: Rate of the line.
         target: Host and port to connect to for an incoming connection; None for an outgoing one.
 

@@ -44,7 +44,7 @@ TARGETS = {"client-batch": "≥ 0.95"}
 
 
 def stacked(job: Job, clients: int) -> Job:
-    """Return what the whole model trains: the union of the clients' micro-batches."""
+    """Return the micro-batches of the whole model: the union of the clients' micro-batches."""
     shape = replace(job.shape, rows=clients * job.shape.rows)
     return replace(job, shape=shape, examples=random_examples)
 
@@ -141,7 +141,7 @@ def main() -> None:
     shape = Shape(hidden=arguments.hidden, vocabulary=2000)
     split = SplitSettings(wire_dtype=arguments.wire, activation_budget=2**20, frame_timeout=3600.0)
     table = make_table(
-        "seconds per turn; samples per second ÷ centralised",
+        "seconds per turn; samples per second ÷ those of centralised training",
         *("clients", "", "median", "minimum", "CPU", "samples/s", *RATIOS, "target"),
     )
     with random_job(shape, WARM_UP + arguments.pairs) as job:

@@ -53,7 +53,7 @@ def serve_texts(link: Connection, job: Job, split: SplitSettings) -> None:
 
 
 def measure(models: dict[str, Answering], pids: list[int], pairs: int, vocabulary: int) -> Table:
-    """Generate with all models in turn; the first is the one that others are compared with.
+    """Generate with all models in turn, and compare the others with the first.
 
     Raises:
         SystemExit: A model's tokens are not those of the first one.
@@ -117,7 +117,7 @@ def main() -> None:
         table = measure(models, pids, arguments.pairs, shape.vocabulary)
     show(
         f"{_ROWS} prompts of {_PROMPT} tokens, {_NEW} new ones each; Llama with hidden size "
-        f"{shape.hidden} and {shape.blocks} blocks, of which the first and last are at the client",
+        f"{shape.hidden} and {shape.blocks} blocks, the first and the last at the client",
         table,
     )
 

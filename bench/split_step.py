@@ -63,11 +63,11 @@ def start(
 
 
 def compared(whole: Whole, sides: Sequence[Split]) -> Table:
-    """Return each configuration's seconds, and what they are of another's."""
+    """Return each configuration's seconds, and their ratios to another's."""
     headings = ("", "median", "minimum", "CPU", "÷", *RATIOS, "target")
     table = make_table("seconds per step, and ratios", *headings)
     every: list[Side] = [whole, *sides]
-    # The whole model for those without a proxy, the lane with a core each for the others.
+    # Without a proxy compared with the whole model, otherwise with the lane with two cores.
     bases = (None, 0, 0, 2, 2)
     targets = ("", "≤ 1.05", "≤ 0.75", "≤ 1.15", "")
     for number, (side, base, target) in enumerate(zip(every, bases, targets, strict=False), 1):
@@ -79,7 +79,7 @@ def compared(whole: Whole, sides: Sequence[Split]) -> Table:
 
 
 def accounted(sides: Sequence[Split], shape: Shape) -> tuple[Table, Table]:
-    """Return where the time of the split steps goes, and what they carry."""
+    """Return how the time of the split steps is spent, and their bytes on the wire."""
     where = make_table(
         "milliseconds per step, the warm-up included; training in CPU time, CPU of the whole "
         "process, the rest by the clock",

@@ -1,8 +1,8 @@
-"""What each wire carries, and what it does to training: ``python -m bench.wires``.
+"""Bytes on the wire and losses with each ``split.wire-dtype``: ``python -m bench.wires``.
 
-A small random Llama learns with LoRA on every linear module which of a few tokens follows which.
-Each wire trains it over a lane of its own on the same data from the same adapter, and so does the
-whole model in one process.
+A small random Llama with LoRA on every linear module learns which token follows which. With each
+type it is trained over a separate lane, on the same data and from the same adapter; the whole model
+is trained in one process.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def train_whole(job: Job) -> list[float]:
 
 
 def main() -> None:
-    """Train with each wire, and print what it carried and the losses."""
+    """Train with each wire type, and print the bytes and the losses."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps

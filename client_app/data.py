@@ -1,4 +1,4 @@
-"""A client's private rows: its own files, a share of a data set, or generated ones."""
+"""A client's private rows: from its own files, a share of a data set, or generated."""
 
 import re
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class ClientData:
 def read_client_data(
     settings: DataSettings, node: Mapping[str, str | int | float | bool], seed: int
 ) -> ClientData:
-    """Find and read a client's data.
+    """Read a client's data.
 
     Args:
         settings: The run's data settings.
@@ -72,7 +72,7 @@ def read_client_data(
 
 
 def _generated(index: int, seed: int) -> ClientData:
-    """Return one of the three generated clients; further ones repeat the styles with new facts."""
+    """Return a generated client; clients after the third repeat the styles with new facts."""
     style, copy = STYLES[index % len(STYLES)], index // len(STYLES)
     name = style if copy == 0 else f"{style}-{copy + 1}"
     own_seed = derive_seed("generated", seed, copy)
@@ -148,8 +148,8 @@ class _Reader:
         path = self.settings.path
         if not _HUB_ID.fullmatch(path) or Path(path).suffix in FORMATS:
             raise DataError(
-                f'data.path = "{path}" must be an absolute path (or start with ~): a run has its '
-                "own folder, to which relative paths would refer"
+                f'data.path = "{path}" must be an absolute path (or start with ~): relative paths '
+                "would refer to the folder in which Flower runs the app"
             )
         return read_rows(path, skip_bad=self.settings.skip_bad_rows)
 
@@ -161,7 +161,7 @@ class _Reader:
             return partition(rows, count, self.settings, self.seed)[index]
 
         if test is None:
-            # Held out after the division, so that no client trains on another one's test rows.
+            # Held out after the division, so that no client trains on another's test rows.
             return self.hold_out(name, divide(train))
         if kind in {"iid", "length"}:
             return ClientData(name, divide(train), divide(test))
@@ -184,7 +184,7 @@ class _Reader:
     def hold_out(self, name: str, rows: list[Row]) -> ClientData:
         """Hold out a share of the rows, at least one."""
         if len(rows) < 2:
-            raise DataError(f"{name} has {len(rows)} row and no test part; none can be held out")
+            raise DataError(f"{name} has {len(rows)} row and no test part; nothing can be held out")
         seed = derive_seed("hold out", self.seed, name)
         order = np.random.default_rng(seed).permutation(len(rows))
         cut = min(max(1, round(self.settings.test_fraction * len(rows))), len(rows) - 1)

@@ -1,4 +1,4 @@
-"""What evaluating a model on a client's held-out data takes, whatever the strategy."""
+"""Evaluation of a model on a client's held-out data, for all strategies."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from strategies.messages import LARGEST_METRIC
 
 
 def measure(kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Task) -> Metrics:
-    """Measure a model's held-out loss, and score its answers if the run sets it.
+    """Measure a model's held-out loss, and score its answers if the run config says so.
 
     Args:
         kind: ``base``, ``global`` or ``personalised``.
@@ -47,7 +47,7 @@ def measure(kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Tas
 
 
 def save_final_adapters(task: Task, adapters: Mapping[str, State], peft_config: Any) -> None:
-    """Save the run's last whole adapters, by kind, on the client's own disk in PEFT's format."""
+    """Save the final adapters of the whole model on the client's disk, in PEFT's format."""
     config, institution = task.config, task.institution
     base = reference(config.model.name, institution.directory)
     task.state.describe(config.flat(), base, institution.fingerprint)

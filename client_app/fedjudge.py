@@ -1,4 +1,4 @@
-"""FedJudge at a client: the whole model is here, and only adapters travel."""
+"""FedJudge at a client, which has the whole model and exchanges only adapters."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -81,10 +81,10 @@ def train(task: Task) -> tuple[State, Metrics]:
 
 
 def evaluate(task: Task) -> tuple[Metrics, State | None]:
-    """Measure the base, global and personalised models as far as they are due.
+    """Evaluate those of the base, global and personalised models that are due.
 
     Returns:
-        Metrics named ``<model>.<metric>``, and J at the global adapter if it was asked for.
+        Metrics named ``<model>.<metric>``, and J at the global adapter if it was requested.
 
     """
     instruction, adapter = task.instruction, task.arrays[ARRAYS]
@@ -112,9 +112,9 @@ def evaluate(task: Task) -> tuple[Metrics, State | None]:
 
 @lru_cache(maxsize=1)
 def _load_model(model: ModelSettings, adapter: AdapterSettings) -> tuple[WholeModel, Any]:
-    """Return the model with an adapter, and its tokenizer; loaded once per process.
+    """Return the model with an adapter, and its tokenizer; they are loaded once per process.
 
-    The adapter's weights are those of the previous message: set them before use.
+    The adapter still has the weights of the previous message: set them before use.
 
     Raises:
         BaseModelError: The model can't be loaded, or the adapter doesn't fit.
@@ -125,7 +125,7 @@ def _load_model(model: ModelSettings, adapter: AdapterSettings) -> tuple[WholeMo
 
 
 def _importance(model: WholeModel, institution: Institution, config: RunConfig) -> State:
-    """Compute J at the adapter's present weights, on training examples drawn by the run's seed.
+    """Compute J at the adapter's current weights, on training examples drawn by the run's seed.
 
     Returns:
         J under the adapter's exported names.
@@ -148,7 +148,7 @@ def _importance(model: WholeModel, institution: Institution, config: RunConfig) 
 
 
 def _penalty_metrics(report: TrainingReport, weight: float, parameters: int) -> Metrics:
-    """Return the metrics of the continual-learning penalty of weight λ, if there is one."""
+    """Return the metrics of the continual-learning penalty with weight λ, if there is one."""
     s = report.final_distance
     if s is None:
         return {}

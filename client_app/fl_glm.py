@@ -1,4 +1,4 @@
-"""FL-GLM at a client: head and tail are here, the blocks between at the server, over a lane."""
+"""FL-GLM at a client, which has head and tail; the body is at the server, behind a lane."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
 
 
 def train(task: Task) -> tuple[State, Metrics]:
-    """Train head and tail for one round, with the blocks between at the server.
+    """Train head and tail for one round, with the body at the server.
 
     Returns:
         The local adapters of head and tail, and the round's metrics.
@@ -91,9 +91,9 @@ def train(task: Task) -> tuple[State, Metrics]:
 
 
 def evaluate(task: Task) -> tuple[Metrics, State | None]:
-    """Measure models on held-out data, with the blocks between at the server.
+    """Evaluate models on held-out data, with the body at the server.
 
-    After the last round whole adapters are saved: the message brings the body's.
+    After the last round the adapters of the whole model are saved: the message has the body's.
 
     Returns:
         Metrics named ``<model>.<metric>``, and None: there is no J in FL-GLM.
@@ -129,9 +129,9 @@ def evaluate(task: Task) -> tuple[Metrics, State | None]:
 def _load_parts(
     model: ModelSettings, adapter: AdapterSettings, split: SplitSettings
 ) -> dict[PartyName, Part]:
-    """Return the head and the tail with adapters; loaded once per process.
+    """Return the head and the tail with adapters; they are loaded once per process.
 
-    The adapters' weights are those of the previous message: set them before use.
+    The adapters still have the weights of the previous message: set them before use.
 
     Raises:
         BaseModelError: The model can't be loaded.

@@ -1,4 +1,4 @@
-"""An institution: its name and tokenized data, as one ClientApp process has them."""
+"""An institution: its name and its tokenized data, cached in a ClientApp process."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from finetuning.data.tokenization import Example, tokenize
 from finetuning.model.base_model import load_tokenizer
 from strategies.run_config import RunConfig, Scalar
 
-# Returns the directory and the fingerprint of what a client holds of the base model.
+# Returns the directory and the fingerprint of the client's part of the base model.
 BaseModel = Callable[[RunConfig], tuple[Path, dict[str, str]]]
 
 
@@ -45,7 +45,7 @@ class Institution:
 def open_institution(
     config: RunConfig, node: Mapping[str, Scalar], base_model: BaseModel
 ) -> Institution:
-    """Read and tokenize a client's data; once for each client in a process.
+    """Read and tokenize a client's data, once for each client in a process.
 
     Raises:
         DataError: The data is missing or malformed.
@@ -70,8 +70,8 @@ def _open(
         if report.inputs_shortened or report.outputs_cut or report.left_out:
             log(
                 WARNING,
-                "%s: of the %s examples %d have shortened inputs, %d have outputs that don't fit "
-                "and were cut, %d were left out (data.max-length = %d)",
+                "%s: of the %s examples, %d have shortened inputs, %d have outputs that don't fit "
+                "and were cut, and %d were left out (data.max-length = %d)",
                 data.name,
                 part,
                 report.inputs_shortened,

@@ -28,10 +28,10 @@ app = ClientApp()
 
 
 class Strategy(Protocol):
-    """A client's half of a strategy: one module each."""
+    """The client's half of a strategy, one module each."""
 
     def base_model(self, config: RunConfig) -> tuple[Path, dict[str, str]]:
-        """Return the directory and the fingerprint of what is held here of the base model."""
+        """Return the directory and the fingerprint of the client's part of the base model."""
         ...
 
     def train(self, task: Task) -> tuple[State, Metrics]:
@@ -39,7 +39,7 @@ class Strategy(Protocol):
         ...
 
     def evaluate(self, task: Task) -> tuple[Metrics, State | None]:
-        """Return metrics named ``<model>.<metric>``, and J if it was asked for."""
+        """Return metrics named ``<model>.<metric>``, and J if it was requested."""
         ...
 
 
@@ -49,7 +49,7 @@ _STRATEGIES: dict[str, Strategy] = {
     "fl-glm": fl_glm,
 }
 Handler = Callable[[Message, Context], Message]
-# Errors that a person can correct. Any other is a fault of the program: Flower reports a traceback.
+# Errors that a user can correct. Any other is a bug: Flower reports a traceback.
 _PROBLEMS = (
     BaseModelError,
     ConfigError,
@@ -62,7 +62,7 @@ _PROBLEMS = (
 
 
 def _reporting_problems(handler: Handler) -> Handler:
-    """Reply with the error's text where the handler raises one that a person can correct."""
+    """Reply with the error's text if the handler raises one that a user can correct."""
 
     @wraps(handler)
     def handle(message: Message, context: Context) -> Message:
@@ -105,7 +105,7 @@ def train(message: Message, context: Context) -> Message:
 @app.evaluate()
 @_reporting_problems
 def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate models on held-out data; compute J if the message asks for it."""
+    """Evaluate models on held-out data, and compute J if the message requests it."""
     task = _task(message, context)
     metrics, importance = _STRATEGIES[task.config.strategy].evaluate(task)
     return _reply(task, metrics, importance)
@@ -129,8 +129,8 @@ def _task(message: Message, context: Context) -> Task:
     config, institution = _open(context)
     if digest(institution.fingerprint) != instruction.base:
         raise BaseModelError(
-            f"the base model in {institution.directory} is not the run's: it has changed, or was "
-            "replaced by another one"
+            f"the base model in {institution.directory} is not the run's: it was changed or "
+            "replaced"
         )
     log(INFO, "%s is ready in %.1f s", institution.name, time.monotonic() - started)
     return Task(
@@ -140,7 +140,7 @@ def _task(message: Message, context: Context) -> Task:
         institution=institution,
         state=ClientState(config.state_path, instruction.lineage, institution.name),
         arrays={name: from_arrays(a) for name, a in message.content.array_records.items()},
-        # Reading and tokenizing take from the client's time, too.
+        # Reading and tokenizing also count towards the client's time.
         deadline=started + instruction.time_limit,
     )
 

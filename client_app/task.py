@@ -1,4 +1,4 @@
-"""A train or evaluate message as a client sees it, and the local round that it asks for."""
+"""A train or evaluate message at a client, and the local round that it requests."""
 
 from dataclasses import dataclass
 from logging import WARNING
@@ -21,11 +21,11 @@ Metrics = dict[str, int | float]
 
 @dataclass(frozen=True)
 class Task:
-    """A train or evaluate message, and what is needed to carry it out.
+    """A train or evaluate message, with everything needed to carry it out.
 
     Attributes:
         message: The message itself.
-        instruction: The round, and what is due.
+        instruction: Number of the round, and what to do.
         config: The run's configuration.
         institution: The client's data.
         state: The client's files from earlier rounds.
@@ -48,7 +48,7 @@ class Task:
         return f"{self.institution.name}, round {self.instruction.round}"
 
     def plan(self) -> RoundPlan:
-        """Return which examples this round trains on, in which order, and until when."""
+        """Return the examples of this round in order, and the deadline."""
         settings, name, number = self.config.train, self.institution.name, self.instruction.round
         lengths = [len(example.tokens) for example in self.institution.train]
         per_round = steps_per_round(len(lengths), settings)
@@ -63,9 +63,9 @@ class Task:
         )
 
     def saved_optimizer(self) -> OptimizerState | None:
-        """Return the previous round's optimizer state if the run keeps it.
+        """Return the previous round's optimizer state if the run config keeps it.
 
-        State that this and later rounds left is removed: a resumed run repeats them.
+        State of this and later rounds is removed: a resumed run repeats them.
         """
         number = self.instruction.round
         self.state.forget_from(number)
@@ -77,7 +77,7 @@ class Task:
         return optimizer
 
     def save(self, adapter: State, optimizer: OptimizerState) -> None:
-        """Save the local adapter, and the optimizer's state if the run keeps it."""
+        """Save the local adapter, and the optimizer's state if the run config keeps it."""
         keeps = self.config.train.optimizer_state == "keep"
         self.state.save(self.instruction.round, adapter, optimizer if keeps else {})
 

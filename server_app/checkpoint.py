@@ -16,7 +16,7 @@ from strategies.run_config import ConfigError, RunConfig
 
 _KEPT = 2
 # May differ between a run and its resumption, since they don't change what is computed. (Other
-# devices round differently and draw other dropout masks, but a run may move to another machine.)
+# devices round differently and draw other dropout masks, but runs may move to another machine.)
 _MAY_CHANGE = {
     "min-nodes",
     "node-timeout",
@@ -47,7 +47,7 @@ _MAY_CHANGE = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run after a round.
+    """The state of a run after a round.
 
     Attributes:
         progress: Progress of the run.
@@ -100,7 +100,7 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     before = json.loads((directory / "config.json").read_text())
     may_change = set(_MAY_CHANGE)
     if config.train.schedule == "constant" and config.train.warmup_ratio == 0:
-        may_change.add("rounds")  # any other schedule spans a number of rounds
+        may_change.add("rounds")  # all other schedules depend on the number of rounds
     changed = [
         f"{key} was {before.get(key)!r} and is {value!r}"
         for key, value in config.flat().items()
@@ -108,7 +108,7 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     ]
     if changed:
         raise ConfigError(
-            f'resume = "{directory}": a run is resumed with the config it began with:\n  '
+            f'resume = "{directory}": a run must be resumed with its original config:\n  '
             + "\n  ".join(changed)
         )
     try:
@@ -134,7 +134,7 @@ def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
 
     """
     before = json.loads((directory / "base-model.json").read_text())["digests"]
-    # Other parties' shards may have been added to the folder since.
+    # Files with other parties' tensors may have been added to the folder since.
     odd = [name for name in differences(before, fingerprint) if name in before]
     if odd:
         raise ConfigError(

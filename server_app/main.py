@@ -1,4 +1,4 @@
-"""The ServerApp: reads the config, picks the strategy, keeps results."""
+"""The ServerApp: reads the config, creates the strategy, and keeps the results."""
 
 import shutil
 import uuid
@@ -30,7 +30,7 @@ STRATEGIES = {"fedjudge-base": FedJudgeBase, "fedjudge-cl": FedJudgeCL, "fl-glm"
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run all remaining rounds; only an exception gives a Flower run a failed status."""
+    """Run all remaining rounds; Flower marks a run as failed only after an exception."""
     config = parse_run_config(context.run_config)
     directory, checkpoint = open_directory(config)
     try:
@@ -38,7 +38,7 @@ def main(grid: Grid, context: Context) -> None:
     except BaseException:
         if (directory / "metrics.jsonl").exists():
             log(INFO, "Results so far: %s", directory)
-        elif not config.resume:  # refused before anything was computed
+        elif not config.resume:  # it was refused before anything was computed
             shutil.rmtree(directory)
         raise
     log(INFO, "%s", summary(directory))

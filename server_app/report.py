@@ -1,7 +1,7 @@
-"""The report of a run: one HTML page that needs nothing beside itself.
+"""The report of a run: one self-contained HTML page.
 
-It is made from the two files that every run writes, ``metrics.jsonl`` and ``config.json``, also
-during a run and after one that was killed. Client names come from outside: the template escapes
+It is generated from the two files that every run writes, ``metrics.jsonl`` and ``config.json``,
+even during a run or after one that was killed. Clients' names are not trusted: the template escapes
 all values, and no name is drawn into a plot.
 """
 
@@ -39,7 +39,7 @@ _MODELS = ("base", "global", "personalised")
 
 @dataclass(frozen=True)
 class ClientSummary:
-    """A client's last known held-out loss (nats per token) and ROUGE-L (0..1); None: unknown."""
+    """A client's last known held-out loss (nats per token) and ROUGE-L (0 to 1); None: unknown."""
 
     client: str
     base_loss: float | None
@@ -68,7 +68,7 @@ def write_report(directory: Path) -> Path:
 def read_events(path: Path) -> list[Event]:
     """Read ``metrics.jsonl``; without a file there are no events.
 
-    A last line without newline that can't be read is ignored: a killed run may leave one.
+    An incomplete last line is ignored: a killed run may leave one.
 
     Raises:
         ValueError: Any other line is malformed; the message names file and line.
@@ -95,7 +95,7 @@ def _parse(line: bytes, where: str) -> Event:
 
 
 def summary_rows(events: Iterable[Event]) -> list[ClientSummary]:
-    """Return the last known losses and ROUGE-L of every client, in order of name."""
+    """Return the last known losses and ROUGE-L of every client, in the order of names."""
     return [
         ClientSummary(client, *(models[m].get(key) for key in ("loss", "rougeL") for m in _MODELS))
         for client, models in _latest(events).items()
@@ -103,12 +103,12 @@ def summary_rows(events: Iterable[Event]) -> list[ClientSummary]:
 
 
 def _latest(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
-    """Return client → model → the last known value of everything, clients in order of name."""
+    """Return the last known values by client and model, with clients in the order of names."""
     latest: dict[str, dict[str, Event]] = {}
     for event in events:
         if event["event"] in ("train", "evaluate"):
             models = latest.setdefault(event["client"], {model: {} for model in _MODELS})
-            # Text isn't generated in every round: an older score is shown rather than none.
+            # Text isn't generated in every round: show an older score rather than none.
             known = {key: value for key, value in event.items() if value is not None}
             models.get(event.get("model", ""), {}).update(known)
     return dict(sorted(latest.items()))
@@ -185,8 +185,8 @@ def _lanes(events: Iterable[Event]) -> list[tuple[str, list[str], list[str]]]:
     return rows
 
 
-_INK = "#010203"  # becomes the page's text colour, so that plots follow its light or dark scheme
-# Petroff's ten colours can be told apart with any colour vision; markers help in print.
+_INK = "#010203"  # replaced by the page's text colour, so that plots follow its colour scheme
+# Petroff's ten colours are distinguishable with any colour vision; markers help in print.
 _COLOURS = "#3f90da #bd1f01 #ffa90e #832db6 #94a4a2 #a96b59 #e76300 #717581 #b9ac70 #92dadd"
 _LOOKS = list(zip(_COLOURS.split(), "os^DvPX<>*", "●■▲◆▼✚✖◀▶★", strict=True))
 _LINES: dict[str, dict[str, Any]] = {  # by model; the base has no rounds and is a horizontal line

@@ -1,4 +1,4 @@
-"""A run's folder of results: adapters, metrics, checkpoints, report."""
+"""A run's folder of results: adapters, metrics, checkpoints and report."""
 
 import json
 import platform
@@ -60,7 +60,7 @@ class Results:
     def record(self, event: Mapping[str, Any]) -> None:
         """Append an event to ``metrics.jsonl`` and its numbers to TensorBoard.
 
-        Texts are escaped and cut: a peer's may be among them, and must not end the run.
+        Texts are escaped and cut, since some come from peers and must not end the run.
         """
         event = _printable(event)
         with self._metrics.open("a", encoding="utf-8") as lines:
@@ -84,7 +84,7 @@ class Results:
         self._save_adapter(f"clients/{client}", state, title, {client: size}, round_number)
 
     def personalised(self, client: str) -> State | None:
-        """Return a client's personalised adapter as saved last, or None."""
+        """Return a client's last saved personalised adapter, or None."""
         file = self.directory / "adapters" / "clients" / client / "adapter_model.safetensors"
         return dict(load_file(file)) if file.is_file() else None
 
@@ -113,7 +113,7 @@ class Results:
         save_adapter(self.directory / "adapters" / folder, state, self._peft_config, card)
 
     def rewind_to(self, checkpoint: Checkpoint) -> None:
-        """Drop what was recorded after a checkpoint: the resumed run records it again."""
+        """Drop everything recorded after a checkpoint: the resumed run records it again."""
         self._sizes = dict(checkpoint.sizes)
         if self._metrics.exists():
             with self._metrics.open("r+b") as metrics:
@@ -125,7 +125,7 @@ class Results:
 
 
 def _printable(value: Any) -> Any:
-    """Return a JSON value with all its texts made printable."""
+    """Return a JSON value in which all texts are printable."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
@@ -136,7 +136,7 @@ def _printable(value: Any) -> Any:
 
 
 def new_directory(config: RunConfig) -> Path:
-    """Make a new folder for a run, named by time and strategy.
+    """Create a new folder for a run, named by time and strategy.
 
     Raises:
         ConfigError: ``output-dir`` can't be written to.

@@ -27,7 +27,7 @@ class FedJudgeCL(FedJudgeBase):
         if server_round == 1:
             return messages
         own = self.config.continual.importance == "client"
-        # Otherwise _use_importance has set it.
+        # Otherwise ``_use_importance`` has set it.
         averaged = None if own else to_arrays(self.progress.importance or {})
         for message in messages:
             message.content.config_records[CONFIG]["importance"] = own

@@ -41,7 +41,7 @@ class FLGLM(Rounds):
         self._directory = self.locate_base_model(config)
         self._partition = partition_of(self._directory, config.split)
         theirs = tensors_of(self._directory, self._partition, ("head", "tail"))
-        # Clients compare with each other what the server has no file of.
+        # Tensors that the server has no file of are compared between clients.
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
         super().__init__(config, expected, progress, journal)
@@ -81,7 +81,7 @@ class FLGLM(Rounds):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every connected client to train, each with its own invitation.
+        """Make a train message to every connected client, each with its own invitation.
 
         With the serial schedule, messages must be sent one at a time, as they are made.
         """
@@ -105,9 +105,9 @@ class FLGLM(Rounds):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every connected client for what is due, each with its own invitation.
+        """Make an evaluate message to every connected client, each with its own invitation.
 
-        After the last round, messages also bring the adapters of the body.
+        After the last round, messages also contain the adapters of the body.
         """
         final = self._evaluation(server_round).final
         for message in super().configure_evaluate(server_round, arrays, config, grid):
@@ -130,7 +130,7 @@ class FLGLM(Rounds):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average heads and tails by data size, and the body as the schedule does."""
+        """Average heads and tails by data size, and the body by the schedule."""
         self._end_lanes(server_round)
         return super().aggregate_train(server_round, replies)
 
@@ -142,7 +142,7 @@ class FLGLM(Rounds):
         return super().aggregate_evaluate(server_round, replies)
 
     def _serve_body(self, parts: Mapping[PartyName, State]) -> BlockServer:
-        """Load the body, and start to listen."""
+        """Load the body, and start the block server."""
         started = time.monotonic()
         config = self.config
         prefixes = config.adapter.kind == "prefix"
@@ -188,7 +188,7 @@ class FLGLM(Rounds):
     def _end_lanes(self, server_round: int) -> None:
         for account in self._server.finish_lanes():
             event = {underscored(k): v for k, v in asdict(account).items()}
-            event["error"] = printable(account.error)  # it may quote the client
+            event["error"] = printable(account.error)  # may quote the client
             self._journal.record({"event": "lane", "round": server_round, **event})
 
     def _bodies_of(self, client: str, server_round: int) -> dict[str, tuple[int, State | None]]:
@@ -196,7 +196,7 @@ class FLGLM(Rounds):
         if server_round == 0:
             return {"base": (0, None)}
         if client not in self._bodies and (kept := self._journal.personalised(client)):
-            # After a resumption: a client's last adapter counts for the last round.
+            # In a resumed run, a client's last adapter is taken as that of the last round.
             self._bodies[client] = (server_round, take_apart(kept, self._partition)["body"])
         own = {"personalised": self._bodies[client]} if client in self._bodies else {}
         return {"global": (server_round, self._body), **own}
@@ -228,7 +228,7 @@ def _refuse_clear_text(grid: Grid, address: str) -> None:
         loopback = host == "localhost"
     if getattr(grid, "_insecure", False) and not loopback:
         raise RefusedError(
-            f"clients would get their tickets to the block server at {address} over Flower's "
+            f"clients would receive their tickets to the block server at {address} over Flower's "
             "connections, which are not encrypted; start the SuperLink with --ssl-certfile, "
             "--ssl-keyfile and --ssl-ca-certfile, or listen on 127.0.0.1"
         )

@@ -1,4 +1,4 @@
-"""What a strategy records of a run; the server app writes the files."""
+"""The records that a strategy keeps of a run; the server app writes the files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Journal(Protocol):
         ...
 
     def keep_personalised(self, client: str, state: State, round_number: int, size: int) -> None:
-        """Save a client's personalised adapter: its local one after the round's training."""
+        """Save a client's personalised adapter: its local adapter after the round's training."""
         ...
 
     def personalised(self, client: str) -> State | None:
@@ -43,5 +43,5 @@ class Journal(Protocol):
         ...
 
     def checkpoint(self, progress: Progress, state: State) -> None:
-        """Save the global adapter after a round, and what resuming the run takes."""
+        """Save the global adapter after a round, and everything needed to resume the run."""
         ...

@@ -29,7 +29,7 @@ SIZE = "num-examples"
 # Larger metrics could overflow in averages and plots; TensorBoard holds them as float32.
 LARGEST_METRIC = 1e30
 
-# A client's name; it becomes a folder's.
+# A client's name, which becomes the name of a folder.
 NAME = re.compile(r"\w[\w .-]{0,62}\w|\w")
 # File systems allow 255 bytes for a folder's name; temporary names are a few longer.
 _MOST_NAME_BYTES = 200
@@ -64,12 +64,12 @@ class Instruction:
     final: bool = False
 
     def to_record(self) -> ConfigRecord:
-        """Return it as a ConfigRecord."""
+        """Return the instruction as a ConfigRecord."""
         return ConfigRecord(asdict(self))
 
     @classmethod
     def of(cls, message: Message) -> "Instruction":
-        """Read it from a message.
+        """Read the instruction from a message.
 
         Raises:
             ValueError: The lineage can't be the name of a folder, which it becomes.
@@ -88,7 +88,7 @@ def is_name(text: str) -> bool:
 
 
 def one_line(text: str) -> str:
-    """Return a peer's text, or an error that may quote one, on one line of bounded length."""
+    """Return a peer's text, or an error that may quote one, as one line of bounded length."""
     return printable(" ".join(text[:10_000].split()))
 
 
@@ -97,7 +97,7 @@ def lane_record(invitation: Invitation, models: Mapping[str, int] | None = None)
 
     Args:
         invitation: Invitation to train, or to evaluate models.
-        models: Models to evaluate, each with the round of the server's part of it.
+        models: Models to evaluate, each with the round of the server's part.
 
     """
     models = models or {}
@@ -130,7 +130,7 @@ def invitation_of(message: Message) -> Invitation:
 
 
 def models_of(message: Message) -> dict[str, int]:
-    """Read which models a client is invited to evaluate, and the round of each."""
+    """Read the models that a client is invited to evaluate, and the round of each."""
     record: Any = message.content.config_records[LANE]
     return dict(zip(record["models"], record["rounds"], strict=True))
 
@@ -155,7 +155,7 @@ def answer(
 ) -> Message:
     """Make a reply.
 
-    ``config`` has at least the client's ``name``; the metrics of replies to train and evaluate
+    ``config`` contains at least the client's ``name``; the metrics of replies to train and evaluate
     messages include ``num-examples``; ``arrays`` is the adapter, or J.
     """
     content = RecordDict({CONFIG: ConfigRecord(dict(config))})
@@ -167,7 +167,7 @@ def answer(
 
 
 def problem_of(message: Message) -> str | None:
-    """Return what a reply says went wrong, on one line, or None if nothing did."""
+    """Return the error that a reply reports, as one line, or None if there is none."""
     if message.has_error():
         # Flower writes <class 'X'>:<'…'>, in simulation around its own exception's text.
         reason = str(message.error.reason).rpartition("Message: ")[2].strip()

@@ -1,4 +1,4 @@
-"""The clients of a run: SuperNodes are waited for, registered by name, and sent messages."""
+"""The clients of a run: wait for SuperNodes, register them by name, and send messages."""
 
 import math
 import time
@@ -25,7 +25,7 @@ class TooFewClientsError(RuntimeError):
 
 
 class RefusedError(RuntimeError):
-    """Clients can't take part as they are; the message names each with what to do."""
+    """Clients can't take part; the message names each, with the reason and what to do."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> list[int]:
 
 
 def exchange(grid: Grid, messages: Iterable[Message], timeout: float) -> list[Message]:
-    """Send messages, and wait for the replies.
+    """Send messages and wait for the replies.
 
     Args:
         grid: Connects to the SuperNodes.
@@ -81,11 +81,11 @@ def exchange(grid: Grid, messages: Iterable[Message], timeout: float) -> list[Me
 
 
 def _turns(grid: Grid, clients: int) -> int:
-    """Return how many clients may have to be waited for, one after another, before all replied.
+    """Return the largest number of clients that may have to work one after another.
 
     A simulation may have fewer actors than clients: messages then wait in Flower's queue, and a
-    client's own time begins when its message is taken from there. Flower doesn't tell the number of
-    actors, so one is assumed. In a deployment each client has its own machine.
+    client's own time begins when its message is taken from the queue. Flower doesn't expose the
+    number of actors, so one is assumed. In a deployment each client has its own machine.
     """
     return max(1, clients) if isinstance(grid, InMemoryGrid) else 1
 
@@ -93,8 +93,8 @@ def _turns(grid: Grid, clients: int) -> int:
 class Participants:
     """The registered clients of a run, and the recipients of the last messages.
 
-    ``fingerprint`` is of what clients must hold of the base model, as the server computed it. An
-    empty digest is unknown, and becomes that of the first client.
+    ``fingerprint`` is that of the tensors which clients must hold, as the server computed it. An
+    empty digest is unknown, and is set to that of the first client.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Participants:
 
     @property
     def base(self) -> str:
-        """Digest of what clients hold of the base model."""
+        """Digest of the clients' part of the base model."""
         return digest(self.fingerprint)
 
     def register_all(self, grid: Grid) -> None:
@@ -130,7 +130,7 @@ class Participants:
             log(INFO, "%s takes part with %d examples", participant.name, participant.examples)
 
     def register_newcomers(self, grid: Grid) -> None:
-        """Register SuperNodes that connected later; one with a problem doesn't stop the others.
+        """Register SuperNodes that connected later; problems of one don't affect the others.
 
         Raises:
             TooFewClientsError: Not enough SuperNodes are connected in time.
@@ -152,7 +152,7 @@ class Participants:
 
     @property
     def asked(self) -> dict[str, int]:
-        """Names and data sizes of the last messages' recipients, in the order of names."""
+        """Names and data sizes of the recipients of the last messages, in the order of names."""
         return {p.name: p.examples for p in self._asked.values()}
 
     def name_of(self, message: Message) -> str:
@@ -162,8 +162,8 @@ class Participants:
     def address(self, message_type: str, content: RecordDict, grid: Grid) -> Iterator[Message]:
         """Make a message to every participant that is connected, in the order of names.
 
-        The recipients are remembered at once. Each message is made when it is taken, since its
-        time to live begins then, and has a record of its own, so that more can be put into it.
+        The recipients are recorded immediately. Each message is created when the iterator reaches
+        it, since its time to live begins then. It has its own record, so that more can be added.
         """
         connected = [self._registered[n] for n in grid.get_node_ids() if n in self._registered]
         self._asked = {p.node_id: p for p in sorted(connected, key=lambda p: p.name)}
@@ -216,13 +216,13 @@ class Participants:
     def _query(
         self, grid: Grid, nodes: Iterable[int], wait: float
     ) -> tuple[dict[int, Participant], dict[str, str]]:
-        """Ask nodes for name, data size and base model; return participants, and problems."""
+        """Query nodes for name, data size and base model; return participants and problems."""
         content = RecordDict({CONFIG: self._instruction.to_record()})
         silent = set(nodes)
         ttl = wait * _turns(grid, len(silent))
         queries = [Message(content, node, MessageType.QUERY, ttl=ttl) for node in sorted(silent)]
         replies = exchange(grid, queries, wait)
-        # A SuperNode that was restarted comes back under a new id and its old name.
+        # A SuperNode that was restarted has a new id and its old name.
         connected = set(grid.get_node_ids())
         names = {p.name for p in self._registered.values() if p.node_id in connected}
         participants: dict[int, Participant] = {}

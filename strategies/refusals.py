@@ -1,6 +1,6 @@
-"""Checks of clients' replies: what is malformed or out of bounds is refused, with a reason.
+"""Checks of clients' replies: malformed or excessive ones are refused, with a reason.
 
-Reasons quote replies: use ``printable`` before they are logged or stored.
+Reasons quote replies: apply ``printable`` before they are logged or stored.
 """
 
 import math
@@ -79,7 +79,7 @@ def reason_to_refuse_registration(
             f"the name {printable(name, 64)!r} must be letters, digits, spaces, '.', '_' or '-' "
             "(at most 64)"
         )
-    # Names become folders, and some file systems don't tell upper from lower case.
+    # Names become folders, and some file systems don't distinguish upper and lower case.
     if name.casefold() in {other.casefold() for other in taken}:
         return (
             f"another SuperNode is named {name!r} already (upper and lower case count as equal); "
@@ -93,7 +93,7 @@ def reason_to_refuse_registration(
 
 def _base_model_problem(tensors: Any, digests: Any, fingerprint: Mapping[str, str]) -> str | None:
     if not _are_texts(tensors) or not _are_texts(digests) or len(tensors) != len(digests):
-        return "it doesn't say which base model it has"
+        return "it doesn't report its base model"
     theirs = dict(zip(tensors, digests, strict=True))
     odd = differences({k: v or theirs.get(k, v) for k, v in fingerprint.items()}, theirs)
     if not odd:
@@ -112,13 +112,13 @@ def _are_texts(value: Any) -> TypeGuard[list[str]]:
 def _identity_problem(reply: Message, name: str, base: str) -> str | None:
     config = config_of(reply)
     if config.get("name") != name:
-        return f"it now calls itself {config.get('name')!r}"
+        return f"its name is now {config.get('name')!r}"
     if config.get("base") != base:
         return "it trained another base model (the fingerprints differ)"
-    # An average takes every record of a reply, so there may be none but those that are checked.
+    # Flower averages every record of a reply, so there must be none besides those checked here.
     content = reply.content
     if set(content.metric_records) != {METRICS} or not set(content.array_records) <= {ARRAYS}:
-        return "it sent more than was asked for"
+        return "it sent more than was requested"
     return None
 
 
@@ -168,11 +168,11 @@ def _array_problem(array: Array, expected: Array, minimum: float) -> str | None:
         return f"is {array.dtype}{list(array.shape)}, and must be {dtype}{list(shape)}"
     try:
         value = array.numpy()
-    except Exception as error:  # whatever bytes from outside make numpy raise
+    except Exception as error:  # untrusted bytes can make NumPy raise anything
         return f"can't be read: {error}"
     # NumPy also reads archives of arrays.
     if not isinstance(value, np.ndarray) or value.shape != shape or str(value.dtype) != dtype:
-        return "is not what its header says"
+        return "does not match its header"
     if not np.isfinite(value).all():
         return "has values that are not finite numbers"
     if np.abs(value).max(initial=0.0) > _LARGEST_WEIGHT:

@@ -1,4 +1,4 @@
-"""The rounds of every strategy: register, train, average by data size, evaluate, checkpoint."""
+"""The rounds of all strategies: register, train, average by data size, evaluate, checkpoint."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ from strategies.run_config import RunConfig
 
 
 class Rounds(Strategy):
-    """Clients train adapters, the server averages them by data size, round after round.
+    """In each round clients train adapters, and the server averages them by data size.
 
     Args:
         config: The run's configuration.
@@ -59,7 +59,7 @@ class Rounds(Strategy):
 
     @staticmethod
     def locate_base_model(config: RunConfig) -> Path:
-        """Return the directory of what the server needs of the base model.
+        """Return the directory of the server's part of the base model.
 
         Raises:
             BaseModelError: The base model can't be found.
@@ -93,7 +93,7 @@ class Rounds(Strategy):
 
     @contextmanager
     def _prepared(self, grid: Grid, arrays: ArrayRecord) -> Iterator[ArrayRecord]:
-        """Hold what a strategy needs during a run; yield what clients get of the adapter."""
+        """Hold resources of the strategy during a run; yield the clients' part of the adapter."""
         yield arrays
 
     def _run(self, grid: Grid, arrays: ArrayRecord, num_rounds: int, timeout: float) -> Result:
@@ -124,7 +124,7 @@ class Rounds(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every connected client to train from the global adapter."""
+        """Make a train message with the global adapter to every connected client."""
         self._participants.register_newcomers(grid)
         self._round_started = time.monotonic()
         instruction = replace(self._instruction, round=server_round)
@@ -172,7 +172,7 @@ class Rounds(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every connected client for the evaluation that is due after this round, if any."""
+        """Make an evaluate message to every connected client, if one is due after this round."""
         instruction = self._evaluation(server_round)
         if not (instruction.losses or instruction.importance or instruction.final):
             return []
@@ -184,7 +184,7 @@ class Rounds(Strategy):
     ) -> MetricRecord | None:
         """Record each client's metrics; return their averages by data size."""
         expected = self._reference if self._evaluation(server_round).importance else None
-        # J is never negative: a negative one would push weights away from the global ones.
+        # A negative J would push weights away from the global ones.
         valid, left_out = self._participants.screen(replies, expected, minimum=0.0)
         if left_out:
             missing = {"event": "evaluation-missing", "round": server_round}
@@ -198,7 +198,7 @@ class Rounds(Strategy):
         return _averages([reply.content for reply in valid.values()]) if valid else None
 
     def _evaluation(self, server_round: int) -> Instruction:
-        """Return what evaluation is due after a round."""
+        """Return the evaluation that is due after a round."""
         final = server_round == self.config.rounds
         return replace(
             self._instruction,
@@ -212,18 +212,18 @@ class Rounds(Strategy):
         return exchange(grid, messages, timeout)
 
     def _whole(self, averaged: State) -> State:
-        """Return the global adapter from the average of what clients sent."""
+        """Return the global adapter from the average of the clients' adapters."""
         return averaged
 
     def _personalised(self, client: str, local: State) -> State:
-        """Return a client's whole adapter from what it sent."""
+        """Return the adapter of the whole model from the part that a client sent."""
         return local
 
     def _average(self, weights: Mapping[str, int]) -> None:
-        """Average what the server holds of the clients' adapters; nothing by default."""
+        """Average the server's part of the clients' adapters; by default it has none."""
 
     def _use_importance(self, contents: dict[str, RecordDict]) -> None:
-        """Take the importance J from evaluate replies; only FedJudge-CL asks for it."""
+        """Use the importance J from evaluate replies; only FedJudge-CL requests it."""
 
     def _evaluate(
         self, round_number: int, arrays: ArrayRecord, grid: Grid, timeout: float, result: Result
@@ -267,5 +267,5 @@ def _evaluation_events(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def underscored(key: str) -> str:
-    """Return a key in the spelling of ``metrics.jsonl``."""
+    """Return a key as it is spelled in ``metrics.jsonl``."""
     return key.replace("-", "_")

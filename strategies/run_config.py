@@ -38,7 +38,7 @@ class ConfigError(ValueError):
 
 
 class RunConfig(Section):
-    """Settings of a run; those that are not about federation are in sections."""
+    """Settings of a run; all that don't concern federation are in sections."""
 
     strategy: Literal["fedjudge-base", "fedjudge-cl", "fl-glm"] = Field(
         "fedjudge-cl",
@@ -84,7 +84,7 @@ class RunConfig(Section):
     @field_validator("output_dir", "state_path", "resume")
     @classmethod
     def _is_absolute(cls, value: str) -> str:
-        # A Flower app runs in Flower's own folder, where a relative path would point.
+        # A Flower app runs in Flower's own folder, to which a relative path would refer.
         if value and not Path(value).expanduser().is_absolute():
             raise ValueError("must be an absolute path (or start with ~)")
         return value

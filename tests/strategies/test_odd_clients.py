@@ -105,11 +105,11 @@ ODD = {
     "keys": (rename, "not the adapter's"),
     "nothing": (without_arrays, "no arrays"),
     "bytes": (lie, "can't be read"),
-    "archive": (archive, "not what its header says"),
+    "archive": (archive, "does not match its header"),
     "large": (put(np.full((4, 32), 3e38, np.float32)), "beyond 2³⁰"),
     "fingerprint": (with_config("base", "0" * 64), "base model"),
     "name": (with_config("name", "mallory"), "mallory"),
-    "long name": (with_config("name", "mallory" * 10**5), "calls itself 'mallory"),
+    "long name": (with_config("name", "mallory" * 10**5), "its name is now 'mallory"),
     "problem": (
         with_config("problem", "\x1b[2J\nround 1\u202e\ud800" * 10**5),
         r"\\x1b\[2J round",
@@ -122,8 +122,8 @@ ODD = {
     "metric's name": (with_metric("a/b\n" * 10**5, 1.0), "at most 64 letters"),
     "many metrics": (with_metrics(10**5), "at most 100"),
     "text for a number": (with_metric("loss", [1.0, 2.0]), "loss"),
-    "more arrays": (with_more("more", ArrayRecord()), "more than was asked for"),
-    "more metrics": (with_more("a", MetricRecord({SIZE: 10**9})), "more than was asked for"),
+    "more arrays": (with_more("more", ArrayRecord()), "more than was requested"),
+    "more metrics": (with_more("a", MetricRecord({SIZE: 10**9})), "more than was requested"),
     "silence": (lambda reply: None, "no reply within"),
 }
 
@@ -230,9 +230,9 @@ def test_a_client_over_its_time_says_so(values, tmp_path):
         pytest.param("name", "𐐀" * 63, "must be letters", id="252 bytes"),  # no folder's name
         ("name", "\x1b[2J\n" * 10**5, r"x1b\[2J\\n.*….* must be letters"),
         ("digests", None, "its base model is not the run's: .* differ"),
-        ("tensors", "text", "which base model"),
-        ("tensors", [b"bytes"], "which base model"),
-        ("digests", [], "which base model"),
+        ("tensors", "text", "report its base model"),
+        ("tensors", [b"bytes"], "report its base model"),
+        ("digests", [], "report its base model"),
         ("problem", "disk on fire", "disk on fire"),
     ],
 )
