@@ -54,8 +54,8 @@ _PR_SET_CHILD_SUBREAPER = 36  # see prctl(2)
 
 @pytest.fixture
 def left_over():
-    """Give what finds the processes, orphans too, that a test has started and that don't end."""
-    # Whoever loses its parent becomes a child of this process, not of the system's first.
+    """Return a function that finds processes, orphans included, that a test has left running."""
+    # A process that loses its parent becomes a child of this process, not of init.
     become_subreaper: Callable[[int, int], int] = ctypes.CDLL(None).prctl
     become_subreaper(_PR_SET_CHILD_SUBREAPER, 1)
     own = psutil.Process()

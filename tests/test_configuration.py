@@ -1,4 +1,4 @@
-"""The run config: one truth for defaults and docs, and every mistake told at once."""
+"""The run config: one source of defaults and docs, and all mistakes reported at once."""
 
 import tomllib
 from pathlib import Path

@@ -68,7 +68,7 @@ def test_three_supernodes_train_together(checkpoint, client_folders, tmp_path, c
     for name in NAMES:
         files = list((lineage / name / "round-0002").iterdir())
         assert sum(file.stat().st_size for file in files) > 200e6
-        # Round 2 went on with round 1's optimizer, in another process.
+        # Round 2 continued with round 1's optimizer, in another process.
         with safe_open(lineage / name / "round-0002" / "optimizer.safetensors", "pt") as state:
             steps = {float(state.get_tensor(k)) for k in state.keys() if k.endswith(":step")}  # noqa: SIM118
         assert steps == {4.0}
@@ -77,7 +77,7 @@ def test_three_supernodes_train_together(checkpoint, client_folders, tmp_path, c
 
 
 def test_three_supernodes_train_a_split_model(deep_checkpoint, client_folders, tmp_path, capfd):
-    """Each message's process opens a lane of its own; optimizers go on at both ends."""
+    """Each message's process opens its own lane; optimizers continue at both ends."""
     config = {
         "strategy": "fl-glm",
         "rounds": 2,

@@ -106,7 +106,7 @@ def test_a_split_run_whose_clients_train_at_once(
 def check_adapters_load_elsewhere(
     directory: Path, checkpoint: Path, tmp_path: Path, rounds: int = 3
 ) -> None:
-    """Load each adapter in a process that knows nothing of this project; compare logits."""
+    """Load each adapter in a process without this project's code; compare logits."""
     from finetuning.adapters.adapter import attach_adapter, load_adapter
     from finetuning.model.base_model import load_base_model
     from finetuning.settings import AdapterSettings, ModelSettings
@@ -146,7 +146,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(config, tmp_path, c
 
 
 def kill_after_round(number: int, config: dict, home: Path) -> None:
-    """Run in a process of its own, and kill it hard once a round's checkpoint is there."""
+    """Run in a separate process, and kill it once a round's checkpoint exists."""
     code = (
         "import sys, json; from pathlib import Path\n"
         "from chambers.superlink import run_app, private_superlink\n"

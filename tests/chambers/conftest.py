@@ -25,7 +25,7 @@ CLIENTS = ("alpha", "beta")
 
 
 def write_run(directory: Path, base: Path, **settings) -> Path:
-    """Write a run's folder with adapters that do something, different for every client."""
+    """Write a run's folder with adapters that have an effect, different for every client."""
     config = parse_run_config(
         {
             "strategy": "fl-glm",
@@ -72,7 +72,7 @@ def run_folder(base, tmp_path_factory) -> Path:
 
 @contextmanager
 def serve(*words: str | Path, log: Path):
-    """Run ``chambers serve`` and give its process once it serves."""
+    """Run ``chambers serve``, and return its process once it serves."""
     with log.open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "chambers", "serve", *map(str, words)],
@@ -96,7 +96,7 @@ def serve(*words: str | Path, log: Path):
 
 @pytest.fixture(scope="session")
 def served(run_folder, tmp_path_factory) -> Path:
-    """Serve the run to its clients and a third one; give the folder with their invitations."""
+    """Serve the run to its clients and a third one; return the folder with their invitations."""
     folder = tmp_path_factory.mktemp("served")
     clients = ("--clients", ",".join((*CLIENTS, "gamma")))
     with serve(run_folder, *clients, log=folder / "log") as (process, _):
@@ -106,7 +106,7 @@ def served(run_folder, tmp_path_factory) -> Path:
 
 
 def told(capsys, *words: str | Path) -> str:
-    """Run a command that must succeed, and give what it prints."""
+    """Run a command that must succeed, and return its output."""
     capsys.readouterr()
     status = main([str(word) for word in words])
     captured = capsys.readouterr()
@@ -115,7 +115,7 @@ def told(capsys, *words: str | Path) -> str:
 
 
 def refused(capsys, *words: str | Path) -> str:
-    """Run a command that must be refused, and give why."""
+    """Run a command that must be refused, and return the reason."""
     capsys.readouterr()
     assert main([str(word) for word in words]) == 2
     captured = capsys.readouterr()

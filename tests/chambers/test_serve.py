@@ -26,7 +26,7 @@ from tests.split.lanes import Proxy
 
 @contextmanager
 def serving_here(folder, *words, lifetime=60.0, **split):
-    """Serve in this process; give the address and the invitations' files."""
+    """Serve in this process; return the address and the invitations' files."""
     served = find(parse(["serve", *map(str, words), "--invitations", str(folder)]))
     changed = replace(served, split=served.split.model_copy(update=split))
     with serving(changed, lifetime) as opened:
@@ -72,14 +72,14 @@ def test_an_invitation_is_good_again_and_again_until_it_expires(run_folder, tmp_
         assert told(capsys, *words) == first
         wait_for(lambda: time.monotonic() > ends)
         assert "expired on" in refused(capsys, *words)
-        # A client whose clock is behind, or who would like to go on, learns it from the server.
+        # A client whose clock is slow, or whose lane is open, learns it from the server.
         content = json.loads(files["alpha"].read_text())
         files["alpha"].write_text(json.dumps(content | {"expires": "2100-01-01T00:00:00Z"}))
         assert "this invitation has expired; ask" in refused(capsys, *words)
 
 
 class CuttingProxy(Proxy):
-    """Passes TCP on, cuts the first connection when so many bytes have come down, and goes on."""
+    """Forwards TCP, and cuts the first connection after a number of bytes to the client."""
 
     def __init__(self, address, bytes_down):
         self._bytes_down = bytes_down
@@ -102,7 +102,7 @@ class CuttingProxy(Proxy):
 
 
 def test_a_lane_that_is_cut_is_replaced(run_folder, tmp_path, capsys):
-    """The batch is done again, and what is drawn is drawn again."""
+    """The batch is generated again, with the same random numbers."""
     adapter = run_folder / "adapters" / "global"
     words = ["generate", "--adapter", adapter, "--temperature", 0.8, "--max-new-tokens", 60]
     words += ["--batch-size", 1, "the court", "a claim", "goods"]
@@ -115,7 +115,7 @@ def test_a_lane_that_is_cut_is_replaced(run_folder, tmp_path, capsys):
 
 
 def test_a_slow_reader_gets_the_rest(run_folder, tmp_path, capsys):
-    """The lane is open and silent for longer than the server waits; then the texts are wanted."""
+    """The texts are requested after the lane has been silent for longer than the server waits."""
     adapter, fifo = run_folder / "adapters" / "global", tmp_path / "fifo"
     words = ["generate", "--adapter", adapter, "the court", "a claim"]
     told(capsys, *words, "--output", tmp_path / "whole")
@@ -192,7 +192,7 @@ def test_what_is_no_invitation_is_refused_without_its_secret(run_folder, tmp_pat
 
 
 def test_the_base_model_may_lie_elsewhere_at_the_client(run_folder, tmp_path, capsys):
-    """Its own adapter, which is in no run's folder there, says where."""
+    """A client's adapter that is not in a run's folder names its base model."""
     adapter = shutil.copytree(run_folder / "adapters" / "global", tmp_path / "adapter")
     with serving_here(tmp_path, run_folder) as (_, files):
         content = json.loads(files["alpha"].read_text())

@@ -1,4 +1,4 @@
-"""``chambers train``: what it is told, and a whole run whose model is then used."""
+"""``chambers train``: its arguments, and a complete run whose model is then used."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """Put scripts in the place of Flower's programs; give what writes them."""
+    """Replace Flower's programs by scripts; return a function that writes them."""
     handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
@@ -181,7 +181,7 @@ def start(tmp_path, *words) -> psutil.Popen:
 
 @pytest.mark.slow
 def test_what_was_trained_is_served_and_used(deep_checkpoint, client_folders, tmp_path, capsys):
-    """As many clients as there are folders; the institutions use what they took home."""
+    """There are as many clients as folders; the institutions use the adapters of the run."""
     (tmp_path / "preset.toml").write_text('strategy = "fl-glm"\n[train]\nlearning-rate = 0.05\n')
     data = os.path.relpath(client_folders, tmp_path)
     settings = (f"model.name={deep_checkpoint}", f"data.path={data}", "rounds=1")

@@ -47,7 +47,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.fixture
 def random_model() -> Callable[..., Any]:
-    """Give a function that makes a small random causal language model."""
+    """Return a function that makes a small random causal language model."""
 
     def make(architecture: str = "llama", seed: int = 0, **changes: Any) -> Any:
         import transformers
@@ -70,7 +70,7 @@ def random_model() -> Callable[..., Any]:
 
 @pytest.fixture
 def adapted(random_model: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a function that makes a small model with an adapter that already does something."""
+    """Return a function that makes a small model with an adapter that already has an effect."""
 
     def make(
         architecture: str = "llama", seed: int = 0, dropout: float = 0.0, **changes: Any
@@ -89,7 +89,7 @@ def adapted(random_model: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def draw_examples() -> Callable[..., list[Example]]:
-    """Give a function that draws examples of unequal lengths with unequal shares of targets."""
+    """Return a function that draws examples of unequal lengths with unequal shares of targets."""
 
     def draw(count: int, seed: int = 0, longest: int = 20) -> list[Example]:
         generator = torch.Generator().manual_seed(seed)
@@ -109,7 +109,7 @@ def draw_examples() -> Callable[..., list[Example]]:
 
 @pytest.fixture
 def reference_loss() -> Callable[..., torch.Tensor]:
-    """Give a function that computes the mean loss per target the way ``transformers`` does."""
+    """Return a function that computes the mean loss per target as ``transformers`` does."""
 
     def loss(model: Any, examples: Sequence[Example]) -> torch.Tensor:
         def pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ def reference_loss() -> Callable[..., torch.Tensor]:
 
 @pytest.fixture
 def batches_of() -> Callable[..., list[MicroBatch]]:
-    """Give a function that divides examples into padded micro-batches under a token budget."""
+    """Return a function that divides examples into padded micro-batches under a token budget."""
 
     def divide(examples: Sequence[Example], budget: int) -> list[MicroBatch]:
         lengths = [len(example.tokens) for example in examples]

@@ -26,7 +26,7 @@ ROW = {"adapter.prefix-length": 14, "data.max-length": 50}
 
 @pytest.fixture
 def saved(tmp_path, checkpoint):
-    """Give a function that saves a random model with 64 positions, and a tokenizer."""
+    """Return a function that saves a random model with 64 positions, and a tokenizer."""
 
     def save(architecture: str):
         changes = {"GPTJ": {"rotary_dim": 4}, "Bloom": {"max_position_embeddings": None}}
@@ -55,7 +55,7 @@ def test_rows_beyond_a_table_of_positions_are_refused(saved, architecture):
         assert expected in str(caught.value)
     with pytest.raises(BaseModelError, match=r"can take data\.max-length = 65 positions"):
         check_positions(directory, {"data.max-length": 65})
-    # So many the model does have, and this is what would happen beyond.
+    # The model has this many positions; this is what would happen beyond.
     model = load_base_model(ModelSettings(name=str(directory))).model
     with torch.no_grad():
         model(input_ids=torch.ones(1, 64).long())

@@ -1,4 +1,4 @@
-"""The report: what it shows, that it stands alone, and what it makes of damaged input."""
+"""The report: its content, that it is self-contained, and how it handles damaged input."""
 
 import json
 import re

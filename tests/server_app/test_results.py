@@ -1,4 +1,4 @@
-"""What a client says can't end a run, forge a line of its records, or break its report."""
+"""A client's texts can't end a run, forge a line of its records, or break its report."""
 
 import pytest
 

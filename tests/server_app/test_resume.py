@@ -1,4 +1,4 @@
-"""A run that stops anywhere is resumed as if it had not; what it left is whole."""
+"""A run that stops at any point is resumed as if it had not, and leaves no damaged file."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A body alone, and what comes of training it by two branches in turn."""
+"""A body alone, and the results of training it by two branches in turn."""
 
 import torch
 
@@ -25,7 +25,7 @@ def load_body(directory, quantization="none", checkpointing=False, dtype="float3
 
 
 def train_branches(body, adapter):
-    """Train two branches in turn, as lanes of their own do; give all that comes of it."""
+    """Train two branches in turn, as separate lanes do; return all results."""
     torch.manual_seed(0)
     width = body.hidden_size
     given = [0.5 * torch.randn(3, 11, width) for _ in range(2)]

@@ -60,7 +60,7 @@ def draw(count: int, seed: int) -> list[Example]:
 
 
 def place_of(name: str, steps: int = STEPS) -> tuple[list[Example], RoundPlan]:
-    """Give a client's examples, and which of them each step is made of."""
+    """Return a client's examples, and the indices of those of each step."""
     examples = draw(24, derive_seed("examples", name) % 2**31)
     order = torch.Generator().manual_seed(derive_seed("order", name) % 2**31)
     chosen = [torch.randperm(24, generator=order)[:6].tolist() for _ in range(steps)]
@@ -69,7 +69,7 @@ def place_of(name: str, steps: int = STEPS) -> tuple[list[Example], RoundPlan]:
 
 
 class Client:
-    """A client with parts of its own, as a process of its own would have."""
+    """A client with its own parts, as in a separate process."""
 
     def __init__(
         self, name: str, base: Path, split: SplitSettings, adapter=ADAPTER, model=MODEL
@@ -160,7 +160,7 @@ def serving(
 
 
 def assert_nothing_is_left() -> None:
-    """No autograd graph of a micro-batch, and no thread of a lane, outlives what it was for."""
+    """No autograd graph outlives its micro-batch, and no thread outlives its lane."""
     end = time.monotonic() + 20
     names = ("lane", "serve", "compute")
     while left := [t.name for t in threading.enumerate() if any(n in t.name for n in names)]:
@@ -196,7 +196,7 @@ def weighted_mean(states: Mapping[str, State]) -> State:
 
 
 class Center:
-    """A reference: the whole model, of which every client has heads and tails of its own."""
+    """A reference: the whole model, with separate heads and tails for every client."""
 
     def __init__(self, base: Path, state: State, split: SplitSettings) -> None:
         self.model = whole_model(base, state)
@@ -240,7 +240,7 @@ def train_together(
     settings: Mapping[str, TrainSettings] = {},
     disturbing: Mapping[str, Callable[[SplitModel], None]] = {},
 ) -> dict[str, State]:
-    """Train all clients at once, each in a thread of its own; one that is disturbed may fail."""
+    """Train all clients at once, each in its own thread; one that is disturbed may fail."""
     trained: dict[str, State] = {}
     errors: list[BaseException] = []
 
@@ -268,11 +268,11 @@ def train_together(
 
 
 class StoppedError(Exception):
-    """A client that goes away."""
+    """A client that leaves."""
 
 
 def stop_after(step: int, count: int, how: str):
-    """Give what makes a client go away: after so many finished micro-batches of a step."""
+    """Return a function that makes a client leave after a number of micro-batches of a step."""
 
     def disturb(model) -> None:
         lane, receive = model.lane, model.lane.receive
@@ -306,7 +306,7 @@ def bodies_kept() -> int:
 
 
 def send_texts(model, rows=3, columns=11, new_tokens=12, index=0, side="left") -> None:
-    """Send what belongs to a generation, whether it may be sent or not."""
+    """Send the frames of a generation, whether they may be sent or not."""
     tensors = {"hidden": torch.zeros(rows, columns, 32), "lengths": torch.full((rows,), columns)}
     fields = {"side": side} | ({} if new_tokens is None else {"new_tokens": new_tokens})
     model.lane.send(Kind.HIDDEN, 0, index, tensors, fields)

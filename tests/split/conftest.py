@@ -70,7 +70,7 @@ LENGTHS = torch.tensor([11, 7, 4])
 
 @pytest.fixture(scope="session")
 def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Give a function that saves a small random causal language model; each is made once."""
+    """Return a function that saves a small random causal language model; each is made once."""
     made: dict[str, Path] = {}
 
     def make(architecture: str = "Llama", shards: str = "1GB", **changes: Any) -> Path:
@@ -94,9 +94,9 @@ def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 
 
 def whole_model(directory: Path) -> Any:
-    """Load a whole model, frozen, into memory where it begins where the parts' do.
+    """Load a whole model, frozen, with the memory alignment of the parts.
 
-    Products round differently by where in memory their factors begin, in a mapped file anywhere.
+    Rounding of products depends on the alignment of their factors, which a mapped file leaves open.
     """
     model = AutoModelForCausalLM.from_pretrained(directory).requires_grad_(False)
     for parameter in model.parameters():
@@ -112,19 +112,19 @@ def load_all(directory: Path, head: int, tail: int, **settings: Any) -> dict[str
 
 
 def draw_tokens(seed: int = 0) -> torch.Tensor:
-    """Draw three rows of tokens, of which ``LENGTHS`` are not padding."""
+    """Draw three rows of tokens; ``LENGTHS`` of each are not padding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCABULARY, (3, 11), generator=generator)
 
 
 def real_tokens(side: str) -> torch.Tensor:
-    """Say which of the drawn tokens are not padding."""
+    """Return a mask of the drawn tokens that are not padding."""
     columns = torch.arange(11)
     return columns < LENGTHS[:, None] if side == "right" else columns >= 11 - LENGTHS[:, None]
 
 
 def whole_logits(model: Any, tokens: torch.Tensor, side: str = "right") -> torch.Tensor:
-    """Give the logits of the tokens that aren't padding, (tokens, vocabulary)."""
+    """Return the logits of the tokens that aren't padding, (tokens, vocabulary)."""
     causal_lm = getattr(model, "get_base_model", lambda: model)()
     inputs = left_padding(causal_lm.base_model, LENGTHS, 11) if side == "left" else {}
     logits = model(input_ids=tokens, use_cache=False, **inputs).logits
@@ -132,7 +132,7 @@ def whole_logits(model: Any, tokens: torch.Tensor, side: str = "right") -> torch
 
 
 def split_logits(parts: dict[str, Part], tokens: torch.Tensor, side: str = "right") -> torch.Tensor:
-    """Give the same from the three parts."""
+    """Return the same from the three parts."""
     given = tokens
     for party in PARTIES:
         given = parts[party](given, Padding(side, LENGTHS))
@@ -165,7 +165,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def beginning(base: Path) -> State:
-    """An adapter of it that already does something."""
+    """An adapter of it that already has an effect."""
     state, _ = initial_adapter(str(base), ADAPTER, 5)
     torch.manual_seed(6)
     return {name: 0.2 * torch.randn_like(value) for name, value in state.items()}
@@ -173,7 +173,7 @@ def beginning(base: Path) -> State:
 
 @pytest.fixture
 def server() -> Any:
-    """Give a server whose lanes the test serves itself."""
+    """Yield a server whose lanes the test serves itself."""
     made = Server()
     yield made
     made.stop()

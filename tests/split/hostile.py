@@ -115,7 +115,7 @@ STRANGERS: dict[str, Callable[[Invitation, bytes], bytes]] = {
 
 
 class Member:
-    """A client with a valid ticket that completes the handshake, and then sends any records."""
+    """A client with a valid ticket that completes the handshake, then sends any records."""
 
     def __init__(self, invitation: Invitation) -> None:
         handshake = _handshake(invitation)
@@ -152,7 +152,7 @@ class Member:
         return self._call.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
 
     def close(self) -> None:
-        """Break the stream off."""
+        """Cancel the stream."""
         self._messages.put(None)
         self._call.cancel()
         self._channel.close()
@@ -175,7 +175,7 @@ def join(sealer: Sealer, fields: Mapping[str, Value]) -> bytes:
 def hidden(
     sealer: Sealer, width: int, rows: int = 1, number: float = 0.0, **counts: Value
 ) -> bytes:
-    """Return a frame of hidden states, (rows, 4, width), of which the first is ``number``."""
+    """Return a frame of hidden states, (rows, 4, width), the first of them ``number``."""
     states = torch.zeros(rows, 4, width)
     states[0, 0, 0] = number
     tensors = {"hidden": states, "lengths": torch.full((rows,), 4, dtype=torch.int32)}

@@ -1,4 +1,4 @@
-"""A lane server whose lanes a test serves itself, and somebody between it and its clients."""
+"""A lane server whose lanes a test serves itself, and a man in the middle."""
 
 import functools
 import queue
@@ -106,7 +106,7 @@ def ended(lane, kind=LaneError, match=None):
 
 
 def refusal(call, kind=HandshakeError):
-    """Find out why no lane comes about."""
+    """Return the reason why a lane can't be opened."""
     with pytest.raises(kind) as raised:
         call()
     return raised.value
@@ -127,10 +127,10 @@ def cut(lane):
 
 
 class Relay:
-    """Somebody between client and server, who sees and may change every message.
+    """A man in the middle, who sees and may change every message.
 
-    ``up`` and ``down`` take the number and the bytes of a message and give a list of what is
-    passed on in its place; None cuts the stream.
+    ``up`` and ``down`` take the number and the bytes of a message and return a list of the messages
+    that are forwarded instead; None cuts the stream.
     """
 
     def __init__(self, address, up=None, down=None):
@@ -193,7 +193,7 @@ def changing(number, change):
 
 
 class Proxy:
-    """Passes TCP on and counts the bytes, until it stops."""
+    """Forwards TCP and counts the bytes, until it stops."""
 
     def __init__(self, address, port=0):
         host, target = address.split(":")

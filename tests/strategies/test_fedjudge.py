@@ -1,4 +1,4 @@
-"""FedJudge as clients and server play it together: averages, penalty, silence, order."""
+"""FedJudge with clients and server together: averages, penalty, silent clients, order."""
 
 import json
 from pathlib import Path

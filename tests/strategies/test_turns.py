@@ -23,7 +23,7 @@ SECONDS = 0.4
 
 @contextmanager
 def simulated(clients: int):
-    """Give a grid whose clients take turns, and their nodes."""
+    """Return a grid whose clients take turns, and their nodes."""
     factory = LinkStateFactory(
         FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), ObjectStoreFactory()
     )

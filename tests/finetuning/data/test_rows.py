@@ -306,7 +306,7 @@ def test_no_private_text_is_left_in_a_cache(tmp_path):
     *counts, refused, offline = done.stdout.splitlines()
     assert counts == ["50"] * 4
     assert refused == "refused: True"
-    # A data set's id that can't be had says that it was taken for one.
+    # If a data set's id can't be found, the error shows that it was taken for an id.
     assert offline.startswith("court/private is not an absolute path, and as a data set's id")
     left = [file for file in home.rglob("*") if file.is_file()]
     assert [file for file in left if b"PrivateName" in file.read_bytes()] == []

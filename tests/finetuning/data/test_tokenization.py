@@ -50,7 +50,7 @@ def test_targets_are_every_answer_with_its_end_mark_and_nothing_else(tokenizer_o
         (example,) = examples
         texts = target_texts(tokenizer, example)
         if name == "marks-before-lines" and kind == "stripping_sentencepiece":
-            # After a mark this tokenizer begins anew, with a space.
+            # After a mark this tokenizer starts again with a space.
             texts = [text.removeprefix(" ") for text in texts]
         assert texts == [style.target(answer) for answer in answers]
         assert example.reference == answers[-1]

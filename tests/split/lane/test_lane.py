@@ -1,4 +1,4 @@
-"""What goes over a lane, and what comes of it: frames, limits, accounts, secrets."""
+"""Frames, limits, accounts and secrets of a lane."""
 
 import base64
 import gc

@@ -1,4 +1,4 @@
-"""Whoever can reach the port takes nothing from clients."""
+"""Strangers who can reach the port take nothing from clients."""
 
 import queue
 import socket
@@ -26,7 +26,7 @@ SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
 class Stream:
-    """A stream of a stranger, who sends what a test says."""
+    """A stream of a stranger, who sends what a test specifies."""
 
     def __init__(self, address, *messages):
         self.channel = grpc.insecure_channel(address, options=channel_options(address))
@@ -219,7 +219,7 @@ def test_a_wrong_proof_takes_no_place_and_is_hardly_logged(server, caplog):
         [PREFACE],
         [PREFACE, SETTINGS],
         [PREFACE, SETTINGS, b"\xff\xff\xff\x00\x00\x00\x00\x00\x01" + bytes(100)],
-        # Headers of which the end doesn't come.
+        # Headers without an end.
         [PREFACE, SETTINGS, b"\x00\x00\x01\x01\x00\x00\x00\x00\x01\x82"],
     ],
     ids=["nothing", "http/1", "noise", "preface", "settings", "too large", "half a header"],

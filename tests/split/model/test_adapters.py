@@ -61,7 +61,7 @@ def adapted_whole(directory: Path, settings: AdapterSettings, seed: int = 0):
 
 
 def fill(parts, state, name: str = "default") -> None:
-    """Give every part of the model its share of a whole model's adapter."""
+    """Load each part's tensors of a whole model's adapter into it."""
     partition = parts["head"].partition
     for party, own in take_apart(state, partition).items():
         parameters = parts[party].trainable(name)

@@ -119,7 +119,7 @@ def test_an_embedding_and_a_head_alone_keep_nothing(architecture, random_checkpo
 def test_texts_that_outgrow_what_a_model_was_trained_for(
     random_checkpoint, kind, blocks, trained_for
 ):
-    """They are computed anew where the whole model's are, whatever of it the client has."""
+    """They are recomputed where the whole model's are, whatever part of it the client has."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}
     rope |= {"long_factor": [3.0] * 4, "original_max_position_embeddings": trained_for}
     directory = random_checkpoint(

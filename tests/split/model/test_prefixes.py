@@ -74,13 +74,13 @@ def fill(parts, state, name: str = "default") -> None:
 
 
 def gradients_of(parts, name: str = "default"):
-    """Give the parts' gradients as one of the whole model's prefix."""
+    """Return the parts' gradients as one of the whole model's prefix."""
     grads = [{n: p.grad for n, p in part.trainable(name).items()} for part in parts.values()]
     return join_adapters(grads)[SAVED]
 
 
 def whole_logits(model, tokens: torch.Tensor, side: str) -> torch.Tensor:
-    """Give what PEFT's own forward does, of the tokens that aren't padding."""
+    """Return the logits of PEFT's own forward for the tokens that aren't padding."""
     inputs = {"attention_mask": real_tokens(side).long()}
     if side == "left":
         inputs = left_padding(model.get_base_model().base_model, LENGTHS, tokens.shape[1])
@@ -183,7 +183,7 @@ def test_interleaved_prefixes_of_one_body_train_as_if_each_had_its_own(base):
     for name in names:
         fill(parts, states[name], name)
     body = parts["body"]
-    # LoRA beside them on the same blocks does nothing to them.
+    # LoRA on the same blocks has no effect on them.
     body.attach(LORA, "lora")
     body.train(True)
     outputs = {}

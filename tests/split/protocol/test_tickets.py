@@ -104,7 +104,7 @@ def test_handshakes_that_are_never_confirmed_leave_little(standing):
 
 
 def test_a_standing_ticket_s_first_messages_are_no_good_again():
-    """However often it was used, whoever heard one of them can't begin a handshake with it."""
+    """However often it was used, an eavesdropper can't begin a handshake with a recorded one."""
     book = TicketBook()
     ticket = book.issue(COURT, 60, standing=True)
     hellos = [number.to_bytes(32, "big") for number in range(1000)]

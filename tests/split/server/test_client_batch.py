@@ -1,4 +1,4 @@
-"""Stacked training equals copies of head and tail around one body, whoever leaves and when."""
+"""Stacked training equals copies of head and tail around one body, even if clients leave."""
 
 import time
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ class Reference:
         self.losses: dict[str, list[float]] = {name: [] for name in SIZES}
 
     def gradients(self, name: str, batches, targets: int) -> dict[str, torch.Tensor]:
-        """Give the gradients of some micro-batches, of the mean over the client's step."""
+        """Return the gradients of some micro-batches, of the mean over the client's step."""
         load_state(self.ends, self.own[name])
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -78,7 +78,7 @@ class Reference:
         return {n: p.grad * (found / targets) for n, p in self.parameters.items()}
 
     def step(self, index: int, finished: Mapping[str, int | None]) -> None:
-        """Take a step; of a client that goes away in it so many micro-batches count."""
+        """Take a step; of a client that leaves in it, a number of micro-batches count."""
         counted = 0
         squares = 0.0
         body = {name: torch.zeros_like(p) for name, p in self.body.items()}
@@ -159,7 +159,7 @@ def test_rows_and_columns_that_do_not_fit_together_are_not_stacked():
 
 
 def test_who_is_slow_changes_nothing(base, beginning):
-    """Gradients are added in the order of micro-batches, of which some clients have fewer."""
+    """Gradients are added in the order of micro-batches, even if some clients have fewer."""
 
     def be_slow(model) -> None:
         send = model.lane.send

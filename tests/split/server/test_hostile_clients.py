@@ -1,4 +1,4 @@
-"""Clients who have a lane and mean harm take nothing from others."""
+"""Malicious clients with a lane take nothing from others."""
 
 import time
 from contextlib import ExitStack, suppress
@@ -17,7 +17,7 @@ from tests.split.lanes import SOON, Proxy, ended
 
 
 class Dribble(Proxy):
-    """Passes what goes up on a byte at a time, once it is told to."""
+    """Forwards one byte at a time to the server, once it is told to."""
 
     slow = False
 
@@ -50,7 +50,7 @@ def test_a_frame_that_comes_a_byte_at_a_time_is_cut_by_the_frame_timeout(base, b
 
 
 def spoil(change):
-    """Give what makes a client's frames what ``change`` makes of their numbers."""
+    """Return a function that applies ``change`` to the numbers of a client's frames."""
 
     def disturb(model):
         send = model.lane.send
@@ -135,7 +135,7 @@ def test_a_share_is_capped_by_what_is_usual_of_the_others():
         "b": 1.0,
         "c": 15 / 99,
     }
-    # What is usual doesn't follow a single measure, and a client alone has nobody to outweigh.
+    # The median doesn't follow a single measure, and a client alone has nobody to outweigh.
     assert cap.factors({"a": 1.0, "b": 1e-30, "c": 1.0}, ones) == dict.fromkeys("abc", 1.0)
     cap.remove("b"), cap.remove("c")
     assert cap.factors({"a": 1e9}, {"a": 1}) == {"a": 1.0}

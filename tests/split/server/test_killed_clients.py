@@ -38,7 +38,7 @@ STAGES = {
 
 
 def train_until(stage: str, base: Path, split: SplitSettings, state: State, link) -> None:
-    """Train as beta, up to a stage; say so, and never go on."""
+    """Train as beta up to a stage, report it, and never continue."""
     torch.set_num_threads(1)
     client = Client("beta", base, split)
     how, kind, _ = STAGES[stage]

@@ -1,4 +1,4 @@
-"""The server of trained models: standing tickets, one lane per client, an end that is an end."""
+"""The server of trained models: standing tickets, one lane per client, and a definite end."""
 
 import threading
 import time

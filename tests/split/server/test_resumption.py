@@ -1,4 +1,4 @@
-"""Lanes that are cut and taken up again: the run equals one without a cut, bit for bit."""
+"""Lanes that are cut and resumed: the run equals one without a cut, bit for bit."""
 
 import socket
 import time
@@ -34,7 +34,7 @@ def _soon(monkeypatch):
 
 
 def cut_at(places, late=()):
-    """Give what cuts the network under a lane.
+    """Return a function that cuts the network under a lane.
 
     Places are (step, kind of frame, "before" it went or "after" it came and was answered) each, in
     their order; of steps that are ``late`` the frame is sent late.
@@ -63,7 +63,7 @@ def cut_at(places, late=()):
 
 
 def run(base, beginning, split, steps, disturbing):
-    """Train a round; give all weights, moments and losses, and the accounts."""
+    """Train a round; return all weights, moments and losses, and the accounts."""
     clients = [Client(name, base, split, DROPOUT) for name in steps]
     with serving(base, beginning, split, DROPOUT) as server:
         server.begin_round({name: SIZES[name] for name in steps}, 0)
@@ -226,7 +226,7 @@ def test_cutting_is_no_excuse_for_silence(base, beginning):
 
 
 class ForgetfulProxy(Proxy):
-    """Passes TCP on; drops the first connection so that the client alone learns of it."""
+    """Forwards TCP; drops the first connection so that only the client notices it."""
 
     def __init__(self, address, bytes_up):
         self._bytes_up = bytes_up

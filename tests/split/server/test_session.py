@@ -1,4 +1,4 @@
-"""What a client may not do, and what its lane ends with; nobody else's training is touched."""
+"""What a client may not do, and how its lane ends; other clients' training is not affected."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from tests.split.clients import TRAIN, Client, bodies_kept, send_texts, serving,
 
 
 class Refusals:
-    """A client that does what it may not; its lane must end with a reason."""
+    """A client that does something forbidden; its lane must end with a reason."""
 
     def __init__(self, base, split) -> None:
         self.client = Client("alpha", base, split)

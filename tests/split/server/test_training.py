@@ -187,17 +187,17 @@ def test_optimizers_go_on_or_start_anew(base, beginning):
         server.begin_round({"alpha": 9}, 0)
         Client("alpha", base, split).train(server, beginning, 4)
         server.finish_lanes()
-        anew = server.end_round({"alpha": 9})
+        again = server.end_round({"alpha": 9})
     with serving(base, beginning, split) as server:
         server.begin_round({"alpha": 9}, 0)
         Client("alpha", base, split).train(server, beginning, 4)
         server.finish_lanes()
-        assert all(torch.equal(v, anew[n]) for n, v in server.end_round({"alpha": 9}).items())
+        assert all(torch.equal(v, again[n]) for n, v in server.end_round({"alpha": 9}).items())
 
 
 @pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
 def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule):
-    """Beta goes away in the middle of its third step."""
+    """Beta leaves in the middle of its third step."""
     split = split_settings(schedule=schedule)
     results = []
     for names in (["alpha", "beta", "gamma"], ["alpha", "gamma"]):
@@ -221,7 +221,7 @@ def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule
 
 
 def test_too_few_who_average_are_told_what_to_do(base, beginning):
-    """As with one actor that serves three clients in turn; the last one doesn't wait for ghosts."""
+    """As with one actor that serves three clients in turn; the last doesn't wait for the others."""
     split = split_settings(schedule="hierarchical", average_every=2, join_timeout=0.3)
     with serving(base, beginning, split, minimum=2) as server:
         server.begin_round(SIZES, 0)

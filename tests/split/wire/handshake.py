@@ -31,7 +31,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Invitation:
-    """What the client got by another way."""
+    """What the client received over another channel."""
 
     address: str
     suite: str

@@ -119,7 +119,7 @@ class Lane:
             raise LaneEndedError(f"{frame.kind.name}: {reason}")
 
     def close(self) -> None:
-        """Say that this side is done, and wait until the other one has said so."""
+        """Send CLOSE, and wait until the server has sent its own."""
         self._put(Frame(Kind.CLOSE, payload=write_payload({}, {})))
         end = time.monotonic() + CLOSE_SECONDS
         try:
