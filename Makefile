@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all the set-up on a machine that has Python ≥ 3.11 and make.
+# `make demo` and `make test` set everything up on a machine with Python 3.11 or newer and make.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ export CHAMBERS_CACHE ?= $(CURDIR)/.chambers/cache
 
 .PHONY: demo test test-slow lint clean
 
-# ARGS are settings of the run, like: rounds=2 strategy="fl-glm"
+# ARGS are settings of the run, such as: rounds=2 strategy="fl-glm"
 demo: PRESET = presets/demo$(if $(findstring fl-glm,$(ARGS)),-split).toml
 demo: $(VENV)/installed
 	@$(BIN)/chambers train $(PRESET) output-dir=runs state-path=.chambers/state $(ARGS)
