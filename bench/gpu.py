@@ -65,7 +65,15 @@ def measure(table: Table, job: Job, clients: int, schedule: str) -> None:
     samples = clients * job.shape.rows * job.shape.micro_batches
     with ExitStack() as stack:
         cores = os.sched_getaffinity(0)
-        whole, (side,) = start(stack, job, split, clients, [schedule], cores, together=True)
+        whole, (side,) = start(
+            stack=stack,
+            job=job,
+            split=split,
+            clients=clients,
+            schedules=[schedule],
+            cores=cores,
+            together=True,
+        )
         pair: list[Whole | Split] = [whole, side]
         alternate(pair, 1)
         check(whole, [side], _TOLERANCE)
@@ -103,7 +111,7 @@ def run(size: str, arguments: argparse.Namespace) -> None:
     ) as job:
         for clients in arguments.clients:
             for schedule in arguments.schedules:
-                measure(table, job, clients, schedule)
+                measure(table=table, job=job, clients=clients, schedule=schedule)
     show(f"clients on {client_device}, server on {server_device}", table)
 
 

@@ -181,11 +181,19 @@ class Job:
         size = self.shape.rows * self.shape.micro_batches
         count = len(self.examples(self))
         steps = [[i % count for i in range(n * size, (n + 1) * size)] for n in range(self.steps)]
-        return RoundPlan(steps, 0, self.steps, SEED, time.monotonic() + LIFETIME)
+        return RoundPlan(
+            steps=steps,
+            first_step=0,
+            total_steps=self.steps,
+            seed=SEED,
+            deadline=time.monotonic() + LIFETIME,
+        )
 
     def state(self) -> State:
         """Return the initial adapter of all parties."""
-        return initial_adapter(str(self.directory), self.adapter, SEED, self.directory)[0]
+        return initial_adapter(
+            name=str(self.directory), settings=self.adapter, seed=SEED, directory=self.directory
+        )[0]
 
 
 def random_examples(job: Job) -> list[Example]:
@@ -199,7 +207,9 @@ def as_examples(rows: torch.Tensor) -> list[Example]:
     """Turn tokens of shape (examples, columns) into examples; the second half is the target."""
     prompt = rows.shape[1] // 2
     is_target = torch.arange(rows.shape[1]) >= prompt
-    return [Example(row, is_target, prompt, "") for row in rows]
+    return [
+        Example(tokens=row, is_target=is_target, prompt_length=prompt, reference="") for row in rows
+    ]
 
 
 @contextmanager
@@ -213,7 +223,9 @@ def random_job(
     """Write a random checkpoint to a temporary directory, and return a job for it."""
     with tempfile.TemporaryDirectory() as directory:
         shape.save(Path(directory), dtype)
-        yield Job(Path(directory), shape, steps, examples, **settings)
+        yield Job(
+            directory=Path(directory), shape=shape, steps=steps, examples=examples, **settings
+        )
 
 
 def load_whole(job: Job) -> Any:
@@ -231,7 +243,13 @@ def load_whole(job: Job) -> Any:
 def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
     """Load a client's head and tail with the initial adapter."""
     partition = partition_of(job.directory, split)
-    ends = load_parts(job.model, job.directory, partition, ("head", "tail"), [job.client_device])
+    ends = load_parts(
+        settings=job.model,
+        directory=job.directory,
+        partition=partition,
+        parties=("head", "tail"),
+        devices=[job.client_device],
+    )
     parts = take_apart(job.state(), partition)
     for party, part in ends.items():
         part.attach(job.adapter)
@@ -242,7 +260,13 @@ def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
 def load_body(job: Job, split: SplitSettings) -> Part:
     """Load the server's blocks."""
     partition = partition_of(job.directory, split)
-    return load_parts(job.model, job.directory, partition, ("body",), [job.server_device])["body"]
+    return load_parts(
+        settings=job.model,
+        directory=job.directory,
+        partition=partition,
+        parties=("body",),
+        devices=[job.server_device],
+    )["body"]
 
 
 def open_model(
@@ -250,8 +274,15 @@ def open_model(
 ) -> SplitModel:
     """Open a lane to the block server, and return a split model that uses it."""
     limits = Limits(job.shape.hidden, split.wire_dtype, job.shape.tokens, window=split.window)
-    lane = open_lane(invitation, limits, time.monotonic() + LIFETIME, split.resume_timeout)
-    return SplitModel(ends["head"], ends["tail"], lane, split.frame_timeout)
+    lane = open_lane(
+        invitation=invitation,
+        limits=limits,
+        deadline=time.monotonic() + LIFETIME,
+        resume_timeout=split.resume_timeout,
+    )
+    return SplitModel(
+        head=ends["head"], tail=ends["tail"], lane=lane, frame_timeout=split.frame_timeout
+    )
 
 
 def join(model: SplitModel, job: Job) -> None:

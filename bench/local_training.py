@@ -55,7 +55,11 @@ def make_examples(job: Job) -> list[Example]:
         length = min(wanted + answered, _LONGEST)  # the end of the input is cut off
         tokens = torch.randint(job.shape.vocabulary, (length,), generator=generator)
         is_target = torch.arange(length) >= length - answered
-        examples.append(Example(tokens, is_target, length - answered, ""))
+        examples.append(
+            Example(
+                tokens=tokens, is_target=is_target, prompt_length=length - answered, reference=""
+            )
+        )
     return examples
 
 
@@ -88,12 +92,18 @@ class Ours:
 
         def train() -> float:
             report, self._state = train_round(
-                self._model,
-                self._parameters,
-                self._examples,
-                0,
-                RoundPlan([chosen], index, self._steps, SEED, math.inf),
-                _SETTINGS,
+                model=self._model,
+                parameters=self._parameters,
+                examples=self._examples,
+                padding=0,
+                plan=RoundPlan(
+                    steps=[chosen],
+                    first_step=index,
+                    total_steps=self._steps,
+                    seed=SEED,
+                    deadline=math.inf,
+                ),
+                settings=_SETTINGS,
                 optimizer_state=self._state,
             )
             return report.losses[0]

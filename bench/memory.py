@@ -185,7 +185,7 @@ def measure_client(link: Connection, job: Job, split: SplitSettings, miniature: 
     loading = memory.peak()
     tensors = [p for part in ends.values() for p in part.model.parameters()]
     buffers = [b for part in ends.values() for b in part.model.buffers()]
-    model = open_model(ends, link.recv(), job, split)
+    model = open_model(ends=ends, invitation=link.recv(), job=job, split=split)
     join(model, job)
     _train(model, job, slice(None, -1))
     peak = memory.peak()
@@ -193,11 +193,15 @@ def measure_client(link: Connection, job: Job, split: SplitSettings, miniature: 
     with saved.counting():
         _train(model, job, slice(-1, None))
     model.end()
-    link.send(ClientMemory(bytes_of(tensors + buffers), saved.peak, loading, peak))
+    link.send(
+        ClientMemory(
+            layers=bytes_of(tensors + buffers), activations=saved.peak, loading=loading, peak=peak
+        )
+    )
 
 
 def _train_once(invitation: Invitation, job: Job, split: SplitSettings) -> None:
-    model = open_model(load_ends(job, split), invitation, job, split)
+    model = open_model(ends=load_ends(job, split), invitation=invitation, job=job, split=split)
     join(model, job)
     _train(model, job, slice(None))
     model.end()
@@ -206,7 +210,14 @@ def _train_once(invitation: Invitation, job: Job, split: SplitSettings) -> None:
 def _train(model: SplitModel, job: Job, chosen: slice) -> None:
     place = job.place()
     place = replace(place, steps=place.steps[chosen])
-    train_round(model, model.parameters, job.examples(job), 0, place, job.train)
+    train_round(
+        model=model,
+        parameters=model.parameters,
+        examples=job.examples(job),
+        padding=0,
+        plan=place,
+        settings=job.train,
+    )
 
 
 def measure_server(
@@ -216,9 +227,9 @@ def measure_server(
 
     The messages before it are the clients' invitations; the answer to each is that all are done.
     """
-    _serve(link, miniature, split, lanes)
+    _serve(link=link, job=miniature, split=split, lanes=lanes)
     memory = Memory()
-    layers, loading = _serve(link, job, split, lanes, memory)
+    layers, loading = _serve(link=link, job=job, split=split, lanes=lanes, memory=memory)
     link.send(ServerMemory(layers, loading, memory.peak()))
 
 
@@ -230,9 +241,14 @@ def _serve(
     loading = memory.peak() if memory is not None else 0
     layers = bytes_of([*body.model.parameters(), *body.model.buffers()])
     names = [f"client-{number}" for number in range(lanes)]
-    with serving(body, job, split, lanes) as server:
+    with serving(body=body, job=job, split=split, clients=lanes) as server:
         server.begin_round(dict.fromkeys(names, 1), SEED)
-        link.send([server.invite_to_train(name, 1, SEED, LIFETIME) for name in names])
+        link.send(
+            [
+                server.invite_to_train(client=name, round_number=1, seed=SEED, lifetime=LIFETIME)
+                for name in names
+            ]
+        )
         link.recv()
         errors = [account.error for account in server.finish_lanes() if account.error]
     if errors:

@@ -139,7 +139,12 @@ def alternate(sides: Sequence[Whole | Split], turns: int) -> None:
 def _train_whole(link: Connection, job: Job) -> None:
     """Train the whole model; answers like ``train``, and the peak of GPU memory at the end."""
     peft_model = load_whole(job)
-    train(link, WholeModel(peft_model), trainable_parameters(peft_model), job)
+    train(
+        link=link,
+        model=WholeModel(peft_model),
+        parameters=trainable_parameters(peft_model),
+        job=job,
+    )
     link.recv()
     link.send(_peak_gpu_memory())
 
@@ -183,10 +188,10 @@ def _run_client(
     link: Connection, ends: Mapping[PartyName, Part], job: Job, split: SplitSettings
 ) -> None:
     try:
-        model = open_model(ends, link.recv(), job, split)
+        model = open_model(ends=ends, invitation=link.recv(), job=job, split=split)
         join(model, job)
         started = time.thread_time()
-        train(link, model, model.parameters, job)
+        train(link=link, model=model, parameters=model.parameters, job=job)
         computing = time.thread_time() - started
         model.end()
         link.recv()
@@ -206,9 +211,16 @@ def serve_clients(link: Connection, jobs: Sequence[Job], split: SplitSettings) -
     with what it took, and any other message is answered when all work is done.
     """
     names = [f"client-{number}" for number in range(len(jobs))]
-    with serving(load_body(jobs[0], split), jobs[0], split, len(jobs)) as server:
+    with serving(
+        body=load_body(jobs[0], split), job=jobs[0], split=split, clients=len(jobs)
+    ) as server:
         server.begin_round(dict.fromkeys(names, 1), SEED)
-        link.send([server.invite_to_train(name, 1, SEED, LIFETIME) for name in names])
+        link.send(
+            [
+                server.invite_to_train(client=name, round_number=1, seed=SEED, lifetime=LIFETIME)
+                for name in names
+            ]
+        )
         while (message := link.recv()) != _ACCOUNTS:
             if message == _MEMORY:
                 link.send(_peak_gpu_memory())
@@ -228,7 +240,14 @@ def train(
     The first answer, before any step, is that the model is loaded.
     """
     turns = _Turns(model, link)
-    train_round(turns, parameters, job.examples(job), 0, job.place(), job.train)
+    train_round(
+        model=turns,
+        parameters=parameters,
+        examples=job.examples(job),
+        padding=0,
+        plan=job.place(),
+        settings=job.train,
+    )
     turns.answer()
 
 

@@ -76,7 +76,7 @@ def forward(link: Connection, address: str, delay: float, gigabits: float) -> No
         gigabits: Rate each way, in Gbit/s.
 
     """
-    asyncio.run(_forward(link, address, delay, gigabits * 1e9 / 8))
+    asyncio.run(_forward(link=link, address=address, delay=delay, rate=gigabits * 1e9 / 8))
 
 
 async def _forward(link: Connection, address: str, delay: float, rate: float) -> None:

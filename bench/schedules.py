@@ -90,10 +90,10 @@ def start(
         ]
         sides.append(
             Split(
-                stack,
-                schedule,
-                jobs,
-                split.model_copy(update={"schedule": schedule}),
+                stack=stack,
+                name=schedule,
+                jobs=jobs,
+                split=split.model_copy(update={"schedule": schedule}),
                 server_cores=cores,
                 client_cores=cores,
                 together=together,
@@ -147,10 +147,23 @@ def main() -> None:
     with random_job(shape, WARM_UP + arguments.pairs) as job:
         for clients in arguments.clients:
             with ExitStack() as stack:
-                whole, sides = start(stack, job, split, clients, arguments.schedules, core)
+                whole, sides = start(
+                    stack=stack,
+                    job=job,
+                    split=split,
+                    clients=clients,
+                    schedules=arguments.schedules,
+                    cores=core,
+                )
                 alternate([whole, *sides], job.steps)
             check(whole, sides, 1e-4 if arguments.wire == "float32" else 1e-2)
-            add_rows(table, clients, clients * shape.rows * shape.micro_batches, whole, sides)
+            add_rows(
+                table=table,
+                clients=clients,
+                samples=clients * shape.rows * shape.micro_batches,
+                whole=whole,
+                sides=sides,
+            )
     show(f"{shape}, {arguments.pairs} turns, wire {arguments.wire}, seed {SEED}", table)
 
 

@@ -47,8 +47,17 @@ def serve_texts(link: Connection, job: Job, split: SplitSettings) -> None:
     """Serve the blocks to two lanes: send their invitations, and stop when the pipe is closed."""
     body = load_body(job, split)
     models = {"global": take_apart(job.state(), body.partition)["body"]}
-    with serving(body, job, split, len(_LANES), job.shape.tokens) as server:
-        link.send([server.invite_to_evaluate(name, 0, models, LIFETIME) for name in _LANES])
+    with serving(
+        body=body, job=job, split=split, clients=len(_LANES), most_kept=job.shape.tokens
+    ) as server:
+        link.send(
+            [
+                server.invite_to_evaluate(
+                    client=name, round_number=0, models=models, lifetime=LIFETIME
+                )
+                for name in _LANES
+            ]
+        )
         link.recv()
 
 
@@ -109,12 +118,14 @@ def main() -> None:
         ends = load_ends(job, split)
         models: dict[str, Answering] = {"whole model": WholeModel(load_whole(job))}
         for name, invitation in (("split", near), ("split, 20 ms each way", far)):
-            model = open_model(ends, invitation, job, split)
+            model = open_model(ends=ends, invitation=invitation, job=job, split=split)
             stack.enter_context(closing(model.lane))
             model.choose("global", {n: p.detach().clone() for n, p in model.parameters.items()})
             models[name] = model
         pids = [os.getpid(), server.pid, proxy.pid]
-        table = measure(models, pids, arguments.pairs, shape.vocabulary)
+        table = measure(
+            models=models, pids=pids, pairs=arguments.pairs, vocabulary=shape.vocabulary
+        )
     show(
         f"{_ROWS} prompts of {_PROMPT} tokens, {_NEW} new ones each; Llama with hidden size "
         f"{shape.hidden} and {shape.blocks} blocks, the first and the last at the client",

@@ -48,7 +48,13 @@ def start(
         split: SplitSettings = split,
     ) -> Split:
         return Split(
-            stack, name, [job], split, server_cores=server_cores, client_cores=one, line=line
+            stack=stack,
+            name=name,
+            jobs=[job],
+            split=split,
+            server_cores=server_cores,
+            client_cores=one,
+            line=line,
         )
 
     sides = [lane("split, all on this core", one)]
@@ -57,7 +63,12 @@ def start(
         sides += [
             lane("split, a core each", other),
             lane(f"… {1000 * _DELAY:g} ms each way, {_GIGABITS:g} Gbit/s", other, line),
-            lane("… and window 1", other, line, split.model_copy(update={"window": 1})),
+            lane(
+                name="… and window 1",
+                server_cores=other,
+                line=line,
+                split=split.model_copy(update={"window": 1}),
+            ),
         ]
     return whole, sides
 
@@ -108,7 +119,9 @@ def first_losses(job: Job, split: SplitSettings, core: int) -> list[float]:
     """Train the first steps with a float32 wire, and return their losses."""
     job, split = replace(job, steps=_COMPARED), split.model_copy(update={"wire_dtype": "float32"})
     with ExitStack() as stack:
-        side = Split(stack, "", [job], split, server_cores={core}, client_cores={core})
+        side = Split(
+            stack=stack, name="", jobs=[job], split=split, server_cores={core}, client_cores={core}
+        )
         return [side.step() for _ in range(_COMPARED)]
 
 
@@ -131,7 +144,7 @@ def main() -> None:
     with ExitStack() as stack:
         job = stack.enter_context(random_job(shape, WARM_UP + arguments.pairs))
         exact = None if arguments.wire == "float32" else first_losses(job, split, cores[-1])
-        whole, sides = start(stack, job, split, cores)
+        whole, sides = start(stack=stack, job=job, split=split, cores=cores)
         alternate([whole, *sides], job.steps)
         show(f"{shape}, {arguments.pairs} pairs of steps, wire {arguments.wire}, seed {SEED}")
         show(compared(whole, sides), *accounted(sides, shape))

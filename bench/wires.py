@@ -48,7 +48,9 @@ def train_over(wire: WireType, job: Job) -> tuple[list[float], float]:
     split = SplitSettings(wire_dtype=wire)
     own, other = {cores[0]}, {cores[-1]}
     with ExitStack() as stack:
-        side = Split(stack, wire, [job], split, server_cores=own, client_cores=other)
+        side = Split(
+            stack=stack, name=wire, jobs=[job], split=split, server_cores=own, client_cores=other
+        )
         losses = [side.step() for _ in range(job.steps)]
         (account,), _ = side.accounts()
     return losses, (account["bytes_up"] + account["bytes_down"]) / job.steps

@@ -86,13 +86,15 @@ class Generate(BaseModelOptions):
             source = find(self)
             tokenizer = load_tokenizer(source.directory)
             prompts = tokenize_prompts(rows, tokenizer)
-            _refuse_too_long(rows, [len(p) for p in prompts], source, self.max_new_tokens)
+            _refuse_too_long(
+                rows=rows, lengths=[len(p) for p in prompts], source=source, new=self.max_new_tokens
+            )
         except (BaseModelError, DataError) as error:
             raise CommandError(str(error)) from error
         if source.adapter is None:
             print("no --adapter: the base model alone answers", file=sys.stderr)
         with opened(source) as model, _open_output(self.output) as output:
-            texts = self._texts(model, tokenizer, prompts, source)
+            texts = self._texts(model=model, tokenizer=tokenizer, prompts=prompts, source=source)
             for row, text in zip(rows, texts, strict=True):
                 line = text
                 if self.output:
@@ -149,11 +151,17 @@ class Generate(BaseModelOptions):
                 own = prompts[first : first + at_once]
                 texts: dict[int, str] = {}
                 lengths = [source.columns_before + len(prompt) for prompt in own]
-                batches = batches_by_length(lengths, size, new, source.most_tokens)
+                batches = batches_by_length(
+                    lengths=lengths, size=size, new=new, most=source.most_tokens
+                )
                 for number, batch in enumerate(batches):
                     set_seed(derive_seed("generate", self.seed, first, number))
                     answers = continue_prompts(
-                        model, tokenizer, [own[i] for i in batch], new, settings
+                        model=model,
+                        tokenizer=tokenizer,
+                        prompts=[own[i] for i in batch],
+                        max_new=new,
+                        settings=settings,
                     )
                     texts.update(zip(batch, answers, strict=True))
                     bar.update(len(batch))

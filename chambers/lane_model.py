@@ -108,10 +108,20 @@ class LaneModel:
         busy_until = min(self._deadline, time.monotonic() + _BUSY_SECONDS)
         timeout = invitation.split.resume_timeout
         self._lane = open_lane(
-            invitation.lane, limits, self._deadline, timeout, busy_until=busy_until
+            invitation=invitation.lane,
+            limits=limits,
+            deadline=self._deadline,
+            resume_timeout=timeout,
+            busy_until=busy_until,
         )
         timeout = invitation.split.frame_timeout
-        self._model = SplitModel(ends["head"], ends["tail"], self._lane, timeout, self._deadline)
+        self._model = SplitModel(
+            head=ends["head"],
+            tail=ends["tail"],
+            lane=self._lane,
+            frame_timeout=timeout,
+            deadline=self._deadline,
+        )
         try:
             self._model.choose(self._chosen, self._adapters)
         except BaseException:

@@ -118,9 +118,15 @@ def _find_ends(
     if run is not None:
         refuse_other_base(own, run.digests, f"that of {run.directory}")
     prefixes = adapter is not None and adapter.settings.kind == "prefix"
-    check_exactness(directory, settings, partition, prefixes, generation=True)
+    check_exactness(
+        directory=directory,
+        settings=settings,
+        partition=partition,
+        prefixes=prefixes,
+        generation=True,
+    )
     if adapter is None:
-        return Source(settings, directory, None, invitation)
+        return Source(settings=settings, directory=directory, adapter=None, invitation=invitation)
     parts = split_adapter(adapter, partition)
     digest = body_digest(adapter.settings, parts["body"])
     chosen = next((name for name, served in invitation.models.items() if served == digest), None)
@@ -132,7 +138,14 @@ def _find_ends(
             "that is served, or ask the coordinator to serve the adapter's run"
         )
     ends = parts["head"] | parts["tail"]
-    return Source(settings, directory, adapter, invitation, chosen, ends)
+    return Source(
+        settings=settings,
+        directory=directory,
+        adapter=adapter,
+        invitation=invitation,
+        chosen=chosen,
+        ends=ends,
+    )
 
 
 def _whole(source: Source) -> WholeModel:
@@ -155,13 +168,18 @@ def _whole(source: Source) -> WholeModel:
 @contextmanager
 def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel]:
     try:
-        ends = load_parts(source.settings, source.directory, _partition_of(invitation), _ENDS)
+        ends = load_parts(
+            settings=source.settings,
+            directory=source.directory,
+            partition=_partition_of(invitation),
+            parties=_ENDS,
+        )
         for part in ends.values():
             if source.adapter is not None:
                 part.attach(source.adapter.settings)
     except BaseModelError as error:
         raise CommandError(str(error)) from error
-    model = LaneModel(ends, invitation, source.chosen, source.ends)
+    model = LaneModel(ends=ends, invitation=invitation, chosen=source.chosen, adapters=source.ends)
     try:
         yield model
         with suppress(LaneError):  # all texts have arrived

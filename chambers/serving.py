@@ -83,7 +83,13 @@ def find(options: Serve) -> Served:
         partition = partition_of(directory, split)
         common = {} if shared is None else {"global": split_adapter(shared, partition)["body"]}
         prefixes = shared is not None and shared.settings.kind == "prefix"
-        check_exactness(directory, settings, partition, prefixes, generation=True)
+        check_exactness(
+            directory=directory,
+            settings=settings,
+            partition=partition,
+            prefixes=prefixes,
+            generation=True,
+        )
     except BaseModelError as error:
         raise CommandError(str(error)) from error
     models: dict[str, dict[str, State | None]] = {c: {"base": None, **common} for c in clients}
@@ -92,7 +98,15 @@ def find(options: Serve) -> Served:
             personalised = open_adapter(run.directory / "adapters" / "clients" / client)
             models[client]["personalised"] = split_adapter(personalised, partition)["body"]
     adapter = shared.settings if shared else AdapterSettings()
-    return Served(settings, split, partition, directory, adapter, models, options.invitations)
+    return Served(
+        settings=settings,
+        split=split,
+        partition=partition,
+        directory=directory,
+        adapter=adapter,
+        models=models,
+        folder=options.invitations,
+    )
 
 
 @contextmanager
@@ -113,7 +127,13 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
     """
     try:
         devices = body_devices(served.split)
-        parts = load_parts(served.settings, served.directory, served.partition, ("body",), devices)
+        parts = load_parts(
+            settings=served.settings,
+            directory=served.directory,
+            partition=served.partition,
+            parties=("body",),
+            devices=devices,
+        )
     except BaseModelError as error:
         # The devices may differ from those that the model was trained on.
         reason = str(error).replace("split.body-devices", "--body-devices")
@@ -121,7 +141,9 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
     except OSError as error:
         raise CommandError(f"{served.directory} can't be read: {error}") from error
     try:
-        server = ModelServer(parts["body"], served.adapter, served.split, _RUN)
+        server = ModelServer(
+            body=parts["body"], adapter=served.adapter, split=served.split, run=_RUN
+        )
     except OSError as error:
         raise CommandError(
             f"--listen {served.split.listen}: the port is in use, or the address is not one of "

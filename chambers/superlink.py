@@ -161,7 +161,13 @@ def simulate(config: Mapping[str, Scalar], clients: int, actors: int, home: Path
     started = time.monotonic()
     try:
         with private_superlink(home) as superlink:
-            status = run_app(CHECKOUT, superlink, config, clients, actors)
+            status = run_app(
+                app=CHECKOUT,
+                superlink=superlink,
+                run_config=config,
+                supernodes=clients,
+                actors=actors,
+            )
     except KeyboardInterrupt:
         print("interrupted; every process of the run has been ended", file=sys.stderr)
         return 130

@@ -81,7 +81,7 @@ class Train:
         if actors < clients:
             print(f"{clients} clients take turns on {actors} actors", file=sys.stderr)
         with tempfile.TemporaryDirectory(prefix="chambers-") as home:
-            return simulate(values, clients, actors, Path(home))
+            return simulate(config=values, clients=clients, actors=actors, home=Path(home))
 
 
 def read_settings(settings: list[str]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def read_client_data(
         return _generated(index, seed)
     path = Path(settings.path).expanduser()
     if not path.is_absolute():
-        return reader.share(reader.hub_rows(), None, index, count)
+        return reader.share(train=reader.hub_rows(), test=None, index=index, count=count)
     folders = sorted(
         folder for folder in path.glob("*") if folder.is_dir() and find_part(folder, "train")
     )
@@ -79,7 +79,10 @@ def _generated(index: int, seed: int) -> ClientData:
     rows = {
         part: [
             Row(parse_messages(value), f"generated {name} {part} {number}", dict(value))
-            for number, value in enumerate(examples(style, size, own_seed, part), start=1)  # type: ignore[arg-type]
+            for number, value in enumerate(
+                examples(style=style, count=size, seed=own_seed, split=part),  # type: ignore[arg-type]
+                start=1,
+            )
         ]
         for part, size in (("train", _GENERATED_TRAINING[style]), ("test", _GENERATED_TEST))
     }
@@ -158,7 +161,7 @@ class _Reader:
         name, kind = f"client-{index}", self.settings.partition
 
         def divide(rows: list[Row]) -> list[Row]:
-            return partition(rows, count, self.settings, self.seed)[index]
+            return partition(rows=rows, parts=count, settings=self.settings, seed=self.seed)[index]
 
         if test is None:
             # Held out after the division, so that no client trains on another's test rows.

@@ -28,7 +28,9 @@ def measure(kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Tas
 
     """
     settings, test = task.config.evaluate, task.institution.test
-    held_out = held_out_loss(model, test, task.institution.padding, settings.batch_size)
+    held_out = held_out_loss(
+        model=model, examples=test, padding=task.institution.padding, batch_size=settings.batch_size
+    )
     metrics: Metrics = {
         "loss": held_out.loss,
         "perplexity": min(held_out.perplexity, LARGEST_METRIC),
@@ -40,7 +42,11 @@ def measure(kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Tas
 
         examples = test[: settings.generate_examples]
         answers = generate_answers(
-            model, tokenizer, examples, settings.batch_size, settings.max_new_tokens
+            model=model,
+            tokenizer=tokenizer,
+            examples=examples,
+            batch_size=settings.batch_size,
+            max_new=settings.max_new_tokens,
         )
         metrics |= score(answers, [example.reference for example in examples])
     return {f"{kind}.{name}": value for name, value in metrics.items()}
@@ -60,4 +66,9 @@ def save_final_adapters(task: Task, adapters: Mapping[str, State], peft_config: 
             rounds=config.rounds,
             config=config.flat(),
         )
-        save_adapter(task.state.directory / "adapters" / kind, adapter, peft_config, card)
+        save_adapter(
+            directory=task.state.directory / "adapters" / kind,
+            state=adapter,
+            config=peft_config,
+            card=card,
+        )

@@ -94,13 +94,13 @@ def evaluate(task: Task) -> tuple[Metrics, State | None]:
     if instruction.losses:
         if instruction.round == 0:
             with model.without_adapter():
-                metrics |= measure("base", model, tokenizer, task)
+                metrics |= measure(kind="base", model=model, tokenizer=tokenizer, task=task)
         elif personalised is not None:
             load_adapter(model.peft_model, personalised)
-            metrics |= measure("personalised", model, tokenizer, task)
+            metrics |= measure(kind="personalised", model=model, tokenizer=tokenizer, task=task)
     load_adapter(model.peft_model, adapter)
     if instruction.losses and instruction.round > 0:
-        metrics |= measure("global", model, tokenizer, task)
+        metrics |= measure(kind="global", model=model, tokenizer=tokenizer, task=task)
     if instruction.final:
         own = {} if personalised is None else {"personalised": personalised}
         peft_config = model.peft_model.peft_config["default"]

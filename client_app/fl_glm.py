@@ -37,7 +37,13 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
     directory = locate_parts(config.model.name, config.split, _PARTS)
     partition = partition_of(directory, config.split)
     prefixes = config.adapter.kind == "prefix"
-    check_exactness(directory, config.model, partition, prefixes, config.evaluate.generate)
+    check_exactness(
+        directory=directory,
+        settings=config.model,
+        partition=partition,
+        prefixes=prefixes,
+        generation=config.evaluate.generate,
+    )
     return directory, fingerprint(directory, tensors_of(directory, partition, _PARTS))
 
 
@@ -111,7 +117,7 @@ def evaluate(task: Task) -> tuple[Metrics, State | None]:
             for kind in rounds:
                 if kind in adapters:
                     model.choose(kind, adapters[kind])
-                    metrics |= measure(kind, model, tokenizer, task)
+                    metrics |= measure(kind=kind, model=model, tokenizer=tokenizer, task=task)
             model.end()
     if task.instruction.final:
         whole = {
@@ -120,7 +126,9 @@ def evaluate(task: Task) -> tuple[Metrics, State | None]:
             if kind in rounds and own is not None and BODY[kind] in task.arrays
         }
         directory = task.institution.directory
-        _, peft_config = initial_adapter(config.model.name, config.adapter, 0, directory)
+        _, peft_config = initial_adapter(
+            name=config.model.name, settings=config.adapter, seed=0, directory=directory
+        )
         save_final_adapters(task, whole, peft_config)
     return metrics, None
 
@@ -138,7 +146,12 @@ def _load_parts(
 
     """
     directory = locate_parts(model.name, split, _PARTS)
-    parts = load_parts(model, directory, partition_of(directory, split), _PARTS)
+    parts = load_parts(
+        settings=model,
+        directory=directory,
+        partition=partition_of(directory, split),
+        parties=_PARTS,
+    )
     for part in parts.values():
         part.attach(adapter)
     return parts
@@ -157,8 +170,19 @@ def _split_model(
         maximum_tokens=config.longest,
         window=config.split.window,
     )
-    lane = open_lane(invitation, limits, deadline, config.split.resume_timeout)
+    lane = open_lane(
+        invitation=invitation,
+        limits=limits,
+        deadline=deadline,
+        resume_timeout=config.split.resume_timeout,
+    )
     try:
-        yield SplitModel(parts["head"], parts["tail"], lane, config.split.frame_timeout, deadline)
+        yield SplitModel(
+            head=parts["head"],
+            tail=parts["tail"],
+            lane=lane,
+            frame_timeout=config.split.frame_timeout,
+            deadline=deadline,
+        )
     finally:
         lane.close()

@@ -147,8 +147,8 @@ def _task(message: Message, context: Context) -> Task:
 
 def _reply(task: Task, metrics: Metrics, arrays: State | None) -> Message:
     return answer(
-        task.message,
-        {"name": task.institution.name, "base": task.instruction.base},
-        {SIZE: task.institution.size, **metrics},
-        None if arrays is None else to_arrays(arrays),
+        message=task.message,
+        config={"name": task.institution.name, "base": task.instruction.base},
+        metrics={SIZE: task.institution.size, **metrics},
+        arrays=None if arrays is None else to_arrays(arrays),
     )

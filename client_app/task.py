@@ -54,7 +54,10 @@ class Task:
         per_round = steps_per_round(len(lengths), settings)
         return RoundPlan(
             steps=plan_round(
-                lengths, settings, number, derive_seed("order", self.config.seed, name)
+                lengths=lengths,
+                settings=settings,
+                round_number=number,
+                seed=derive_seed("order", self.config.seed, name),
             ),
             first_step=(number - 1) * per_round,
             total_steps=self.config.rounds * per_round,

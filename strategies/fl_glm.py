@@ -44,7 +44,7 @@ class FLGLM(Rounds):
         # Tensors that the server has no file of are compared between clients.
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
-        super().__init__(config, expected, progress, journal)
+        super().__init__(config=config, fingerprint=expected, progress=progress, journal=journal)
         self._server: BlockServer
         self._body: State = {}
         self._bodies: dict[str, tuple[int, State | None]] = {}
@@ -147,10 +147,20 @@ class FLGLM(Rounds):
         config = self.config
         prefixes = config.adapter.kind == "prefix"
         check_exactness(
-            self._directory, config.model, self._partition, prefixes, config.evaluate.generate
+            directory=self._directory,
+            settings=config.model,
+            partition=self._partition,
+            prefixes=prefixes,
+            generation=config.evaluate.generate,
         )
         devices = body_devices(config.split)
-        loaded = load_parts(config.model, self._directory, self._partition, ("body",), devices)
+        loaded = load_parts(
+            settings=config.model,
+            directory=self._directory,
+            partition=self._partition,
+            parties=("body",),
+            devices=devices,
+        )
         server = BlockServer(
             body=loaded["body"],
             state=parts,

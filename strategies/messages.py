@@ -121,11 +121,11 @@ def invitation_of(message: Message) -> Invitation:
     """Read the invitation to a lane from a message."""
     record: Any = message.content.config_records[LANE]
     return Invitation(
-        record["address"],
-        record["suite"],
-        record["server-key"],
-        Identity(record["run"], record["round"], record["node"]),
-        Ticket(record["ticket"], record["secret"]),
+        address=record["address"],
+        suite=record["suite"],
+        server_key=record["server-key"],
+        identity=Identity(record["run"], record["round"], record["node"]),
+        ticket=Ticket(record["ticket"], record["secret"]),
     )
 
 

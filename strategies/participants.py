@@ -230,7 +230,9 @@ class Participants:
         for reply in sorted(replies, key=_name):
             node, name = reply.metadata.src_node_id, _name(reply)
             silent.discard(node)
-            problem = reason_to_refuse_registration(reply, name, names, self.fingerprint)
+            problem = reason_to_refuse_registration(
+                reply=reply, name=name, taken=names, fingerprint=self.fingerprint
+            )
             if problem is None:
                 names.add(name)
                 config = config_of(reply)

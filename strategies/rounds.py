@@ -89,7 +89,7 @@ class Rounds(Strategy):
 
         """
         with self._prepared(grid, initial_arrays) as arrays:
-            return self._run(grid, arrays, num_rounds, timeout)
+            return self._run(grid=grid, arrays=arrays, num_rounds=num_rounds, timeout=timeout)
 
     @contextmanager
     def _prepared(self, grid: Grid, arrays: ArrayRecord) -> Iterator[ArrayRecord]:
@@ -104,7 +104,9 @@ class Rounds(Strategy):
         finished = self.progress.finished_rounds
         lacks_importance = self._evaluation(finished).importance and not self.progress.importance
         if not self.progress.evaluated or lacks_importance:
-            self._evaluate(finished, arrays, grid, timeout, result)
+            self._evaluate(
+                round_number=finished, arrays=arrays, grid=grid, timeout=timeout, result=result
+            )
         for current in range(finished + 1, num_rounds + 1):
             log(INFO, "")
             log(INFO, "[ROUND %d/%d]", current, num_rounds)
@@ -118,7 +120,9 @@ class Rounds(Strategy):
                 self.progress, finished_rounds=current, evaluated=False, importance=None
             )
             self._checkpoint(arrays)
-            self._evaluate(current, arrays, grid, timeout, result)
+            self._evaluate(
+                round_number=current, arrays=arrays, grid=grid, timeout=timeout, result=result
+            )
         return result
 
     def configure_train(
@@ -163,7 +167,9 @@ class Rounds(Strategy):
             event = {"event": "train", "round": server_round, "client": name}
             self._journal.record({**metrics, **event, "examples": sizes[name]})
             adapter = self._personalised(name, from_arrays(reply.content.array_records[ARRAYS]))
-            self._journal.keep_personalised(name, adapter, server_round, sizes[name])
+            self._journal.keep_personalised(
+                client=name, state=adapter, round_number=server_round, size=sizes[name]
+            )
         self._average({name: sizes[name] for name in valid})
         log(INFO, "Averaged the adapters of %s", ", ".join(valid))
         contents = [reply.content for reply in valid.values()]

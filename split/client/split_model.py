@@ -164,7 +164,10 @@ class SplitModel:
                     with self._tail.autocast():
                         losses.append(
                             add_target_gradient(
-                                self._output_head, hidden, batches[index], 1 / targets
+                                head=self._output_head,
+                                hidden=hidden,
+                                batch=batches[index],
+                                scale=1 / targets,
                             )
                         )
                 gradient = middle.grad
@@ -177,7 +180,12 @@ class SplitModel:
                 output.backward(received.to(output))  # type: ignore[no-untyped-call]
             return True
 
-        self._pipeline(len(batches), forward, answer, Kind.GRADIENT if wants_gradient else None)
+        self._pipeline(
+            count=len(batches),
+            forward=forward,
+            answer=answer,
+            also=Kind.GRADIENT if wants_gradient else None,
+        )
         return [float(loss) for loss in losses]
 
     @torch.no_grad()
@@ -225,7 +233,13 @@ class SplitModel:
     ) -> torch.Tensor:
         """Continue prompts; see ``WholeModel.generate``."""
         self._set_up(training=False)
-        generation = Generation(self._head, self._tail, mask, new_tokens, self._through_body)
+        generation = Generation(
+            head=self._head,
+            tail=self._tail,
+            mask=mask,
+            new_tokens=new_tokens,
+            exchange=self._through_body,
+        )
         output: torch.Tensor = generation.run(tokens, mask, settings)
         self.lane.send(Kind.STEP)
         return output

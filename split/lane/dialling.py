@@ -200,10 +200,10 @@ def _dial_until(
 def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connection:
     """Open a stream: connect, shake hands, and wait until the server has confirmed it."""
     handshake = ClientHandshake(
-        invitation.ticket,
-        invitation.identity,
-        invitation.server_key,
-        known_suite(invitation.suite),
+        ticket=invitation.ticket,
+        identity=invitation.identity,
+        server_public=invitation.server_key,
+        suite=known_suite(invitation.suite),
     )
     hello = handshake.hello()
     remaining = deadline - time.monotonic()
@@ -230,7 +230,9 @@ def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connectio
         carried = (wire_bytes(hello) + wire_bytes(finished), wire_bytes(answer))
         stream = Stream(secrets, limits, is_client=True, carried=carried, release=release)
         acknowledged = stream.confirmation(next(call))
-        return _Connection(stream, call, outgoing.put, acknowledged)
+        return _Connection(
+            stream=stream, records=call, send=outgoing.put, acknowledged=acknowledged
+        )
     except StopIteration:
         release()
         raise LaneCutError(f"the block server at {address} ended the handshake") from None

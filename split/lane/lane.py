@@ -134,7 +134,13 @@ class Lane:
             LaneError: The lane has ended.
 
         """
-        frame = Frame(kind, step, micro_batch, dict(tensors or {}), dict(fields or {}))
+        frame = Frame(
+            kind=kind,
+            step=step,
+            micro_batch=micro_batch,
+            tensors=dict(tensors or {}),
+            fields=dict(fields or {}),
+        )
         outgoing = Outgoing(frame, self.limits)
         with self._changed:
             if self._is_client:

@@ -160,7 +160,9 @@ class LaneServer:
             try:
                 yield stream.confirm(received)
                 acknowledged = _confirmation(stream, requests)
-                return self._confirm(number, identity, stream, acknowledged), stream
+                return self._confirm(
+                    number=number, identity=identity, stream=stream, acknowledged=acknowledged
+                ), stream
             finally:
                 with self._lock:
                     if self._unconfirmed.get(number) is stream:

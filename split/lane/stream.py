@@ -102,7 +102,11 @@ class Stream:
         self._seconds_packing += time.perf_counter() - started
         frame = outgoing.frame
         for record in self._sealer.seal(
-            frame.kind, frame.step, frame.micro_batch, acknowledged, content
+            kind=frame.kind,
+            step=frame.step,
+            micro_batch=frame.micro_batch,
+            acknowledged=acknowledged,
+            content=content,
         ):
             self._sent += wire_bytes(record)
             yield record

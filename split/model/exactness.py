@@ -59,12 +59,22 @@ def check_exactness(
         BaseModelError: It is not exact, not causal, or cannot be tested; the message names it.
 
     """
-    mark = cache_directory() / "exactness" / _key(directory, partition, prefixes, generation)
+    mark = (
+        cache_directory()
+        / "exactness"
+        / _key(directory=directory, partition=partition, prefixes=prefixes, generation=generation)
+    )
     if mark.is_file():
         return
     architecture = type(outline(directory)).__name__
     try:
-        reason = _difference(directory, settings, partition, prefixes, generation)
+        reason = _difference(
+            directory=directory,
+            settings=settings,
+            partition=partition,
+            prefixes=prefixes,
+            generation=generation,
+        )
     except BaseModelError as error:
         reason = str(error)
     except Exception as error:  # An architecture that does not fit can raise anything.
@@ -89,7 +99,13 @@ def _difference(
     with TemporaryDirectory() as folder:
         miniature(AutoConfig.from_pretrained(directory)).save_pretrained(folder)
         whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        parts = load_parts(plain, Path(folder), partition, PARTIES, ["cpu"])
+        parts = load_parts(
+            settings=plain,
+            directory=Path(folder),
+            partition=partition,
+            parties=PARTIES,
+            devices=["cpu"],
+        )
     # Rounding of products depends on the memory alignment of their factors, which is arbitrary in a
     # mapped file.
     for parameter in whole.parameters():
@@ -101,11 +117,17 @@ def _difference(
     for chosen in [None, _give_prefixes(whole, parts, partition)] if prefixes else [None]:
         for side in ("right", "left"):
             padding = Padding(side, lengths)
-            for name, whole_value, split_value in _both(whole, parts, tokens, padding, chosen):
+            for name, whole_value, split_value in _both(
+                whole=whole, parts=parts, tokens=tokens, padding=padding, prefixes=chosen
+            ):
                 if not torch.equal(whole_value, split_value):
                     what = f"{name} with prefixes" if chosen else name
                     return f"its {what} are not those of the whole model, padded on the {side}"
-        if generation and (reason := _other_texts(whole, parts, tokens, lengths, bool(chosen))):
+        if generation and (
+            reason := _other_texts(
+                whole=whole, parts=parts, tokens=tokens, lengths=lengths, prefixes=bool(chosen)
+            )
+        ):
             return f"{reason} (evaluate.generate = true; false may work)"
     return ""
 
@@ -192,7 +214,13 @@ def _other_texts(
         expected = whole.generate(
             input_ids=tokens, attention_mask=mask, max_new_tokens=_NEW_TOKENS, **settings
         )
-        generation = Generation(parts["head"], parts["tail"], mask, _NEW_TOKENS, exchange)
+        generation = Generation(
+            head=parts["head"],
+            tail=parts["tail"],
+            mask=mask,
+            new_tokens=_NEW_TOKENS,
+            exchange=exchange,
+        )
         found = generation.run(tokens, mask, settings)
     except Exception as error:  # An architecture that does not fit can raise anything.
         return f"the {what} can't be compared: {type(error).__name__}: {error}"

@@ -111,4 +111,6 @@ class Generation:
         if head.cache is not None:
             return head.cache
         # An embedding alone has none. The placeholder has the right length and no content.
-        return prefix_cache({}, head.length, config, 1, self._head.dtype)
+        return prefix_cache(
+            prefixes={}, length=head.length, config=config, rows=1, dtype=self._head.dtype
+        )

@@ -67,7 +67,10 @@ def tensors_of(directory: Path, partition: Partition, parties: Sequence[PartyNam
     """
     whole = outline(directory)
     full = full_names(whole, _names(directory))
-    parts = [tensors_of_part(whole, full, partition, party) for party in parties]
+    parts = [
+        tensors_of_part(whole=whole, full=full, partition=partition, party=party)
+        for party in parties
+    ]
     return {name for part in parts for name in part.values()}
 
 
@@ -103,7 +106,7 @@ def load_parts(
     held: dict[str, tuple[str, torch.Tensor]] = {}
     checkpoint = Checkpoint(directory)
     for party in (party for party in PARTIES if party in parties):
-        sources = tensors_of_part(whole, full, partition, party)
+        sources = tensors_of_part(whole=whole, full=full, partition=partition, party=party)
         absent = sorted(set(sources.values()) - checkpoint.files.keys())
         if absent:
             raise BaseModelError(
@@ -113,17 +116,26 @@ def load_parts(
         kind = part_class(whole, partition, party)
         state = {
             key: StoredTensor(checkpoint, name, arguments["dtype"]) for key, name in sources.items()
-        } | _shared(whole, checkpoint, held, sources, full)
+        } | _shared(whole=whole, checkpoint=checkpoint, held=held, sources=sources, full=full)
         if devices:
-            arguments["device_map"] = device_map(whole, partition, party, devices)
-        model = _load(kind, whole.config, state, arguments)
+            arguments["device_map"] = device_map(
+                whole=whole, partition=partition, party=party, devices=devices
+            )
+        model = _load(kind=kind, config=whole.config, state=state, arguments=arguments)
         hand_over(model, arguments["device_map"])
         if (directory / _GENERATION).is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
-        digests = compared(model, checkpoint, sources, settings.quantization != "none")
+        digests = compared(
+            model=model,
+            checkpoint=checkpoint,
+            sources=sources,
+            quantized=settings.quantization != "none",
+        )
         prepare(model, settings)
-        parts[party] = Part(model, party, partition, digests, arguments["dtype"])
-        held |= _tied(whole, model, sources, full)
+        parts[party] = Part(
+            model=model, party=party, partition=partition, digests=digests, dtype=arguments["dtype"]
+        )
+        held |= _tied(whole=whole, model=model, sources=sources, full=full)
     return parts
 
 

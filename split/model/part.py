@@ -135,7 +135,9 @@ class Part:
             return
         model = self._peft_model or self.model
         try:
-            self._peft_model = attach_adapter(model, settings, None, slot, self._placeholders)
+            self._peft_model = attach_adapter(
+                model=model, settings=settings, base=None, name=slot, excluded=self._placeholders
+            )
         except BaseModelError:
             # Targets that fit nowhere in the whole model are refused when its adapter is made.
             if self._has_one_of(target_names(settings)):

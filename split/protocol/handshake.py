@@ -301,7 +301,7 @@ def _check_prefix(message: bytes, number: int) -> None:
 
 
 def _hello_mac(ticket: Ticket, body: bytes) -> bytes:
-    return authenticate(derive(ticket.secret, b"hello", b"", 32), body)
+    return authenticate(derive(secret=ticket.secret, label=b"hello", context=b"", length=32), body)
 
 
 def _compare(found: bytes, expected: bytes) -> None:

@@ -48,7 +48,8 @@ class KeySchedule:
         self._secrets = shared + wrapped + ticket
 
     def _derive(self, label: bytes, transcript: bytes, length: int) -> bytes:
-        return derive(self._secrets, label, hashlib.sha256(transcript).digest(), length)
+        context = hashlib.sha256(transcript).digest()
+        return derive(secret=self._secrets, label=label, context=context, length=length)
 
     def server_finished(self, transcript: bytes) -> bytes:
         """Return the server's MAC over M1 and M2 up to that MAC."""

@@ -112,7 +112,7 @@ def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
     begin = 0
     for name, dtype, shape in sorted(wanted, key=lambda item: (-item[1].itemsize, item[0])):
         end = begin + math.prod(shape) * dtype.itemsize
-        entries.append(Entry(name, dtype, shape, begin, end))
+        entries.append(Entry(name=name, dtype=dtype, shape=shape, begin=begin, end=end))
         begin = end
     content: dict[str, Any] = {
         entry.name: {
@@ -191,7 +191,7 @@ def _entry(name: str, item: Mapping[str, Any]) -> Entry:
     dtype = _TORCH_TYPES[item["dtype"]]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError
-    return Entry(name, dtype, tuple(shape), begin, end)
+    return Entry(name=name, dtype=dtype, shape=tuple(shape), begin=begin, end=end)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -245,7 +245,12 @@ class Outgoing:
         tokens = TENSOR_OF_KIND.get(self.frame.kind)
         for name, tensor in self.frame.tensors.items():
             if name == tokens and places[name].dtype is torch.int8:
-                quantise(tensor.detach(), places[name], places[name + SCALE], name)
+                quantise(
+                    tensor=tensor.detach(),
+                    integers=places[name],
+                    scales=places[name + SCALE],
+                    name=name,
+                )
             else:
                 places[name].copy_(tensor.detach())
                 _check_finite(places[name], name)
@@ -275,7 +280,9 @@ def read(
     tokens = TENSOR_OF_KIND.get(kind)
     if tokens is not None and tensors[tokens].dtype is torch.int8:
         tensors[tokens] = dequantise(tensors[tokens], tensors.pop(tokens + SCALE), tokens)
-    frame = Frame(kind, step, micro_batch, tensors, description.fields)
+    frame = Frame(
+        kind=kind, step=step, micro_batch=micro_batch, tensors=tensors, fields=description.fields
+    )
     check_padding(frame)
     return frame
 

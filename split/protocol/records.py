@@ -106,7 +106,13 @@ class Sealer:
             piece = content[begin : begin + RECORD_BYTES]
             final = begin + len(piece) == total
             header = RecordHeader(
-                kind, final, step, micro_batch, acknowledged, self._counter, total
+                kind=kind,
+                final=final,
+                step=step,
+                micro_batch=micro_batch,
+                acknowledged=acknowledged,
+                counter=self._counter,
+                total=total,
             ).pack()
             size = HEADER_BYTES + len(piece) + TAG_BYTES
             if len(self._scratch) < size:
@@ -171,9 +177,12 @@ class Opener:
             self._decrypt(record, header, buffer.numpy().data)
             started = time.perf_counter()
             description = read_description(
-                buffer.numpy().data, header.total, header.kind, self._limits
+                content=buffer.numpy().data,
+                size=header.total,
+                kind=header.kind,
+                limits=self._limits,
             )
-            partial = _Partial(header, description, buffer, size)
+            partial = _Partial(header=header, description=description, first=buffer, received=size)
             self.seconds_serialisation += time.perf_counter() - started
         else:
             begin = partial.received
@@ -186,7 +195,11 @@ class Opener:
         self._partial = None
         started = time.perf_counter()
         frame = payload.read(
-            partial.description, partial.buffer, header.kind, header.step, header.micro_batch
+            description=partial.description,
+            buffer=partial.buffer,
+            kind=header.kind,
+            step=header.step,
+            micro_batch=header.micro_batch,
         )
         self.seconds_serialisation += time.perf_counter() - started
         return frame
@@ -208,7 +221,13 @@ class Opener:
         if number not in Kind.__members__.values():
             raise FrameError(f"there is no frame of kind {number}")
         header = RecordHeader(
-            Kind(number), flags == _FINAL, step, micro_batch, acknowledged, counter, total
+            kind=Kind(number),
+            final=flags == _FINAL,
+            step=step,
+            micro_batch=micro_batch,
+            acknowledged=acknowledged,
+            counter=counter,
+            total=total,
         )
         if header.pack() != record[:HEADER_BYTES]:
             raise FrameError("a record's header has bits set that mean nothing")

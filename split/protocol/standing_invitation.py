@@ -94,7 +94,13 @@ class StandingInvitation(BaseModel):
         """The invitation to open a lane with."""
         identity = Identity(self.run, _ROUND, self.client)
         ticket = Ticket(self.ticket, self.secret)
-        return Invitation(self.address, self.suite, self.server_key, identity, ticket)
+        return Invitation(
+            address=self.address,
+            suite=self.suite,
+            server_key=self.server_key,
+            identity=identity,
+            ticket=ticket,
+        )
 
     @property
     def split(self) -> SplitSettings:

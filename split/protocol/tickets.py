@@ -111,7 +111,12 @@ class TicketBook:
         self._forget()
         ticket = Ticket(secrets.token_bytes(IDENTIFIER_BYTES), secrets.token_bytes(SECRET_BYTES))
         lane = None if standing else secrets.token_bytes(IDENTIFIER_BYTES)
-        self._add(ticket, _Entry(identity, ticket.secret, self._clock() + lifetime, lane))
+        self._add(
+            ticket,
+            _Entry(
+                identity=identity, secret=ticket.secret, expires=self._clock() + lifetime, lane=lane
+            ),
+        )
         return ticket
 
     def find(self, identifier: bytes) -> tuple[Ticket, Identity]:
@@ -161,7 +166,13 @@ class TicketBook:
         self._forget()
         used = self._valid(identifier)
         lane = used.lane or secrets.token_bytes(IDENTIFIER_BYTES)
-        entry = _Entry(used.identity, resumption.secret, used.expires, lane, issued=False)
+        entry = _Entry(
+            identity=used.identity,
+            secret=resumption.secret,
+            expires=used.expires,
+            lane=lane,
+            issued=False,
+        )
         self._add(resumption, entry)
         if used.lane is None:
             used.lanes.append(lane)

@@ -52,7 +52,9 @@ class EvaluationSession(Session):
         most_kept: int,
         frame_timeout: float,
     ) -> None:
-        super().__init__(lane, "evaluate", compute, frame_timeout)
+        super().__init__(
+            lane=lane, purpose="evaluate", compute=compute, frame_timeout=frame_timeout
+        )
         self._models = models
         self._body = body
         self._adapter = adapter
@@ -162,7 +164,7 @@ class EvaluationSession(Session):
             self._key_values = KeyValues(self._body, padding, columns)
             return self._key_values.extend(hidden)
 
-        self._put(Priority.GENERATION, frame, begin, tokens)
+        self._put(priority=Priority.GENERATION, frame=frame, compute=begin, tokens=tokens)
 
     def _continue_generation(self, frame: Frame, hidden: torch.Tensor) -> None:
         generation = self._generation

@@ -89,7 +89,11 @@ class ModelServer:
         self._grants[identity] = _Grant(models, time.monotonic() + lifetime)
         ticket = self._server.issue(identity, lifetime, standing=True)
         return Invitation(
-            self.address, self._split.key_exchange, self._keys.public, identity, ticket
+            address=self.address,
+            suite=self._split.key_exchange,
+            server_key=self._keys.public,
+            identity=identity,
+            ticket=ticket,
         )
 
     def stop(self) -> None:
@@ -101,15 +105,15 @@ class ModelServer:
         """Serve a lane; called in its own thread."""
         grant = self._grants[lane.identity]
         session = EvaluationSession(
-            lane,
-            grant.models,
-            self._body,
-            self._adapter,
-            self._compute,
-            self._split.window,
-            0,  # nothing but generation, which alone is counted by the compute thread
-            self._split.activation_budget,
-            self._split.frame_timeout,
+            lane=lane,
+            models=grant.models,
+            body=self._body,
+            adapter=self._adapter,
+            compute=self._compute,
+            window=self._split.window,
+            longest=0,  # nothing but generation, which alone is counted by the compute thread
+            most_kept=self._split.activation_budget,
+            frame_timeout=self._split.frame_timeout,
         )
         with self._lock:
             older = self._sessions.get(lane.identity)

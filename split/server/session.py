@@ -109,7 +109,7 @@ class Session:
 
         with self._lock:
             self._owed += 1
-        self.compute.put(Job(self, priority, run, tokens))
+        self.compute.put(Job(owner=self, priority=priority, run=run, tokens=tokens))
 
     def answer(self, step: int, index: int, states: torch.Tensor) -> None:
         """Send the hidden states of a micro-batch after the body."""

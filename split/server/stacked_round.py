@@ -194,7 +194,7 @@ class StackedRound:
         return [self._members[client] for client in sorted(self._members)]
 
     def _put(self, priority: Priority, work: Callable[[], None], tokens: int = 0) -> None:
-        self._compute.put(Job(self, priority, work, tokens))
+        self._compute.put(Job(owner=self, priority=priority, run=work, tokens=tokens))
 
     def _put_forward(self, stacked: StackedMicroBatch) -> None:
         index, step = stacked.index, self._step

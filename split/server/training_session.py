@@ -46,7 +46,7 @@ class TrainingSession(Session):
         limits: RoundLimits,
         frame_timeout: float,
     ) -> None:
-        super().__init__(lane, "train", compute, frame_timeout)
+        super().__init__(lane=lane, purpose="train", compute=compute, frame_timeout=frame_timeout)
         self._schedule = schedule
         self._round = TrainingRound(largest, limits)
         self._trainer: ClientTrainer | None = None

@@ -75,8 +75,8 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     def answers(model, tokenizer, examples):
         return generate_answers(model, tokenizer, examples[:4], 3, 12)
 
-    def remembered(*given):
-        texts.append(generate_answers(*given))
+    def remembered(**given):
+        texts.append(generate_answers(**given))
         return texts[-1]
 
     monkeypatch.setattr(evaluation, "generate_answers", remembered)
