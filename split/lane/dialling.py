@@ -120,7 +120,13 @@ def _keep_open(
     limit.daemon = True
     limit.start()
     try:
-        _replace_streams(lane, invitation, connection, deadline, resume_timeout)
+        _replace_streams(
+            lane=lane,
+            invitation=invitation,
+            connection=connection,
+            deadline=deadline,
+            resume_timeout=resume_timeout,
+        )
     finally:
         limit.cancel()
 
