@@ -406,7 +406,7 @@ class Lane:
             self._stream = None
             self._cut, self._cut_at = copy.copy(cut), time.monotonic()
             if self._error is None:
-                _LOG.info("%r: %s", self, cut)
+                _LOG.info("%r: %s", self, printable(str(cut)))
         self._wake()
 
     def _end(self, error: LaneError, words: str | None = None, flush: bool = False) -> None:
@@ -430,7 +430,7 @@ class Lane:
         else:
             self._release_later(self._stream)
         self._wake()
-        _LOG.info("%r ended: %s", self, error)
+        _LOG.info("%r ended: %s", self, printable(str(error)))
 
     def _release_later(self, stream: Stream) -> None:
         """Bound the time for which the last words may be under way."""

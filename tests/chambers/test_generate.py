@@ -195,7 +195,7 @@ def test_prefixes_work_whole_and_split(prefix_run, base, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ((), "which base model"),
+        ((), "no base model is named"),
         (("--model", "/nowhere"), "there is no base model in /nowhere"),
         (("--adapter", "/nowhere"), "there is no folder /nowhere"),
         (("--invitation", "/nowhere.json"), "/nowhere.json can't be read"),
@@ -240,7 +240,7 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     shallow = write_checkpoint(tmp_path / "shallow", 3)
     copy = shutil.copytree(adapter, tmp_path / "copy")
     refusal = refused(capsys, "generate", "--adapter", copy, "--model", shallow, "the court")
-    assert "of another base model" in refusal
+    assert "for another base model" in refusal
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
     assert "use_rslora = True" in refused(capsys, "generate", "--adapter", copy, "the court")
