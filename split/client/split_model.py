@@ -90,22 +90,22 @@ class SplitModel:
         """Positions that a prefix in use takes before each row's tokens."""
         return self._head.columns_before
 
-    def join(self, place: ClientRound) -> None:
+    def join(self, plan: ClientRound) -> None:
         """Begin a round of training."""
         self._step = 0
-        self._average_every, self._until = place.average_every, place.deadline
+        self._average_every, self._until = plan.average_every, plan.deadline
         self.lane.send(
             Kind.JOIN,
             fields={
-                "steps": place.steps,
-                "first_step": place.first_step,
-                "total_steps": place.total_steps,
-                "longest": place.longest,
+                "steps": plan.steps,
+                "first_step": plan.first_step,
+                "total_steps": plan.total_steps,
+                "longest": plan.longest,
                 "wants_gradient": bool(self._head.trainable()),
             },
         )
         # Others may have to join first; the server limits the time for that.
-        self._credits = self._welcomed(place.deadline)
+        self._credits = self._welcomed(plan.deadline)
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Choose the model that is evaluated from now on.

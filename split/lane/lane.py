@@ -235,16 +235,14 @@ class Lane:
             stream.release()
         return received
 
-    def attach(self, stream: Stream, acknowledged: int) -> bool:
+    def attach(self, stream: Stream, acknowledged: int) -> None:
         """Continue over a stream that both ends have confirmed.
+
+        Over the stream of a lane that has ended, the other side is only told why.
 
         Args:
             stream: The newest one.
             acknowledged: How many frames have arrived at the other end.
-
-        Returns:
-            Whether the lane lives; over the stream of a lane that has ended, the other side is only
-            told why.
 
         """
         with self._changed:
@@ -262,7 +260,6 @@ class Lane:
             if self._error is not None:
                 self._release_later(stream)
             self._wake()
-            return self._error is None
 
     def messages(self, stream: Stream) -> Iterator[bytes]:
         """Yield the records to send over a stream, until it is replaced or the lane has ended."""

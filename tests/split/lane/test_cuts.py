@@ -69,7 +69,6 @@ def test_wherever_streams_are_cut_frames_arrive_once_and_in_order(server, direct
 
 
 def test_a_lost_third_message_costs_nothing_but_another_attempt(server):
-    """Nor does a refusal that an attacker forges before the server's first record."""
     ticket = server.ticket()
     with relaying(server, up=cutting([1])) as relay:
         client, lane = server.pair(ticket=ticket, address=relay.address, patience=SOON)
