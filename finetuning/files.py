@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, and the cache folder."""
+"""Atomic writes of files and folders, secrets among them; stamps of files; the cache folder."""
 
 import os
 import shutil
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
+
+Stamps = tuple[tuple[str, int, int], ...]
 
 
 def cache_directory() -> Path:
@@ -38,6 +40,20 @@ def replacing(target: Path) -> Iterator[Path]:
             aside.replace(target)
     finally:
         _remove(aside)
+
+
+def write_secret(target: Path, content: bytes) -> None:
+    """Write a file that only its user can read; an older file is replaced."""
+    with replacing(target) as aside:
+        aside.touch(mode=0o600, exist_ok=False)
+        aside.write_bytes(content)
+
+
+def stamps(path: Path) -> Stamps:
+    """Return path, size and time of a file, or of each file in a folder; they change with it."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = [(str(file), file.stat()) for file in files if file.is_file()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 def _flush(path: Path) -> None:

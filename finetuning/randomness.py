@@ -3,14 +3,21 @@
 Every stage derives its own seed from the run's seed and its position in the run (client, round,
 step, micro-batch, party). Therefore a resumed run equals an unbroken one, and the order in which
 micro-batches are computed has no effect.
+
+The noise of differential privacy must be repeatable by nobody: it is made of the operating system's
+random bytes.
 """
 
 import hashlib
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+
+# Returns a number of random bytes, such as ``os.urandom``.
+RandomBytes = Callable[[int], bytes]
 
 # Torch's generator belongs to the process. Without the lock, threads of two parties in one process
 # (simulation, tests) would draw from each other's seeds.
@@ -47,3 +54,17 @@ def drawing_nothing_new() -> Iterator[None]:
     """Protect a backward pass, which resets the generator where it recomputes a forward pass."""
     with _generator:
         yield
+
+
+def normal(count: int, random_bytes: RandomBytes) -> torch.Tensor:
+    """Draw standard normal numbers as float64 (Box and Muller, 1958)."""
+    half = (count + 1) // 2
+    radius = (-2 * torch.log1p(-uniform(half, random_bytes))).sqrt()
+    angle = 2 * math.pi * uniform(half, random_bytes)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count]
+
+
+def uniform(count: int, random_bytes: RandomBytes) -> torch.Tensor:
+    """Draw numbers from [0, 1) as float64, with 53 random bits each."""
+    bits = torch.frombuffer(bytearray(random_bytes(8 * count)), dtype=torch.int64)
+    return (bits & (2**53 - 1)).double() * 2.0**-53

@@ -113,7 +113,9 @@ def initial_adapter(
     if settings.kind == "prefix":
         return _initial_prefix(directory, settings, seed, reference(name, directory))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        )
         peft_model = attach_adapter(model, settings, reference(name, directory))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -131,7 +133,7 @@ def _initial_prefix(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         refuse_without_prefix(model, settings.prefix_length)
         peft_config = attach_adapter(model, settings, base).peft_config["default"]

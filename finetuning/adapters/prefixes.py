@@ -35,10 +35,11 @@ def prefix_cache(
     """Return a key-value cache with which blocks compute as if the prefixes preceded the tokens.
 
     Args:
-        prefixes: (length, 2 · heads · width) by the absolute number of the block.
+        prefixes: (length, 2 · heads · width) by the absolute number of the block, or with a
+            dimension of rows before, if each row has its own.
         length: Length of the prefixes.
         config: Configuration of the model or the part.
-        rows: Rows of the batch; all have the same prefixes.
+        rows: Rows of the batch.
         dtype: Data type of the blocks' keys and values.
 
     Returns:
@@ -64,8 +65,8 @@ def _keys_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a block's keys and values as views (rows, heads, length, width) of its prefix."""
     heads, width = key_value_shape(config)
-    both = prefix.to(dtype).view(len(prefix), 2, heads, width).permute(1, 2, 0, 3)
-    keys, values = both[:, None].expand(-1, rows, -1, -1, -1)
+    of_rows = prefix.to(dtype).expand(rows, -1, -1).view(rows, -1, 2, heads, width)
+    keys, values = of_rows.permute(2, 0, 3, 1, 4)
     return keys, values
 
 

@@ -15,7 +15,20 @@ _LONGEST_CELL = 2**31 - 1
 
 
 class DataError(ValueError):
-    """Data is missing or malformed; the message names files, lines and reasons."""
+    """Data is missing or malformed; the message names files, lines and reasons.
+
+    Args:
+        message: What is wrong; it quotes nothing from the data.
+        quoted: Another library's words, which may quote it.
+
+    Attributes:
+        without_quotes: The message without those words.
+
+    """
+
+    def __init__(self, message: str, quoted: str = "") -> None:
+        super().__init__(f"{message}: {quoted}" if quoted else message)
+        self.without_quotes = message
 
 
 @dataclass(frozen=True)
@@ -272,4 +285,4 @@ def _stream(reader: str, source: Path | str, **options: str) -> Iterable[Any]:
     try:
         yield from load_dataset(reader, streaming=True, **options)
     except Exception as error:  # Readers of foreign formats can raise anything.
-        raise DataError(f"{source} can't be read: {error}") from error
+        raise DataError(f"{source} can't be read", str(error)) from error

@@ -68,18 +68,20 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class TokenizationReport:
-    """The effect of ``data.max-length``.
+    """The effect of ``data.max-length`` and of the chat template.
 
     Attributes:
         inputs_shortened: Examples that lost the end of an input to make room for the outputs.
         outputs_cut: Examples whose outputs lost their end nevertheless.
         left_out: Examples without any output token left.
+        rows_divided: Rows that gave several examples, because of the chat template.
 
     """
 
     inputs_shortened: int
     outputs_cut: int
     left_out: int
+    rows_divided: int
 
 
 def tokenize(
@@ -95,13 +97,11 @@ def tokenize(
 
     """
     examples: list[Example] = []
-    shortened = cut = left_out = 0
+    shortened = cut = left_out = divided = 0
     for first in range(0, len(rows), _ROWS_AT_ONCE):
-        conversations = [
-            conversation
-            for row in rows[first : first + _ROWS_AT_ONCE]
-            for conversation in _conversations(row, tokenizer)
-        ]
+        of_rows = [_conversations(row, tokenizer) for row in rows[first : first + _ROWS_AT_ONCE]]
+        divided += sum(len(of_row) > 1 for of_row in of_rows)
+        conversations = [conversation for of_row in of_rows for conversation in of_row]
         encoded = _encode(conversations, tokenizer)
         for fitted, tokens in zip(conversations, encoded, strict=True):
             was_shortened = False
@@ -123,7 +123,7 @@ def tokenize(
             f"none of {len(rows)} rows has an output that fits even partly into data.max-length = "
             f"{max_length} tokens"
         )
-    return examples, TokenizationReport(shortened, cut, left_out)
+    return examples, TokenizationReport(shortened, cut, left_out, divided)
 
 
 def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple[str, Spans]:
@@ -197,7 +197,7 @@ def _conversations(row: Row, tokenizer: Any) -> list[_Conversation]:
         except _TurnsChangeError:
             return [_Conversation.of(row.messages[:end], tokenizer, True) for end in ends]
     except (TemplateError, _TurnsChangeError) as error:
-        raise DataError(f"{row.origin}: the chat template refuses it: {error}") from error
+        raise DataError(f"{row.origin}: the chat template refuses it", str(error)) from error
 
 
 def _encode(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tokens]:

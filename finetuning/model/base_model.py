@@ -85,7 +85,7 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise BaseModelError(f"no usable tokenizer in {directory}: {error}") from error
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
@@ -109,7 +109,9 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
 
     directory = locate(settings.name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, **loading_arguments(settings))
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, trust_remote_code=False, **loading_arguments(settings)
+        )
     except (OSError, ValueError, KeyError) as error:
         raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
     prepare(model, settings)

@@ -35,7 +35,7 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         if not isinstance(most, int) or sum(row.values()) <= most:
             return

@@ -1,117 +1,20 @@
 """The stages of a training step if one process holds every block of the model."""
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from finetuning.adapters.adapter import trainable_parameters
 from finetuning.adapters.prefixes import columns_of, prefix_cache
+from finetuning.adapters.row_weights import weights_per_row
 from finetuning.data.batching import MicroBatch
+from finetuning.model.output_head import add_target_gradient, output_head, target_loss
 from finetuning.randomness import derive_seed, set_seed
-
-# A micro-batch's logits can be larger than everything else in memory. This many targets at once
-# keep a CPU or GPU busy, and take 32 MiB for a vocabulary of 32,000 tokens.
-_TARGETS_AT_ONCE = 256
-
-
-class _Backbone(torch.nn.Module):
-    """Replaces a model's blocks by a function that returns hidden states and a cache."""
-
-    def __init__(self, compute: Callable[[Any, Any], tuple[torch.Tensor, Any]]) -> None:
-        super().__init__()
-        self._compute = compute
-
-    def forward(self, input_ids: Any = None, *_: None, inputs_embeds: Any = None, **__: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        hidden, cache = self._compute(input_ids, inputs_embeds)
-        output = MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
-        output.cross_attentions = None  # GPT-2 reads them.
-        return output
-
-    @property
-    def decoder(self) -> "_Backbone":
-        """OPT's name for its blocks."""
-        return self
-
-
-def output_head(
-    causal_lm: Any,
-    compute: Callable[[Any, Any], tuple[torch.Tensor, Any]] = lambda _, embeds: (embeds, None),
-) -> Any:
-    """Return the checkpoint's own model class without everything before the output head.
-
-    With (1, targets, hidden) as ``inputs_embeds`` it returns their logits, with the architecture's
-    scaling and capping. Its modules are the model's own, not copies.
-
-    Args:
-        causal_lm: The model, or a party's part of it.
-        compute: Replaces the blocks: returns hidden states and a cache for ``input_ids`` and
-            ``inputs_embeds``.
-
-    """
-    head = copy.copy(causal_lm)
-    head._modules = dict(causal_lm._modules)
-    setattr(head, causal_lm.base_model_prefix, _Backbone(compute))
-    return head
-
-
-def target_loss(head: Any, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Sum the cross-entropy over a micro-batch's targets (FedJudge Eq. 1).
-
-    Args:
-        head: See `output_head`.
-        hidden: (rows, columns, hidden) after the last block and norm.
-        batch: Positions and labels of the targets.
-
-    Returns:
-        A float32 scalar, in nats.
-
-    """
-    parts = zip(*_targets(hidden, batch), strict=True)
-    return torch.stack([_part_loss(head, chosen, labels) for chosen, labels in parts]).sum()
-
-
-def add_target_gradient(
-    head: Any, hidden: torch.Tensor, batch: MicroBatch, scale: float
-) -> torch.Tensor:
-    """Compute `target_loss`, and add the gradient of ``scale`` times it to every ``.grad``.
-
-    The output head runs forward and backward in parts, so that only one part's logits exist.
-
-    Returns:
-        The loss without the scale, detached.
-
-    """
-    gradients, losses = [], []
-    parts, labels = _targets(hidden, batch)
-    for part, label in zip(parts, labels, strict=True):
-        chosen = part.detach().requires_grad_()
-        loss = _part_loss(head, chosen, label)
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
-        gradients.append(chosen.grad)
-        losses.append(loss.detach())
-    if hidden.requires_grad:
-        torch.autograd.backward(parts, gradients)
-    return torch.stack(losses).sum()
-
-
-def _targets(
-    hidden: torch.Tensor, batch: MicroBatch
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Return, in parts, the hidden states that predict targets, and the targets."""
-    chosen = hidden.flatten(0, 1).index_select(0, batch.positions.to(hidden.device))
-    labels = batch.labels.to(hidden.device)
-    return torch.split(chosen, _TARGETS_AT_ONCE), torch.split(labels, _TARGETS_AT_ONCE)
-
-
-def _part_loss(head: Any, chosen: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    logits = head(inputs_embeds=chosen[None], use_cache=False).logits[0]
-    return cross_entropy(logits.float(), labels, reduction="sum")
+from finetuning.training.deadline import DeadlineError
 
 
 class WholeModel:
@@ -120,13 +23,19 @@ class WholeModel:
     Args:
         peft_model: Base model with its adapter, or alone if nothing is trained.
 
+    Attributes:
+        deadline: Every forward pass after it raises DeadlineError, on ``time.monotonic``'s clock.
+
     """
 
     def __init__(self, peft_model: Any) -> None:
         self.peft_model = peft_model
+        self.deadline = math.inf
         causal_lm = getattr(peft_model, "get_base_model", lambda: peft_model)()
         self._config, self._dtype = causal_lm.config, causal_lm.dtype
         self._backbone = causal_lm.base_model
+        # Generation too calls it for every token.
+        self._backbone.register_forward_pre_hook(self._check_deadline)
         self._head = output_head(causal_lm)
         self._device = peft_model.device
         # LoRA is part of the blocks; a prefix has to be passed to them.
@@ -137,7 +46,7 @@ class WholeModel:
     @property
     def columns_before(self) -> int:
         """Prefix positions before each row's tokens."""
-        return 0 if self._prefix is None else len(self._prefix)
+        return 0 if self._prefix is None else self._prefix.shape[-2]
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Add the gradient of a step's loss to the adapter's ``.grad``.
@@ -211,6 +120,31 @@ class WholeModel:
             gradients = torch.autograd.grad(loss, list(parameters.values()))
         return dict(zip(parameters, gradients, strict=True))
 
+    def row_gradients(self, batch: MicroBatch) -> tuple[dict[str, torch.Tensor], float]:
+        """Compute the gradient of each row's own loss: the mean over its targets, without dropout.
+
+        Returns:
+            (rows, …) ∂Lᵢ/∂W for every adapter weight, and the summed loss of all targets in nats.
+
+        Raises:
+            BaseModelError: The adapter is on modules that don't get their inputs row by row.
+
+        """
+        rows, columns = batch.tokens.shape
+        row_of = batch.positions // columns
+        scale = 1 / row_of.bincount(minlength=rows)[row_of]
+        with (
+            self._mode(training=False),
+            self._recomputing_blocks(),
+            self._by_row(rows) as weights,
+            self._autocast(),
+        ):
+            loss = add_target_gradient(self._head, self._hidden(batch), batch, scale)
+        gradients = {
+            n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()
+        }
+        return gradients, float(loss)
+
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
         """Disable the adapter within the block."""
@@ -220,6 +154,17 @@ class WholeModel:
                 yield
         finally:
             self._prefix = prefix
+
+    @contextmanager
+    def _by_row(self, rows: int) -> Iterator[dict[str, torch.Tensor]]:
+        prefix = self._prefix
+        with weights_per_row(self.peft_model, rows) as weights:
+            if prefix is not None:
+                (self._prefix,) = weights.values()
+            try:
+                yield weights
+            finally:
+                self._prefix = prefix
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
         with self._autocast():
@@ -234,12 +179,16 @@ class WholeModel:
         """
         inputs = {"input_ids": batch.tokens.to(self._device)}
         if self._prefix is not None:
-            blocks = dict(enumerate(self._prefix.split(columns_of(self._config), dim=1)))
+            blocks = dict(enumerate(self._prefix.split(columns_of(self._config), dim=-1)))
             inputs["past_key_values"] = prefix_cache(
-                blocks, len(self._prefix), self._config, len(batch.tokens), self._dtype
+                blocks, self.columns_before, self._config, len(batch.tokens), self._dtype
             )
         output = self._backbone(**inputs, use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def _check_deadline(self, *_: Any) -> None:
+        if time.monotonic() > self.deadline:
+            raise DeadlineError("the message's time was over; raise round-timeout, or ask for less")
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if self._mixed_precision else nullcontext()

@@ -13,6 +13,7 @@ from finetuning.progress import progress_bar
 from finetuning.randomness import derive_seed
 from finetuning.settings import TrainSettings
 from finetuning.training.continual import Penalty
+from finetuning.training.deadline import DeadlineError
 from finetuning.training.optimization import (
     OptimizerState,
     export_optimizer,
@@ -20,10 +21,6 @@ from finetuning.training.optimization import (
     load_optimizer,
     make_optimizer,
 )
-
-
-class DeadlineError(TimeoutError):
-    """The round's deadline passed before its training was finished."""
 
 
 class Stages(Protocol):
@@ -148,7 +145,9 @@ def train_round(
                 for group in micro_batches(step, columns, budget)
             ]
             step_targets = sum(len(batch.labels) for batch in batches)
-            loss = sum(model.accumulate(batches, derive_seed(plan.seed, index))) / step_targets
+            summed = sum(model.accumulate(batches, derive_seed(plan.seed, index)))
+            # A step of private training may have no rows; its update is noise.
+            loss = summed / max(step_targets, 1)
             if not loss < float("inf"):
                 raise FloatingPointError(f"the loss of step {index + 1} is {loss}")
             if penalty is not None:

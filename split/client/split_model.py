@@ -1,6 +1,7 @@
 """The stages of a step when the middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ import torch
 
 from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import MicroBatch
-from finetuning.model.whole_model import add_target_gradient, target_loss
-from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
+from finetuning.model.output_head import add_target_gradient, target_loss
+from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new, normal
 from finetuning.training.optimization import squared_norm
 from split.lane.lane import Lane
 from split.model.generation import Generation
@@ -53,6 +54,8 @@ class SplitModel:
         lane: Lane to the block server, over which frames are sent.
         frame_timeout: Seconds to wait for the server's next frame.
         deadline: Until when to wait for room at the server, on ``time.monotonic``'s clock.
+        noise: Standard deviation of the noise on hidden states that are sent, relative to the root
+            mean square of each token's.
 
     Attributes:
         lane: What frames go over; the caller that opened it closes it.
@@ -67,6 +70,7 @@ class SplitModel:
         lane: Lane,
         frame_timeout: float,
         deadline: float | None = None,
+        noise: float = 0.0,
     ) -> None:
         self._head = head
         self._tail = tail
@@ -75,6 +79,7 @@ class SplitModel:
         self.seconds_waiting = 0.0
         self._frame_timeout = frame_timeout
         self._deadline = deadline
+        self._noise = noise
         self._credits = 1
         self._step = 0
         self._average_every = 0
@@ -265,7 +270,7 @@ class SplitModel:
             Kind.HIDDEN,
             self._step,
             index,
-            {"hidden": hidden.detach(), "lengths": batch.lengths},
+            {"hidden": self._with_noise(hidden.detach()), "lengths": batch.lengths},
             {"side": "right", **counts},
         )
         return hidden
@@ -273,11 +278,19 @@ class SplitModel:
     def _through_body(
         self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: dict[str, Value]
     ) -> torch.Tensor:
-        tensors = {"hidden": hidden, "lengths": lengths}
+        tensors = {"hidden": self._with_noise(hidden), "lengths": lengths}
         self.lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
         # Generations of other clients may have to end before there is room for this one.
         frame = self._receive(Kind.HIDDEN, None if index else self._deadline, micro_batch=index)
         return _of_shape(frame, "hidden", hidden.shape)
+
+    def _with_noise(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self._noise:
+            return hidden
+        deviation = self._noise * hidden.float().square().mean(-1, keepdim=True).sqrt()
+        # Not from a seed, which the server knows too.
+        drawn = normal(hidden.numel(), os.urandom).view_as(hidden).to(deviation)
+        return hidden + (deviation * drawn).to(hidden)
 
     def _pipeline(
         self,

@@ -97,7 +97,9 @@ def _difference(
 
     plain = settings.model_copy(update={"dtype": "float32", "quantization": "none"})
     with TemporaryDirectory() as folder:
-        miniature(AutoConfig.from_pretrained(directory)).save_pretrained(folder)
+        miniature(AutoConfig.from_pretrained(directory, trust_remote_code=False)).save_pretrained(
+            folder
+        )
         whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         parts = load_parts(
             settings=plain,

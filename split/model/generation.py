@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from finetuning.adapters.prefixes import prefix_cache
-from finetuning.model.whole_model import output_head
+from finetuning.model.output_head import output_head
 from split.model.key_values import KeyValues
 from split.model.part import Part
 from split.protocol.frames import Padding, Value

@@ -11,7 +11,7 @@ from torch import nn
 from finetuning.adapters.adapter import attach_adapter, target_names
 from finetuning.adapters.prefixes import BlockPrefixes
 from finetuning.model.base_model import BaseModelError
-from finetuning.model.whole_model import output_head
+from finetuning.model.output_head import output_head
 from finetuning.settings import AdapterSettings
 from split.model.partition import Partition, PartyName, blocks_of
 from split.protocol.frames import Padding

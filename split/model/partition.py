@@ -81,7 +81,9 @@ def partition_of(directory: Path, settings: SplitSettings) -> Partition:
     from transformers import AutoConfig
 
     try:
-        blocks = int(AutoConfig.from_pretrained(directory).num_hidden_layers)
+        blocks = int(
+            AutoConfig.from_pretrained(directory, trust_remote_code=False).num_hidden_layers
+        )
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise BaseModelError(
             f"the number of blocks can't be read from {directory / 'config.json'}: {error}"
@@ -106,7 +108,7 @@ def outline(directory: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

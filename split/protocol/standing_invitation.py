@@ -14,7 +14,7 @@ from pydantic import (
     field_validator,
 )
 
-from finetuning.files import replacing
+from finetuning.files import write_secret
 from finetuning.settings import SplitSettings
 from split.protocol.frames import WireType
 from split.protocol.invitation import Invitation
@@ -114,9 +114,7 @@ class StandingInvitation(BaseModel):
 
     def write(self, file: Path) -> None:
         """Write it to a file that only the user can read; an older file is replaced."""
-        with replacing(file) as aside:
-            aside.touch(mode=0o600, exist_ok=False)
-            aside.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_secret(file, f"{self.model_dump_json(indent=1)}\n".encode())
 
     @classmethod
     def read(cls, file: Path) -> "StandingInvitation":

@@ -175,6 +175,15 @@ class BlockServer:
         identity = Identity(f"{self._run}/evaluate", round_number, client)
         return self._invite(identity, models, lifetime)
 
+    def progress(self) -> list[tuple[str, int, int, int]]:
+        """Return client, finished steps, planned steps and padded tokens of each training lane."""
+        with self._changed:
+            training = [each for each in self._open if isinstance(each, TrainingSession)]
+        return sorted(
+            (each.account.client, each.account.steps, each.planned_steps, each.account.tokens)
+            for each in training
+        )
+
     def finish_lanes(self) -> list[Account]:
         """End every open lane, revoke all tickets, and return all lanes' accounts."""
         with self._changed:

@@ -51,6 +51,11 @@ class TrainingSession(Session):
         self._round = TrainingRound(largest, limits)
         self._trainer: ClientTrainer | None = None
 
+    @property
+    def planned_steps(self) -> int:
+        """Optimizer steps of the client's round; until it has joined, the most that are allowed."""
+        return self._round.plan.steps
+
     def serve(self) -> None:
         """Answer frames until the client ends its round.
 

@@ -72,9 +72,10 @@ class Client:
     """A client with its own parts, as in a separate process."""
 
     def __init__(
-        self, name: str, base: Path, split: SplitSettings, adapter=ADAPTER, model=MODEL
+        self, name: str, base: Path, split: SplitSettings, adapter=ADAPTER, model=MODEL, noise=0.0
     ) -> None:
         self.name = name
+        self.noise = noise
         self.split = split
         partition = partition_of(base, split)
         self.ends = load_parts(model, base, partition, ("head", "tail"))
@@ -91,7 +92,7 @@ class Client:
         )
         deadline = time.monotonic() + 60
         lane = open_lane(invitation, limits, deadline, self.split.resume_timeout, patience=0.0)
-        model = SplitModel(self.ends["head"], self.ends["tail"], lane, 60.0)
+        model = SplitModel(self.ends["head"], self.ends["tail"], lane, 60.0, noise=self.noise)
         try:
             yield model
         finally:

@@ -14,7 +14,7 @@ import torch
 
 from split.lane.dialling import open_lane
 from split.lane.listening import LaneServer
-from split.lane.transport import METHOD, SERVICE
+from split.lane.transport import METHOD, SERVICE, refusal_details
 from split.protocol.errors import HandshakeError, LaneError, LaneTimeoutError
 from split.protocol.frames import Limits
 from split.protocol.invitation import Invitation
@@ -126,11 +126,18 @@ def cut(lane):
         time.sleep(0.01)
 
 
+class ForgedError(Exception):
+    """Ends a stream with a refusal that the server has not made."""
+
+    def __init__(self, refusal):
+        super().__init__(refusal_details(refusal))
+
+
 class Relay:
     """A man in the middle, who sees and may change every message.
 
     ``up`` and ``down`` take the number and the bytes of a message and return a list of the messages
-    that are forwarded instead; None cuts the stream.
+    that are forwarded instead; None cuts the stream. ``down`` may raise a ForgedError.
     """
 
     def __init__(self, address, up=None, down=None):
@@ -164,6 +171,8 @@ class Relay:
         context.add_callback(call.cancel)
         try:
             yield from self._altered(call, self.down)
+        except ForgedError as forgery:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(forgery))
         except grpc.RpcError as error:
             context.abort(error.code(), error.details())
 

@@ -286,3 +286,22 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(copied, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "forward", sees_everything)
     with pytest.raises(BaseModelError, match="not causal"):
         load_base_model(ModelSettings(name=str(copied)))
+
+
+def test_a_checkpoint_s_own_code_is_not_run_whoever_answers_the_question(checkpoint, tmp_path):
+    """Not even if standard input says yes to the question that transformers asks."""
+    shutil.copytree(checkpoint, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    (tmp_path / "model" / "code.py").write_text(f"{code}\nclass Own: pass\n")
+    load = (
+        "import sys; from finetuning.model.base_model import load_base_model\n"
+        "from finetuning.settings import ModelSettings\n"
+        "load_base_model(ModelSettings(name=sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", load, str(tmp_path / "model")]
+    done = subprocess.run(command, input="y\ny\n", capture_output=True, text=True, check=False)
+    assert "BaseModelError" in done.stderr
+    assert not (tmp_path / "ran").exists()

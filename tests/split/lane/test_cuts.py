@@ -12,10 +12,11 @@ from split.protocol.errors import (
     LaneCutError,
     LaneTimeoutError,
     PeerError,
+    Refusal,
     TicketError,
 )
 from split.protocol.frames import Kind
-from tests.split.lanes import SOON, Proxy, cut, ended, relaying, serving
+from tests.split.lanes import SOON, ForgedError, Proxy, cut, ended, relaying, serving
 
 FRAMES = 4
 
@@ -74,6 +75,22 @@ def test_a_lost_third_message_costs_nothing_but_another_attempt(server):
         client, lane = server.pair(ticket=ticket, address=relay.address, patience=SOON)
         assert client.opened == lane.opened == 1
         client.close()
+
+
+@pytest.mark.parametrize("instead_of", [0, 1])  # M2, the confirmation
+def test_a_refusal_forged_on_the_way_costs_nothing_but_another_attempt(server, instead_of):
+    forgeries = [ForgedError(Refusal.TICKET_USED)]
+
+    def down(index, message):
+        if index == instead_of and forgeries:
+            raise forgeries.pop()
+        return [message]
+
+    with relaying(server, down=down) as relay:
+        client, lane = server.pair(address=relay.address, patience=SOON)
+        exchange(client, lane)
+        client.close()
+    assert not forgeries
 
 
 def test_a_refusal_that_lasts_is_final(server):

@@ -6,7 +6,7 @@ import torch
 
 from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import MicroBatch
-from finetuning.model.whole_model import add_target_gradient, target_loss
+from finetuning.model.output_head import add_target_gradient, target_loss
 from finetuning.randomness import derive_seed, drawing_from
 from finetuning.training.optimization import squared_norm
 from split.model.key_values import KeyValues

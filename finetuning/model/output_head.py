@@ -1,0 +1,118 @@
+"""The output head: a loss from the hidden states of the targets, in parts, and its gradient."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from finetuning.data.batching import MicroBatch
+
+# A micro-batch's logits can be larger than everything else in memory. This many targets at once
+# keep a CPU or GPU busy, and take 32 MiB for a vocabulary of 32,000 tokens.
+_TARGETS_AT_ONCE = 256
+
+
+class _Backbone(torch.nn.Module):
+    """Replaces a model's blocks by a function that returns hidden states and a cache."""
+
+    def __init__(self, compute: Callable[[Any, Any], tuple[torch.Tensor, Any]]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def forward(self, input_ids: Any = None, *_: None, inputs_embeds: Any = None, **__: Any) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        hidden, cache = self._compute(input_ids, inputs_embeds)
+        output = MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+        output.cross_attentions = None  # GPT-2 reads them.
+        return output
+
+    @property
+    def decoder(self) -> "_Backbone":
+        """OPT's name for its blocks."""
+        return self
+
+
+def output_head(
+    causal_lm: Any,
+    compute: Callable[[Any, Any], tuple[torch.Tensor, Any]] = lambda _, embeds: (embeds, None),
+) -> Any:
+    """Return the checkpoint's own model class without everything before the output head.
+
+    With (1, targets, hidden) as ``inputs_embeds`` it returns their logits, with the architecture's
+    scaling and capping. Its modules are the model's own, not copies.
+
+    Args:
+        causal_lm: The model, or a party's part of it.
+        compute: Replaces the blocks: returns hidden states and a cache for ``input_ids`` and
+            ``inputs_embeds``.
+
+    """
+    head = copy.copy(causal_lm)
+    head._modules = dict(causal_lm._modules)
+    setattr(head, causal_lm.base_model_prefix, _Backbone(compute))
+    return head
+
+
+def target_loss(head: Any, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Sum the cross-entropy over a micro-batch's targets (FedJudge Eq. 1).
+
+    Args:
+        head: See `output_head`.
+        hidden: (rows, columns, hidden) after the last block and norm.
+        batch: Positions and labels of the targets.
+
+    Returns:
+        A float32 scalar, in nats.
+
+    """
+    parts = zip(*_targets(hidden, batch), strict=True)
+    return torch.stack([_losses(head, chosen, labels).sum() for chosen, labels in parts]).sum()
+
+
+def add_target_gradient(
+    head: Any, hidden: torch.Tensor, batch: MicroBatch, scale: float | torch.Tensor
+) -> torch.Tensor:
+    """Compute `target_loss`, and add the gradient of ``scale`` times it to every ``.grad``.
+
+    The output head runs forward and backward in parts, so that only one part's logits exist.
+
+    Args:
+        head: See `output_head`.
+        hidden: (rows, columns, hidden) after the last block and norm.
+        batch: Positions and labels of the targets.
+        scale: Of the loss, or (targets,) of each target's loss.
+
+    Returns:
+        The loss without the scale, detached.
+
+    """
+    gradients, losses = [], []
+    parts, labels = _targets(hidden, batch)
+    scales = torch.as_tensor(scale, dtype=torch.float32, device=hidden.device)
+    weights = torch.split(scales.expand(len(batch.labels)), _TARGETS_AT_ONCE)
+    for part, label, weight in zip(parts, labels, weights, strict=True):
+        chosen = part.detach().requires_grad_()
+        loss = _losses(head, chosen, label)
+        loss.backward(weight)  # type: ignore[no-untyped-call]
+        gradients.append(chosen.grad)
+        losses.append(loss.detach().sum())
+    if hidden.requires_grad:
+        torch.autograd.backward(parts, gradients)
+    return torch.stack(losses).sum()
+
+
+def _targets(
+    hidden: torch.Tensor, batch: MicroBatch
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return, in parts, the hidden states that predict targets, and the targets."""
+    chosen = hidden.flatten(0, 1).index_select(0, batch.positions.to(hidden.device))
+    labels = batch.labels.to(hidden.device)
+    return torch.split(chosen, _TARGETS_AT_ONCE), torch.split(labels, _TARGETS_AT_ONCE)
+
+
+def _losses(head: Any, chosen: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = head(inputs_embeds=chosen[None], use_cache=False).logits[0]
+    return cross_entropy(logits.float(), labels, reduction="none")

@@ -1,0 +1,145 @@
+"""Gradients with differential privacy for single rows (DP-SGD, algorithm 1 of Abadi et al., 2016).
+
+A step takes each row with a probability of its own, clips the gradient of each row's loss, and adds
+Gaussian noise to their sum. The randomness must be secret: whoever can repeat it can subtract the
+noise. It comes from the operating system and not from the run's seed, which the coordinator knows.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from finetuning.data.batching import MicroBatch
+from finetuning.model.whole_model import WholeModel
+from finetuning.randomness import RandomBytes, normal, uniform
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The parameters of private steps.
+
+    Attributes:
+        multiplier: σ: the noise's standard deviation, as a multiple of the norm.
+        row_norm: C: the largest norm of a row's gradient over all adapter weights.
+        expected_rows: Rows of a step, on average.
+
+    """
+
+    multiplier: float
+    row_norm: float
+    expected_rows: float
+
+
+class PrivateGradients:
+    """The stages of a training step, with private gradients of a whole model.
+
+    Args:
+        model: Computes gradients by row.
+        parameters: The adapter's weights by name.
+        noise: Norm and noise.
+        random_bytes: Source of the noise.
+
+    """
+
+    def __init__(
+        self,
+        model: WholeModel,
+        parameters: Mapping[str, torch.nn.Parameter],
+        noise: Noise,
+        random_bytes: RandomBytes = os.urandom,
+    ) -> None:
+        self._model = model
+        self._parameters = parameters
+        self._noise = noise
+        self._random_bytes = random_bytes
+
+    @property
+    def columns_before(self) -> int:
+        """Prefix positions before each row's tokens."""
+        return self._model.columns_before
+
+    @torch.no_grad()
+    def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
+        """Set the adapter's ``.grad`` to the private gradient: (Σ clipped + noise) / expected rows.
+
+        Args:
+            batches: Micro-batches of the rows that were drawn; there may be none.
+            seed: Not used: nothing is drawn from a seed that others know.
+
+        Returns:
+            Each micro-batch's summed loss in nats. It is not private.
+
+        """
+        noise = self._noise
+        deviation = noise.multiplier * noise.row_norm
+        sums = {
+            name: deviation * normal(p.numel(), self._random_bytes).view_as(p).to(p)
+            for name, p in self._parameters.items()
+        }
+        losses = []
+        for batch in batches:
+            with torch.enable_grad():
+                gradients, loss = self._model.row_gradients(batch)
+            for name, clipped in clipped_sums(gradients, noise.row_norm).items():
+                sums[name] += clipped
+            # An infinite loss must not end the round, which others would notice.
+            losses.append(loss if math.isfinite(loss) else 0.0)
+        for name, parameter in self._parameters.items():
+            parameter.grad = sums[name] / noise.expected_rows
+        return losses
+
+    def clip(self, maximum: float) -> float:
+        """Scale the private gradient down to the maximum norm, unless it is 0.
+
+        Returns:
+            The norm before clipping.
+
+        """
+        return self._model.clip(maximum)
+
+
+def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict[str, torch.Tensor]:
+    """Sum rows' gradients, each scaled down to a norm over all weights together.
+
+    A row whose gradient is not finite counts as one without a gradient.
+
+    Args:
+        gradients: (rows, …) by the weights' names.
+        row_norm: The largest norm.
+
+    """
+    squares = sum(
+        torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64).square()
+        for g in gradients.values()
+    )
+    norms = torch.as_tensor(squares).sqrt()
+    finite = norms.isfinite()
+    scales = torch.where(finite, (row_norm / norms).clamp(max=1), 0)
+    return {
+        name: torch.einsum("r,r...->...", scales.to(g), g.where(_like(finite, g), 0))
+        for name, g in gradients.items()
+    }
+
+
+def _like(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return rows.view(-1, *[1] * (values.ndim - 1))
+
+
+def poisson_steps(
+    count: int, rate: float, steps: int, random_bytes: RandomBytes = os.urandom
+) -> list[list[int]]:
+    """Draw the rows of each step: each row with the same probability, independently of all others.
+
+    Args:
+        count: Number of rows.
+        rate: Probability of each row in each step.
+        steps: Number of steps; some may have no row.
+        random_bytes: Source of the draws.
+
+    """
+    return [
+        (uniform(count, random_bytes) < rate).nonzero().flatten().tolist() for _ in range(steps)
+    ]
