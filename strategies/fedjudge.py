@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
-from strategies.messages import CONFIG, IMPORTANCE, SIZE, Instruction, from_arrays, to_arrays
-from strategies.participants import TooFewClientsError
+from strategies.messages import CONFIG, IMPORTANCE, SIZE, Instruction, to_arrays
+from strategies.participants import RefusedError, TooFewClientsError
+from strategies.replies import Replies
 from strategies.rounds import Rounds
+from strategies.weighted_mean import WeightedMean
 
 
 class FedJudgeBase(Rounds):
@@ -22,8 +23,18 @@ class FedJudgeCL(FedJudgeBase):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every connected client to train, with the importance J of the global weights."""
+        """Ask every connected client to train, with the importance J of the global weights.
+
+        Raises:
+            RefusedError: No client would compute it for the next round.
+
+        """
         messages = list(super().configure_train(server_round, arrays, config, grid))
+        if self._evaluation(server_round).importance and self._participants.all_withhold:
+            raise RefusedError(
+                "FedJudge-CL needs the importance of the weights, which the policies of all "
+                'clients withhold; use strategy = "fedjudge-base"'
+            )
         if server_round == 1:
             return messages
         own = self.config.continual.importance == "client"
@@ -42,14 +53,16 @@ class FedJudgeCL(FedJudgeBase):
         )
         return replace(instruction, importance=wanted)
 
-    def _use_importance(self, contents: dict[str, RecordDict]) -> None:
+    def _use_importance(self, replies: Replies) -> None:
         """Average J over the clients by data size."""
         server_round = self.progress.finished_rounds
         if not self._evaluation(server_round).importance:
             return
-        if not contents:
+        if not replies.metrics:
             raise TooFewClientsError(
                 f"no client computed the importance of the weights after round {server_round}"
             )
-        averaged = aggregate_arrayrecords(list(contents.values()), SIZE)
-        self.progress = replace(self.progress, importance=from_arrays(averaged))
+        mean = WeightedMean()
+        for name, metrics in replies.metrics.items():
+            mean.add(replies.state(name), metrics[SIZE])
+        self.progress = replace(self.progress, importance=mean.result())

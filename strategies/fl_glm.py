@@ -23,9 +23,11 @@ from split.protocol.errors import printable
 from split.server.block_server import BlockServer
 from strategies.journal import Journal, Progress
 from strategies.messages import BODY, LANE, State, from_arrays, lane_record, to_arrays
+from strategies.metrics import underscored
 from strategies.participants import RefusedError
-from strategies.rounds import Rounds, underscored
+from strategies.rounds import Rounds
 from strategies.run_config import RunConfig
+from strategies.status import LaneStatus
 
 
 class FLGLM(Rounds):
@@ -131,15 +133,15 @@ class FLGLM(Rounds):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average heads and tails by data size, and the body by the schedule."""
-        self._end_lanes(server_round)
-        return super().aggregate_train(server_round, replies)
+        return super().aggregate_train(server_round, self._until_lanes_end(server_round, replies))
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Record each client's metrics; return their averages by data size."""
-        self._end_lanes(server_round)
-        return super().aggregate_evaluate(server_round, replies)
+        return super().aggregate_evaluate(
+            server_round, self._until_lanes_end(server_round, replies)
+        )
 
     def _serve_body(self, parts: Mapping[PartyName, State]) -> BlockServer:
         """Load the body, and start the block server."""
@@ -184,16 +186,29 @@ class FLGLM(Rounds):
         )
         return server
 
-    def _exchange(self, messages: Iterable[Message], grid: Grid, timeout: float) -> list[Message]:
+    def _exchange(
+        self, messages: Iterable[Message], grid: Grid, timeout: float
+    ) -> Iterator[Message]:
         """Send messages; with the serial schedule, each after the reply to the previous one."""
         if self.config.split.schedule != "serial":
-            return super()._exchange(messages, grid, timeout)
-        replies = []
+            yield from super()._exchange(messages, grid, timeout)
+            return
         for message in messages:
-            replies += super()._exchange([message], grid, timeout)
+            self._status.extend(timeout)
+            yield from super()._exchange([message], grid, timeout)
             # A late client can't delay the next turn.
             self._end_lanes(self.progress.finished_rounds + 1)
-        return replies
+
+    def _until_lanes_end(self, server_round: int, replies: Iterable[Message]) -> Iterator[Message]:
+        """Yield replies; when the last one has come, end the lanes that are still open."""
+        yield from replies
+        self._end_lanes(server_round)
+
+    def _lanes(self) -> list[LaneStatus]:
+        return [
+            LaneStatus(client=client, steps=steps, planned=planned, tokens=tokens)
+            for client, steps, planned, tokens in self._server.progress()
+        ]
 
     def _end_lanes(self, server_round: int) -> None:
         for account in self._server.finish_lanes():

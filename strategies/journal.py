@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from strategies.messages import State
+from strategies.status import RunStatus
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,15 @@ class Progress:
 
 class Journal(Protocol):
     """Records of a run."""
+
+    @property
+    def scratch(self) -> Path:
+        """Folder for files that are deleted when a round ends."""
+        ...
+
+    def show(self, status: RunStatus) -> None:
+        """Replace the run's status."""
+        ...
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Append an event to ``metrics.jsonl``."""

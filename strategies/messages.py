@@ -7,11 +7,20 @@ can't carry out a message replies with a ``problem``, the text of its error.
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from pydantic import (
+    Field,
+    FiniteFloat,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
 
 from split.protocol.errors import printable
 from split.protocol.invitation import Invitation
@@ -33,9 +42,12 @@ LARGEST_METRIC = 1e30
 NAME = re.compile(r"\w[\w .-]{0,62}\w|\w")
 # File systems allow 255 bytes for a folder's name; temporary names are a few longer.
 _MOST_NAME_BYTES = 200
-_LINEAGE = re.compile(r"[\w-]{1,64}")
 
 State = dict[str, torch.Tensor]
+
+
+class InstructionError(ValueError):
+    """A message does not say in the right form what to do."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,8 @@ class Instruction:
 
     Attributes:
         round: Number of the round, from 1; 0 is the evaluation before the first round.
-        lineage: Name of the run across its resumptions; clients keep their state under it.
+        lineage: Name of the run across its resumptions; clients keep their state in a folder of
+            this name.
         base: Digest of the base model's fingerprint.
         time_limit: Seconds that the client has.
         losses: In evaluate messages: measure held-out loss (and generate, if the run config sets
@@ -55,13 +68,13 @@ class Instruction:
 
     """
 
-    round: int
-    lineage: str
-    base: str
-    time_limit: float
-    losses: bool = False
-    importance: bool = False
-    final: bool = False
+    round: Annotated[StrictInt, Field(ge=0)]
+    lineage: Annotated[StrictStr, Field(pattern=r"^[\w-]{1,64}$")]
+    base: StrictStr
+    time_limit: Annotated[FiniteFloat, Field(gt=0)]
+    losses: StrictBool = False
+    importance: StrictBool = False
+    final: StrictBool = False
 
     def to_record(self) -> ConfigRecord:
         """Return the instruction as a ConfigRecord."""
@@ -72,14 +85,19 @@ class Instruction:
         """Read the instruction from a message.
 
         Raises:
-            ValueError: The lineage can't be the name of a folder, which it becomes.
+            InstructionError: There is none, or one with a wrong value.
 
         """
-        record: Any = message.content.config_records[CONFIG]
-        instruction = cls(**{name: record[name] for name in cls.__dataclass_fields__})
-        if not _LINEAGE.fullmatch(instruction.lineage):
-            raise ValueError(f"{instruction.lineage!r} can't be a run's lineage")
-        return instruction
+        record = message.content.config_records.get(CONFIG, ConfigRecord())
+        try:
+            return _INSTRUCTION.validate_python(dict(record))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key = ".".join(map(str, problem["loc"]))
+            raise InstructionError(f"the message's {key}: {problem['msg']}") from error
+
+
+_INSTRUCTION = TypeAdapter(Instruction)
 
 
 def is_name(text: str) -> bool:
@@ -144,7 +162,10 @@ def to_arrays(state: Mapping[str, torch.Tensor]) -> ArrayRecord:
 
 def from_arrays(record: ArrayRecord) -> State:
     """Copy an ArrayRecord into tensors that share no storage with it."""
-    return {name: torch.from_numpy(np.array(array.numpy())) for name, array in record.items()}
+    # A reply's arrays may be in Fortran's order, in which safetensors can't write them.
+    return {
+        name: torch.from_numpy(np.array(array.numpy(), order="C")) for name, array in record.items()
+    }
 
 
 def answer(
@@ -164,6 +185,12 @@ def answer(
     if arrays is not None:
         content[ARRAYS] = arrays
     return Message(content, reply_to=message)
+
+
+def withheld_of(message: Message) -> str | None:
+    """Return what a client has left out of a valid reply and why, as one line, if anything."""
+    withheld = config_of(message).get("withheld")
+    return one_line(str(withheld)) if withheld else None
 
 
 def problem_of(message: Message) -> str | None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from logging import INFO, WARNING
 
@@ -13,11 +13,13 @@ from flwr.superlink.grid import InMemoryGrid
 
 from finetuning.model.fingerprint import digest
 from split.protocol.errors import printable
-from strategies.messages import CONFIG, SIZE, Instruction, config_of, metrics_of
+from strategies.messages import CONFIG, SIZE, Instruction, config_of, metrics_of, withheld_of
 from strategies.refusals import reason_to_refuse, reason_to_refuse_registration
 from strategies.run_config import RunConfig
 
 _POLL_SECONDS = 1.0
+# By whether the clients are simulated, as Flower's own grids poll.
+_PULL_SECONDS = {False: 3.0, True: 0.1}
 
 
 class TooFewClientsError(RuntimeError):
@@ -36,12 +38,14 @@ class Participant:
         node_id: Flower's id of its SuperNode; it changes from run to run in simulation.
         name: Name chosen by the institution; unique in a run.
         examples: Number of its training examples, |Dᵢ| of FedJudge Eq. 2.
+        withholds: Whether its policy withholds metrics and importance.
 
     """
 
     node_id: int
     name: str
     examples: int
+    withholds: bool
 
 
 def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> list[int]:
@@ -67,20 +71,45 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> list[int]:
     return nodes
 
 
-def exchange(grid: Grid, messages: Iterable[Message], timeout: float) -> list[Message]:
-    """Send messages and wait for the replies.
+def exchange(
+    grid: Grid,
+    messages: Iterable[Message],
+    timeout: float,
+    on_poll: Callable[[], None] = lambda: None,
+) -> Iterator[Message]:
+    """Send messages, and yield each reply as it arrives.
+
+    Replies are pulled one at a time, and no reference to them is kept: if the caller keeps none
+    either, only one is in memory.
 
     Args:
         grid: Connects to the SuperNodes.
         messages: Messages, at most one to each client.
         timeout: Seconds that each client has.
+        on_poll: Called after each time that all clients were polled.
 
     """
     sent = list(messages)
-    return list(grid.send_and_receive(sent, timeout=timeout * _turns(grid, len(sent))))
+    end = time.monotonic() + timeout * turns(grid, len(sent))
+    # Flower's grids give None for a message that could not be pushed.
+    waiting = [identifier for identifier in grid.push_messages(sent) if identifier]
+    sent.clear()
+    while waiting:
+        is_late = time.monotonic() >= end
+        for identifier in waiting.copy():
+            replies = list(grid.pull_messages([identifier]))
+            if replies:
+                waiting.remove(identifier)
+            while replies:
+                yield replies.pop()
+        if is_late:
+            return
+        on_poll()
+        if waiting:
+            time.sleep(_PULL_SECONDS[isinstance(grid, InMemoryGrid)])
 
 
-def _turns(grid: Grid, clients: int) -> int:
+def turns(grid: Grid, clients: int) -> int:
     """Return the largest number of clients that may have to work one after another.
 
     A simulation may have fewer actors than clients: messages then wait in Flower's queue, and a
@@ -129,8 +158,11 @@ class Participants:
         for participant in sorted(self._registered.values(), key=lambda p: p.name):
             log(INFO, "%s takes part with %d examples", participant.name, participant.examples)
 
-    def register_newcomers(self, grid: Grid) -> None:
+    def register_newcomers(self, grid: Grid) -> dict[str, str]:
         """Register SuperNodes that connected later; problems of one don't affect the others.
+
+        Returns:
+            Reasons for refusing clients, by name.
 
         Raises:
             TooFewClientsError: Not enough SuperNodes are connected in time.
@@ -141,7 +173,7 @@ class Participants:
         self._refused &= set(nodes)
         newcomers = set(nodes) - self._registered.keys() - self._refused
         if not newcomers:
-            return
+            return {}
         joined, problems = self._query(grid, newcomers, self._config.node_timeout)
         self._registered |= joined
         self._refused |= newcomers - joined.keys()
@@ -149,11 +181,17 @@ class Participants:
             log(INFO, "%s joins with %d examples", participant.name, participant.examples)
         for name, problem in problems.items():
             log(WARNING, "%s can't join: %s", name, problem)
+        return problems
 
     @property
     def asked(self) -> dict[str, int]:
         """Names and data sizes of the recipients of the last messages, in the order of names."""
         return {p.name: p.examples for p in self._asked.values()}
+
+    @property
+    def all_withhold(self) -> bool:
+        """Whether the policies of all recipients of the last messages withhold importance."""
+        return all(p.withholds for p in self._asked.values())
 
     def name_of(self, message: Message) -> str:
         """Return the name of a message's recipient."""
@@ -169,49 +207,49 @@ class Participants:
         self._asked = {p.node_id: p for p in sorted(connected, key=lambda p: p.name)}
         known = {p.name for p in self._registered.values()}
         self._absent = sorted(known - self.asked.keys())
-        ttl = self._config.reply_timeout * _turns(grid, len(self._asked))
+        ttl = self._config.reply_timeout * turns(grid, len(self._asked))
         return (
             Message(RecordDict(dict(content)), node, message_type, ttl=ttl) for node in self._asked
         )
 
-    def screen(
-        self, replies: Iterable[Message], reference: ArrayRecord | None, minimum: float = -math.inf
-    ) -> tuple[dict[str, Message], dict[str, str]]:
-        """Separate valid replies from others.
+    def check(
+        self, reply: Message, reference: ArrayRecord | None, minimum: float = -math.inf
+    ) -> tuple[str, str | None] | None:
+        """Check a reply to one of the last messages.
 
         Args:
-            replies: Replies to the last messages.
-            reference: Names and shapes that each reply's arrays must have; None if it has none.
-            minimum: Smallest value that arrays may have.
+            reply: The reply.
+            reference: Names and shapes that its arrays must have; None if it has none.
+            minimum: Smallest value that its arrays may have.
 
         Returns:
-            Valid replies by client, and the reasons for leaving others out by client, both in the
-            order of names, so that sums don't depend on the order of arrival.
+            The client's name, and the reason to leave it out or None; nothing if it was not asked.
 
         """
-        arrived = {reply.metadata.src_node_id: reply for reply in replies}
-        valid: dict[str, Message] = {}
-        left_out = dict.fromkeys(self._absent, "its SuperNode is not connected")
-        for node, participant in self._asked.items():
-            reason: str | None
-            if node in arrived:
-                reason = reason_to_refuse(
-                    arrived[node],
-                    name=participant.name,
-                    examples=participant.examples,
-                    base=self.base,
-                    reference=reference,
-                    minimum=minimum,
-                )
-            else:
-                reason = f"no reply within {self._config.round_timeout:g} s (round-timeout)"
-            if reason is None:
-                valid[participant.name] = arrived[node]
-            else:
-                left_out[participant.name] = printable(reason)
-        for name, reason in left_out.items():
-            log(WARNING, "%s is left out: %s", name, reason)
-        return valid, dict(sorted(left_out.items()))
+        participant = self._asked.get(reply.metadata.src_node_id)
+        if participant is None:
+            return None
+        reason = reason_to_refuse(
+            reply,
+            name=participant.name,
+            examples=participant.examples,
+            base=self.base,
+            reference=reference,
+            minimum=minimum,
+        )
+        return participant.name, reason and printable(reason)
+
+    def missing(self, answered: Collection[str]) -> dict[str, str]:
+        """Return clients from which no reply came, with the reason.
+
+        Args:
+            answered: Names of the clients that have replied.
+
+        """
+        silent = f"no reply within {self._config.round_timeout:g} s (round-timeout)"
+        return dict.fromkeys(self._absent, "its SuperNode is not connected") | {
+            name: silent for name in self.asked if name not in answered
+        }
 
     def _query(
         self, grid: Grid, nodes: Iterable[int], wait: float
@@ -219,9 +257,14 @@ class Participants:
         """Query nodes for name, data size and base model; return participants and problems."""
         content = RecordDict({CONFIG: self._instruction.to_record()})
         silent = set(nodes)
-        ttl = wait * _turns(grid, len(silent))
+        ttl = wait * turns(grid, len(silent))
         queries = [Message(content, node, MessageType.QUERY, ttl=ttl) for node in sorted(silent)]
-        replies = exchange(grid, queries, wait)
+        replies = []
+        for reply in exchange(grid, queries, wait):
+            if not reply.has_error():
+                for key in list(reply.content.array_records):  # none were requested
+                    del reply.content[key]
+            replies.append(reply)
         # A SuperNode that was restarted has a new id and its old name.
         connected = set(grid.get_node_ids())
         names = {p.name for p in self._registered.values() if p.node_id in connected}
@@ -237,7 +280,9 @@ class Participants:
                 names.add(name)
                 config = config_of(reply)
                 self.fingerprint |= dict(zip(config["tensors"], config["digests"], strict=True))
-                participants[node] = Participant(node, name, metrics_of(reply)[SIZE])
+                participants[node] = Participant(
+                    node, name, metrics_of(reply)[SIZE], withheld_of(reply) is not None
+                )
             else:
                 who = f"{printable(name, 64)} (node {node})" if name else f"node {node}"
                 problems[who] = printable(problem)

@@ -1,33 +1,37 @@
 """The rounds of all strategies: register, train, average by data size, evaluate, checkpoint."""
 
-import time
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords, aggregate_metricrecords
 
 from finetuning.model.base_model import locate
 from strategies.journal import Journal, Progress
+from strategies.live_status import LiveStatus
 from strategies.messages import (
     ARRAYS,
     CONFIG,
-    METRICS,
     SIZE,
     Instruction,
     State,
     from_arrays,
     metrics_of,
+    to_arrays,
+    withheld_of,
 )
-from strategies.participants import Participants, TooFewClientsError, exchange
+from strategies.metrics import averages, evaluation_events, underscored
+from strategies.participants import Participants, TooFewClientsError, exchange, turns
+from strategies.replies import Replies
 from strategies.run_config import RunConfig
+from strategies.status import LaneStatus, Phase
+from strategies.weighted_mean import WeightedMean
 
 
 class Rounds(Strategy):
@@ -50,9 +54,10 @@ class Rounds(Strategy):
         self._instruction = Instruction(
             round=0, lineage=progress.lineage, base="", time_limit=config.round_timeout
         )
-        self._participants = Participants(config, self._instruction, fingerprint)
+        queried = replace(self._instruction, round=progress.finished_rounds)
+        self._participants = Participants(config, queried, fingerprint)
         self._reference = ArrayRecord()
-        self._round_started = 0.0
+        self._status = LiveStatus(journal, config.rounds)
 
     def summary(self) -> None:
         """Do nothing: the run's folder has its configuration."""
@@ -97,6 +102,7 @@ class Rounds(Strategy):
         yield arrays
 
     def _run(self, grid: Grid, arrays: ArrayRecord, num_rounds: int, timeout: float) -> Result:
+        self._status.begin("registration", self.progress.finished_rounds)
         self._participants.register_all(grid)
         self._instruction = replace(self._instruction, base=self._participants.base)
         self._reference = arrays
@@ -129,11 +135,15 @@ class Rounds(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Make a train message with the global adapter to every connected client."""
-        self._participants.register_newcomers(grid)
-        self._round_started = time.monotonic()
+        refused = self._participants.register_newcomers(grid)
+        if refused:
+            event = {"event": "refused", "round": server_round}
+            self._journal.record({**event, "left_out": _reasons(refused)})
         instruction = replace(self._instruction, round=server_round)
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
-        return self._participants.address(MessageType.TRAIN, content, grid)
+        messages = self._participants.address(MessageType.TRAIN, content, grid)
+        self._begin("training", server_round, grid)
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -144,36 +154,49 @@ class Rounds(Strategy):
             TooFewClientsError: There are fewer valid replies than ``min-nodes``.
 
         """
-        valid, left_out = self._participants.screen(replies, self._reference)
-        seconds = round(time.monotonic() - self._round_started, 3)
-        self._journal.record(
-            {
-                "event": "round",
-                "round": server_round,
-                "participants": list(valid),
-                "left_out": _reasons(left_out),
-                "seconds": seconds,
-            }
-        )
+        with Replies(self._journal.scratch) as collected:
+            self._collect(collected, replies, self._reference)
+            self._record_round(server_round, collected)
+            sizes, mean = self._participants.asked, WeightedMean()
+            for name in collected.metrics:
+                state = collected.state(name)
+                mean.add(state, sizes[name])
+                self._journal.keep_personalised(
+                    client=name,
+                    state=self._personalised(name, state),
+                    round_number=server_round,
+                    size=sizes[name],
+                )
+            names = list(collected.metrics)
+            self._average({name: sizes[name] for name in names})
+            log(INFO, "Averaged the adapters of %s", ", ".join(names))
+            # If all withhold them, there are still the numbers of examples.
+            measured = collected.measured or list(collected.metrics.values())
+            return to_arrays(mean.result()), averages(measured)
+
+    def _record_round(self, server_round: int, collected: Replies) -> None:
+        """Record who took part in a round of training, and the metrics.
+
+        Raises:
+            TooFewClientsError: There are fewer valid replies than ``min-nodes``.
+
+        """
+        valid, left_out = collected.metrics, collected.left_out
+        event = {"event": "round", "round": server_round, "participants": list(valid)}
+        seconds = self._status.seconds
+        self._journal.record({**event, "left_out": _reasons(left_out), "seconds": seconds})
         if len(valid) < self.config.min_nodes:
             reasons = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
             raise TooFewClientsError(
                 f"round {server_round}: {len(valid)} valid replies, and min-nodes = "
                 f"{self.config.min_nodes} are needed; left out:{reasons or ' nobody'}"
             )
-        sizes = self._participants.asked
-        for name, reply in valid.items():
-            metrics = {underscored(k): v for k, v in metrics_of(reply).items() if k != SIZE}
+        for name, metrics in valid.items():
+            own = {underscored(key): value for key, value in metrics.items() if key != SIZE}
             event = {"event": "train", "round": server_round, "client": name}
-            self._journal.record({**metrics, **event, "examples": sizes[name]})
-            adapter = self._personalised(name, from_arrays(reply.content.array_records[ARRAYS]))
-            self._journal.keep_personalised(
-                client=name, state=adapter, round_number=server_round, size=sizes[name]
-            )
-        self._average({name: sizes[name] for name in valid})
-        log(INFO, "Averaged the adapters of %s", ", ".join(valid))
-        contents = [reply.content for reply in valid.values()]
-        return aggregate_arrayrecords(contents, SIZE), _averages(contents)
+            if reason := collected.withheld.get(name):
+                event["withheld"] = reason
+            self._journal.record({**own, **event, "examples": metrics[SIZE]})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -183,25 +206,69 @@ class Rounds(Strategy):
         if not (instruction.losses or instruction.importance or instruction.final):
             return []
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
-        return self._participants.address(MessageType.EVALUATE, content, grid)
+        messages = self._participants.address(MessageType.EVALUATE, content, grid)
+        self._begin("evaluation", server_round, grid)
+        return messages
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Record each client's metrics; return their averages by data size."""
         expected = self._reference if self._evaluation(server_round).importance else None
-        # A negative J would push weights away from the global ones.
-        valid, left_out = self._participants.screen(replies, expected, minimum=0.0)
-        if left_out:
-            missing = {"event": "evaluation-missing", "round": server_round}
-            self._journal.record({**missing, "left_out": _reasons(left_out)})
-        for name, reply in valid.items():
-            for event in _evaluation_events(metrics_of(reply)):
-                self._journal.record(
-                    {**event, "event": "evaluate", "round": server_round, "client": name}
-                )
-        self._use_importance({name: reply.content for name, reply in valid.items()})
-        return _averages([reply.content for reply in valid.values()]) if valid else None
+        with Replies(self._journal.scratch) as collected:
+            # A negative J would push weights away from the global ones.
+            self._collect(collected, replies, expected, minimum=0.0)
+            if left_out := dict(sorted((collected.left_out | collected.withheld).items())):
+                missing = {"event": "evaluation-missing", "round": server_round}
+                self._journal.record({**missing, "left_out": _reasons(left_out)})
+            for name, metrics in collected.metrics.items():
+                for event in evaluation_events(metrics):
+                    self._journal.record(
+                        {**event, "event": "evaluate", "round": server_round, "client": name}
+                    )
+            self._use_importance(collected)
+            measured = collected.measured
+        return averages(measured) if measured else None
+
+    def _collect(
+        self,
+        collected: Replies,
+        replies: Iterable[Message],
+        reference: ArrayRecord | None,
+        minimum: float = -math.inf,
+    ) -> None:
+        """Check replies as they arrive; one that can't be used is released immediately."""
+        for reply in replies:
+            checked = self._participants.check(reply, reference, minimum)
+            if checked is not None:
+                name, reason = checked
+                if reason is None:
+                    # Arrays that were not requested have not been checked either.
+                    arrays = None if reference is None else reply.content.array_records[ARRAYS]
+                    collected.add(name, metrics_of(reply), arrays)
+                    if withheld := withheld_of(reply):
+                        collected.withheld[name] = withheld
+                        log(WARNING, "%s: %s", name, withheld)
+                    del arrays
+                else:
+                    collected.left_out[name] = reason
+                self._status.add(name, reason)
+            del reply  # before the next one is pulled
+        collected.left_out |= self._participants.missing({*collected.metrics, *collected.left_out})
+        collected.sort()
+        for name, reason in collected.left_out.items():
+            log(WARNING, "%s is left out: %s", name, reason)
+
+    def _begin(self, phase: Phase, server_round: int, grid: Grid) -> None:
+        """Show that the recipients of the last messages begin to work."""
+        asked = self._participants.asked
+        self._status.begin(
+            phase,
+            server_round,
+            seconds=self.config.reply_timeout * turns(grid, len(asked)),
+            asked=asked,
+            absent=self._participants.missing(asked),
+        )
 
     def _evaluation(self, server_round: int) -> Instruction:
         """Return the evaluation that is due after a round."""
@@ -213,9 +280,18 @@ class Rounds(Strategy):
             final=final,
         )
 
-    def _exchange(self, messages: Iterable[Message], grid: Grid, timeout: float) -> list[Message]:
-        """Send messages and wait for replies; all clients work at the same time."""
-        return exchange(grid, messages, timeout)
+    def _exchange(
+        self, messages: Iterable[Message], grid: Grid, timeout: float
+    ) -> Iterator[Message]:
+        """Send messages and yield replies; all clients work at the same time."""
+        return exchange(grid, messages, timeout, self._show_progress)
+
+    def _show_progress(self) -> None:
+        self._status.refresh(self._lanes)
+
+    def _lanes(self) -> list[LaneStatus]:
+        """Return the progress of clients within a round, if the server knows it."""
+        return []
 
     def _whole(self, averaged: State) -> State:
         """Return the global adapter from the average of the clients' adapters."""
@@ -228,7 +304,7 @@ class Rounds(Strategy):
     def _average(self, weights: Mapping[str, int]) -> None:
         """Average the server's part of the clients' adapters; by default it has none."""
 
-    def _use_importance(self, contents: dict[str, RecordDict]) -> None:
+    def _use_importance(self, replies: Replies) -> None:
         """Use the importance J from evaluate replies; only FedJudge-CL requests it."""
 
     def _evaluate(
@@ -236,8 +312,10 @@ class Rounds(Strategy):
     ) -> None:
         messages = list(self.configure_evaluate(round_number, arrays, ConfigRecord(), grid))
         if messages:
-            replies = exchange(grid, messages, timeout)
+            replies = exchange(grid, messages, timeout, self._show_progress)
             metrics = self.aggregate_evaluate(round_number, replies)
+            seconds = self._status.seconds
+            self._journal.record({"event": "evaluation", "round": round_number, "seconds": seconds})
             if metrics is not None:
                 result.evaluate_metrics_clientapp[round_number] = metrics
         self.progress = replace(self.progress, evaluated=True)
@@ -249,29 +327,3 @@ class Rounds(Strategy):
 
 def _reasons(left_out: Mapping[str, str]) -> list[dict[str, str]]:
     return [{"client": name, "reason": reason} for name, reason in left_out.items()]
-
-
-def _averages(contents: list[RecordDict]) -> MetricRecord:
-    """Average by data size the metrics that all replies have."""
-    records = [content.metric_records[METRICS] for content in contents]
-    shared = set.intersection(*(set(record) for record in records))
-    return aggregate_metricrecords(
-        [RecordDict({METRICS: MetricRecord({k: r[k] for k in sorted(shared)})}) for r in records],
-        SIZE,
-    )
-
-
-def _evaluation_events(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Split metrics like ``global.loss`` into one event for each evaluated model."""
-    events = []
-    for model in ("base", "global", "personalised"):
-        prefix = f"{model}."
-        own = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
-        if own:
-            events.append({**{underscored(k): v for k, v in own.items()}, "model": model})
-    return events
-
-
-def underscored(key: str) -> str:
-    """Return a key as it is spelled in ``metrics.jsonl``."""
-    return key.replace("-", "_")

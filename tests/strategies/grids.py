@@ -33,8 +33,8 @@ def same(one: dict, other: dict) -> bool:
 class SpyingGrid(InProcessGrid):
     """Keeps what crosses it, and lets a test change or drop replies on the way."""
 
-    def __init__(self, values, change=lambda reply: reply):
-        super().__init__(values, NODES)
+    def __init__(self, values, change=lambda reply: reply, nodes=NODES):
+        super().__init__(values, nodes)
         self.sent, self.received, self.change = [], [], change
 
     def send_and_receive(self, messages, *, timeout=None):

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.in_process import InProcessGrid, run_in_process
+from bench.in_process import InProcessGrid, MemoryJournal, run_in_process
 from client_app import fl_glm
 from client_app.institution import open_institution
 from finetuning.model.base_model import BaseModelError
+from strategies import live_status, participants
 from strategies.participants import RefusedError
 from strategies.run_config import ConfigError, parse_run_config
 
@@ -244,6 +245,38 @@ def test_a_client_with_another_block_is_refused_by_name(split_values, tmp_path, 
     nodes = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
     with pytest.raises(RefusedError, match=rf"beta.*{name}"):
         run_in_process(values, tmp_path / "state", 3, Odd(values, nodes))
+
+
+def test_progress_within_a_round_is_shown(split_values, tmp_path, monkeypatch):
+    class Threaded(InProcessGrid):
+        """Polled while the clients work, as Flower's grids are."""
+
+        def push_messages(self, messages):
+            messages = list(messages)
+            kind = messages[0].metadata.message_type
+            if kind != "train":
+                return super().push_messages(messages)
+            self._thread = threading.Thread(target=super().push_messages, args=[messages])
+            self._thread.start()
+            return [str(message.metadata.dst_node_id) for message in messages]
+
+        def pull_messages(self, message_ids):
+            return super().pull_messages(i for i in message_ids if i in self._replies)
+
+    monkeypatch.setattr(participants, "_PULL_SECONDS", {False: 0.01})
+    monkeypatch.setattr(live_status, "_REFRESH_SECONDS", 0.0)
+    shown = []
+    monkeypatch.setattr(MemoryJournal, "show", lambda _, status: shown.append(status.model_copy()))
+    values = split_values | {"state-path": str(tmp_path), "rounds": 1, "train.local-steps": 20}
+    nodes = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
+    run_in_process(values, tmp_path, 3, Threaded(values, nodes))
+    lanes = [lane for status in shown for lane in status.lanes if status.phase == "training"]
+    assert {lane.client for lane in lanes} == {"alpha", "beta", "gamma"}
+    for client in ("alpha", "beta", "gamma"):
+        steps = [lane.steps for lane in lanes if lane.client == client]
+        assert steps == sorted(steps) and len(set(steps)) > 2
+    assert all(lane.planned == 20 for lane in lanes if lane.steps > 0)
+    assert max(lane.tokens for lane in lanes) > 0
 
 
 def is_of_a_lane(thread: str) -> bool:

@@ -97,6 +97,14 @@ def with_more(key, record):
     return how
 
 
+def transpose(reply):
+    """Send an array in Fortran's order, which is as good as any other."""
+    arrays = reply.content[ARRAYS]
+    name = next(iter(arrays))
+    arrays[name] = Array(np.asfortranarray(arrays[name].numpy()))
+    return reply
+
+
 ODD = {
     "NaN": (put(np.full((4, 32), np.nan, np.float32)), "finite"),
     "infinity": (put(np.full((4, 32), np.inf, np.float32)), "finite"),
@@ -143,6 +151,16 @@ def test_an_odd_reply_is_left_out_by_name_and_the_others_count(values, tmp_path,
         assert left_out["reason"].isprintable() and len(left_out["reason"]) <= 1000
     assert all(torch.isfinite(v).all() for v in journal.adapters[2].values())
     assert set(journal.kept) == {"alpha", "gamma"}
+
+
+def test_an_array_in_another_order_is_as_good_as_any_other(values, tmp_path):
+    averages = []
+    for how in (lambda reply: reply, transpose):
+        own = values | {"state-path": str(tmp_path / str(len(averages))), "rounds": 1}
+        journal = MemoryJournal()
+        start(own, SpyingGrid(own, spoil("beta", how)), journal)
+        averages.append(journal.adapters[1])
+    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
 
 
 def test_importance_that_pushes_away_is_refused(values, tmp_path):

@@ -59,5 +59,5 @@ def test_waiting_for_an_actor_is_not_a_client_s_time(monkeypatch):
         monkeypatch.setattr(TaskIdentity, number, 1)
     with simulated(clients=4) as (grid, nodes):
         messages = [Message(RecordDict(), n, MessageType.TRAIN, ttl=60.0) for n in nodes]
-        replies = exchange(grid, messages, timeout=1.5 * SECONDS)
+        replies = list(exchange(grid, messages, timeout=1.5 * SECONDS))
     assert len(replies) == 4

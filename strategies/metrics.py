@@ -1,0 +1,34 @@
+"""Clients' metrics: averages, and their form in ``metrics.jsonl``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.app import MetricRecord, RecordDict
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+
+from strategies.messages import METRICS, SIZE
+
+
+def averages(metrics: list[Mapping[str, Any]]) -> MetricRecord:
+    """Average by data size the metrics that all replies have."""
+    shared = sorted(set.intersection(*(set(own) for own in metrics)))
+    return aggregate_metricrecords(
+        [RecordDict({METRICS: MetricRecord({key: own[key] for key in shared})}) for own in metrics],
+        SIZE,
+    )
+
+
+def evaluation_events(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Split metrics like ``global.loss`` into one event for each evaluated model."""
+    events = []
+    for model in ("base", "global", "personalised"):
+        prefix = f"{model}."
+        own = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
+        if own:
+            events.append({**{underscored(k): v for k, v in own.items()}, "model": model})
+    return events
+
+
+def underscored(key: str) -> str:
+    """Return a key as it is spelled in ``metrics.jsonl``."""
+    return key.replace("-", "_")

@@ -1,0 +1,62 @@
+"""Valid replies to the messages of one phase, in memory that does not grow with their number."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord
+from safetensors.torch import load_file, save_file
+
+from strategies.messages import State, from_arrays
+
+
+class Replies:
+    """Metrics of valid replies; their arrays are on the disk, and deleted when the block ends.
+
+    Args:
+        folder: Folder for the arrays; one that a killed run has left there is deleted.
+
+    Attributes:
+        metrics: Metrics of valid replies by client.
+        left_out: Reasons for leaving others out by client.
+        withheld: Reasons of those whose policy keeps metrics to themselves, by client.
+
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.metrics: dict[str, Mapping[str, Any]] = {}
+        self.left_out: dict[str, str] = {}
+        self.withheld: dict[str, str] = {}
+
+    @property
+    def measured(self) -> list[Mapping[str, Any]]:
+        """Metrics of the clients that don't withhold them."""
+        return [metrics for name, metrics in self.metrics.items() if name not in self.withheld]
+
+    def add(self, name: str, metrics: Mapping[str, Any], arrays: ArrayRecord | None) -> None:
+        """Add a client's valid reply, with checked arrays."""
+        self.metrics[name] = dict(metrics)
+        if arrays is not None:
+            save_file(from_arrays(arrays), self._file(name))
+
+    def state(self, name: str) -> State:
+        """Return a copy of a reply's arrays."""
+        return dict(load_file(self._file(name)))
+
+    def sort(self) -> None:
+        """Sort by name, so that sums don't depend on the order of arrival."""
+        self.metrics = dict(sorted(self.metrics.items()))
+        self.left_out = dict(sorted(self.left_out.items()))
+
+    def __enter__(self) -> "Replies":
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}.safetensors"

@@ -1,0 +1,125 @@
+"""A run's folder while the run is going on: its events, its status, and whether it is alive."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from finetuning.files import replacing
+from split.protocol.errors import printable
+from strategies.status import RunStatus
+
+METRICS = "metrics.jsonl"
+STATUS = "status.json"
+_LOCK = "running.lock"
+# ``is_running`` holds the lock for an instant.
+_LOCK_SECONDS = 2.0
+
+Event = dict[str, Any]  # a line of metrics.jsonl
+
+# Keys that an event must have; events that aren't listed may have any.
+_NEEDS = {
+    "train": {"client", "round"},
+    "evaluate": {"client", "round", "model"},
+    "round": {"round"},
+    "evaluation-missing": {"round", "left_out"},
+    "lane": {"client", "round", "purpose"},
+}
+
+
+class RunningError(RuntimeError):
+    """Another process writes to the run's folder."""
+
+
+@contextmanager
+def running(directory: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder; the system releases it however the process ends.
+
+    Raises:
+        RunningError: Another process holds it.
+
+    """
+    # Whoever can read the lock's file can hold the lock.
+    lock = FileLock(directory / _LOCK, timeout=_LOCK_SECONDS, mode=0o600)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise RunningError(f"another run is writing to {directory}; wait until it ends") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def is_running(directory: Path) -> bool:
+    """Return whether a process on this machine holds the lock of a run's folder.
+
+    Raises:
+        OSError: The lock can't be opened.
+
+    """
+    if not (directory / _LOCK).exists():
+        return False
+    try:
+        with FileLock(directory / _LOCK, timeout=0, mode=0o600):
+            return False
+    except Timeout:
+        return True
+
+
+def read_status(directory: Path) -> RunStatus:
+    """Read ``status.json``; a run that has not written it yet registers clients.
+
+    Raises:
+        ValueError: It is malformed.
+
+    """
+    with suppress(FileNotFoundError):
+        return RunStatus.model_validate_json((directory / STATUS).read_bytes())
+    return RunStatus()
+
+
+def end_status(directory: Path, problem: str = "") -> None:
+    """Show that a run has ended, because of a problem or without one."""
+    changes = {"phase": "failed" if problem else "completed", "problem": printable(problem)}
+    write_status(directory, read_status(directory).model_copy(update=changes | {"lanes": []}))
+
+
+def write_status(directory: Path, status: RunStatus) -> None:
+    """Replace ``status.json``, so that a reader never sees a part of it."""
+    current = status.model_copy(update={"updated": time.time()})
+    with replacing(directory / STATUS) as aside:
+        aside.write_text(current.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def read_events(path: Path) -> list[Event]:
+    """Read ``metrics.jsonl``; without a file there are no events.
+
+    An incomplete last line is ignored: a killed run may leave one.
+
+    Raises:
+        ValueError: Any other line is malformed; the message names file and line.
+
+    """
+    if not path.exists():
+        return []
+    *lines, unfinished = path.read_bytes().split(b"\n")
+    events = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    with suppress(ValueError):
+        events.append(_parse(unfinished, "the last line"))
+    return events
+
+
+def _parse(line: bytes, where: str) -> Event:
+    try:
+        event: Event = json.loads(line)
+        missing = sorted(_NEEDS.get(event["event"], set()) - event.keys())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: not a JSON object with an 'event'") from error
+    if missing:
+        raise ValueError(f"{where}: no {', '.join(missing)} in a {event['event']} event")
+    return event

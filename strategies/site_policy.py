@@ -1,0 +1,261 @@
+"""The site policy: what an institution lets a coordinator ask of it, in a TOML file of its own.
+
+``client_app/policy.py`` applies it. Every key has its description here and nowhere else; the table
+in ``docs/policy.md`` is generated from these models.
+"""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import platformdirs
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from finetuning.settings import kebab_case
+
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class PolicyError(ValueError):
+    """The site's policy refuses a request, or can't be read; the message says which key it is."""
+
+
+class _Table(BaseModel):
+    """A table of the policy: immutable, without unknown keys, and without conversion of types."""
+
+    model_config = ConfigDict(
+        alias_generator=kebab_case,
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+    )
+
+
+class SplitPolicy(_Table):
+    """Split learning, where hidden states of the institution's text leave it."""
+
+    allowed: bool = Field(
+        False,
+        description="Whether hidden states may be sent to a block server, as `fl-glm` does. With "
+        "`true`, `coordinators` is required.",
+    )
+    fewest_head_blocks: int = Field(
+        1,
+        ge=0,
+        description="Fewest blocks before hidden states leave (`split.head-blocks`). With 0 the "
+        "coordinator can look up the text.",
+    )
+    noise: float = Field(
+        0.0,
+        ge=0,
+        description="Standard deviation of the noise that is added to hidden states before they "
+        "leave, relative to the root mean square of each token's. It makes text harder to recover "
+        "and costs accuracy; no ε follows from it.",
+    )
+
+
+class PrivacyPolicy(_Table):
+    """Differential privacy for single rows, in training that sends adapters."""
+
+    epsilon: PositiveFloat | None = Field(
+        None,
+        description="Most ε that all training on these rows together may spend, in this run and "
+        "all others; it is refused beyond. Absent: no differential privacy.",
+    )
+    delta: float = Field(
+        1e-5, gt=0, lt=1, description="δ; must be less than 1 / number of training rows."
+    )
+    noise_multiplier: PositiveFloat = Field(
+        1.0,
+        description="σ: standard deviation of the noise that is added to each step's sum of "
+        "gradients, as a multiple of `row-norm`. More noise spends less ε per step.",
+    )
+    row_norm: PositiveFloat = Field(
+        1.0, description="Norm that the gradient of each row's loss is scaled down to."
+    )
+    account: str = Field(
+        "",
+        description="File of the account of spent ε; an absolute path. Policies for the same rows "
+        "must name the same one. Absent: `privacy.jsonl` in the user's state folder.",
+    )
+
+    @field_validator("account")
+    @classmethod
+    def _is_absolute(cls, value: str) -> str:
+        _check_absolute(value)
+        return value
+
+    @property
+    def account_file(self) -> Path:
+        """The file of the account."""
+        if self.account:
+            return Path(self.account)
+        return platformdirs.user_state_path("chambers") / "privacy.jsonl"
+
+
+class SitePolicy(_Table):
+    """What a coordinator may ask of this institution."""
+
+    strategies: list[Literal["fedjudge-base", "fedjudge-cl", "fl-glm"]] | None = Field(
+        None, description="Allowed values of `strategy`. Absent: all; `fl-glm` needs `[split]` too."
+    )
+    base_models: list[Digest] | None = Field(
+        None,
+        description="Digests of the allowed base models: of the whole one, or with `fl-glm` of "
+        "the blocks that are held here. Absent: any.",
+    )
+    hub_models: list[str] = Field(
+        [],
+        description="Hugging Face ids that `model.name` may be. They are downloaded if they are "
+        "not in the local cache. Absent: none.",
+    )
+    paths: list[str] = Field(
+        [],
+        description="The only folders that a run config may name, with everything in them: as "
+        "`model.name`, `data.path` or `state-path`. Absent: none.",
+    )
+    coordinators: list[str] | None = Field(
+        None,
+        description="Addresses of block servers that lanes may be opened to, as `host:port`, or "
+        "`host` for any port. Absent: none, without `[split]`.",
+    )
+    most_runs: PositiveInt | None = Field(
+        None,
+        description="Most runs that are trained in or evaluated, as long as the audit log is kept. "
+        "Absent: no limit, and then `most-rounds` can be used up any number of times.",
+    )
+    most_rounds: PositiveInt | None = Field(
+        None,
+        description="Most rounds of a run. Every train message counts as one, also if it fails or "
+        "repeats a round; of evaluate messages one more is answered. Absent: no limit.",
+    )
+    most_steps: PositiveInt | None = Field(
+        None, description="Most optimizer steps in a round. Absent: no limit."
+    )
+    most_seconds: PositiveFloat | None = Field(
+        None,
+        description="Most seconds that a message may be worked on (`round-timeout`). Absent: no "
+        "limit.",
+    )
+    fewest_examples: PositiveInt = Field(
+        1,
+        description="Fewest of its own rows that anything which leaves must be computed from: an "
+        "adapter, importance, a loss, a score. Hidden states are always of single rows.",
+    )
+    evaluation: bool = Field(
+        True, description="Whether losses on own held-out rows are measured and reported."
+    )
+    generation: bool = Field(
+        False,
+        description="Whether answers to own held-out rows are generated and their scores reported "
+        "(`evaluate.generate`).",
+    )
+    audit_log: str = Field(
+        "",
+        description="File of the audit log; an absolute path. Absent: `audit.jsonl` in the user's "
+        "state folder (`~/.local/state/chambers` on Linux).",
+    )
+    split: SplitPolicy = SplitPolicy()
+    privacy: PrivacyPolicy = PrivacyPolicy()
+
+    @field_validator("paths")
+    @classmethod
+    def _are_absolute(cls, value: list[str]) -> list[str]:
+        for path in value:
+            _check_absolute(path)
+        return value
+
+    @field_validator("audit_log")
+    @classmethod
+    def _is_absolute(cls, value: str) -> str:
+        _check_absolute(value)
+        return value
+
+    @model_validator(mode="after")
+    def _names_block_servers(self) -> "SitePolicy":
+        if self.split.allowed and not self.coordinators:
+            raise ValueError("split.allowed = true needs coordinators, for the block server")
+        return self
+
+    @property
+    def audit_file(self) -> Path:
+        """The file of the audit log."""
+        if self.audit_log:
+            return Path(self.audit_log)
+        return platformdirs.user_state_path("chambers") / "audit.jsonl"
+
+
+def read_policy(path: str) -> SitePolicy:
+    """Read a policy.
+
+    Raises:
+        PolicyError: The file is missing or malformed; the message names file and key.
+
+    """
+    if not Path(path).is_absolute():
+        raise PolicyError(f"the site's policy {path!r} must be named by an absolute path")
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return SitePolicy.model_validate(values)
+    except ValidationError as error:
+        mistakes = "; ".join(_explain(dict(problem)) for problem in error.errors())
+        raise PolicyError(f"the site's policy {path} is wrong: {mistakes}") from error
+    except OSError as error:
+        raise PolicyError(f"the site's policy {path} can't be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"the site's policy {path} is not TOML: {error}") from error
+
+
+def policy_table() -> str:
+    """Return the table of all keys in ``docs/policy.md``."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    lines += [
+        f"| `{key}` | {_shown(value)} | {description} |"
+        for key, value, description in _leaves(SitePolicy())
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _leaves(table: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield key, default and description of every key."""
+    for name, field in type(table).model_fields.items():
+        key, value = prefix + str(field.alias), getattr(table, name)
+        if isinstance(value, BaseModel):
+            yield from _leaves(value, key + ".")
+        else:
+            yield key, value, str(field.description)
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == "":
+        return "–"
+    return f"`{str(value).lower()}`"
+
+
+def _explain(problem: dict[str, Any]) -> str:
+    """Return a key and what is wrong with it; without its value, which is the site's own."""
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: unknown key; docs/policy.md lists all keys"
+    reason = problem["msg"].removeprefix("Value error, ")
+    return f"{key}: {reason}" if key else reason
+
+
+def _check_absolute(path: str) -> None:
+    if not Path(path).is_absolute():
+        raise ValueError("must be an absolute path")
+
+
+if __name__ == "__main__":
+    print(policy_table(), end="")

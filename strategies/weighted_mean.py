@@ -1,0 +1,31 @@
+"""The weighted mean of states that come one after another (FedJudge Eq. 2)."""
+
+import torch
+
+from strategies.messages import State
+
+
+class WeightedMean:
+    """A weighted mean of states with the same tensors.
+
+    Sums are float64, so the result is float32's rounding of the exact mean in nearly all cases; add
+    states in a fixed order to obtain the same bits every time. The memory used is that of the sums,
+    8 bytes for each parameter, and does not depend on the number of states.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._total = 0.0
+
+    def add(self, state: State, weight: float) -> None:
+        """Add a state."""
+        self._total += weight
+        for name, value in state.items():
+            if name in self._sums:
+                self._sums[name].add_(value, alpha=weight)
+            else:
+                self._sums[name] = value.double() * weight
+
+    def result(self) -> State:
+        """Return the mean as float32, and release the sums."""
+        return {name: (self._sums.pop(name) / self._total).float() for name in list(self._sums)}
