@@ -1,6 +1,6 @@
 """FedJudge at a client, which has the whole model and exchanges only adapters."""
 
-from functools import lru_cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from client_app.evaluation import measure, save_final_adapters
 from client_app.institution import Institution
+from client_app.kept import keep_one
 from client_app.task import Metrics, Task, training_metrics
 from finetuning.adapters.adapter import (
     State,
@@ -18,15 +19,18 @@ from finetuning.adapters.adapter import (
     trainable_parameters,
 )
 from finetuning.data.batching import collate, micro_batches
+from finetuning.files import Stamps
 from finetuning.model.base_model import load_base_model, locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import derive_seed
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.training.continual import Penalty, importance
-from finetuning.training.loop import TrainingReport, train_round
+from finetuning.training.loop import RoundPlan, Stages, TrainingReport, train_round
+from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
 from strategies.messages import ARRAYS, IMPORTANCE
 from strategies.run_config import RunConfig
+from strategies.site_policy import PrivacyPolicy
 
 
 def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
@@ -47,7 +51,8 @@ def train(task: Task) -> tuple[State, Metrics]:
         The local adapter, and the round's metrics.
 
     """
-    model, _ = _load_model(task.config.model, task.config.adapter)
+    model, _ = _model_of(task)
+    model.deadline = task.deadline
     load_adapter(model.peft_model, task.arrays[ARRAYS])
     parameters = trainable_parameters(model.peft_model)
     weights = task.arrays.get(IMPORTANCE)
@@ -62,12 +67,17 @@ def train(task: Task) -> tuple[State, Metrics]:
             importance={name: weights[names[name]] for name in parameters},
             weight=task.config.continual.weight,
         )
+    stages: Stages = model
+    if terms := task.site.privacy:
+        plan, stages = _privately(task, terms, model, parameters)
+    else:
+        plan = task.plan()
     report, optimizer = train_round(
-        model=model,
+        model=stages,
         parameters=parameters,
         examples=task.institution.train,
         padding=task.institution.padding,
-        plan=task.plan(),
+        plan=plan,
         settings=task.config.train,
         penalty=penalty,
         optimizer_state=task.saved_optimizer(),
@@ -88,7 +98,8 @@ def evaluate(task: Task) -> tuple[Metrics, State | None]:
 
     """
     instruction, adapter = task.instruction, task.arrays[ARRAYS]
-    model, tokenizer = _load_model(task.config.model, task.config.adapter)
+    model, tokenizer = _model_of(task)
+    model.deadline = task.deadline
     personalised = task.state.adapter(instruction.round)
     metrics: Metrics = {}
     if instruction.losses:
@@ -110,8 +121,35 @@ def evaluate(task: Task) -> tuple[Metrics, State | None]:
     return metrics, _importance(model, task.institution, task.config)
 
 
-@lru_cache(maxsize=1)
-def _load_model(model: ModelSettings, adapter: AdapterSettings) -> tuple[WholeModel, Any]:
+def _privately(
+    task: Task,
+    terms: PrivacyPolicy,
+    model: WholeModel,
+    parameters: Mapping[str, torch.nn.Parameter],
+) -> tuple[RoundPlan, Stages]:
+    """Return a round whose draws and gradients have differential privacy, and record its ε.
+
+    Rows that are no examples, since none of their output fits, are drawn like others and have no
+    gradient: nothing but the number of rows determines steps and rates.
+    """
+    institution, number = task.institution, task.instruction.round
+    spent = task.site.spend(task.config, institution)
+    plan = RoundPlan(
+        steps=poisson_steps(len(institution.train), spent.sampling_rate, spent.steps),
+        first_step=(number - 1) * spent.steps,
+        total_steps=task.config.rounds * spent.steps,
+        seed=0,  # nothing of a private round derives from one
+        deadline=task.deadline,
+    )
+    noise = Noise(
+        multiplier=spent.noise_multiplier,
+        row_norm=terms.row_norm,
+        expected_rows=spent.sampling_rate * institution.size,
+    )
+    return plan, PrivateGradients(model, parameters, noise)
+
+
+def _model_of(task: Task) -> tuple[WholeModel, Any]:
     """Return the model with an adapter, and its tokenizer; they are loaded once per process.
 
     The adapter still has the weights of the previous message: set them before use.
@@ -120,6 +158,13 @@ def _load_model(model: ModelSettings, adapter: AdapterSettings) -> tuple[WholeMo
         BaseModelError: The model can't be loaded, or the adapter doesn't fit.
 
     """
+    return _load_model(task.config.model, task.config.adapter, task.institution.model_files)
+
+
+@keep_one
+def _load_model(
+    model: ModelSettings, adapter: AdapterSettings, _files: Stamps
+) -> tuple[WholeModel, Any]:
     base = load_base_model(model)
     return WholeModel(attach_adapter(base.model, adapter, base.reference)), base.tokenizer
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 
 from client_app.evaluation import measure, save_final_adapters
+from client_app.kept import keep_one
 from client_app.task import Metrics, Task, training_metrics
 from finetuning.adapters.adapter import State, initial_adapter, load_state
+from finetuning.files import Stamps
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.fingerprint import fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings
@@ -20,7 +21,6 @@ from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.part import Part
 from split.model.partition import PartyName, partition_of
 from split.protocol.frames import Limits
-from split.protocol.invitation import Invitation
 from strategies.messages import ARRAYS, BODY, invitation_of, models_of
 from strategies.run_config import RunConfig
 
@@ -58,7 +58,7 @@ def train(task: Task) -> tuple[State, Metrics]:
 
     """
     config, plan = task.config, task.plan()
-    with _split_model(config, invitation_of(task.message), task.deadline) as model:
+    with _split_model(task) as model:
         parameters = model.parameters
         load_state(parameters, task.arrays[ARRAYS])
         longest = max(len(example.tokens) for example in task.institution.train)
@@ -113,7 +113,7 @@ def evaluate(task: Task) -> tuple[Metrics, State | None]:
     metrics: Metrics = {}
     if task.instruction.losses:
         tokenizer = load_tokenizer(task.institution.directory)
-        with _split_model(config, invitation_of(task.message), task.deadline) as model:
+        with _split_model(task) as model:
             for kind in rounds:
                 if kind in adapters:
                     model.choose(kind, adapters[kind])
@@ -133,9 +133,9 @@ def evaluate(task: Task) -> tuple[Metrics, State | None]:
     return metrics, None
 
 
-@lru_cache(maxsize=1)
+@keep_one
 def _load_parts(
-    model: ModelSettings, adapter: AdapterSettings, split: SplitSettings
+    model: ModelSettings, adapter: AdapterSettings, split: SplitSettings, _files: Stamps
 ) -> dict[PartyName, Part]:
     """Return the head and the tail with adapters; they are loaded once per process.
 
@@ -158,10 +158,10 @@ def _load_parts(
 
 
 @contextmanager
-def _split_model(
-    config: RunConfig, invitation: Invitation, deadline: float
-) -> Iterator[SplitModel]:
-    parts = _load_parts(config.model, config.adapter, config.split)
+def _split_model(task: Task) -> Iterator[SplitModel]:
+    config, invitation = task.config, invitation_of(task.message)
+    task.site.check_lane(invitation.address)
+    parts = _load_parts(config.model, config.adapter, config.split, task.institution.model_files)
     for part in parts.values():
         part.use("default")
     limits = Limits(
@@ -171,9 +171,9 @@ def _split_model(
         window=config.split.window,
     )
     lane = open_lane(
-        invitation=invitation,
+        invitation=invitation_of(task.message),
         limits=limits,
-        deadline=deadline,
+        deadline=task.deadline,
         resume_timeout=config.split.resume_timeout,
     )
     try:
@@ -182,7 +182,11 @@ def _split_model(
             tail=parts["tail"],
             lane=lane,
             frame_timeout=config.split.frame_timeout,
-            deadline=deadline,
+            deadline=task.deadline,
+            noise=task.site.policy.split.noise if task.site.policy else 0.0,
         )
     finally:
         lane.close()
+        traffic = lane.traffic
+        sent = {"bytes-up": traffic.bytes_up, "bytes-down": traffic.bytes_down}
+        task.site.record("lane-closed", address=invitation.address, **sent)

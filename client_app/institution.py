@@ -10,6 +10,7 @@ from flwr.common.logger import log
 
 from client_app.data import read_client_data
 from finetuning.data.tokenization import Example, tokenize
+from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import load_tokenizer
 from strategies.run_config import RunConfig, Scalar
 
@@ -26,10 +27,13 @@ class Institution:
         size: Number of training rows, |Dᵢ| of FedJudge Eq. 2.
         train: Tokenized training examples.
         test: Tokenized held-out examples.
+        rows_divided: Number of training rows that are several examples each.
         padding: Id of the padding token.
         directory: Directory of the base model.
         fingerprint: Fingerprint of the base model, or of the parts that are held here, as computed
             here.
+        model_files: Stamps of the base model's files.
+        data_files: Stamps of the institution's own files.
 
     """
 
@@ -37,22 +41,42 @@ class Institution:
     size: int
     train: list[Example]
     test: list[Example]
+    rows_divided: int
     padding: int
     directory: Path
     fingerprint: dict[str, str]
+    model_files: Stamps
+    data_files: Stamps
 
 
 def open_institution(
     config: RunConfig, node: Mapping[str, Scalar], base_model: BaseModel
 ) -> Institution:
-    """Read and tokenize a client's data, once for each client in a process.
+    """Read and tokenize a client's data, once for each client in a process, or after a change.
 
     Raises:
         DataError: The data is missing or malformed.
         BaseModelError: The base model can't be found.
 
     """
-    return _open(config, tuple(sorted(node.items())), base_model)
+    items = tuple(sorted(node.items()))
+    institution = _open(config, items, base_model)
+    stamped = institution.model_files, institution.data_files
+    if stamped != (stamps(institution.directory), _data_files(node)):
+        _open.cache_clear()
+        institution = _open(config, items, base_model)
+    return institution
+
+
+def release_data() -> None:
+    """Release the data of all clients."""
+    _open.cache_clear()
+
+
+def _data_files(node: Mapping[str, Scalar]) -> Stamps:
+    """Return the stamps of an institution's own files; simulated clients have none."""
+    path = str(node.get("data-path", ""))
+    return stamps(Path(path).expanduser()) if path else ()
 
 
 # A simulation's actor serves several clients in turn.
@@ -61,11 +85,14 @@ def _open(
     config: RunConfig, node: tuple[tuple[str, Scalar], ...], base_model: BaseModel
 ) -> Institution:
     directory, digests = base_model(config)
+    # Before the files are read: a change from now on is noticed.
+    model_files, data_files = stamps(directory), _data_files(dict(node))
     data = read_client_data(config.data, dict(node), config.seed)
     tokenizer = load_tokenizer(directory)
-    parts = {}
+    parts, divided = {}, {}
     for part, rows in (("training", data.train), ("held-out", data.test)):
         parts[part], report = tokenize(rows, tokenizer, config.data.max_length)
+        divided[part] = report.rows_divided
         log(INFO, "%s: %d %s examples", data.name, len(parts[part]), part)
         if report.inputs_shortened or report.outputs_cut or report.left_out:
             log(
@@ -84,7 +111,10 @@ def _open(
         size=len(data.train),
         train=parts["training"],
         test=parts["held-out"],
+        rows_divided=divided["training"],
         padding=tokenizer.pad_token_id,
         directory=directory,
         fingerprint=digests,
+        model_files=model_files,
+        data_files=data_files,
     )

@@ -7,6 +7,7 @@ from flwr.app import Message
 from flwr.common.logger import log
 
 from client_app.institution import Institution
+from client_app.site import Site
 from client_app.state import ClientState
 from finetuning.adapters.adapter import State
 from finetuning.data.batching import plan_round, steps_per_round
@@ -28,6 +29,7 @@ class Task:
         instruction: Number of the round, and what to do.
         config: The run's configuration.
         institution: The client's data.
+        site: The institution's policy and audit log.
         state: The client's files from earlier rounds.
         arrays: The message's adapters by record name.
         deadline: Deadline on ``time.monotonic``'s clock.
@@ -38,6 +40,7 @@ class Task:
     instruction: Instruction
     config: RunConfig
     institution: Institution
+    site: Site
     state: ClientState
     arrays: dict[str, State]
     deadline: float
@@ -48,17 +51,24 @@ class Task:
         return f"{self.institution.name}, round {self.instruction.round}"
 
     def plan(self) -> RoundPlan:
-        """Return the examples of this round in order, and the deadline."""
+        """Return the examples of this round in order, and the deadline.
+
+        Raises:
+            PolicyError: They are fewer than the site's policy allows.
+
+        """
         settings, name, number = self.config.train, self.institution.name, self.instruction.round
         lengths = [len(example.tokens) for example in self.institution.train]
         per_round = steps_per_round(len(lengths), settings)
+        steps = plan_round(
+            lengths=lengths,
+            settings=settings,
+            round_number=number,
+            seed=derive_seed("order", self.config.seed, name),
+        )
+        self.site.check_plan(self.config, steps)
         return RoundPlan(
-            steps=plan_round(
-                lengths=lengths,
-                settings=settings,
-                round_number=number,
-                seed=derive_seed("order", self.config.seed, name),
-            ),
+            steps=steps,
             first_step=(number - 1) * per_round,
             total_steps=self.config.rounds * per_round,
             seed=derive_seed("train", self.config.seed, name, number),

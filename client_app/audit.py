@@ -1,0 +1,132 @@
+"""The audit log: a line for everything that leaves an institution, on its own disk.
+
+The file is only appended to. A line is on the disk before what it describes leaves.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from flwr.app import Array, ArrayRecord, Message
+
+from strategies.messages import ARRAYS, config_of, metrics_of
+
+_LOCK_SECONDS = 60.0
+_LONGEST_LINE = 2**20  # bytes
+
+
+class AuditError(RuntimeError):
+    """The audit log or the privacy account can't be written, so nothing may leave."""
+
+
+@dataclass(frozen=True)
+class AuditLog:
+    """An audit log, which processes may share.
+
+    Attributes:
+        path: The file.
+        title: What errors call it.
+
+    """
+
+    path: Path
+    title: str = "audit log"
+
+    def append(
+        self,
+        event: Mapping[str, Any],
+        check: Callable[[Iterator[dict[str, Any]]], None] = lambda _: None,
+    ) -> None:
+        """Append a line, and wait until it is on the disk.
+
+        Args:
+            event: What the line says; the time is added.
+            check: Raises if the line must not be written because of earlier ones, which it is
+                called with. No other process writes in between.
+
+        Raises:
+            AuditError: The line can't be written; nothing of it is left in the file.
+
+        """
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **event}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Whoever can read the lock's file can hold the lock.
+            with FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS, mode=0o600):
+                self.path.touch(mode=0o600)
+                check(self.lines())
+                self._write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        except OSError as error:
+            raise AuditError(
+                f"nothing leaves this site, because its {self.title} can't be written: "
+                f"{error.strerror or type(error).__name__}"
+            ) from error
+
+    def _write(self, data: bytes) -> None:
+        with self.path.open("r+b", buffering=0) as file:
+            # A power failure can leave half a line; what it was about has not happened.
+            start = max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE)
+            file.seek(start)
+            end = start + file.read().rfind(b"\n") + 1
+            file.truncate(end)
+            file.seek(end)
+            try:
+                written = file.write(data)
+                if written != len(data):
+                    raise OSError("the disk took only a part of the line")
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)
+                raise
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the earlier lines; a damaged one is empty, an incomplete last one is left out."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    event = {}
+                yield event if isinstance(event, dict) else {}
+
+
+def describe(message: Message, reply: Message) -> dict[str, Any]:
+    """Return what a reply contains: names, sizes and norms, and the text of a problem."""
+    config, arrays = config_of(reply), reply.content.array_records.get(ARRAYS)
+    if "problem" in config:
+        return {"problem": config["problem"]}
+    content: dict[str, Any] = {"metrics": sorted(metrics_of(reply))}
+    content |= {key: config[key] for key in ("base", "withheld") if key in config}
+    if "digests" in config:
+        content["digests"] = len(config["digests"])
+    if arrays is not None:
+        received = message.content.array_records.get(ARRAYS, ArrayRecord())
+        trained = message.metadata.message_type.partition(".")[0] == "train"
+        content |= {
+            "arrays": sorted(arrays),
+            "array-bytes": sum(len(array.data) for array in arrays.values()),
+            "distance" if trained else "norm": _norm(arrays, received if trained else {}),
+        }
+    return content
+
+
+def _norm(arrays: Mapping[str, Array], origin: Mapping[str, Array]) -> float | str:
+    """Return the L2 norm of all arrays together, or their distance from others of these names."""
+    total = 0.0
+    for name, array in arrays.items():
+        value = array.numpy().astype(np.float64)
+        total += float(np.square(value - origin[name].numpy() if name in origin else value).sum())
+    norm = math.sqrt(total)
+    # JSON has no other numbers.
+    return norm if math.isfinite(norm) else str(norm)

@@ -1,0 +1,211 @@
+"""The ClientApp: answers query, train and evaluate messages."""
+
+import os
+import time
+from collections.abc import Callable
+from functools import wraps
+from logging import ERROR, INFO
+from pathlib import Path
+from typing import Protocol
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.common.logger import log
+
+from client_app import fedjudge, fl_glm
+from client_app.audit import AuditError
+from client_app.institution import Institution, open_institution
+from client_app.site import Site, open_site
+from client_app.state import ClientState
+from client_app.task import Metrics, Task
+from finetuning.adapters.adapter import State
+from finetuning.data.rows import DataError
+from finetuning.model.base_model import BaseModelError
+from finetuning.model.fingerprint import digest
+from finetuning.training.deadline import DeadlineError
+from split.protocol.errors import LaneError
+from strategies.messages import (
+    SIZE,
+    Instruction,
+    InstructionError,
+    answer,
+    from_arrays,
+    one_line,
+    to_arrays,
+)
+from strategies.run_config import ConfigError, RunConfig, parse_run_config
+from strategies.site_policy import PolicyError
+
+app = ClientApp()
+
+
+class Strategy(Protocol):
+    """The client's half of a strategy, one module each."""
+
+    def base_model(self, config: RunConfig) -> tuple[Path, dict[str, str]]:
+        """Return the directory and the fingerprint of the client's part of the base model."""
+        ...
+
+    def train(self, task: Task) -> tuple[State, Metrics]:
+        """Train for one round; return the local adapter and metrics."""
+        ...
+
+    def evaluate(self, task: Task) -> tuple[Metrics, State | None]:
+        """Return metrics named ``<model>.<metric>``, and J if it was requested."""
+        ...
+
+
+_STRATEGIES: dict[str, Strategy] = {
+    "fedjudge-base": fedjudge,
+    "fedjudge-cl": fedjudge,
+    "fl-glm": fl_glm,
+}
+Handler = Callable[[Message, Context], Message]
+_WITHHELD = "metrics are not sent: the site's policy demands differential privacy (privacy.epsilon)"
+# Errors that a user can correct. None of their texts quotes a row.
+_PROBLEMS = (
+    AuditError,
+    BaseModelError,
+    ConfigError,
+    DeadlineError,
+    FloatingPointError,
+    InstructionError,
+    LaneError,
+    PolicyError,
+)
+
+
+def _guarded(handler: Callable[[Message, Context, Site], Message]) -> Handler:
+    """Send nothing that the site's policy refuses, or that its audit log has no line for.
+
+    An error is answered too, since Flower would send its text, which may quote private rows.
+    """
+
+    @wraps(handler)
+    def handle(message: Message, context: Context) -> Message:
+        try:
+            site = open_site(message, context.node_config)
+            try:
+                reply = handler(message, context, site)
+            except Exception as error:
+                reply = _problem(message, context, error)
+            site.record_reply(message, reply)
+        except (AuditError, PolicyError) as error:
+            return _problem(message, context, error)
+        return reply
+
+    return handle
+
+
+def _problem(message: Message, context: Context, error: Exception) -> Message:
+    """Log an error, and reply with what the coordinator may know of it."""
+    text = _reason(error)
+    log(ERROR, "%s", text, exc_info=None if text == one_line(str(error)) else error)
+    name = str(context.node_config.get("name", ""))
+    return answer(message, {"name": name, "problem": text})
+
+
+def _reason(error: Exception) -> str:
+    """Return the part of an error's text that quotes no row."""
+    if isinstance(error, _PROBLEMS):
+        return one_line(str(error))  # it may quote the server
+    if isinstance(error, DataError):
+        return one_line(error.without_quotes)
+    about = f": {os.strerror(error.errno)}" if isinstance(error, OSError) and error.errno else ""
+    return f"{type(error).__name__}{about}; this SuperNode's log has the details"
+
+
+@app.query()
+@_guarded
+def query(message: Message, context: Context, site: Site) -> Message:
+    """Check all data; reply with the client's name, data size and base model."""
+    config, institution = _open(context, site)
+    site.check_budget(config, institution, Instruction.of(message).round)
+    withheld = {"withheld": _WITHHELD} if site.privacy else {}
+    tested = {} if site.privacy else {"test-examples": len(institution.test)}
+    return answer(
+        message,
+        {
+            **withheld,
+            "name": institution.name,
+            "tensors": list(institution.fingerprint),
+            "digests": list(institution.fingerprint.values()),
+        },
+        {SIZE: institution.size, **tested},
+    )
+
+
+@app.train()
+@_guarded
+def train(message: Message, context: Context, site: Site) -> Message:
+    """Train from the global adapter on private data, and reply with the local adapter."""
+    task = _task(message, context, site)
+    adapter, metrics = _STRATEGIES[task.config.strategy].train(task)
+    return _reply(task, metrics, adapter)
+
+
+@app.evaluate()
+@_guarded
+def evaluate(message: Message, context: Context, site: Site) -> Message:
+    """Evaluate models on held-out data, and compute J if the message requests it."""
+    task = _task(message, context, site)
+    metrics, importance = _STRATEGIES[task.config.strategy].evaluate(task)
+    return _reply(task, metrics, importance)
+
+
+def _open(context: Context, site: Site) -> tuple[RunConfig, Institution]:
+    config = parse_run_config(context.run_config)
+    site.check_run(config)
+    base_model = _STRATEGIES[config.strategy].base_model
+    institution = open_institution(config, context.node_config, base_model)
+    site.check_institution(config, institution)
+    return config, institution
+
+
+def _task(message: Message, context: Context, site: Site) -> Task:
+    """Prepare for a train or evaluate message.
+
+    Raises:
+        BaseModelError: The base model here is not the run's.
+        PolicyError: The site's policy doesn't allow what the message requests.
+
+    """
+    started = time.monotonic()
+    instruction = Instruction.of(message)
+    config, institution = _open(context, site)
+    if digest(institution.fingerprint) != instruction.base:
+        raise BaseModelError(
+            f"the base model in {institution.directory} is not the run's: it was changed or "
+            "replaced"
+        )
+    permitted = site.accept(instruction, config, institution)
+    log(INFO, "%s is ready in %.1f s", institution.name, time.monotonic() - started)
+    return Task(
+        message=message,
+        instruction=permitted,
+        config=config,
+        institution=institution,
+        site=site,
+        state=ClientState(config.state_path, instruction.lineage, institution.name),
+        arrays={name: from_arrays(a) for name, a in message.content.array_records.items()},
+        # Reading and tokenizing also count towards the client's time.
+        deadline=started + instruction.time_limit,
+    )
+
+
+def _reply(task: Task, metrics: Metrics, arrays: State | None) -> Message:
+    config = {"name": task.institution.name, "base": task.instruction.base}
+    if task.site.privacy:
+        # Metrics are computed from rows without noise.
+        metrics, config["withheld"] = {}, _WITHHELD
+    elif task.instruction.losses != Instruction.of(task.message).losses:
+        config["withheld"] = "the site's policy refuses evaluation (evaluation = false)"
+    if task.site.policy and task.site.policy.fewest_examples > 1:
+        # A step has fewer rows than a round, whose rows are those that are counted.
+        metrics = {k: v for k, v in metrics.items() if k not in {"loss-first", "loss-last"}}
+    return answer(
+        message=task.message,
+        config=config,
+        metrics={SIZE: task.institution.size, **metrics},
+        arrays=None if arrays is None else to_arrays(arrays),
+    )

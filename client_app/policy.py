@@ -1,0 +1,223 @@
+"""What the site's policy refuses. The run config and every message are the coordinator's.
+
+They can differ from message to message, so all checks are repeated for each, and what has been
+answered is counted in the site's own audit log.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from client_app.institution import Institution
+from finetuning.data.batching import steps_per_round
+from finetuning.model.fingerprint import digest
+from strategies.messages import Instruction
+from strategies.run_config import RunConfig
+from strategies.site_policy import PolicyError, SitePolicy
+
+
+def check_run(policy: SitePolicy, config: RunConfig) -> None:
+    """Check a run config before anything that it names is looked at.
+
+    Raises:
+        PolicyError: The policy doesn't allow it.
+
+    """
+    if policy.strategies is not None:
+        known = config.strategy in policy.strategies
+        _require(known, f'strategy = "{config.strategy}"', "not in its strategies")
+    _check_paths(policy, config)
+    _at_most("rounds", config.rounds, "most-rounds", policy.most_rounds)
+    _at_most("round-timeout", config.round_timeout, "most-seconds", policy.most_seconds)
+    _at_most("train.local-steps", config.train.local_steps, "most-steps", policy.most_steps)
+    generates = config.evaluate.generate
+    _require(policy.generation or not generates, "evaluate.generate = true", "generation = false")
+    if policy.privacy.epsilon is not None:
+        _check_privacy(config)
+    if config.strategy == "fl-glm":
+        split = config.split
+        _require(policy.split.allowed, 'strategy = "fl-glm"', "split.allowed = false")
+        fewest = policy.split.fewest_head_blocks
+        _require(
+            split.head_blocks >= fewest,
+            f"split.head-blocks = {split.head_blocks}",
+            f"split.fewest-head-blocks = {fewest}",
+        )
+        if split.advertise or not split.listen.endswith(":0"):
+            check_address(policy, split.advertise or split.listen)
+
+
+def check_institution(policy: SitePolicy, config: RunConfig, institution: Institution) -> None:
+    """Check the base model, and a round's size, which follows from the institution's own data.
+
+    Raises:
+        PolicyError: The policy doesn't allow it.
+
+    """
+    base = digest(institution.fingerprint)
+    if policy.base_models is not None:
+        _require(base in policy.base_models, f"the base model {base}", "not in its base-models")
+    count = len(institution.train)
+    if policy.privacy.epsilon is not None:
+        # How many rows are examples would tell something about their contents.
+        count = institution.size
+        _require(
+            not institution.rows_divided,
+            "training with a chat template that divides rows into several examples",
+            "privacy.epsilon: it protects single examples",
+        )
+        delta = policy.privacy.delta
+        # With δ = 1 / rows, publishing a row as it is would be allowed.
+        _require(delta * count < 1, "training with so many rows", f"privacy.delta = {delta:g}")
+    rows = config.train.local_steps * config.train.batch_size * config.train.accumulation
+    _check_rows("training", min(count, rows or count), policy)
+    _at_most("steps", steps_per_round(count, config.train), "most-steps", policy.most_steps)
+
+
+def check_request(
+    policy: SitePolicy, kind: str, instruction: Instruction, config: RunConfig, rows: Institution
+) -> None:
+    """Check what a message asks for, and how many rows that is computed from.
+
+    Raises:
+        PolicyError: The policy doesn't allow it.
+
+    """
+    limit = instruction.time_limit
+    _at_most("the time limit", limit, "most-seconds", policy.most_seconds)
+    _at_most("round", instruction.round, "most-rounds", policy.most_rounds)
+    private = policy.privacy.epsilon is not None
+    _require(
+        not (private and instruction.importance), "importance", "privacy.epsilon: it has no noise"
+    )
+    if kind == "train":
+        return
+    if instruction.losses and policy.evaluation:
+        _check_rows("evaluation", len(rows.test), policy)
+        if config.evaluate.generate:
+            answered = min(len(rows.test), config.evaluate.generate_examples)
+            _check_rows("generation", answered, policy)
+    if instruction.importance:
+        averaged = config.strategy == "fedjudge-cl" and config.continual.importance == "server"
+        _require(averaged, "importance", f'strategy = "{config.strategy}" has none to send')
+        used = min(len(rows.train), config.continual.importance_examples)
+        _check_rows("importance", used, policy)
+
+
+def check_plan(policy: SitePolicy, config: RunConfig, steps: Sequence[Sequence[int]]) -> None:
+    """Check how many rows an adapter is trained on before it leaves, at a round's end or within.
+
+    Raises:
+        PolicyError: They are too few.
+
+    """
+    _at_most("steps", len(steps), "most-steps", policy.most_steps)
+    every = config.split.average_every if config.strategy == "fl-glm" else 0
+    every = every or len(steps)
+    for first in range(0, len(steps), every):
+        distinct = {index for step in steps[first : first + every] for index in step}
+        _check_rows("training", len(distinct), policy)
+
+
+def check_address(policy: SitePolicy, address: str) -> None:
+    """Check the address of a block server.
+
+    Raises:
+        PolicyError: The policy doesn't allow a lane to it.
+
+    """
+    known = {entry.lower() for entry in policy.coordinators or ()}
+    host = address.rpartition(":")[0]
+    listed = address.lower() in known or host.lower() in known
+    _require(listed, f"a lane to {address}", "not in its coordinators")
+
+
+def check_counts(
+    policy: SitePolicy, about: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]
+) -> None:
+    """Check how often this site has already been asked.
+
+    Args:
+        policy: The policy.
+        about: ``kind``, ``run`` and ``client`` of the message.
+        lines: The audit log so far.
+
+    Raises:
+        PolicyError: It is too often.
+
+    """
+    if policy.most_runs is None and policy.most_rounds is None:
+        return
+    accepted = [
+        (line.get("run"), line.get("kind"))
+        for line in lines
+        if line.get("event") == "accepted" and line.get("client") == about["client"]
+    ]
+    runs = {run for run, _ in accepted} | {about["run"]}
+    _at_most("runs", len(runs), "most-runs", policy.most_runs)
+    number = accepted.count((about["run"], about["kind"])) + 1
+    # A run evaluates after each round, and once before the first.
+    spare = about["kind"] == "evaluate"
+    _at_most(f"{about['kind']} messages", number - spare, "most-rounds", policy.most_rounds)
+
+
+def _check_privacy(config: RunConfig) -> None:
+    """Check that no ε is claimed for what has none."""
+    _require(
+        config.strategy != "fl-glm",
+        'strategy = "fl-glm"',
+        "privacy.epsilon: hidden states of single rows leave, which no honest ε covers",
+    )
+    _require(
+        config.strategy != "fedjudge-cl" or config.continual.importance == "server",
+        'continual.importance = "client"',
+        "privacy.epsilon: the site's own importance has no noise, and would steer its training",
+    )
+    _require(
+        config.train.optimizer_state == "reset",
+        'train.optimizer-state = "keep"',
+        "privacy.epsilon: a state could come from training without noise",
+    )
+    _require(
+        config.model.quantization != "int8",
+        'model.quantization = "int8"',
+        "privacy.epsilon: rows of a batch are quantised together, so that one changes another's "
+        "gradient",
+    )
+
+
+def _check_paths(policy: SitePolicy, config: RunConfig) -> None:
+    model = config.model.name
+    known = model == "tiny" or model in policy.hub_models or _is_within(model, policy.paths)
+    _require(known, f'model.name = "{model}"', "not in its hub-models or paths")
+    for key, value in (("data.path", config.data.path), ("state-path", config.state_path)):
+        known = not value or _is_within(value, policy.paths)
+        _require(known, f'{key} = "{value}"', "not in its paths")
+
+
+def _is_within(path: str, folders: Iterable[str]) -> bool:
+    """Return whether a path, with links and ``..`` resolved, is in one of the folders."""
+    try:
+        resolved = Path(path).expanduser()
+        if not resolved.is_absolute():
+            return False
+        resolved = resolved.resolve()
+        return any(resolved.is_relative_to(Path(folder).resolve()) for folder in folders)
+    except (OSError, RuntimeError, ValueError):  # a loop of links, no such user, a null character
+        return False
+
+
+def _check_rows(what: str, rows: int, policy: SitePolicy) -> None:
+    # Without their number, which would tell how few the institution has.
+    fewest = policy.fewest_examples
+    _require(rows >= fewest, f"{what} with too few of its rows", f"fewest-examples = {fewest}")
+
+
+def _at_most(name: str, value: float, key: str, limit: float | None) -> None:
+    # Not `value > limit`: NaN is not at most anything.
+    _require(limit is None or value <= limit, f"{name} = {value}", f"{key} = {limit}")
+
+
+def _require(allowed: bool, asked: str, reason: str) -> None:
+    if not allowed:
+        raise PolicyError(f"the site's policy refuses {asked} ({reason})")

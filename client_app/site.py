@@ -1,0 +1,177 @@
+"""An institution's own decisions about a message: what its policy refuses, and what it records."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from logging import WARNING
+from typing import Any
+
+from flwr.app import Message
+from flwr.common.logger import log
+
+from client_app import policy as checks
+from client_app.audit import AuditLog, describe
+from client_app.institution import Institution
+from client_app.privacy_account import PrivacyAccount, PrivateSteps, private_steps
+from strategies.messages import Instruction, InstructionError
+from strategies.run_config import RunConfig, Scalar
+from strategies.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_policy
+
+
+@dataclass(frozen=True)
+class Site:
+    """The policy, applied to one message; without one nothing is refused or recorded.
+
+    Attributes:
+        policy: The institution's policy, if it has one.
+        about: Client, kind of message, run and round, for the audit log.
+
+    """
+
+    policy: SitePolicy | None
+    about: Mapping[str, Any]
+
+    def check_run(self, config: RunConfig) -> None:
+        """Check a run config before anything that it names is looked at.
+
+        Raises:
+            PolicyError: The policy doesn't allow it.
+
+        """
+        if self.policy:
+            checks.check_run(self.policy, config)
+
+    def check_institution(self, config: RunConfig, institution: Institution) -> None:
+        """Check the base model and a round's size.
+
+        Raises:
+            PolicyError: The policy doesn't allow it.
+
+        """
+        if self.policy:
+            checks.check_institution(self.policy, config, institution)
+
+    @property
+    def privacy(self) -> PrivacyPolicy | None:
+        """The terms of differential privacy, if the policy demands it."""
+        terms = self.policy.privacy if self.policy else None
+        return terms if terms and terms.epsilon is not None else None
+
+    def check_budget(self, config: RunConfig, institution: Institution, finished: int) -> None:
+        """Check that ε suffices for the rounds of a run that are not finished.
+
+        Raises:
+            PolicyError: It doesn't.
+
+        """
+        if self.privacy:
+            rounds = config.rounds - finished
+            steps = private_steps(self.privacy, config.train, institution.size, rounds)
+            PrivacyAccount(self.privacy).check(steps)
+
+    def spend(self, config: RunConfig, institution: Institution) -> PrivateSteps:
+        """Record that a round is trained with differential privacy, before it is.
+
+        Raises:
+            PolicyError: ε doesn't suffice.
+            AuditError: It can't be recorded.
+
+        """
+        assert self.privacy is not None
+        steps = private_steps(self.privacy, config.train, institution.size)
+        spent = PrivacyAccount(self.privacy).spend(steps, self.about)
+        self.record("privacy", epsilon=spent, delta=self.privacy.delta, steps=steps.steps)
+        return steps
+
+    def check_plan(self, config: RunConfig, steps: Sequence[Sequence[int]]) -> None:
+        """Check the rows that a round trains on.
+
+        Raises:
+            PolicyError: They are too few.
+
+        """
+        if self.policy:
+            checks.check_plan(self.policy, config, steps)
+
+    def accept(
+        self, instruction: Instruction, config: RunConfig, institution: Institution
+    ) -> Instruction:
+        """Check and count a train or evaluate message; return what is done of it.
+
+        Raises:
+            PolicyError: The policy doesn't allow it.
+            AuditError: It can't be recorded.
+
+        """
+        if self.policy is None:
+            return instruction
+        policy, kind = self.policy, self.about["kind"]
+        checks.check_request(policy, kind, instruction, config, institution)
+        AuditLog(policy.audit_file).append(
+            {"event": "accepted", **self.about},
+            check=lambda lines: checks.check_counts(policy, self.about, lines),
+        )
+        measured = policy.evaluation and self.privacy is None
+        return replace(instruction, losses=instruction.losses and measured)
+
+    def check_lane(self, address: str) -> None:
+        """Check the address of a block server, and record that a lane to it is opened.
+
+        Raises:
+            PolicyError: The policy doesn't allow it.
+            AuditError: It can't be recorded.
+
+        """
+        if self.policy:
+            checks.check_address(self.policy, address)
+            self.record("lane", address=address)
+
+    def record(self, event: str, **facts: Any) -> None:
+        """Append a line about this message to the audit log.
+
+        Raises:
+            AuditError: It can't be written.
+
+        """
+        if self.policy:
+            AuditLog(self.policy.audit_file).append({"event": event, **self.about, **facts})
+
+    def record_reply(self, message: Message, reply: Message) -> None:
+        """Append a line with what a reply contains.
+
+        Raises:
+            AuditError: It can't be written.
+
+        """
+        if self.policy:
+            self.record("reply", **describe(message, reply))
+
+
+def open_site(message: Message, node: Mapping[str, Scalar]) -> Site:
+    """Read the policy that the SuperNode's configuration names.
+
+    Raises:
+        PolicyError: It is named, and missing or malformed.
+
+    """
+    about: dict[str, Any] = {
+        "client": str(node.get("name", "")),
+        # Flower calls the same handler for "train" and "train.default".
+        "kind": message.metadata.message_type.partition(".")[0],
+    }
+    try:
+        instruction = Instruction.of(message)
+        about |= {"run": instruction.lineage, "round": instruction.round}
+    except InstructionError:
+        pass  # it is refused later, with a line in the log
+    path = node.get("policy")
+    if path is None:
+        if "partition-id" not in node:
+            log(
+                WARNING,
+                "This SuperNode's --node-config names no policy, so whatever the coordinator asks "
+                "is done; see docs/policy.md",
+            )
+        return Site(None, about)
+    if not isinstance(path, str):
+        raise PolicyError(f"policy = {path!r} in --node-config must be the path of a file")
+    return Site(read_policy(path), about)

@@ -1,0 +1,189 @@
+"""The resident worker: answers an institution's messages in one process that keeps model and data.
+
+    python -m client_app.worker SOCKET [--allow-uid UID]
+
+``chambers site worker`` starts it. It answers one message at a time, and refuses others meanwhile:
+their processes then answer them. If the caller ends before it has its reply, the worker ends too,
+with status 75, because nothing else stops every computation that a message may have started; a
+supervisor, such as systemd, then starts it again.
+"""
+
+import argparse
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from logging import ERROR, INFO, WARNING
+from pathlib import Path
+from threading import Thread
+from typing import NoReturn
+
+from filelock import FileLock, Timeout
+from flwr.clientapp import ClientApp
+from flwr.common.logger import log
+from flwr.common.serde import context_from_proto, message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Context as ContextProto
+from flwr.proto.message_pb2 import Message as MessageProto
+
+from client_app.worker_socket import (
+    TRANSFER_SECONDS,
+    WorkerError,
+    code_digest,
+    peer_uid,
+    receive,
+    refuse_open_folder,
+    send,
+)
+
+# Exit status after the caller's end: "temporary failure" of sysexits.h.
+CALLER_ENDED = 75
+
+
+class Worker:
+    """Answers messages that arrive at a socket, one at a time.
+
+    Args:
+        listener: The listening socket.
+        uids: Users whose processes are answered.
+
+    """
+
+    def __init__(self, listener: socket.socket, uids: Collection[int]) -> None:
+        self._listener = listener
+        self._uids = uids
+        self._code = code_digest()
+        self._run: int | None = None
+
+    def serve(self) -> NoReturn:
+        """Answer callers until the process ends."""
+        from client_app.handlers import app
+
+        log(INFO, "the worker answers with code %.16s", self._code)
+        while True:
+            caller, _ = self._listener.accept()
+            with caller:
+                caller.settimeout(TRANSFER_SECONDS)
+                try:
+                    self._answer(caller, app)
+                except Exception as error:  # of a caller's: the next one is answered
+                    log(ERROR, "a message could not be received or answered", exc_info=error)
+
+    def _answer(self, caller: socket.socket, app: ClientApp) -> None:
+        refusal = self._refusal(caller)
+        send(caller, refusal.encode())
+        if refusal:
+            log(WARNING, "refused a message: the worker %s", refusal)
+            return
+        message = message_from_proto(MessageProto.FromString(receive(caller)))
+        context = context_from_proto(ContextProto.FromString(receive(caller)))
+        self._release_data(context.run_id)
+        problem, reply = "", b""
+        with self._ending_with(caller):
+            try:
+                reply = message_to_proto(app(message, context)).SerializeToString()
+            except Exception as error:
+                log(ERROR, "a message's handler raised an exception", exc_info=error)
+                problem = type(error).__name__
+        send(caller, problem.encode())
+        send(caller, reply)
+
+    def _refusal(self, caller: socket.socket) -> str:
+        """Return why a caller is refused; empty if it isn't."""
+        uid = peer_uid(caller)
+        if uid not in self._uids:
+            return f"doesn't answer user {uid}: start it with --allow-uid {uid}"
+        code = receive(caller, len(self._code)).decode(errors="replace")
+        if not code == self._code == code_digest():
+            return (
+                f"runs other code than the run's app ({self._code:.16} and {code:.16}): start it "
+                "again, from the same release"
+            )
+        return ""
+
+    def _release_data(self, run: int) -> None:
+        """Release the data of earlier runs, whose settings differ."""
+        from client_app.institution import release_data
+
+        if run != self._run:
+            release_data()
+            self._run = run
+
+    @contextmanager
+    def _ending_with(self, caller: socket.socket) -> Iterator[None]:
+        """End this process if the caller ends within the block; refuse other callers."""
+        done, finish = socket.socketpair()
+        thread = Thread(target=self._watch, args=(caller, done), name="caller", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            finish.close()
+            thread.join()
+            done.close()
+
+    def _watch(self, caller: socket.socket, done: socket.socket) -> None:
+        with selectors.DefaultSelector() as selector:
+            for each in (self._listener, caller, done):
+                selector.register(each, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if done in ready:
+                    return
+                if caller in ready:
+                    log(WARNING, "the caller ended before its reply: the worker ends its work")
+                    os._exit(CALLER_ENDED)
+                with suppress(OSError):
+                    other, _ = self._listener.accept()
+                    with other:
+                        send(other, b"is busy with another message")
+
+
+@contextmanager
+def listening(path: Path, shared: bool) -> Iterator[socket.socket]:
+    """Listen at a path, which only this user, or this user and the folder's group, can reach.
+
+    Raises:
+        WorkerError: Every user can write to the folder, or another worker listens there.
+        OSError: The socket can't be made.
+
+    """
+    refuse_open_folder(path)
+    try:
+        # A socket's file stays when its process ends; the lock doesn't.
+        with (
+            FileLock(f"{path}.lock", timeout=0, mode=0o600),
+            socket.socket(socket.AF_UNIX) as listener,
+        ):
+            path.unlink(missing_ok=True)
+            before = os.umask(0o117 if shared else 0o177)
+            try:
+                listener.bind(str(path))
+            finally:
+                os.umask(before)
+            listener.listen()
+            yield listener
+    except Timeout as error:
+        raise WorkerError("is already running: its socket is locked") from error
+
+
+def main() -> None:
+    """Serve until the process is ended."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("socket", type=Path, help="path of the socket")
+    parser.add_argument(
+        "--allow-uid", type=int, action="append", default=[], help="user to answer besides this one"
+    )
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with listening(arguments.socket, shared=bool(arguments.allow_uid)) as listener:
+            Worker(listener, {os.getuid(), *arguments.allow_uid}).serve()
+    except (WorkerError, OSError) as error:
+        sys.exit(f"chambers site worker: {arguments.socket}: the worker {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""What a site's policy refuses, whatever the coordinator's run config and messages say."""
+
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+from flwr.app import ConfigRecord
+from hypothesis import given
+from hypothesis import strategies as st
+
+from client_app.policy import check_run
+from finetuning.model.fingerprint import digest
+from strategies.messages import ARRAYS, CONFIG, LANE, METRICS
+from strategies.run_config import parse_run_config
+from strategies.site_policy import PolicyError, SitePolicy, policy_table, read_policy
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_documentation_has_every_key_and_a_valid_example():
+    page = (ROOT / "docs" / "policy.md").read_text()
+    assert policy_table() in page
+    example = page.partition("```toml\n")[2].partition("```")[0]
+    policy = SitePolicy.model_validate(tomllib.loads(example))
+    assert policy.model_fields_set >= SitePolicy.model_fields.keys() - {"split", "privacy"}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("most-rouns = 3", "most-rouns: unknown key"),
+        ("[split]\nallow = true", "split.allow: unknown key"),
+        ('most-rounds = "3"', "most-rounds: Input should be a valid integer"),
+        ("most-rounds = true", "most-rounds: Input should be a valid integer"),
+        ("most-rounds = 0", "most-rounds: Input should be greater than 0"),
+        ("most-seconds = inf", "most-seconds: Input should be a finite number"),
+        ("evaluation = 1", "evaluation: Input should be a valid boolean"),
+        ('base-models = ["tiny"]', "base-models.0: String should match"),
+        ('paths = ["models"]', "paths: must be an absolute path"),
+        ('audit-log = "audit.jsonl"', "audit-log: must be an absolute path"),
+        ("[split]\nallowed = true", "split.allowed = true needs coordinators"),
+        ("most-rounds = ", "is not TOML"),
+        ("\udcff", "is not TOML"),
+    ],
+)
+def test_a_malformed_policy_refuses_everything_and_names_file_and_key(site, text, reason):
+    path = Path(site.node["policy"])
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    for kind in ("query", "train", "evaluate"):
+        problem = site.refusal(kind)
+        assert str(path) in problem and reason in problem
+
+
+@pytest.mark.parametrize("path", ["/nowhere/policy.toml", "policy.toml", "", "/tmp", 1, False])
+def test_a_policy_that_is_named_and_missing_refuses_everything(site, path):
+    site.node["policy"] = path
+    for kind in ("query", "train", "evaluate"):
+        assert "policy" in site.refusal(kind)
+
+
+@given(st.text())
+def test_any_text_is_a_policy_or_is_refused_in_words(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_text(text, errors="surrogatepass")
+    try:
+        read_policy(str(path))
+    except PolicyError as error:
+        assert str(path) in str(error)
+
+
+DIGEST = "0" * 64
+SPLIT = {"strategy": "fl-glm", "train.batch-size": 1}
+LANES = "[split]\nallowed = true\nfewest-head-blocks = 2"
+REFUSED_RUNS = [
+    ('strategies = ["fedjudge-base"]', {}, 'strategy = "fedjudge-cl" (not in its strategies)'),
+    (f'base-models = ["{DIGEST}"]', {}, "(not in its base-models)"),
+    ("most-rounds = 2", {}, "rounds = 3 (most-rounds = 2)"),
+    ("most-seconds = 60", {}, "round-timeout = 3600.0 (most-seconds = 60.0)"),
+    ("most-steps = 9", {"train.local-steps": 10**12}, "(most-steps = 9)"),
+    ("most-steps = 1", {"train.accumulation": 1}, "steps = 12 (most-steps = 1)"),
+    ("fewest-examples = 25", {}, "too few of its rows (fewest-examples = 25)"),
+    (
+        "fewest-examples = 4",
+        {"train.local-steps": 3, "train.batch-size": 1, "train.accumulation": 1},
+        "too few of its rows (fewest-examples = 4)",
+    ),
+    ("", {"evaluate.generate": True}, "evaluate.generate = true (generation = false)"),
+    ("", {"model.name": "/etc"}, 'model.name = "/etc" (not in its hub-models or paths)'),
+    ("", {"model.name": "owner/model"}, "(not in its hub-models or paths)"),
+    ("", {"data.path": "/etc"}, 'data.path = "/etc" (not in its paths)'),
+    ("", {"data.path": "owner/rows"}, "(not in its paths)"),
+    ("", {"state-path": "/var/lib"}, 'state-path = "/var/lib" (not in its paths)'),
+    ("", {"state-path": "~"}, "(not in its paths)"),
+    ("", SPLIT, 'strategy = "fl-glm" (split.allowed = false)'),
+    (f'coordinators = ["a"]\n{LANES}', SPLIT, "split.head-blocks = 1 (split.fewest-head-blocks = "),
+    (
+        f'coordinators = ["10.0.0.5:8900"]\n{LANES}',
+        SPLIT | {"split.head-blocks": 2, "split.advertise": "10.0.0.5:8901"},
+        "a lane to 10.0.0.5:8901 (not in its coordinators)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("policy", "changed", "reason"), REFUSED_RUNS)
+def test_a_run_is_refused_before_it_trains(site, policy, changed, reason):
+    site.decide(policy)
+    for kind in ("query", "train", "evaluate"):
+        problem = site.refusal(kind, changed=changed)
+        assert problem.startswith("the site's policy refuses ") and reason in problem
+    lines = site.lines("reply")
+    assert [line["kind"] for line in lines] == ["query", "train", "evaluate"]
+    assert {line["problem"] for line in lines} == {problem}
+    assert not site.lines("accepted")
+
+
+OPEN = SitePolicy(paths=["/srv/models"], **{"hub-models": ["owner/model"]})
+PIECES = st.sampled_from(
+    ["/", "srv", "models", "modelsx", "..", ".", "~", "~root", "~nobody7", "\0"]
+)
+
+
+@given(st.lists(PIECES, min_size=1, max_size=8).map("/".join))
+def test_no_spelling_of_a_path_leads_out_of_the_folders(path):
+    config = parse_run_config({"model.name": path})
+    try:
+        check_run(OPEN, config)
+    except PolicyError:
+        return
+    inside = Path(path).expanduser().resolve()
+    assert inside.is_relative_to("/srv/models")
+
+
+def test_a_link_leads_out_of_the_folders_too(site):
+    (site.folder / "link").symlink_to("/etc")
+    assert "not in its paths" in site.refusal("query", changed={"data.path": f"{site.folder}/link"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("time_limit", math.nan),  # no deadline is later than that
+        ("time_limit", math.inf),
+        ("time_limit", -1.0),
+        ("round", -1),
+        ("round", "1"),
+        ("round", True),
+        ("lineage", "../../court"),
+        ("lineage", "a/b"),
+        ("lineage", "a\n"),
+        ("lineage", ""),
+        ("losses", 1),
+    ],
+)
+def test_a_malformed_instruction_is_refused_with_a_policy_or_without(site, field, value):
+    for _ in range(2):
+        for kind in ("train", "evaluate"):
+            assert f"the message's {field}" in site.refusal(kind, **{field: value})
+        site.node.pop("policy", None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "changed", "instruction", "reason"),
+    [
+        ("most-rounds = 3", "train", {}, {"round": 4}, "round = 4 (most-rounds = 3)"),
+        (
+            "most-seconds = 600",
+            "train",
+            {"round-timeout": 600.0},
+            {"time_limit": 601.0},
+            "the time limit = 601.0 (most-seconds = 600.0)",
+        ),
+        ("fewest-examples = 6", "evaluate", {}, {"losses": True}, "evaluation with too few"),
+        (
+            "generation = true\nfewest-examples = 2",
+            "evaluate",
+            {"evaluate.generate": True, "evaluate.generate-examples": 1},
+            {"losses": True},
+            "generation with too few",
+        ),
+        (
+            "fewest-examples = 2",
+            "evaluate",
+            {"continual.importance-examples": 1},
+            {"importance": True},
+            "importance with too few",
+        ),
+        (
+            "",
+            "evaluate",
+            {"strategy": "fedjudge-base"},
+            {"importance": True},
+            'importance (strategy = "fedjudge-base" has none to send)',
+        ),
+    ],
+)
+def test_a_message_is_refused_although_its_run_is_allowed(
+    site, policy, kind, changed, instruction, reason
+):
+    site.decide(policy)
+    assert "problem" not in site.ask("query", changed=changed).content[CONFIG]
+    # Flower calls the same handler for both.
+    for spelling in (kind, f"{kind}.default"):
+        assert reason in site.refusal(spelling, changed=changed, **instruction)
+
+
+def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):
+    """Rows: 24. Steps of 5 rows leave 4 for the fifth, and a round can consist of that one."""
+    site.decide("fewest-examples = 5")
+    changed = {"train.batch-size": 5, "train.accumulation": 1, "train.local-steps": 1}
+    metrics = site.ask("train", changed=changed, round=4).content[METRICS]
+    assert "loss" in metrics and not {"loss-first", "loss-last"} & set(metrics)
+    assert "too few of its rows" in site.refusal("train", changed=changed, round=5)
+
+
+def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
+    site.decide("most-rounds = 3\nmost-runs = 1")
+    quick = {"train.local-steps": 1}
+    for _ in range(3):
+        assert ARRAYS in site.ask("train", changed=quick).content
+    assert "train messages = 4 (most-rounds = 3)" in site.refusal("train", changed=quick)
+    for _ in range(4):
+        assert METRICS in site.ask("evaluate", changed=quick).content
+    assert "(most-rounds = 3)" in site.refusal("evaluate", changed=quick)
+    assert "runs = 2 (most-runs = 1)" in site.refusal("train", changed=quick, lineage="run-2")
+    assert len(site.lines("accepted")) == 7
+
+
+def test_no_time_is_spent_after_the_message_s_own(site):
+    """In evaluation too, which has no steps."""
+    for instruction in ({"losses": True}, {"importance": True}):
+        assert "time was over" in site.refusal("evaluate", time_limit=1e-6, **instruction)
+
+
+def test_a_lane_to_another_server_is_refused(site, deep_checkpoint):
+    site.checkpoint = deep_checkpoint
+    site.decide('coordinators = ["coordinator.example.org"]\n[split]\nallowed = true')
+    lane = ConfigRecord(
+        {
+            "models": [],
+            "rounds": [],
+            "address": "unix:/run/docker.sock",
+            "suite": "ml-kem-768-x25519",
+            "server-key": b"",
+            "run": "run-1",
+            "round": 1,
+            "node": "court",
+            "ticket": b"0" * 16,
+            "secret": b"0" * 32,
+        }
+    )
+    values = SPLIT | {"model.name": str(deep_checkpoint), "split.listen": "127.0.0.1:0"}
+    known = site.ask("query", changed=values).content[CONFIG]
+    base = digest(dict(zip(known["tensors"], known["digests"], strict=True)))
+    reason = site.refusal("train", {LANE: lane}, values, base=base)
+    assert reason == (
+        "the site's policy refuses a lane to unix:/run/docker.sock (not in its coordinators)"
+    )
+    assert not site.lines("lane")

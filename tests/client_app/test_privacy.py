@@ -1,0 +1,284 @@
+"""Differential privacy at a site: what its replies contain, what it spends, and what it refuses."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from bench.in_process import InProcessGrid, MemoryJournal
+from client_app.privacy_account import PrivateSteps, epsilon
+from finetuning.adapters.adapter import attach_adapter, trainable_parameters
+from finetuning.data.batching import collate
+from finetuning.data.tokenization import Example
+from finetuning.model.base_model import load_base_model, locate
+from finetuning.model.fingerprint import fingerprint
+from finetuning.model.whole_model import WholeModel
+from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
+from finetuning.training.loop import RoundPlan, train_round
+from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
+from server_app.report import write_report
+from strategies.fedjudge import FedJudgeBase
+from strategies.journal import Progress
+from strategies.messages import ARRAYS, CONFIG, METRICS, SIZE, to_arrays
+from strategies.participants import RefusedError, TooFewClientsError
+from strategies.run_config import parse_run_config
+from tests.finetuning.data.templates import THINKING
+from tests.strategies.grids import same, start
+
+CLIENTS = ("alpha", "beta", "gamma")
+
+
+class Sites(InProcessGrid):
+    """Clients with files of their own, some of them with a policy; keeps their replies."""
+
+    def __init__(self, values: dict, folders: Path, policies: dict[str, Path]) -> None:
+        nodes: dict[int, dict[str, Any]] = {}
+        for number, name in enumerate(CLIENTS, start=1):
+            nodes[number] = {"name": name, "data-path": str(folders / name)}
+            if name in policies:
+                nodes[number]["policy"] = str(policies[name])
+        super().__init__(values, nodes)
+        self.replies: list[Any] = []
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        replies = list(super().send_and_receive(self.change(list(messages))))
+        self.replies += replies
+        return replies
+
+    def change(self, messages: list[Any]) -> list[Any]:
+        return messages
+
+    def of(self, node: int, kind: str) -> list[Any]:
+        return [
+            reply.content
+            for reply in self.replies
+            if reply.metadata.src_node_id == node and reply.metadata.message_type == kind
+        ]
+
+
+@pytest.fixture
+def settings(values: dict, tmp_path: Path) -> dict:
+    changes = {"strategy": "fedjudge-base", "rounds": 2, "data.path": "", "state-path": ""}
+    return values | changes | {"state-path": str(tmp_path / "state")}
+
+
+@pytest.fixture
+def policy(tmp_path: Path, checkpoint: Path):
+    """Return a function that writes a policy with differential privacy."""
+
+    def write(epsilon: float, name: str = "site") -> Path:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        file = folder / "policy.toml"
+        file.write_text(
+            f'paths = ["{checkpoint}", "{tmp_path}"]\n'
+            f'audit-log = "{folder / "audit.jsonl"}"\n'
+            "[split]\nallowed = false\n"
+            f"[privacy]\nepsilon = {epsilon}\ndelta = 1e-3\nnoise-multiplier = 2.0\n"
+            f'account = "{folder / "privacy.jsonl"}"\n'
+        )
+        return file
+
+    return write
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_only_what_the_account_covers_leaves(settings, client_folders, policy, tmp_path):
+    file = policy(20.0)
+    grid, journal = Sites(settings, client_folders, {"alpha": file}), MemoryJournal()
+    start(settings, grid, journal)
+    (query,) = grid.of(1, "query")
+    assert dict(query[METRICS]) == {SIZE: 24}
+    for reply in [*grid.of(1, "train"), *grid.of(1, "evaluate")]:
+        assert set(reply) <= {ARRAYS, CONFIG, METRICS}
+        assert dict(reply[METRICS]) == {SIZE: 24}
+        assert set(reply[CONFIG]) == {"name", "base", "withheld"}
+    assert all(ARRAYS in reply for reply in grid.of(1, "train"))
+    assert not any(ARRAYS in reply for reply in grid.of(1, "evaluate"))
+    assert len(grid.of(1, "train")) == 2 and len(grid.of(1, "evaluate")) == 3
+    assert all("loss" in reply[METRICS] for reply in grid.of(2, "train"))
+
+    # Two rounds of six steps, each row in each with 4 / 24: what is recorded and what was done.
+    account, audit = lines(file.with_name("privacy.jsonl")), lines(file.with_name("audit.jsonl"))
+    assert [(e["round"], e["steps"], e["noise-multiplier"]) for e in account] == [
+        (1, 6, 2.0),
+        (2, 6, 2.0),
+    ]
+    assert all(e["sampling-rate"] == pytest.approx(4 / 24) for e in account)
+    spent = [e["epsilon"] for e in audit if e["event"] == "privacy"]
+    assert spent == [
+        pytest.approx(epsilon([PrivateSteps(4 / 24, 2.0, steps)], 1e-3)) for steps in (6, 12)
+    ]
+
+    # The coordinator's report says so.
+    (tmp_path / "config.json").write_text(json.dumps({"rounds": 2}))
+    events = [e for e in journal.events if e["event"] in ("train", "evaluate", "round")]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    report = write_report(tmp_path).read_text()
+    assert "metrics are not sent: the site&#39;s policy demands differential privacy" in report
+
+
+def test_the_run_s_seed_does_not_determine_a_private_adapter(settings, client_folders, policy):
+    file, kept = policy(30.0), []
+    for _ in range(2):
+        journal = MemoryJournal()
+        one_round = settings | {"rounds": 1}
+        start(one_round, Sites(one_round, client_folders, {"alpha": file}), journal)
+        kept.append(journal.kept)
+    assert not any(torch.equal(kept[0]["alpha"][n], kept[1]["alpha"][n]) for n in kept[0]["alpha"])
+    assert same(kept[0]["beta"], kept[1]["beta"])
+    # The second run was of the same rows, so that it is charged to the same account.
+    audit = lines(file.with_name("audit.jsonl"))
+    first, second = (e["epsilon"] for e in audit if e["event"] == "privacy")
+    assert second > first
+
+
+def test_a_run_that_epsilon_does_not_suffice_for_is_refused_at_its_start(
+    settings, client_folders, policy
+):
+    file, journal = policy(2.0), MemoryJournal()
+    nine = settings | {"rounds": 9}
+    with pytest.raises(RefusedError, match=r"alpha.*refuses 54 steps.*\d+ are left"):
+        start(nine, Sites(nine, client_folders, {"alpha": file}), journal)
+    assert not file.with_name("privacy.jsonl").exists()
+    start(settings, Sites(settings, client_folders, {"alpha": file}), journal)
+    assert len(lines(file.with_name("privacy.jsonl"))) == 2
+    # If eight rounds are finished, it suffices for the ninth.
+    done = Progress("test", finished_rounds=8, evaluated=True)
+    fingerprints = fingerprint(locate(settings["model.name"]))
+    resumed = FedJudgeBase(parse_run_config(nine), fingerprints, done, journal)
+    resumed.start(Sites(nine, client_folders, {"alpha": file}), to_arrays(journal.adapters[2]), 9)
+    assert [e["round"] for e in lines(file.with_name("privacy.jsonl"))] == [1, 2, 9]
+
+
+def test_a_round_that_fails_has_spent_its_epsilon(settings, client_folders, policy):
+    file = policy(20.0)
+
+    class Hasty(Sites):
+        def change(self, messages):
+            for message in messages:
+                if message.metadata.message_type == "train":
+                    message.content[CONFIG]["time_limit"] = 1e-3
+            return messages
+
+    with pytest.raises(TooFewClientsError, match=r"alpha: .*round-timeout"):
+        start(settings, Hasty(settings, client_folders, {"alpha": file}), MemoryJournal())
+    assert [e["steps"] for e in lines(file.with_name("privacy.jsonl"))] == [6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"strategy": "fl-glm"}, "hidden states"),
+        ({"strategy": "fedjudge-cl", "continual.importance": "client"}, "importance"),
+        ({"train.optimizer-state": "keep"}, "optimizer-state"),
+        ({"model.quantization": "int8"}, "int8"),
+        ({"rounds": 500}, "are left"),
+    ],
+)
+def test_what_has_no_epsilon_is_refused_with_the_reason(
+    settings, client_folders, policy, changes, reason
+):
+    grid = Sites(settings | changes, client_folders, {"alpha": policy(5.0)})
+    with pytest.raises(RefusedError, match=rf"alpha.*{reason}"):
+        # The coordinator's own check of a split base model isn't of interest here.
+        start({**settings, **changes, "strategy": "fedjudge-base"}, grid, MemoryJournal())
+    assert "problem" in grid.of(1, "query")[0][CONFIG]
+
+
+def test_rows_that_a_chat_template_divides_are_refused(settings, policy, checkpoint, tmp_path):
+    """A row of two answers would be two examples, and the unit must be a row."""
+    model, data = tmp_path / "model", tmp_path / "data"
+    shutil.copytree(checkpoint, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = THINKING
+    tokenizer.save_pretrained(model)
+    turns = [{"role": r, "content": "the claim"} for r in ("user", "assistant")]
+    for answers, name in enumerate(CLIENTS, start=1):
+        (data / name).mkdir(parents=True)
+        row = json.dumps({"messages": turns * answers}) + "\n"
+        (data / name / "train.jsonl").write_text(row * 8)
+    divided = settings | {"model.name": str(model)}
+    grid = Sites(divided, data, {"alpha": policy(20.0, "one"), "beta": policy(20.0, "two")})
+    with pytest.raises(RefusedError, match="several examples") as error:
+        start(divided, grid, MemoryJournal())
+    assert "beta" in str(error.value) and "alpha" not in str(error.value)
+
+
+def test_importance_neither_leaves_nor_steers_the_training(settings, client_folders, policy):
+    """FedJudge-CL takes that of clients without such a policy; a message can't demand it either."""
+    cl = settings | {"strategy": "fedjudge-cl"}
+    grid, journal = Sites(cl, client_folders, {"alpha": policy(20.0)}), MemoryJournal()
+    start(cl, grid, journal)
+    first, wanted, final = (dict(reply[CONFIG]) for reply in grid.of(1, "evaluate"))
+    assert "importance (privacy.epsilon" in wanted["problem"]
+    assert "problem" not in first and "problem" not in final
+    assert sum(e["event"] == "train" and e["client"] == "alpha" for e in journal.events) == 2
+
+    class Demanding(Sites):
+        def change(self, messages):
+            for message in messages:
+                if message.metadata.message_type == "train":
+                    message.content[CONFIG]["importance"] = True
+            return messages
+
+    grid = Demanding(settings, client_folders, {"alpha": policy(20.0, "other")})
+    with pytest.raises(TooFewClientsError, match=r"alpha: .*importance"):
+        start(settings, grid, MemoryJournal())
+
+
+def test_fedjudge_cl_is_refused_before_training_if_nobody_computes_importance(
+    settings, client_folders, policy
+):
+    cl = settings | {"strategy": "fedjudge-cl"}
+    files = {name: policy(20.0, name) for name in CLIENTS}
+    with pytest.raises(RefusedError, match='use strategy = "fedjudge-base"'):
+        start(cl, Sites(cl, client_folders, files), MemoryJournal())
+    assert not any(file.with_name("privacy.jsonl").exists() for file in files.values())
+
+
+def test_membership_is_harder_to_tell_the_smaller_epsilon_is(checkpoint):
+    """A deliberately overfitted model; the attack guesses that rows with less loss are members."""
+    count, steps, rate = 24, 60, 0.5
+    generator = torch.Generator().manual_seed(0)
+    members, others = (
+        [
+            Example(torch.randint(2, 300, (12,), generator=generator), torch.arange(12) > 1, 2, "")
+            for _ in range(count)
+        ]
+        for _ in range(2)
+    )
+    success, spent = [], []
+    for multiplier in (0.0, 1.0, 4.0):
+        torch.manual_seed(0)
+        base = load_base_model(ModelSettings(name=str(checkpoint))).model
+        targets = "q_proj,k_proj,v_proj,o_proj,up_proj,down_proj,gate_proj"
+        adapter = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets=targets)
+        model = WholeModel(attach_adapter(base, adapter, None))
+        parameters = trainable_parameters(model.peft_model)
+        random = np.random.default_rng(0).bytes
+        private = PrivateGradients(model, parameters, Noise(multiplier, 1.0, rate * count), random)
+        rows = poisson_steps(count, rate, steps, random)
+        plan = RoundPlan(rows, 0, steps, 0, time.monotonic() + 600)
+        train = TrainSettings(learning_rate=2e-2, batch_size=count, max_gradient_norm=0.0)
+        train_round(private, parameters, members, 0, plan, train)
+        inside, outside = (
+            torch.tensor([model.summed_losses([collate([row], 0)])[0] for row in part])
+            for part in (members, others)
+        )
+        success.append(float((inside[:, None] < outside).double().mean()))
+        spent.append(epsilon([PrivateSteps(rate, multiplier, steps)], 1e-2))
+    assert spent[0] == float("inf") and spent[1] > 20 and spent[2] < 3
+    # The probability that a member has less loss than another row; 0.5 is a guess.
+    assert success[0] > 0.99
+    assert success[0] - 0.1 > success[1] > success[2] + 0.1
+    assert success[2] < 0.65

@@ -1,0 +1,79 @@
+"""The privacy account: the library's ε, over runs and restarts, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from opacus.accountants import RDPAccountant
+
+from client_app.privacy_account import PrivacyAccount, PrivateSteps, private_steps
+from finetuning.settings import TrainSettings
+from strategies.site_policy import PolicyError, PrivacyPolicy
+
+ABOUT = {"run": "one", "round": 1}
+
+
+def terms(path: Path, epsilon: float, **changes: float) -> PrivacyPolicy:
+    return PrivacyPolicy.model_validate(
+        {"epsilon": epsilon, "delta": 1e-5, "account": str(path / "privacy.jsonl"), **changes}
+    )
+
+
+def test_epsilon_is_the_library_s_own_over_runs_and_restarts(tmp_path):
+    reference = RDPAccountant()
+    # The rates of two runs; a policy that was changed between them; and every row in each step.
+    for part in (
+        PrivateSteps(0.05, 1.0, 40),
+        PrivateSteps(0.1, 1.0, 7),
+        PrivateSteps(0.05, 1.5, 20),
+        PrivateSteps(0.05, 1.0, 1),
+        PrivateSteps(1.0, 8.0, 2),
+    ):
+        for _ in range(part.steps):
+            reference.step(noise_multiplier=part.noise_multiplier, sample_rate=part.sampling_rate)
+        # As after a restart: what is known is on the disk.
+        spent = PrivacyAccount(terms(tmp_path, 100.0)).spend(part, ABOUT)
+        assert spent == pytest.approx(reference.get_epsilon(1e-5), rel=1e-9)
+    assert spent > 1
+
+
+def test_steps_are_refused_beyond_epsilon_and_exactly_there(tmp_path):
+    account = PrivacyAccount(terms(tmp_path, 3.0))
+    account.spend(PrivateSteps(0.05, 1.0, 30), ABOUT)
+    before = (tmp_path / "privacy.jsonl").read_bytes()
+    with pytest.raises(PolicyError, match=r"privacy\.epsilon = 3 .*is spent") as error:
+        account.spend(PrivateSteps(0.05, 1.0, 1000), ABOUT)
+    left = int(str(error.value).partition(": ")[2].partition(" are left")[0])
+    assert (tmp_path / "privacy.jsonl").read_bytes() == before
+    assert left > 10
+    with pytest.raises(PolicyError, match=f": {left} are left"):
+        account.check(PrivateSteps(0.05, 1.0, left + 1))
+    account.check(PrivateSteps(0.05, 1.0, left))
+    assert account.spend(PrivateSteps(0.05, 1.0, left), ABOUT) <= 3.0
+    with pytest.raises(PolicyError, match=": 0 are left"):
+        account.spend(PrivateSteps(0.05, 1.0, 1), ABOUT)
+
+
+def test_a_line_that_a_power_failure_cut_was_never_trained(tmp_path):
+    account = PrivacyAccount(terms(tmp_path, 5.0))
+    first = account.spend(PrivateSteps(0.05, 1.0, 10), ABOUT)
+    file = tmp_path / "privacy.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + whole[: len(whole) // 2])
+    second = account.spend(PrivateSteps(0.05, 1.0, 10), ABOUT)
+    assert first < second < 2 * first
+    assert [json.loads(file.read_bytes().splitlines()[i])["steps"] for i in (0, 1)] == [10, 10]
+
+
+@pytest.mark.parametrize("line", ['{"event": "reply"}\n', '{"sampling-rate": 0.0\n', "[]\n"])
+def test_an_account_with_damaged_or_foreign_lines_is_refused(tmp_path, line):
+    (tmp_path / "privacy.jsonl").write_text(line)
+    with pytest.raises(PolicyError, match="restore the file"):
+        PrivacyAccount(terms(tmp_path, 5.0)).spend(PrivateSteps(0.05, 1.0, 1), ABOUT)
+
+
+def test_rates_and_steps_are_those_of_the_run_s_settings(tmp_path):
+    settings = TrainSettings(batch_size=2, accumulation=8, epochs=3)
+    policy = terms(tmp_path, 1.0, **{"noise-multiplier": 1.25})
+    assert private_steps(policy, settings, 100, 2) == PrivateSteps(0.16, 1.25, 2 * 3 * 7)
+    assert private_steps(policy, settings, 10) == PrivateSteps(1.0, 1.25, 3)

@@ -1,0 +1,295 @@
+"""The resident worker: its answers, whom it refuses, and what happens when one end dies."""
+
+import contextlib
+import os
+import random
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from flwr.app import Context, Message, RecordDict
+from flwr.common.serde import context_to_proto, message_to_proto
+
+from bench.in_process import InProcessGrid, MemoryJournal, run_in_process
+from client_app.main import FailedInWorkerError, answer
+from client_app.worker import CALLER_ENDED, listening
+from client_app.worker_socket import MOST_TEXT, WorkerError, code_digest, receive, send
+from strategies.messages import ARRAYS, SIZE, config_of, from_arrays, metrics_of
+from tests.client_app.worker_process import ROOT, running_worker
+from tests.conftest import write_rows
+from tests.strategies.grids import SpyingGrid, same, start
+
+ENDLESS = {"train.local-steps": 100_000}
+NOBODY = 65534
+LIGHT = """
+import sys, client_app.main
+assert not {"torch", "transformers", "peft", "datasets"} & sys.modules.keys()
+"""
+CALLER = """
+import socket, sys, time
+from pathlib import Path
+from client_app.worker_socket import code_digest, send
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(sys.argv[1])
+    for content in (code_digest().encode(), *(Path(name).read_bytes() for name in sys.argv[2:])):
+        send(connection, content)
+    time.sleep(600)
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A train message of a real run, and what its ClientApp knows besides."""
+
+    message: Message
+    run_config: dict
+    node_config: dict
+
+    def context(self, worker: Path | None = None, **changes) -> Context:
+        return Context(
+            run_id=1,
+            node_id=1,
+            node_config=self.node_config | ({"worker": str(worker)} if worker else {}),
+            state=RecordDict(),
+            run_config=self.run_config | changes,
+        )
+
+    def adapter(self, context: Context) -> dict:
+        return from_arrays(answer(self.message, context).content[ARRAYS])
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    with running_worker(tmp_path_factory.mktemp("worker")) as running:
+        yield running
+
+
+@pytest.fixture
+def request_(values, client_folders, tmp_path):
+    node = {"name": "alpha", "data-path": str(client_folders / "alpha")}
+    values |= {"state-path": str(tmp_path / "state"), "min-nodes": 1, "rounds": 1}
+    values |= {"train.local-steps": 2}
+    grid = SpyingGrid(values, nodes={1: node})
+    start(values, grid, MemoryJournal())
+    (message,) = (m for m in grid.sent if m.metadata.message_type == "train")
+    return Request(message, values, node)
+
+
+def status(path: Path, first: bytes = b"", whole: bool = True) -> str:
+    """Return the worker's first answer to a caller, whose digest is right if it sends none."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(20)
+        connection.connect(str(path))
+        with contextlib.suppress(BrokenPipeError):
+            if whole:
+                send(connection, first or code_digest().encode())
+            else:
+                connection.sendall(first)
+        return receive(connection, MOST_TEXT).decode()
+
+
+@pytest.mark.parametrize("strategy", ["fedjudge-cl", "fl-glm"])
+def test_answers_are_those_without_a_worker_bit_for_bit(
+    worker, values, client_folders, deep_checkpoint, tmp_path, strategy
+):
+    values |= {"strategy": strategy, "rounds": 2, "model.name": str(deep_checkpoint)}
+    values |= {"train.optimizer-state": "keep", "min-nodes": 2, "train.local-steps": 2}
+
+    def run(state: Path, **worker_key):
+        nodes = {
+            number: {"name": name, "data-path": str(client_folders / name), **worker_key}
+            for number, name in enumerate(("alpha", "beta"), start=1)
+        }
+        run_config = values | {"state-path": str(state)}
+        return run_in_process(run_config, state, 2, InProcessGrid(run_config, nodes))
+
+    here = run(tmp_path / "here")
+    before = worker.answered()
+    there = run(tmp_path / "there", worker=str(worker.socket))
+    # Before the first round, and in two rounds, to train and to evaluate.
+    assert worker.answered() == before + 2 * (1 + 2 * 2)
+    assert all(same(here.adapters[number], there.adapters[number]) for number in (1, 2))
+    assert all(same(here.kept[name], there.kept[name]) for name in ("alpha", "beta"))
+    losses = [
+        [event["loss"] for event in journal.events if "loss" in event] for journal in (here, there)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) > 4
+
+
+def test_a_reply_is_addressed_as_without_a_worker(worker, request_):
+    replies = [
+        answer(request_.message, request_.context(path)).metadata for path in (None, worker.socket)
+    ]
+    one, other = ({**vars(m), "_created_at": 0, "_ttl": 0} for m in replies)
+    assert one == other
+
+
+def test_memory_threads_and_files_do_not_grow_with_messages(worker, request_):
+    process = psutil.Process(worker.process.pid)
+    context = request_.context(worker.socket)
+    used = []
+    for count in (5, 20):
+        for _ in range(count):
+            request_.adapter(context)
+        used.append((process.memory_info().rss, process.num_threads(), process.num_fds()))
+    assert used[1][0] - used[0][0] < 10e6
+    assert used[1][1] == used[0][1]
+    assert used[1][2] <= used[0][2] + 1  # it may not have closed the last connection yet
+
+
+def test_changed_files_are_noticed(worker, request_, checkpoint, tmp_path):
+    data, model = tmp_path / "data", tmp_path / "model"
+    write_rows(data / "train.jsonl", 6, seed=0)
+    shutil.copytree(checkpoint, model)
+    request_.node_config["data-path"] = str(data)
+    request_.run_config["model.name"] = str(model)
+    context = request_.context(worker.socket)
+    sizes = [metrics_of(answer(request_.message, context))[SIZE]]
+    write_rows(data / "train.jsonl", 9, seed=0)
+    sizes.append(metrics_of(answer(request_.message, context))[SIZE])
+    assert sizes == [6 - 1, 9 - 1]
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text(config.replace("1e-06", "1e-05"))
+    problem = config_of(answer(request_.message, context))["problem"]
+    assert "is not the run's: it was changed" in problem
+
+
+def test_an_exception_crosses_by_its_name_alone(worker, request_):
+    request_.message.metadata.message_type = "train.unknown"
+    with pytest.raises(FailedInWorkerError, match=r"^ValueError$"):
+        answer(request_.message, request_.context(worker.socket))
+
+
+def test_the_entry_point_is_light():
+    subprocess.run([sys.executable, "-c", LIGHT], check=True, cwd=ROOT)
+
+
+def test_other_code_is_refused(worker, tmp_path):
+    for package in ("client_app", "finetuning", "split", "strategies"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+    code = "from client_app.worker_socket import code_digest as d; print(d())"
+
+    def digest() -> str:
+        ran = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return ran.stdout.strip()
+
+    assert digest() == code_digest()
+    with (tmp_path / "finetuning" / "generated" / "court.toml").open("a") as file:
+        file.write("\n")
+    assert digest() != code_digest()
+    assert "runs other code than the run's app" in status(worker.socket, digest().encode())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused(worker):
+    """By the socket's mode, and by the kernel's word on who calls."""
+    assert stat.S_IMODE(worker.socket.stat().st_mode) == 0o600
+    folders = [folder for folder in worker.socket.parents if folder != Path(folder.root)]
+    modes = {folder: folder.stat().st_mode for folder in folders}
+    for folder in folders:
+        folder.chmod(modes[folder] | 0o011)
+    try:
+        assert as_nobody(worker.socket) == "PermissionError"
+        worker.socket.chmod(0o666)
+        assert f"doesn't answer user {NOBODY}" in as_nobody(worker.socket)
+    finally:
+        worker.socket.chmod(0o600)
+        for folder in folders:
+            folder.chmod(modes[folder])
+
+
+def as_nobody(path: Path) -> str:
+    """Return the worker's answer to another user's process, or the name of the error."""
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.setuid(NOBODY)
+            os.write(writer, status(path).encode())
+        except BaseException as error:
+            os.write(writer, type(error).__name__.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer_:
+        text = answer_.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def test_garbage_is_dropped_and_the_next_caller_answered(worker):
+    source = random.Random(0)
+    for size in (0, 1, 8, 9, 100, 10_000):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(worker.socket))
+            with contextlib.suppress(BrokenPipeError):
+                connection.sendall(source.randbytes(size))
+    for content in (b"\xff" * 8, (2**31).to_bytes(8), (9).to_bytes(8) + b"not a one"):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(20)
+            connection.connect(str(worker.socket))
+            send(connection, code_digest().encode())
+            assert receive(connection, MOST_TEXT) == b""
+            connection.sendall(content)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+    assert status(worker.socket) == ""
+
+
+def test_a_caller_that_is_killed_ends_the_work(request_, tmp_path):
+    state = tmp_path / "state"
+    shutil.rmtree(state)
+    with running_worker(tmp_path) as worker:
+        files = tmp_path / "message", tmp_path / "context"
+        context = request_.context(worker.socket, **ENDLESS)
+        files[0].write_bytes(message_to_proto(request_.message).SerializeToString())
+        files[1].write_bytes(context_to_proto(context).SerializeToString())
+        arguments = [str(path) for path in (worker.socket, *files)]
+        caller = subprocess.Popen([sys.executable, "-c", CALLER, *arguments], cwd=ROOT)
+        worker.wait_until_it_answers(1)
+        caller.kill()
+        caller.wait()
+        assert worker.process.wait(10) == CALLER_ENDED
+    assert not list(state.rglob("round-*"))
+
+
+def test_a_second_caller_and_a_killed_worker_fall_back(request_, tmp_path, caplog):
+    long = {"train.local-steps": 50}
+    expected = request_.adapter(request_.context(**long))
+    with running_worker(tmp_path) as worker:
+        context = request_.context(worker.socket, **long)
+        replies = []
+        first = threading.Thread(target=lambda: replies.append(request_.adapter(context)))
+        first.start()
+        worker.wait_until_it_answers(1)
+        assert status(worker.socket) == "is busy with another message"
+        worker.process.kill()
+        first.join()
+        assert "ended before it had answered" in caplog.text
+        assert same(replies[0], expected)
+        answer(request_.message, request_.context(worker.socket))
+        assert "can't be given the message" in caplog.text
+
+
+def test_a_socket_that_others_could_replace_or_that_is_taken_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    with (
+        pytest.raises(WorkerError, match="every user can write to"),
+        listening(tmp_path / "worker.sock", shared=False),
+    ):
+        pass
+    tmp_path.chmod(0o770)
+    with listening(tmp_path / "worker.sock", shared=True):
+        assert stat.S_IMODE((tmp_path / "worker.sock").stat().st_mode) == 0o660
+        with (
+            pytest.raises(WorkerError, match="already running"),
+            listening(tmp_path / "worker.sock", shared=True),
+        ):
+            pass
