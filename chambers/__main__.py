@@ -1,8 +1,8 @@
-"""``chambers``, or ``python -m chambers``: one tool that trains, serves and generates."""
+"""``chambers``, or ``python -m chambers``: a tool to train, serve, generate and deploy."""
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import click
 import typer
@@ -10,11 +10,43 @@ import typer
 from chambers.errors import CommandError
 from chambers.generate import Generate
 from chambers.serve import Serve
+from chambers.site.certificates import Certificates
+from chambers.site.check import Check
+from chambers.site.key import Key
+from chambers.site.sign import Sign
+from chambers.site.signing_key import SigningKey
+from chambers.site.worker import Worker
+from chambers.status import Status
 from chambers.train import Train
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, suggest_commands=False)
-for _command in (Train, Serve, Generate):
-    app.command(_command.__name__.lower(), help=_command.__doc__)(_command)
+
+def _group(commands: Mapping[str, type]) -> typer.Typer:
+    group = typer.Typer(add_completion=False, rich_markup_mode=None, suggest_commands=False)
+    for name, command in commands.items():
+        group.command(name, help=command.__doc__)(command)
+    return group
+
+
+_COMMANDS = {"train": Train, "serve": Serve, "generate": Generate, "status": Status}
+_SITE_COMMANDS = {
+    "certificates": Certificates,
+    "key": Key,
+    "signing-key": SigningKey,
+    "sign": Sign,
+    "check": Check,
+    "worker": Worker,
+}
+_NAMES: dict[type, str] = {
+    **{command: name for name, command in _COMMANDS.items()},
+    **{command: f"site {name}" for name, command in _SITE_COMMANDS.items()},
+}
+
+app = _group(_COMMANDS)
+app.add_typer(
+    _group(_SITE_COMMANDS),
+    name="site",
+    help="Set up and check the coordinator or an institution of a deployment.",
+)
 
 
 @app.callback(
@@ -24,7 +56,7 @@ def _chambers() -> None:
     """Fine-tune language models on text that may not leave its owners, and use them."""
 
 
-def parse(arguments: Sequence[str]) -> Train | Serve | Generate:
+def parse(arguments: Sequence[str]) -> Callable[[], int]:
     """Parse the arguments to a command and its options.
 
     Raises:
@@ -32,7 +64,7 @@ def parse(arguments: Sequence[str]) -> Train | Serve | Generate:
 
     """
     with typer.main.get_command(app).make_context("chambers", list(arguments)) as context:
-        command: Train | Serve | Generate = context.command.invoke(context)
+        command: Callable[[], int] = context.command.invoke(context)
     return command
 
 
@@ -50,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "chambers"
     try:
         command = parse(sys.argv[1:] if arguments is None else arguments)
-        name = f"chambers {type(command).__name__.lower()}"
+        name = f"chambers {_NAMES[type(command)]}"
         return command()
     except click.exceptions.Exit as end:  # --help
         return end.exit_code

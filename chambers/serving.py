@@ -28,7 +28,7 @@ from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.partition import Partition, partition_of
 from split.protocol.standing_invitation import StandingInvitation
 from split.server.model_server import ModelServer
-from strategies.messages import NAME
+from strategies.messages import is_name
 
 _RUN = "chambers serve"
 
@@ -70,7 +70,7 @@ def find(options: Serve) -> Served:
     split = options.split(run.config if run else {})
     clients = options.invited(run)
     for name in clients:
-        if not NAME.fullmatch(name):
+        if not is_name(name):
             raise CommandError(
                 f"--clients {name!r} can't be a client's name: letters, digits, ' ', '.', '-'"
             )

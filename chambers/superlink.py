@@ -55,7 +55,7 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
 
     """
     home.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     mark = uuid.uuid4().hex
     environment = os.environ | {
         "FLWR_HOME": str(home),
@@ -198,7 +198,8 @@ def _status(superlink: SuperLink) -> str:
     return f"{status}: {details.removeprefix(_FAILED).strip()}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

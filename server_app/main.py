@@ -2,7 +2,7 @@
 
 import shutil
 import uuid
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 
 from flwr.app import Context
@@ -22,6 +22,7 @@ from strategies.fl_glm import FLGLM
 from strategies.journal import Progress
 from strategies.messages import to_arrays
 from strategies.run_config import ConfigError, RunConfig, parse_run_config
+from strategies.run_folder import METRICS, end_status, running
 
 app = ServerApp()
 
@@ -33,14 +34,18 @@ def main(grid: Grid, context: Context) -> None:
     """Run all remaining rounds; Flower marks a run as failed only after an exception."""
     config = parse_run_config(context.run_config)
     directory, checkpoint = open_directory(config)
-    try:
-        _run(grid, config, directory, checkpoint)
-    except BaseException:
-        if (directory / "metrics.jsonl").exists():
-            log(INFO, "Results so far: %s", directory)
-        elif not config.resume:  # it was refused before anything was computed
-            shutil.rmtree(directory)
-        raise
+    with running(directory):
+        log(INFO, "Results: %s", directory)
+        try:
+            _run(grid, config, directory, checkpoint)
+        except BaseException as error:
+            if (directory / METRICS).exists():
+                log(INFO, "Results so far: %s", directory)
+                _show_end(directory, f"{type(error).__name__}: {error}")
+            elif not config.resume:  # it was refused before anything was computed
+                shutil.rmtree(directory)
+            raise
+        _show_end(directory)
     log(INFO, "%s", summary(directory))
 
 
@@ -67,6 +72,14 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
         strategy.start(grid, to_arrays(state), config.rounds, timeout=config.reply_timeout)
     finally:
         results.close()
+
+
+def _show_end(directory: Path, problem: str = "") -> None:
+    """Write the run's last status; a full disk changes nothing about how the run has ended."""
+    try:
+        end_status(directory, problem)
+    except (OSError, ValueError) as error:
+        log(WARNING, "The run's status can't be written: %s", error)
 
 
 def open_directory(config: RunConfig) -> tuple[Path, Checkpoint | None]:

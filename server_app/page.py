@@ -51,7 +51,8 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 <figure><figcaption>{{ name(client) }}</figcaption>{{ chart }}</figure>{% endfor %}</div>
 {% endfor %}
 <h2>Local training</h2>
-<ul>{% for client in looks %}<li>{{ name(client) }}</li>{% endfor %}</ul>
+<ul>{% for client in looks %}<li>{{ name(client) }}
+{%- if client in withheld %}: {{ withheld[client] }}{% endif %}</li>{% endfor %}</ul>
 <div class="grid plots">{% for title, note, chart in plots if chart %}
 <figure><figcaption><b>{{ title }}</b>{{ note }}</figcaption>{{ chart }}</figure>
 {% else %}<p>No client has been trained yet.</p>{% endfor %}</div>
@@ -64,6 +65,11 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 <td class="number">{{ "%.1f"|format(round.seconds) if round.seconds is number }}</td></tr>
 {% else %}<tr><td colspan="4">No round is finished yet.</td></tr>{% endfor %}
 </table></div>
+{% for event in unevaluated %}
+<p>Not evaluated after round {{ event.round }}:
+{% for left in event.left_out %}{{ left.client }} ({{ left.reason }}){{ ", " if not loop.last }}
+{% endfor %}</p>
+{% endfor %}
 {% if lanes %}
 <h2>Lanes</h2>
 <div class="wide"><table><caption>Training lanes of all rounds together; bytes and

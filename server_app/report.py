@@ -10,7 +10,6 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -22,18 +21,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from server_app.page import PAGE
+from strategies.run_folder import METRICS, Event, read_events
 
-Event = dict[str, Any]  # a line of metrics.jsonl
 Curve = dict[int, float]  # a value per round
 Looks = Mapping[str, tuple[str, str, str]]  # client: colour, marker, marker as a character
 
-# Keys that an event must have; events that aren't listed may have any.
-_NEEDS = {
-    "train": {"client", "round"},
-    "evaluate": {"client", "round", "model"},
-    "round": {"round"},
-    "lane": {"client", "round", "purpose"},
-}
 _MODELS = ("base", "global", "personalised")
 
 
@@ -59,39 +51,10 @@ def write_report(directory: Path) -> Path:
 
     """
     config = json.loads((directory / "config.json").read_bytes())
-    html = _render(read_events(directory / "metrics.jsonl"), config)
+    html = _render(read_events(directory / METRICS), config)
     aside = directory / "report.html.tmp"  # a reader never sees half a page
     aside.write_text(html, encoding="utf-8")
     return aside.replace(directory / "report.html")
-
-
-def read_events(path: Path) -> list[Event]:
-    """Read ``metrics.jsonl``; without a file there are no events.
-
-    An incomplete last line is ignored: a killed run may leave one.
-
-    Raises:
-        ValueError: Any other line is malformed; the message names file and line.
-
-    """
-    if not path.exists():
-        return []
-    *lines, unfinished = path.read_bytes().split(b"\n")
-    events = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
-    with suppress(ValueError):
-        events.append(_parse(unfinished, "the last line"))
-    return events
-
-
-def _parse(line: bytes, where: str) -> Event:
-    try:
-        event: Event = json.loads(line)
-        missing = sorted(_NEEDS.get(event["event"], set()) - event.keys())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{where}: not a JSON object with an 'event'") from error
-    if missing:
-        raise ValueError(f"{where}: no {', '.join(missing)} in a {event['event']} event")
-    return event
 
 
 def summary_rows(events: Iterable[Event]) -> list[ClientSummary]:
@@ -127,12 +90,14 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
         config=config,
         latest=latest,
         looks=looks,
+        withheld={e["client"]: e["withheld"] for e in events if "withheld" in e},
         models=_MODELS,
         tables=[columns for columns in (_LOSSES, _SCORES) if _known(events, list(columns)[1])],
         cells=_cells,
         panels={title: _panels(events, key, title, looks) for key, title in _PANELS},
         plots=plots,
         rounds=[rounds[number] for number in sorted(rounds)],
+        unevaluated=[event for event in events if event["event"] == "evaluation-missing"],
         lanes=_lanes(events),
         lane_columns=[(key, heading) for key, heading, _ in _LANES],
     )

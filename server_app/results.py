@@ -5,10 +5,12 @@ import platform
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 import platformdirs
+from flwr.common.logger import log
 from safetensors.torch import load_file
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -22,6 +24,8 @@ from server_app.report import write_report
 from split.protocol.errors import printable
 from strategies.journal import Progress
 from strategies.run_config import ConfigError, RunConfig
+from strategies.run_folder import METRICS, write_status
+from strategies.status import RunStatus
 
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizers", "safetensors")
 
@@ -43,7 +47,7 @@ class Results:
         self._base = base
         self._peft_config = peft_config
         self._sizes: dict[str, int] = {}
-        self._metrics = directory / "metrics.jsonl"
+        self._metrics = directory / METRICS
         self._tensorboard = EventFileWriter(str(directory / "tensorboard"))
 
     def describe(self, fingerprint: Mapping[str, str]) -> None:
@@ -56,6 +60,18 @@ class Results:
         ):
             with replacing(self.directory / name) as aside:
                 aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+    @property
+    def scratch(self) -> Path:
+        """Folder for files that are deleted when a round ends, on the same disk as the results."""
+        return self.directory / ".replies"
+
+    def show(self, status: RunStatus) -> None:
+        """Replace ``status.json``; a disk that is full for a while doesn't end the run."""
+        try:
+            write_status(self.directory, status)
+        except OSError as error:
+            log(WARNING, "The run's status can't be written: %s", error)
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Append an event to ``metrics.jsonl`` and its numbers to TensorBoard.

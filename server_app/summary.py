@@ -6,12 +6,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from server_app.report import ClientSummary, read_events, summary_rows
+from server_app.report import ClientSummary, summary_rows
+from strategies.run_folder import METRICS, read_events
 
 
 def summary(directory: Path) -> str:
     """Return a run's table: held-out loss per client and model, and ROUGE-L if known."""
-    rows = summary_rows(read_events(directory / "metrics.jsonl"))
+    rows = summary_rows(read_events(directory / METRICS))
     scored = any(score is not None for row in rows for score in _scores(row))
     what = "Held-out loss and ROUGE-L" if scored else "Held-out loss"
     table = Table(title=f"{what} (the lowest loss of a client is in brackets)")

@@ -120,7 +120,7 @@ def refused(capsys, *words: str | Path) -> str:
     assert main([str(word) for word in words]) == 2
     captured = capsys.readouterr()
     assert not captured.out
-    return captured.err.partition(f"chambers {words[0]}: ")[2]
+    return captured.err.partition(": ")[2]
 
 
 def wait_for(condition, seconds: float = 20.0) -> None:

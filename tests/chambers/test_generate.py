@@ -45,6 +45,7 @@ def test_help_and_what_is_missing_need_no_heavy_library(tmp_path):
         *(["train", "model.name=/nowhere"], ["train", "resume=/nowhere"]),
         *(["generate", "--adapter", "/nowhere"], ["generate", "--model", "/nowhere"]),
         *(["generate", "--file", str(tmp_path / "rows.jsonl")], ["serve", "/nowhere"]),
+        ["status", "/nowhere"],
     ]
     code = (
         "import sys; from chambers.__main__ import main\n"
@@ -55,8 +56,8 @@ def test_help_and_what_is_missing_need_no_heavy_library(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert all(command in done.stdout for command in ("train", "serve", "generate"))
-    assert done.stdout.splitlines()[-9:] == ["0", *["2"] * 8]
+    assert all(command in done.stdout for command in ("train", "serve", "generate", "status"))
+    assert done.stdout.splitlines()[-10:] == ["0", *["2"] * 9]
 
 
 def test_the_whole_model_says_what_peft_s_own_says(run_folder, base, capsys):

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from server_app.report import ClientSummary, read_events, summary_rows, write_report
+from server_app.report import ClientSummary, summary_rows, write_report
+from strategies.run_folder import read_events
 
 CONFIG = {"strategy": "fedjudge-cl", "rounds": 3, "model.name": "tiny", "continual.lambda": 0.125}
 HOSTILE = '<script>alert("1")</script> & $x_1$'
@@ -52,6 +53,7 @@ EVENTS = [
     evaluate(2, "court", "personalised", 2.655),
     evaluate(2, "court", "global", 2.566),
     finished(2, ["court"], [(HOSTILE, "no reply within 3600 s")]),
+    finished(2, [], [(HOSTILE, "evaluation = false")]) | {"event": "evaluation-missing"},
 ]
 
 
@@ -113,6 +115,7 @@ def test_page_shows_results_rounds_and_configuration(run):
     assert "court 0.101 0.202 ★ 0.303 0.011 0.022 ★ 0.033 0.021 0.032 ★ 0.043" in text
     assert f"{HOSTILE} 3.222 - - 32.220 - -" in text
     assert f"2court {HOSTILE}: no reply within 3600 s 14.2" in text.replace("2 court", "2court")
+    assert f"Not evaluated after round 2: {HOSTILE} (evaluation = false)" in text
     assert "continual.lambda0.125" in text.replace(" 0.125", "0.125")
     for heading in ("Held-out loss", "Held-out ROUGE-L", "Training loss", "s = Σ J", "Penalty's"):
         assert heading in text

@@ -2,10 +2,11 @@
 
 import pytest
 
-from server_app.report import read_events, write_report
+from server_app.report import write_report
 from server_app.results import Results
 from strategies.messages import LARGEST_METRIC
 from strategies.run_config import parse_run_config
+from strategies.run_folder import read_events
 
 WORDS = "\ud800\x1b[2J\n\u202e" + "x" * 10**6
 

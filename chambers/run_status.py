@@ -1,0 +1,207 @@
+"""What the files in a run's folder tell about it, and its form on a terminal."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from split.protocol.errors import printable
+from strategies.run_folder import METRICS, Event, is_running, read_events, read_status
+from strategies.status import RunStatus
+
+# Time left is estimated from so many rounds.
+_RECENT_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A run as its folder shows it.
+
+    Attributes:
+        directory: The run's folder.
+        config: Its configuration.
+        status: What it does now.
+        events: Lines of ``metrics.jsonl``.
+        is_running: Whether a process on this machine writes to the folder.
+        checkpoint: The newest checkpoint, if there is one.
+        now: Time of the look, in seconds since the epoch.
+
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    status: RunStatus
+    events: Sequence[Event]
+    is_running: bool
+    checkpoint: Path | None
+    now: float
+
+    @property
+    def exit_status(self) -> int:
+        """1 if the run has ended without being completed, else 0."""
+        return 0 if self.is_running or self.status.phase == "completed" else 1
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds of the run."""
+        return int(self.config["rounds"])
+
+    @property
+    def works(self) -> bool:
+        """Whether clients are at work."""
+        return self.is_running and self.status.phase in ("training", "evaluation")
+
+
+def look(directory: Path) -> Seen:
+    """Read a run's folder.
+
+    Raises:
+        OSError: A file can't be read.
+        ValueError: A file is malformed.
+
+    """
+    # Before the status: a run that ends in between is then shown as ended, not as killed.
+    alive = is_running(directory)
+    checkpoints = sorted((directory / "checkpoints").glob("round-*.safetensors"))
+    return Seen(
+        directory=directory,
+        config=json.loads((directory / "config.json").read_bytes()),
+        status=read_status(directory),
+        events=read_events(directory / METRICS),
+        is_running=alive,
+        checkpoint=checkpoints[-1] if checkpoints else None,
+        now=time.time(),
+    )
+
+
+def render(seen: Seen) -> RenderableType:
+    """Return the lines and the table of clients."""
+    lines = Table.grid(padding=(0, 2))
+    for heading, text in (
+        ("Run", f"{seen.directory} ({seen.config['strategy']})"),
+        ("State", _state(seen)),
+        ("Time left", _time_left(seen)),
+        ("Throughput", _throughput(seen)),
+        ("Checkpoint", _checkpoint(seen)),
+    ):
+        lines.add_row(heading, printable(text))
+    clients = Table("client", "rows", "tokens/s", "", box=None, padding=(0, 2, 0, 0))
+    for row in _clients(seen):
+        clients.add_row(*map(printable, row))
+    return Group(lines, "", clients) if clients.row_count else lines
+
+
+def _state(seen: Seen) -> str:
+    status = seen.status
+    if not seen.is_running:
+        if status.phase == "completed":
+            return f"completed {_duration(seen.now - status.updated)} ago"
+        if status.phase == "failed":
+            return f"failed {_duration(seen.now - status.updated)} ago: {status.problem}"
+        resume = f'; continue with resume = "{seen.directory}"' if seen.checkpoint else ""
+        return f"not running, and it has not ended: its process was killed{resume}"
+    if not seen.works:
+        return "running: it loads the base model, or waits for SuperNodes and registers them"
+    doing = f"running: {status.phase} of round {status.round} of {seen.rounds}"
+    since = f"for {_duration(seen.now - status.since)}"
+    answered = f"{len(status.replied)} of {len(status.asked)} clients have replied"
+    limit = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.until))
+    return f"{doing}, {since}; {answered}; the limit is {limit}"
+
+
+def _time_left(seen: Seen) -> str:
+    """Estimate the time left from the last rounds' durations."""
+    if not seen.works:
+        return "unknown" if seen.is_running else "-"
+    training, evaluation = (_seconds(seen.events, kind) for kind in ("round", "evaluation"))
+    recent = sorted(training)[-_RECENT_ROUNDS:]
+    if not recent:
+        return "unknown, until the first round is over"
+    train = sum(training[number] for number in recent) / len(recent)
+    evaluate = sum(evaluation.get(number, 0.0) for number in recent) / len(recent)
+    elapsed = seen.now - seen.status.since
+    left = (seen.rounds - seen.status.round) * (train + evaluate)
+    if seen.status.phase == "training":
+        left += max(0.0, train - elapsed) + evaluate
+    else:
+        left += max(0.0, evaluate - elapsed)
+    return f"about {_duration(left)}, if rounds take as long as the last {len(recent)}"
+
+
+def _seconds(events: Sequence[Event], kind: str) -> dict[int, float]:
+    """Return durations by round."""
+    return {e["round"]: e["seconds"] for e in events if e["event"] == kind and "seconds" in e}
+
+
+def _throughput(seen: Seen) -> str:
+    """Return tokens per second of the lanes that are open, else of the last round."""
+    lanes, seconds = seen.status.lanes, seen.status.updated - seen.status.since
+    if seen.works and lanes and seconds > 0:
+        steps, tokens = sum(lane.steps for lane in lanes), sum(lane.tokens for lane in lanes)
+        rate = f"{tokens / seconds:,.0f} padded tokens/s, {steps / seconds:,.2f} steps/s"
+        return f"{rate} in round {seen.status.round}"
+    rounds = [event for event in seen.events if event["event"] == "round"]
+    if not rounds:
+        return "unknown"
+    last = rounds[-1]["round"]
+    trained = [e for e in seen.events if e["event"] == "train" and e["round"] == last]
+    tokens, steps = (sum(event.get(key, 0) for event in trained) for key in ("tokens", "steps"))
+    seconds = max(_seconds(rounds, "round").get(last, 0.0), 1e-3)
+    rate = f"{tokens / seconds:,.0f} tokens/s, {steps / seconds:,.2f} steps/s"
+    return f"{rate} in round {last}, of {_duration(seconds)}"
+
+
+def _checkpoint(seen: Seen) -> str:
+    if seen.checkpoint is None:
+        return "none yet"
+    age = _duration(seen.now - seen.checkpoint.stat().st_mtime)
+    return f"after round {int(seen.checkpoint.stem.rpartition('-')[2])}, {age} ago"
+
+
+def _clients(seen: Seen) -> list[tuple[str, str, str, str]]:
+    """Return each client's name, rows, tokens per second, and what it does or why it is out."""
+    status, doing = seen.status, dict[str, str]()
+    last: dict[str, Event] = {}
+    for event in seen.events:
+        if event["event"] == "train":
+            last[event["client"]] = event
+        # Other events have clients' own metrics, which may be called anything.
+        if event["event"] not in {"round", "refused"}:
+            continue
+        for name in event.get("participants", []):
+            doing[name] = f"took part in round {event['round']}"
+        for out in event.get("left_out", []):
+            doing[out["client"]] = f"OUT of round {event['round']}: {out['reason']}"
+    if seen.works:
+        before = {name: f"; {text}" for name, text in doing.items() if text.startswith("OUT")}
+        lanes = {lane.client: f", {lane.steps} of {lane.planned} steps" for lane in status.lanes}
+        for name in status.asked:
+            works = f"in {status.phase}{lanes.get(name, '')}"
+            doing[name] = works + before.get(name, "")
+        for name in status.replied:
+            doing[name] = "has replied" + before.get(name, "")
+        for name, reason in status.left_out.items():
+            doing[name] = f"OUT of round {status.round}: {reason}"
+    rows = []
+    for name, text in sorted(doing.items()):
+        own = last.get(name, {})
+        speed = own["tokens"] / own["seconds"] if own.get("seconds") and "tokens" in own else None
+        count = "-" if "examples" not in own else f"{own['examples']:,}"
+        rows.append((name, count, "-" if speed is None else f"{speed:,.0f}", text))
+    return rows
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration with its two largest units."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"

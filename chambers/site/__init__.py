@@ -1,0 +1,1 @@
+"""``chambers site``: certificates, keys, signed releases and checks of a deployment."""

@@ -1,0 +1,232 @@
+"""A certificate authority in a folder, and the certificate that it issues to the coordinator."""
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from chambers.errors import CommandError
+from finetuning.files import replacing, write_secret
+
+AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
+SERVER, SERVER_KEY = "server.pem", "server.key"
+# The SuperLink's SuperExec dials 127.0.0.1; without these names no run ever starts.
+LOOPBACK = ("localhost", "127.0.0.1")
+_AUTHORITY_DAYS = 3650
+# Certificates begin a day early, for machines whose clock is slow.
+_EARLY = timedelta(days=1)
+_HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*")
+
+
+@dataclass(frozen=True)
+class Authority:
+    """A certificate authority with its private key."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    def issue(self, folder: Path, names: Sequence[str], days: int) -> x509.Certificate:
+        """Write a server's certificate with a new key to ``server.pem`` and ``server.key``.
+
+        Args:
+            folder: The folder to write to.
+            names: Host names and addresses that it is valid for.
+            days: Days until it expires.
+
+        Raises:
+            CommandError: The authority expires earlier.
+
+        """
+        now = datetime.now(UTC)
+        end = now + timedelta(days=days)
+        if end > self.certificate.not_valid_after_utc:
+            raise CommandError(
+                f"{folder / AUTHORITY} expires in {days_left(self.certificate)} days, before the "
+                "certificate would; lower --days, or begin a new authority, as docs/operations.md "
+                "describes"
+            )
+        key = ec.generate_private_key(ec.SECP256R1())
+        issuer = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
+        certificate = (
+            _builder(key.public_key(), now, end)
+            .subject_name(_common_name(names[0]))
+            .issuer_name(self.certificate.subject)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(digital_signature=True), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+            .add_extension(
+                x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False
+            )
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer.value),
+                critical=False,
+            )
+            .sign(self.key, hashes.SHA256())
+        )
+        _write(certificate, folder / SERVER, key, folder / SERVER_KEY)
+        return certificate
+
+
+def open_authority(folder: Path) -> Authority:
+    """Read the authority in the folder; if there is none, create it.
+
+    Raises:
+        CommandError: One of its files is missing or invalid, or they don't belong together.
+
+    """
+    file, key_file = folder / AUTHORITY, folder / AUTHORITY_KEY
+    if not file.exists() and not key_file.exists():
+        return _create_authority(folder)
+    for here, other in ((file, key_file), (key_file, file)):
+        if not here.exists():
+            raise CommandError(f"{here} is missing, and {other} exists; put both there, or none")
+    certificate, key = read_certificate(file), read_key(key_file)
+    if key.public_key() != certificate.public_key():
+        raise CommandError(f"{key_file} is not the key of {file}")
+    return Authority(certificate, key)
+
+
+def read_certificate(file: Path) -> x509.Certificate:
+    """Read a certificate in PEM format.
+
+    Raises:
+        CommandError: The file can't be read, or isn't a certificate.
+
+    """
+    try:
+        return x509.load_pem_x509_certificate(file.read_bytes())
+    except OSError as error:
+        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CommandError(f"{file} is not a certificate in PEM format") from error
+
+
+def read_key(file: Path) -> ec.EllipticCurvePrivateKey:
+    """Read an elliptic-curve key in PEM format, without passphrase.
+
+    Raises:
+        CommandError: The file can't be read, or isn't such a key.
+
+    """
+    try:
+        key = load_pem_private_key(file.read_bytes(), password=None)
+    except OSError as error:
+        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+    except (TypeError, ValueError) as error:  # TypeError: it has a passphrase
+        raise CommandError(f"{file} is not a private key in PEM format without passphrase") from (
+            error
+        )
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise CommandError(f"{file} is not an elliptic-curve key")
+    return key
+
+
+def check_names(names: Sequence[str]) -> list[str]:
+    """Return the names followed by the loopback ones, each once.
+
+    Raises:
+        CommandError: There is none, or one is neither a host name nor an address.
+
+    """
+    if not names:
+        raise CommandError("--name is missing: the host name at which institutions reach the proxy")
+    for name in names:
+        if not (_HOST.fullmatch(name) or _address(name)):
+            raise CommandError(
+                f"--name {name}: must be a host name such as coordinator.example.org, or an "
+                "address, without port"
+            )
+    return list(dict.fromkeys([*names, *LOOPBACK]))
+
+
+def names_of(certificate: x509.Certificate) -> list[str]:
+    """Return the host names and addresses that a certificate is valid for."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [
+        *names.get_values_for_type(x509.DNSName),
+        *map(str, names.get_values_for_type(x509.IPAddress)),
+    ]
+
+
+def days_left(certificate: x509.Certificate) -> int:
+    """Return the whole days until a certificate expires; negative once it has."""
+    return (certificate.not_valid_after_utc - datetime.now(UTC)).days
+
+
+def _create_authority(folder: Path) -> Authority:
+    now = datetime.now(UTC)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _common_name("Chambers authority")
+    certificate = (
+        _builder(key.public_key(), now, now + timedelta(days=_AUTHORITY_DAYS))
+        .subject_name(name)
+        .issuer_name(name)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    _write(certificate, folder / AUTHORITY, key, folder / AUTHORITY_KEY)
+    return Authority(certificate, key)
+
+
+def _builder(
+    key: ec.EllipticCurvePublicKey, now: datetime, end: datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .serial_number(x509.random_serial_number())
+        .public_key(key)
+        .not_valid_before(now - _EARLY)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _usage(**allowed: bool) -> x509.KeyUsage:
+    kinds = (
+        *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+        *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+    )
+    return x509.KeyUsage(**{kind: allowed.get(kind, False) for kind in kinds})
+
+
+def _common_name(text: str) -> x509.Name:
+    # 64 characters are the field's limit. Nothing reads it: names are in the alternative names.
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    address = _address(name)
+    return x509.IPAddress(address) if address else x509.DNSName(name)
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def _write(
+    certificate: x509.Certificate, file: Path, key: ec.EllipticCurvePrivateKey, key_file: Path
+) -> None:
+    key_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_secret(key_file, key_bytes)
+    with replacing(file) as aside:
+        aside.write_bytes(certificate.public_bytes(Encoding.PEM))

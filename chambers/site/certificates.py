@@ -1,0 +1,73 @@
+"""``chambers site certificates``: an authority, and the certificate that the coordinator shows."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chambers.errors import CommandError
+from chambers.sources import option
+
+_MOST_DAYS = 3650
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Write the coordinator's certificate, and an authority that signs it.
+
+    \b
+      chambers site certificates /srv/chambers --name coordinator.example.org --name 10.0.0.5
+
+    The certificate is valid for the names, and for localhost and 127.0.0.1, by which Flower's own
+    processes reach the SuperLink. Run the command again to renew it: the authority in FOLDER stays,
+    and without --name the names do too. An authority is valid for 10 years.
+
+    Every institution needs authority.pem. The files ending in .key stay at the coordinator;
+    authority.key is needed for renewals only, and can be kept elsewhere in between.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False)]
+    name: Annotated[
+        list[str] | None,
+        option(
+            "Host name or address at which the coordinator is reached; may be repeated. Default: "
+            "those of the certificate in FOLDER.",
+            "HOST",
+        ),
+    ] = None
+    days: Annotated[int, option("Days until the certificate expires; default 365.", "N")] = 365
+
+    def __call__(self) -> int:
+        """Write authority.key and authority.pem if there are none, server.key and server.pem."""
+        if not 1 <= self.days <= _MOST_DAYS:
+            raise CommandError(f"--days {self.days}: must be 1 to {_MOST_DAYS}")
+        from chambers.site.authority import (
+            AUTHORITY,
+            SERVER,
+            check_names,
+            names_of,
+            open_authority,
+            read_certificate,
+        )
+
+        folder = self.folder.expanduser()
+        server = folder / SERVER
+        names = self.name or []
+        if not names and server.is_file():
+            names = names_of(read_certificate(server))
+        names = check_names(names)
+        try:
+            authority = open_authority(folder)
+            certificate = authority.issue(folder, names, self.days)
+        except OSError as error:
+            raise CommandError(f"{error.filename} can't be written: {error.strerror}") from error
+        authority_end, end = (
+            issued.not_valid_after_utc.date() for issued in (authority.certificate, certificate)
+        )
+        print(f"{folder / AUTHORITY}: valid until {authority_end}; hand it to every institution")
+        print(
+            f"{server}: valid until {end} for {', '.join(names_of(certificate))}; restart the "
+            "proxy and the SuperLink to use it"
+        )
+        return 0

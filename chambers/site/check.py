@@ -1,0 +1,110 @@
+"""``chambers site check``: whether a machine of a deployment is ready."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from chambers.errors import CommandError
+from chambers.sources import option
+
+if TYPE_CHECKING:
+    from chambers.site.report import Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Check whether an institution, or the coordinator, is ready for runs.
+
+    At an institution, with the options of its flower-supernode:
+
+    \b
+      chambers site check --superlink coordinator.example.org:8443 \\
+        --root-certificates authority.pem --auth-supernode-private-key node \\
+        --trusted-entities trusted.yaml \\
+        --node-config 'name="court" data-path="/data/court" policy="/srv/chambers/policy.toml"'
+
+    At the coordinator, with the folder of chambers site certificates:
+
+    \b
+      chambers site check --coordinator /srv/chambers --proxy coordinator.example.org:8443 \\
+        --database /srv/chambers/state/superlink.db
+
+    Each line begins with ok, or with fix and says what to do. The exit status is 0 only if nothing
+    needs to be fixed.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    superlink: Annotated[
+        str,
+        option(
+            "Address of the SuperLink: at an institution that of the coordinator's proxy; at the "
+            "coordinator by default 127.0.0.1:8000.",
+            "HOST:PORT",
+        ),
+    ] = ""
+    root_certificates: Annotated[
+        Path | None, option("The coordinator's authority.pem.", "FILE")
+    ] = None
+    auth_supernode_private_key: Annotated[
+        Path | None, option("Node key, from chambers site key.", "FILE")
+    ] = None
+    trusted_entities: Annotated[
+        Path | None, option("Keys of the reviewers whose releases run here.", "FILE")
+    ] = None
+    node_config: Annotated[str, option("The SuperNode's configuration.", "KEY=VALUE…")] = ""
+    model: Annotated[
+        str, option("Base model of the planned run, which must be here.", "NAME_OR_FOLDER")
+    ] = ""
+    coordinator: Annotated[
+        Path | None, option("Check the coordinator, with its certificates.", "FOLDER")
+    ] = None
+    proxy: Annotated[str, option("Public address of the coordinator's proxy.", "HOST:PORT")] = ""
+    database: Annotated[Path | None, option("The SuperLink's database.", "FILE")] = None
+
+    def __call__(self) -> int:
+        """Check, and print a line for each check."""
+        from chambers.site.report import Report
+
+        report = Report()
+        if self.coordinator:
+            self._coordinator(report, self.coordinator.expanduser())
+        else:
+            self._institution(report)
+        return 0 if report.passed else 1
+
+    def _coordinator(self, report: "Report", folder: Path) -> None:
+        from chambers.site.check_coordinator import check_coordinator
+
+        self._require("proxy", "database")
+        check_coordinator(
+            report=report,
+            folder=folder,
+            superlink=self.superlink or "127.0.0.1:8000",
+            proxy=self.proxy,
+            database=self._path("database"),
+        )
+
+    def _institution(self, report: "Report") -> None:
+        from chambers.site.check_institution import check_institution
+
+        self._require(
+            *("superlink", "root_certificates", "auth_supernode_private_key", "node_config")
+        )
+        check_institution(
+            report=report,
+            superlink=self.superlink,
+            authority=self._path("root_certificates"),
+            key_file=self._path("auth_supernode_private_key"),
+            trusted_file=self._path("trusted_entities") if self.trusted_entities else None,
+            node_config=self.node_config,
+            model=self.model,
+        )
+
+    def _path(self, name: str) -> Path:
+        path: Path = getattr(self, name)
+        return path.expanduser()
+
+    def _require(self, *names: str) -> None:
+        missing = [f"--{name.replace('_', '-')}" for name in names if not getattr(self, name)]
+        if missing:
+            where = "the coordinator" if self.coordinator else "an institution"
+            raise CommandError(f"at {where}, {' and '.join(missing)} must be given")

@@ -1,0 +1,123 @@
+"""The checks at a coordinator."""
+
+import sqlite3
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+
+from chambers.errors import CommandError
+from chambers.site.authority import (
+    AUTHORITY,
+    LOOPBACK,
+    SERVER,
+    SERVER_KEY,
+    names_of,
+    read_certificate,
+    read_key,
+)
+from chambers.site.connection import filtered, healthy, lasting
+from chambers.site.report import Report, disk
+
+_DATABASE_SECONDS = 10.0
+
+
+def check_coordinator(
+    report: Report, folder: Path, superlink: str, proxy: str, database: Path
+) -> None:
+    """Check the certificates, the SuperLink and its proxy, database, disk and clock.
+
+    Args:
+        report: Report to write to.
+        folder: Folder of ``chambers site certificates``.
+        superlink: Address of the SuperLink.
+        proxy: Public address of the proxy.
+        database: The SuperLink's database.
+
+    """
+    authority, server = folder / AUTHORITY, folder / SERVER
+    report.line(_pair, server, folder / SERVER_KEY)
+    report.line(_chain, server, authority)
+    report.line(_names, server, proxy)
+    report.line(
+        _lasting, server, f"chambers site certificates {folder}, then restart proxy and SuperLink"
+    )
+    report.line(_lasting, authority, "begin a new authority, as docs/operations.md describes")
+    report.line(_answers, "SuperLink", superlink, folder)
+    if report.line(_answers, "proxy", proxy, folder):
+        report.line(filtered, proxy, authority)
+    report.line(_writable, database)
+    report.line(disk, database.parent)
+    report.line(_clock)
+
+
+def _pair(file: Path, key_file: Path) -> str:
+    if read_key(key_file).public_key() != read_certificate(file).public_key():
+        raise CommandError(
+            f"{key_file} is not the key of {file}: run chambers site certificates {file.parent}"
+        )
+    if key_file.stat().st_mode & 0o077:
+        raise CommandError(f"{key_file} can be read by other users: chmod 600 {key_file}")
+    return f"{key_file} is the key of {file}"
+
+
+def _chain(file: Path, authority: Path) -> str:
+    try:
+        read_certificate(file).verify_directly_issued_by(read_certificate(authority))
+    except (InvalidSignature, TypeError, ValueError) as error:
+        raise CommandError(
+            f"{file} is not signed by {authority}: run chambers site certificates {file.parent}"
+        ) from error
+    return f"{file} is signed by {authority}"
+
+
+def _names(file: Path, proxy: str) -> str:
+    names = names_of(read_certificate(file))
+    host = proxy.rpartition(":")[0].strip("[]")
+    missing = [name for name in dict.fromkeys([host, *LOOPBACK]) if name not in names]
+    if missing:
+        every = " ".join(f"--name {name}" for name in dict.fromkeys([*names, host]))
+        raise CommandError(
+            f"{file} is not valid for {', '.join(missing)}: chambers site certificates "
+            f"{file.parent} {every}"
+        )
+    return f"{file} is valid for {', '.join(names)}"
+
+
+def _lasting(file: Path, renewal: str) -> str:
+    return lasting(read_certificate(file), str(file), renewal)
+
+
+def _answers(what: str, address: str, folder: Path) -> str:
+    """Check that the SuperLink answers, and with the certificate that is in the folder."""
+    shown = healthy(address, folder / AUTHORITY).certificate
+    if shown != read_certificate(folder / SERVER):
+        raise CommandError(
+            f"the {what} at {address} uses another certificate than {folder / SERVER}: restart it"
+        )
+    return f"the {what} at {address} answers over TLS"
+
+
+def _writable(database: Path) -> str:
+    """Check that the SuperLink's user can write to the database, by locking it for a moment."""
+    if not database.is_file():
+        raise CommandError(
+            f"{database} doesn't exist: start the SuperLink with --database {database}, so that "
+            "nodes, runs and messages survive a restart"
+        )
+    uri = f"{database.absolute().as_uri()}?mode=rw"
+    try:
+        with closing(sqlite3.connect(uri, uri=True, timeout=_DATABASE_SECONDS)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.rollback()
+    except sqlite3.Error as error:
+        raise CommandError(
+            f"{database} can't be written: {error}; run this as the SuperLink's user, and see who "
+            "owns the file and its folder"
+        ) from error
+    return f"{database} can be written"
+
+
+def _clock() -> str:
+    return f"clock: {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC; institutions compare theirs with it"

@@ -1,0 +1,220 @@
+"""The checks at an institution."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import platformdirs
+import yaml
+from click import ClickException
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    load_ssh_public_key,
+)
+from flwr.common.config import parse_config_args
+
+from chambers.errors import CommandError
+from chambers.site.authority import read_certificate
+from chambers.site.connection import clock, filtered, healthy, lasting
+from chambers.site.registration import is_registered
+from chambers.site.report import Report, disk
+from chambers.site.ssh_keys import read_private_key
+from finetuning.data.rows import DataError, find_part, read_rows
+from strategies.messages import is_name
+from strategies.run_config import Scalar
+from strategies.site_policy import PolicyError, read_policy
+
+_NVIDIA = Path("/proc/driver/nvidia/version")
+
+
+def check_institution(
+    *,
+    report: Report,
+    superlink: str,
+    authority: Path,
+    key_file: Path,
+    trusted_file: Path | None,
+    node_config: str,
+    model: str,
+) -> None:
+    """Check the way to the coordinator, keys, policy, data, model and machine.
+
+    Args:
+        report: Report to write to.
+        superlink: Address of the coordinator's proxy.
+        authority: File with the authority that signs the coordinator's certificate.
+        key_file: Node key.
+        trusted_file: Keys whose signatures of releases are accepted; None if any code is.
+        node_config: The SuperNode's node config, as on its command line.
+        model: Name or folder of a base model; empty to leave it out.
+
+    """
+    report.line(_lasting, authority)
+    has_key = report.line(_readable, key_file)
+    if report.line(_reaches, superlink, authority):
+        answer = healthy(superlink, authority)
+        what = f"the certificate of {superlink}"
+        report.line(lasting, answer.certificate, what, "the coordinator must renew it")
+        report.line(filtered, superlink, authority)
+        if report.line(clock, answer.ahead) and has_key:
+            report.line(_registered, superlink, authority, key_file)
+    report.line(_trusted, trusted_file)
+    report.line(_policy, node_config)
+    report.line(_data, node_config)
+    if model:
+        report.line(_model, model)
+    report.line(disk, platformdirs.user_state_path("chambers"))
+    report.line(_gpu)
+
+
+def _lasting(file: Path) -> str:
+    return lasting(read_certificate(file), str(file), "get the coordinator's new authority.pem")
+
+
+def _readable(file: Path) -> str:
+    _node_key(file)
+    return f"{file} is a node key that Flower reads"
+
+
+def _node_key(file: Path) -> ec.EllipticCurvePrivateKey:
+    """Read a node key as Flower does.
+
+    Raises:
+        CommandError: It can't be read, Flower wouldn't accept it, or other users can read it.
+
+    """
+    key = read_private_key(file)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise CommandError(
+            f"{file} is not a key that Flower reads (elliptic curve, OpenSSH format, no "
+            "passphrase); chambers site key writes one"
+        )
+    if file.stat().st_mode & 0o077:
+        raise CommandError(f"{file} can be read by other users: chmod 600 {file}")
+    return key
+
+
+def _registered(superlink: str, authority: Path, file: Path) -> str:
+    """Check that the coordinator has registered the node key."""
+    if not is_registered(superlink, authority, _node_key(file)):
+        raise CommandError(
+            f"{file} is not registered: send {file}.pub to the coordinator, who runs "
+            f"flwr supernode register {file.name}.pub deployment --name NAME"
+        )
+    return f"{file} is registered"
+
+
+def _trusted(file: Path | None) -> str:
+    """Check the keys whose signatures of releases are accepted here."""
+    if file is None:
+        raise CommandError(
+            "without --trusted-entities the SuperNode runs any code that the coordinator sends: "
+            "review a release, and trust the key that has signed it (chambers site sign)"
+        )
+    try:
+        entities = yaml.safe_load(file.read_bytes())
+    except OSError as error:
+        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise CommandError(f"{file} is not YAML: {error}") from error
+    if not isinstance(entities, dict) or not entities:
+        raise CommandError(
+            f"{file} names no key, so that Flower refuses to start or runs any code: add the line "
+            "that chambers site signing-key has printed for your reviewer"
+        )
+    for name, line in entities.items():
+        try:
+            key = load_ssh_public_key(str(line).encode())
+        except (ValueError, UnsupportedAlgorithm):
+            key = None
+        if not isinstance(key, Ed25519PublicKey):
+            raise CommandError(
+                f"{file}: {name} is not an Ed25519 key: copy the line that chambers site "
+                "signing-key has printed"
+            )
+    return f"{file}: accepts releases signed by {' or '.join(map(str, entities))}"
+
+
+def _node(node_config: str) -> Mapping[str, Scalar]:
+    try:
+        return parse_config_args([node_config])
+    except ClickException as error:
+        raise CommandError(f"--node-config {node_config}: {error.format_message()}") from error
+
+
+def _policy(node_config: str) -> str:
+    """Check the policy that the node config names."""
+    file = str(_node(node_config).get("policy", ""))
+    if not file:
+        raise CommandError(
+            "--node-config names no policy, so that a run config may ask for anything: write one, "
+            'see docs/policy.md, and add policy="/srv/chambers/policy.toml"'
+        )
+    try:
+        read_policy(file)
+    except PolicyError as error:
+        raise CommandError(str(error)) from error
+    return f"{file} is a policy"
+
+
+def _data(node_config: str) -> str:
+    """Check the name and the rows that the node config names."""
+    node = _node(node_config)
+    missing = [key for key in ("name", "data-path") if not node.get(key)]
+    if missing:
+        raise CommandError(
+            f"--node-config lacks {' and '.join(missing)}: it is, for example, "
+            'name="court" data-path="/data/court"'
+        )
+    name, path = str(node["name"]), Path(str(node["data-path"])).expanduser()
+    if not is_name(name):
+        raise CommandError(
+            f"{name!r} can't be a client's name: at most 64 letters, digits, ' ', '.', '-'"
+        )
+    if not path.is_absolute():
+        raise CommandError(f'data-path = "{path}" must be an absolute path')
+    try:
+        parts = {part: find_part(path, part) for part in ("train", "test")} if path.is_dir() else {}
+        train = parts.get("train") if path.is_dir() else path
+        if train is None or not train.exists():
+            raise CommandError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
+        rows, test = len(read_rows(train)), parts.get("test")
+        held_out = (
+            f"{len(read_rows(test))} held-out rows" if test else "no held-out rows of its own"
+        )
+    except DataError as error:
+        raise CommandError(str(error)) from error
+    return f"{name}: {rows} training rows and {held_out} in {path}"
+
+
+def _model(name: str) -> str:
+    """Check that a base model is on this machine, and compute its digest."""
+    from finetuning.model.base_model import BaseModelError, locate
+    from finetuning.model.fingerprint import digest, fingerprint
+
+    try:
+        directory = locate(name)
+        return f"model: {name} has the digest {digest(fingerprint(directory))}"
+    except (BaseModelError, OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _reaches(superlink: str, authority: Path) -> str:
+    healthy(superlink, authority)
+    return f"{superlink} answers over TLS"
+
+
+def _gpu() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
+        name = torch.cuda.get_device_name()
+        return f"GPU: {name}, {free:.1f} of {total:.1f} GiB free"
+    if _NVIDIA.exists():
+        raise CommandError(
+            "GPU: there is an NVIDIA driver, but PyTorch can't use it: install PyTorch for its "
+            "CUDA version, and give containers access to the GPU"
+        )
+    return "GPU: none; training uses the CPU"

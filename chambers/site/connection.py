@@ -1,0 +1,172 @@
+"""HTTPS requests to a coordinator, whose errors name the cause and the cure."""
+
+import socket
+import ssl
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException, HTTPSConnection
+from pathlib import Path
+
+from cryptography import x509
+
+from chambers.errors import CommandError
+from chambers.site.authority import days_left, read_certificate
+
+_TIMEOUT_SECONDS = 10.0
+# See openssl-verification-options(1) and X509_STORE_CTX_get_error(3).
+_NOT_YET_VALID, _EXPIRED, _OTHER_HOST, _OTHER_ADDRESS = 9, 10, 62, 64
+# Within this many days a certificate should be renewed.
+_RENEWAL_DAYS = 30
+# Flower accepts a node's signature whose time is at most this much ahead or behind, in seconds
+# (SYSTEM_TIME_TOLERANCE and TIMESTAMP_TOLERANCE).
+_MOST_AHEAD, _MOST_BEHIND = 5, 300
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request.
+
+    Attributes:
+        status: HTTP status.
+        ahead: Seconds by which this machine's clock is ahead of the server's; ±0.5.
+        certificate: The server's certificate.
+
+    """
+
+    status: int
+    ahead: float
+    certificate: x509.Certificate
+
+
+def get(address: str, path: str, authority: Path) -> Answer:
+    """Send a GET request.
+
+    Args:
+        address: Host and port; IPv6 addresses in brackets.
+        path: Path of the URL.
+        authority: File with the certificates of the authorities that are trusted.
+
+    Raises:
+        CommandError: There is no answer over TLS from a server with this name.
+
+    """
+    host, separator, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not (host and separator and port.isdecimal()):
+        raise CommandError(f"{address} is not an address: HOST:PORT is expected")
+    read_certificate(authority)
+    context = ssl.create_default_context(cafile=authority)
+    connection = HTTPSConnection(host, int(port), timeout=_TIMEOUT_SECONDS, context=context)
+    try:
+        before = datetime.now(UTC)
+        connection.request("GET", path)
+        assert isinstance(connection.sock, ssl.SSLSocket)
+        certificate = connection.sock.getpeercert(binary_form=True)
+        response = connection.getresponse()
+        after = datetime.now(UTC)
+        theirs = parsedate_to_datetime(response.headers["Date"])
+    except (OSError, HTTPException, TypeError, ValueError) as error:
+        raise CommandError(_explained(error, address, host, authority)) from error
+    finally:
+        connection.close()
+    assert certificate is not None
+    # The header has whole seconds: on average half a second has passed since.
+    ahead = (before + (after - before) / 2 - theirs).total_seconds() - 0.5
+    return Answer(response.status, ahead, x509.load_der_x509_certificate(certificate))
+
+
+def healthy(address: str, authority: Path) -> Answer:
+    """Send a request that a running SuperLink answers, directly or through the proxy.
+
+    Raises:
+        CommandError: See ``get``; or the SuperLink doesn't answer.
+
+    """
+    answer = get(address, "/health", authority)
+    if answer.status != 200:
+        raise CommandError(
+            f"{address} answers {answer.status} to /health: the proxy runs, but reaches no "
+            "SuperLink; start the SuperLink, and see the proxy's error log"
+        )
+    return answer
+
+
+def filtered(address: str, authority: Path) -> str:
+    """Check that a proxy refuses requests to the Control API, which has no authentication."""
+    status = get(address, "/v1/control/", authority).status
+    if status != 403:
+        raise CommandError(
+            f"{address} answers {status} to /v1/control/ instead of 403: whoever reaches it can "
+            "run code at the coordinator and at all institutions; only the proxy may be "
+            "reachable, and may pass only /v1/fleet/ and /health"
+        )
+    return f"{address} refuses requests to the Control API"
+
+
+def lasting(certificate: x509.Certificate, what: str, renewal: str) -> str:
+    """Check for how long a certificate is valid.
+
+    Args:
+        certificate: The certificate.
+        what: Describes it.
+        renewal: What to do before it expires.
+
+    """
+    days, end = days_left(certificate), certificate.not_valid_after_utc.date()
+    if days < 0:
+        raise CommandError(f"{what} has expired on {end}: {renewal}")
+    if certificate.not_valid_before_utc > datetime.now(UTC):
+        start = certificate.not_valid_before_utc.date()
+        raise CommandError(f"{what} is not valid before {start}: set this machine's clock")
+    if days < _RENEWAL_DAYS:
+        raise CommandError(f"{what} expires in {days} days, on {end}: {renewal}")
+    return f"{what} is valid for {days} days, until {end}"
+
+
+def clock(ahead: float) -> str:
+    """Check this machine's clock against the coordinator's."""
+    text = (
+        f"clock: about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the coordinator's"
+    )
+    if ahead > _MOST_AHEAD or -ahead > _MOST_BEHIND:
+        raise CommandError(
+            f"{text}; from {_MOST_AHEAD} s ahead or {_MOST_BEHIND} s behind the SuperLink refuses "
+            "node keys: set it, or have NTP set it"
+        )
+    return text
+
+
+def _explained(error: Exception, address: str, host: str, authority: Path) -> str:
+    """Return why there was no answer, and what to do."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{address}: {_certificate_problem(error, host, authority)}"
+    causes: dict[type[Exception], str] = {
+        ssl.SSLError: "it doesn't speak TLS: enter the address and port of the proxy",
+        socket.gaierror: f"the name {host} is unknown here: enter another, or add it to the DNS",
+        TimeoutError: f"no answer within {_TIMEOUT_SECONDS:g} s: let connections to it out through "
+        "the firewall here, and in at the coordinator",
+        ConnectionRefusedError: "nothing listens there: start it, or enter another port",
+        HTTPException: "it doesn't answer as a SuperLink or its proxy does",
+    }
+    cause = next((text for kind, text in causes.items() if isinstance(error, kind)), str(error))
+    return f"{address}: {cause}"
+
+
+def _certificate_problem(error: ssl.SSLCertVerificationError, host: str, authority: Path) -> str:
+    if error.verify_code == _EXPIRED:
+        return (
+            "the certificate has expired, if this machine's clock is right: the coordinator runs "
+            "chambers site certificates again, and restarts proxy and SuperLink"
+        )
+    if error.verify_code == _NOT_YET_VALID:
+        return "the certificate is not valid yet: set this machine's clock"
+    if error.verify_code in {_OTHER_HOST, _OTHER_ADDRESS}:
+        return (
+            f"the certificate is not valid for the name {host}: use one that it has, or the "
+            f"coordinator runs chambers site certificates with --name {host} and all others"
+        )
+    return (
+        f"the certificate is not signed by the authority in {authority} ({error.verify_message}): "
+        "get authority.pem from the coordinator"
+    )

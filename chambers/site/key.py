@@ -1,0 +1,38 @@
+"""``chambers site key``: the key by which the coordinator knows an institution's SuperNode."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+@dataclass(frozen=True)
+class Key:
+    """Write a node key, by which the coordinator's SuperLink knows this institution.
+
+    \b
+      chambers site key /srv/chambers/node
+
+    FILE gets the private key, which stays at the institution, and FILE.pub the public one, which
+    the coordinator registers.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
+
+    def __call__(self) -> int:
+        """Write the pair of keys; refuse to overwrite one."""
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        from chambers.site.ssh_keys import public_file, write_pair
+
+        file = self.file.expanduser()
+        # Flower reads NIST curves in OpenSSH's format only, without passphrase.
+        write_pair(file, ec.generate_private_key(ec.SECP384R1()))
+        public = public_file(file)
+        print(
+            f"{file}: for flower-supernode --auth-supernode-private-key; keep it secret\n"
+            f"{public}: send it to the coordinator, who registers it with\n"
+            f"  flwr supernode register {public.name} deployment --name NAME"
+        )
+        return 0

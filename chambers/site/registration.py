@@ -1,0 +1,54 @@
+"""Whether a SuperLink knows a node key, without activating the node."""
+
+from pathlib import Path
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto.fleet_pb2 import ActivateNodeRequest
+from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+from chambers.errors import CommandError
+
+
+def is_registered(superlink: str, authority: Path, key: ec.EllipticCurvePrivateKey) -> bool:
+    """Ask a SuperLink whether a node key is registered.
+
+    The request is one for activation with an invalid heartbeat interval: the SuperLink refuses it
+    in any case, with one of two codes.
+
+    Args:
+        superlink: Host and port of the SuperLink or its proxy.
+        authority: File with the authority that has signed its certificate.
+        key: The node key.
+
+    Raises:
+        CommandError: The answer doesn't tell.
+
+    """
+    public = key.public_key()
+    client = FleetHttpClient.from_server_address(
+        superlink, False, authority.read_bytes(), [NodeAuthHttpInterceptor(key, public)]
+    )
+    try:
+        client.ActivateNode(
+            ActivateNodeRequest(public_key=public_key_to_bytes(public), heartbeat_interval=0)
+        )
+    except httpx.HTTPStatusError as error:
+        reason = FlowerError.from_json(error.response.text)
+        if reason and reason.code == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL:
+            return True
+        if reason and reason.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
+            return False
+        raise CommandError(
+            f"{superlink} answers {error.response.status_code} to /v1/fleet/, so that no SuperNode "
+            "can work: the proxy must pass it to the SuperLink"
+        ) from error
+    except httpx.HTTPError as error:
+        problem = f"{superlink} doesn't tell whether the node key is registered: {error}"
+        raise CommandError(problem) from error
+    finally:
+        client.close()
+    raise CommandError(f"{superlink} has activated the node, against the expectation")

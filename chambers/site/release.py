@@ -1,0 +1,138 @@
+"""Signed releases of the app, in the form in which Flower fetches apps from its hub.
+
+The SuperLink sends ``POST {FLWR_SUPERGRID_API_URL}/hub/fetch-fab``. The answer names the URL of the
+release and the signatures, which the SuperLink hands on to the SuperNodes. Each SuperNode with
+``--trusted-entities`` verifies them (``flwr.supernode.start_client_internal``).
+"""
+
+import base64
+import hashlib
+import time
+import zipfile
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from pydantic import BaseModel, ValidationError
+
+from chambers.errors import CommandError
+from chambers.site.ssh_keys import read_private_key
+from finetuning.files import replacing
+
+ANSWER = "fetch-fab.json"
+_DIGEST_NAME = f"{'[0-9a-f]' * 64}.fab"
+
+
+class Verification(BaseModel):
+    """A signature of a release.
+
+    Attributes:
+        public_key_id: The signer's key in a site's trusted entities.
+        signed_at: Unix time in seconds.
+        signature: Ed25519 signature of the time (8 bytes, big endian) and the release's SHA-256
+            digest, in base64url without padding.
+
+    """
+
+    public_key_id: str
+    signed_at: int
+    signature: str
+
+
+class Answer(BaseModel):
+    """The answer to Flower's ``fetch-fab``."""
+
+    fab_url: str
+    verifications: list[Verification]
+
+
+def key_id(key: Ed25519PrivateKey) -> str:
+    """Return the name of a key among trusted entities, derived from its public half."""
+    return f"fpk_{hashlib.sha256(key.public_key().public_bytes_raw()).hexdigest()[:16]}"
+
+
+def read_signing_key(file: Path) -> Ed25519PrivateKey:
+    """Read a reviewer's key.
+
+    Raises:
+        CommandError: The file can't be read, or isn't an Ed25519 key.
+
+    """
+    key = read_private_key(file)
+    if not isinstance(key, Ed25519PrivateKey):
+        raise CommandError(
+            f"{file} is not a signing key without passphrase; chambers site signing-key writes one"
+        )
+    return key
+
+
+def app_of(content: bytes, origin: Path) -> str:
+    """Return the name and version by which Flower runs a release, as ``@publisher/name==1.2.3``.
+
+    Args:
+        content: The release.
+        origin: File it comes from, for messages.
+
+    Raises:
+        CommandError: It is not a release, or too large for Flower.
+
+    """
+    from flwr.common.config import get_fab_config, get_metadata_from_config
+    from flwr.common.constant import FAB_MAX_SIZE
+
+    if len(content) > FAB_MAX_SIZE:
+        raise CommandError(f"{origin} has {len(content)} bytes; Flower takes {FAB_MAX_SIZE}")
+    try:
+        name, version = get_metadata_from_config(get_fab_config(content))
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise CommandError(f"{origin} is not a release made by flwr build: {error}") from error
+    return f"@{name}=={version}"
+
+
+def sign(content: bytes, key: Ed25519PrivateKey) -> Verification:
+    """Sign a release."""
+    now = int(time.time())
+    signature = key.sign(now.to_bytes(8, "big") + hashlib.sha256(content).digest())
+    text = base64.urlsafe_b64encode(signature).rstrip(b"=").decode()
+    return Verification(public_key_id=key_id(key), signed_at=now, signature=text)
+
+
+def publish(folder: Path, content: bytes, verification: Verification, url: str) -> list[str]:
+    """Add a signature to the folder, which first gets the release if it doesn't have it.
+
+    Args:
+        folder: The folder to be served.
+        content: The release.
+        verification: Its signature.
+        url: URL of the folder.
+
+    Returns:
+        The names of all keys that have signed the release.
+
+    Raises:
+        CommandError: The folder has an answer that can't be understood.
+
+    """
+    file = folder / f"{hashlib.sha256(content).hexdigest()}.fab"
+    by_key = {}
+    if file.exists():
+        by_key = {signed.public_key_id: signed for signed in _read_answer(folder).verifications}
+    by_key[verification.public_key_id] = verification
+    with replacing(file) as aside:
+        aside.write_bytes(content)
+    answer = Answer(fab_url=f"{url.rstrip('/')}/{file.name}", verifications=list(by_key.values()))
+    with replacing(folder / ANSWER) as aside:
+        aside.write_text(answer.model_dump_json(indent=1) + "\n")
+    for older in folder.glob(_DIGEST_NAME):
+        if older != file:
+            older.unlink()
+    return list(by_key)
+
+
+def _read_answer(folder: Path) -> Answer:
+    file = folder / ANSWER
+    try:
+        return Answer.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise CommandError(
+            f"{file} has no signatures of the release beside it; delete {folder} and sign again"
+        ) from error

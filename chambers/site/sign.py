@@ -1,0 +1,57 @@
+"""``chambers site sign``: a reviewer's signature of a release, for the coordinator to serve."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chambers.errors import CommandError
+from chambers.sources import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign:
+    """Sign a release of the app that you have reviewed.
+
+    \b
+      flwr build
+      chambers site sign chambers.chambers.0-1-0.1a2b3c4d.fab --key ~/reviewer --output release
+
+    RELEASE is a file made by flwr build: a zip archive, whose content is what runs at a site. The
+    output folder gets the release and the answer by which the coordinator's SuperLink learns its
+    signatures; the coordinator serves both to its SuperLink as static files. Signatures of several
+    reviewers can be added to one folder; one of them is enough for a SuperNode. The folder has one
+    release: another one replaces it, and all signatures.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    release: Annotated[Path, typer.Argument(metavar="RELEASE.fab", show_default=False)]
+    key: Annotated[Path, option("Signing key, from chambers site signing-key.", "FILE")]
+    output: Annotated[Path, option("Folder to write to, or to add to.", "FOLDER")]
+    url: Annotated[
+        str,
+        option("URL of the folder for the SuperLink; default http://127.0.0.1:8002.", "URL"),
+    ] = "http://127.0.0.1:8002"
+
+    def __call__(self) -> int:
+        """Sign."""
+        if not self.url.startswith(("http://", "https://")):
+            raise CommandError(f"--url {self.url}: must begin with http:// or https://")
+        from chambers.site.release import app_of, key_id, publish, read_signing_key, sign
+
+        release = self.release.expanduser()
+        try:
+            content = release.read_bytes()
+        except OSError as error:
+            raise CommandError(f"{release} can't be read: {error.strerror}") from error
+        app = app_of(content, release)
+        key = read_signing_key(self.key.expanduser())
+        try:
+            folder = self.output.expanduser()
+            signers = publish(folder, content, sign(content, key), self.url)
+        except OSError as error:
+            raise CommandError(f"{error.filename} can't be written: {error.strerror}") from error
+        print(f"{release}: signed by {key_id(key)}")
+        print(f"{folder}: {app}, signed by {', '.join(signers)}; to run it on the coordinator:")
+        print(f"  flwr run {app} deployment")
+        return 0

@@ -1,0 +1,39 @@
+"""``chambers site signing-key``: the key with which a reviewer signs releases."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+@dataclass(frozen=True)
+class SigningKey:
+    """Write a reviewer's key, for chambers site sign.
+
+    \b
+      chambers site signing-key ~/reviewer
+
+    FILE gets the private key, which stays with the reviewer, and FILE.pub the public one. The
+    printed line tells a SuperNode to trust the reviewer: it belongs into the file of
+    flower-supernode --trusted-entities.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
+
+    def __call__(self) -> int:
+        """Write the pair of keys; refuse to overwrite one."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        from chambers.site.release import key_id
+        from chambers.site.ssh_keys import public_file, public_line, write_pair
+
+        file = self.file.expanduser()
+        key = Ed25519PrivateKey.generate()
+        write_pair(file, key)
+        print(f"{file}: for chambers site sign --key; keep it secret")
+        print(f"{public_file(file)}: its public half")
+        print("line for the trusted.yaml of each site that trusts this reviewer:")
+        print(f"{key_id(key)}: {json.dumps(public_line(key, file.name))}")
+        return 0

@@ -1,0 +1,67 @@
+"""Pairs of keys in OpenSSH's format: ``FILE`` and ``FILE.pub``, as ``ssh-keygen`` writes them."""
+
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_ssh_private_key,
+)
+
+from chambers.errors import CommandError
+from finetuning.files import replacing, write_secret
+
+PrivateKey = ec.EllipticCurvePrivateKey | Ed25519PrivateKey
+
+
+def public_file(file: Path) -> Path:
+    """Return the file of the public key that belongs to a private key's file."""
+    return file.with_name(f"{file.name}.pub")
+
+
+def read_private_key(file: Path) -> object:
+    """Return the key in a file of OpenSSH's format; None if it has a passphrase, or is no key.
+
+    Raises:
+        CommandError: The file can't be read.
+
+    """
+    try:
+        return load_ssh_private_key(file.read_bytes(), password=None)
+    except OSError as error:
+        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+    except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: it has a passphrase
+        return None
+
+
+def public_line(key: PrivateKey, comment: str) -> str:
+    """Return the line that describes a key's public half."""
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    return f"{public.decode()} {comment}"
+
+
+def write_pair(file: Path, key: PrivateKey) -> None:
+    """Write a private key without passphrase, readable only by its user, and the public key.
+
+    Raises:
+        CommandError: One of the files exists, or can't be written.
+
+    """
+    public = public_file(file)
+    for target in (file, public):
+        if target.exists():
+            raise CommandError(
+                f"{target} exists; a new key needs a new name, and must be registered or trusted"
+            )
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    try:
+        write_secret(file, secret)
+        with replacing(public) as aside:
+            aside.write_text(public_line(key, file.name) + "\n")
+    except OSError as error:
+        raise CommandError(f"{error.filename} can't be written: {error.strerror}") from error

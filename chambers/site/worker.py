@@ -1,0 +1,42 @@
+"""``chambers site worker``: one process that answers an institution's messages, model in memory."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+_CODE = Path(__file__).resolve().parent.parent.parent
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Answer this institution's messages in one process that keeps the model and the data.
+
+    \b
+      chambers site worker /run/chambers/worker.sock
+
+    Without it, each message starts a process that loads them again. The SuperNode's configuration
+    names the socket: --node-config 'worker="/run/chambers/worker.sock" …'. The folder must belong
+    to this site alone. docs/worker.md describes when messages are answered without the worker.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    socket: Annotated[Path, typer.Argument(metavar="SOCKET", show_default=False)]
+    allow_uid: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="UID",
+            help="User whose ClientApps are answered, besides the worker's own; repeatable.",
+            show_default=False,
+        ),
+    ] = None
+
+    def __call__(self) -> NoReturn:
+        """Become the worker's process."""
+        allowed = [f"--allow-uid={uid}" for uid in self.allow_uid or []]
+        # The working directory may be anyone's: its modules are not imported.
+        command = [sys.executable, "-P", "-m", "client_app.worker", str(self.socket), *allowed]
+        sys.stdout.flush()
+        os.execve(command[0], command, {**os.environ, "PYTHONPATH": str(_CODE)})

@@ -1,0 +1,66 @@
+"""``chambers status``: what a run is doing, from the files in its folder."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chambers.errors import CommandError
+
+# Between two looks of --watch; a log would grow too fast with the first.
+_TERMINAL_SECONDS = 2.0
+_LOG_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """Show what a run is doing.
+
+    This is the coordinator's view, from the files in the run's folder: whether the run is alive,
+    its round, throughput and time left, the last checkpoint, and for each client what it does or
+    why it is left out.
+
+    \b
+      chambers status runs/2026-01-31_12-00-00_fl-glm --watch
+
+    The exit status is 0 if the run is alive or has completed, and 1 if it failed or was killed.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    run: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", show_default=False)]
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again and again, until the run ends.")
+    ] = False
+
+    def __call__(self) -> int:
+        """Show the status once, or until the run ends."""
+        directory = self.run.expanduser()
+        if not (directory / "config.json").is_file():
+            raise CommandError(f"{directory} is not the folder of a run: it has no config.json")
+        from rich.console import Console
+        from rich.live import Live
+
+        from chambers.run_status import look, render
+
+        console = Console(markup=False, emoji=False, highlight=False)
+        if not console.is_terminal:
+            console.width = 120
+        try:
+            seen = look(directory)
+            if not (self.watch and console.is_terminal):
+                console.print(render(seen))
+                while self.watch and seen.is_running:
+                    time.sleep(_LOG_SECONDS)
+                    seen = look(directory)
+                    console.print()
+                    console.print(render(seen))
+                return seen.exit_status
+            with Live(render(seen), console=console, auto_refresh=False) as live:
+                while seen.is_running:
+                    time.sleep(_TERMINAL_SECONDS)
+                    seen = look(directory)
+                    live.update(render(seen), refresh=True)
+            return seen.exit_status
+        except (OSError, ValueError) as error:
+            raise CommandError(f"{directory} can't be read: {error}") from error

@@ -1,0 +1,242 @@
+"""A coordinator and institutions as they are deployed: TLS, node keys, a database, releases."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from chambers.superlink import free_port
+from tests.chambers.conftest import ROOT, wait_for
+
+FLOWER = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+}
+
+# The smallest app: asks one SuperNode, and fails unless it is answered.
+APP = {
+    "pyproject.toml": b"""
+[project]
+name = "tiny"
+version = "1.0.0"
+[tool.flwr.app]
+publisher = "courts"
+[tool.flwr.app.components]
+serverapp = "tiny:server"
+clientapp = "tiny:client"
+[tool.flwr.app.config]
+""",
+    "tiny.py": b"""
+import time
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+server = ServerApp()
+client = ClientApp()
+
+@server.main()
+def ask(grid, context):
+    while not (nodes := list(grid.get_node_ids())):
+        time.sleep(0.5)
+    message = Message(content=RecordDict(), dst_node_id=nodes[0], message_type="query")
+    (reply,) = grid.send_and_receive([message], timeout=300)
+    if reply.has_error():
+        raise RuntimeError(reply.error.reason)
+
+@client.query()
+def answer(message, context):
+    return Message(content=RecordDict(), reply_to=message)
+""",
+}
+
+
+class Release(SimpleHTTPRequestHandler):
+    """Serve a folder as nginx does: files, and ``fetch-fab.json`` as the answer to its POST."""
+
+    def do_POST(self):
+        assert self.path == "/hub/fetch-fab"
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.path = "/fetch-fab.json"
+        self.do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """Serve a folder to a SuperLink, and yield its URL."""
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), lambda *given: Release(*given, directory=str(folder))
+    )
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a process and its children: at first as a supervisor does, then by force."""
+    own = [psutil.Process(process.pid)] if process.poll() is None else []
+    started = [*own, *(child for one in own for child in one.children(recursive=True))]
+    process.terminate()
+    for one in psutil.wait_procs(started, timeout=20)[1]:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait(20)
+
+
+def start(*words: str, folder: Path, environment: dict[str, str], log: Path) -> subprocess.Popen:
+    with log.open("ab") as output:
+        return subprocess.Popen(words, cwd=folder, env=environment, stdout=output, stderr=output)
+
+
+def documented(section: str, **values: str | Path) -> list[str]:
+    """Return a section's commands in docs/operations.md, with values for its placeholders."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    (found,) = (part for part in text.split("\n## ")[1:] if part.startswith(f"{section}\n"))
+    blocks = re.findall(r"```sh\n(.*?)```", found, flags=re.DOTALL)
+    for name, value in values.items():
+        assert any(name in block for block in blocks)
+        blocks = [block.replace(name, str(value)) for block in blocks]
+    return blocks
+
+
+@dataclass
+class Coordinator:
+    """A SuperLink in ``folder``, whose certificates, database and release lie there."""
+
+    folder: Path
+    hub: str
+    port: int = field(default_factory=free_port)
+
+    def __post_init__(self):
+        for name in ("flower", "state"):
+            (self.folder / name).mkdir(parents=True)
+        (self.folder / "flower" / "config.toml").write_text(
+            f'[superlink.deployment]\naddress = "{self.address}"\n'
+            f'root-certificates = "{self.folder / "authority.pem"}"\n'
+        )
+        self.command("chambers", "site", "certificates", ".", "--name", "127.0.0.1")
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return (
+            os.environ
+            | FLOWER
+            | {"FLWR_HOME": str(self.folder / "flower"), "FLWR_SUPERGRID_API_URL": self.hub}
+        )
+
+    def start(self) -> None:
+        self.superlink = start(
+            *("flower-superlink", "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--ssl-ca-certfile", "authority.pem", "--ssl-certfile", "server.pem"),
+            *("--ssl-keyfile", "server.key", "--enable-supernode-auth"),
+            *("--database", "state/superlink.db", "--disable-runtime-dependency-installation"),
+            folder=self.folder,
+            environment=self.environment,
+            log=self.folder / "superlink.log",
+        )
+        wait_for(lambda: self.command("flwr", "ls", "deployment", check=False)[0] == 0, 120)
+
+    def stop(self) -> None:
+        end(self.superlink)
+
+    def command(self, *words: str | Path, check: bool = True) -> tuple[int, str]:
+        """Run a command in the folder; return its exit status and output."""
+        ended = subprocess.run(
+            list(map(str, words)),
+            cwd=self.folder,
+            env=self.environment | {"PYTHONPATH": str(ROOT)},
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0 or not check, ended.stdout + ended.stderr
+        return ended.returncode, ended.stdout + ended.stderr
+
+    def register(self, key: Path) -> str:
+        """Register a node key; return the node's id."""
+        words = ("supernode", "register", f"{key}.pub", "deployment", "--name", key.parent.name)
+        return str(self._listed(*words)["node-id"])
+
+    def nodes(self) -> dict[str, str]:
+        """Return the registered nodes' states by id."""
+        nodes = self._listed("supernode", "ls", "deployment")["nodes"]
+        return {str(node["node-id"]): node["status"] for node in nodes}
+
+    def run(self, app: str | Path, **config: Any) -> tuple[str, str]:
+        """Run an app; return the run's status and log."""
+        file = self.folder / "run-config.toml"
+        file.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in config.items()))
+        _, log = self.command("flwr", "run", app, "deployment", "--stream", "--run-config", file)
+        return self._listed("ls", "deployment")["runs"][0]["status"], log
+
+    def _listed(self, *words: str) -> dict[str, Any]:
+        _, output = self.command("flwr", *words, "--format", "json")
+        return json.loads(output[output.index("{") : output.rindex("}") + 1])
+
+
+@dataclass
+class Institution:
+    """A SuperNode in ``folder``, whose key and list of trusted entities lie there."""
+
+    folder: Path
+    coordinator: Coordinator
+
+    def __post_init__(self):
+        self.folder.mkdir()
+        shutil.copy(self.coordinator.folder / "authority.pem", self.folder)
+        self.coordinator.command("chambers", "site", "key", self.key)
+        self.node = self.coordinator.register(self.key)
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "node"
+
+    @contextmanager
+    def supernode(self, node_config: str = 'name="court"'):
+        """Run it with a home and a folder for temporary files that nobody else uses."""
+        trusted = ("--trusted-entities", "trusted.yaml")
+        temporary = self.folder / "home" / "tmp"
+        temporary.mkdir(parents=True, exist_ok=True)
+        own = {"HOME": str(self.folder / "home"), "TMPDIR": str(temporary), "CHAMBERS_CACHE": ""}
+        process = start(
+            *("flower-supernode", "--superlink", self.coordinator.address),
+            *("--root-certificates", "authority.pem", "--auth-supernode-private-key", "node"),
+            *("--host", "127.0.0.1", "--port", str(free_port()), "--node-config", node_config),
+            *(trusted if (self.folder / "trusted.yaml").exists() else ()),
+            folder=self.folder,
+            environment=os.environ | FLOWER | own,
+            log=self.folder / "supernode.log",
+        )
+        try:
+            yield process
+        finally:
+            end(process)
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "supernode.log").read_text()

@@ -1,0 +1,116 @@
+"""``chambers site certificates``: what TLS accepts and refuses, renewal, and careless input."""
+
+import os
+import socket
+import ssl
+import stat
+import subprocess
+import threading
+
+import pytest
+
+from tests.chambers.conftest import ROOT, refused, told
+from tests.chambers.site.deployment import FLOWER, documented
+
+NAMES = ("--name", "coordinator.example.org", "--name", "10.0.0.5")
+
+
+def write(capsys, folder, *words):
+    return told(capsys, "site", "certificates", folder, *words)
+
+
+def handshake(folder, name, authority=None):
+    """Connect over TLS to a server with the certificate, expecting it to have this name."""
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(folder / "server.pem", folder / "server.key")
+    client = ssl.create_default_context(cafile=authority or folder / "authority.pem")
+    client.verify_flags |= ssl.VERIFY_X509_STRICT
+    ours, theirs = socket.socketpair()
+
+    def accept():
+        try:
+            server.wrap_socket(theirs, server_side=True).close()
+        except OSError:
+            theirs.close()
+
+    accepting = threading.Thread(target=accept)
+    accepting.start()
+    try:
+        with client.wrap_socket(ours, server_hostname=name) as connection:
+            return connection.getpeercert()
+    finally:
+        ours.close()
+        accepting.join()
+
+
+def test_tls_accepts_the_names_and_the_loopback_ones(capsys, tmp_path):
+    output = write(capsys, tmp_path, *NAMES)
+    for name in ("coordinator.example.org", "10.0.0.5", "localhost", "127.0.0.1"):
+        handshake(tmp_path, name)
+        assert name in output
+    with pytest.raises(ssl.SSLCertVerificationError, match=r"not valid for 'other\.example\.org'"):
+        handshake(tmp_path, "other.example.org")
+    for file in ("authority.key", "server.key"):
+        assert stat.S_IMODE((tmp_path / file).stat().st_mode) == 0o600
+
+
+def test_renewal_keeps_authority_and_names(capsys, tmp_path):
+    write(capsys, tmp_path, *NAMES, "--days", "1")
+    authority = tmp_path / "at-the-institution.pem"
+    authority.write_bytes((tmp_path / "authority.pem").read_bytes())
+    before = handshake(tmp_path, "10.0.0.5")
+    write(capsys, tmp_path)
+    after = handshake(tmp_path, "10.0.0.5", authority)
+    assert after["serialNumber"] != before["serialNumber"]
+    assert set(after["subjectAltName"]) == set(before["subjectAltName"])
+    write(capsys, tmp_path, "--name", "new.example.org")
+    handshake(tmp_path, "new.example.org", authority)
+
+
+def test_a_new_authority_is_introduced_before_it_is_used(capsys, tmp_path):
+    """The commands of docs/operations.md."""
+    write(capsys, tmp_path, *NAMES)
+    old = tmp_path / "at-the-institution.pem"
+    old.write_bytes((tmp_path / "authority.pem").read_bytes())
+    introduce, change = documented("Renew the authority")
+    environment = os.environ | FLOWER | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(["bash", "-ec", introduce], cwd=tmp_path, env=environment, check=True)
+    both = tmp_path / "both.pem"
+    handshake(tmp_path, "localhost", old)
+    handshake(tmp_path, "localhost", both)
+    subprocess.run(["bash", "-ec", change], cwd=tmp_path, env=environment, check=True)
+    handshake(tmp_path, "localhost", both)
+    handshake(tmp_path, "localhost", tmp_path / "authority.pem")
+    with pytest.raises(ssl.SSLCertVerificationError, match="certificate verify failed"):
+        handshake(tmp_path, "localhost", old)
+
+
+def test_another_authority_is_not_trusted(capsys, tmp_path):
+    write(capsys, tmp_path / "a", *NAMES)
+    write(capsys, tmp_path / "b", *NAMES)
+    with pytest.raises(ssl.SSLCertVerificationError, match="certificate verify failed"):
+        handshake(tmp_path / "a", "localhost", tmp_path / "b" / "authority.pem")
+
+
+def test_refusals_name_the_cure(capsys, tmp_path):
+    command = ("site", "certificates", tmp_path)
+    assert "--name is missing" in refused(capsys, *command)
+    for name in ("https://a.example.org", "a.example.org:443", "a b", ""):
+        assert "must be a host name" in refused(capsys, *command, "--name", name)
+    assert "must be 1 to 3650" in refused(capsys, *command, *NAMES, "--days", "0")
+    assert not list(tmp_path.iterdir())
+    write(capsys, tmp_path, *NAMES)
+    # The certificate would outlive its authority, because a moment has passed.
+    assert "begin a new authority" in refused(capsys, *command, "--days", "3650")
+    key = tmp_path / "authority.key"
+    kept = key.read_bytes()
+    key.write_bytes((tmp_path / "server.key").read_bytes())
+    assert "is not the key of" in refused(capsys, *command)
+    key.write_text("not a key")
+    assert "is not a private key in PEM format" in refused(capsys, *command)
+    key.unlink()
+    assert f"{key} is missing" in refused(capsys, *command)
+    key.write_bytes(kept)
+    write(capsys, tmp_path)
+    (tmp_path / "server.pem").write_text("not a certificate")
+    assert "is not a certificate in PEM format" in refused(capsys, *command)

@@ -1,0 +1,270 @@
+"""``chambers site check``: each problem has a line that names it and says what to do."""
+
+import shutil
+import socket
+import sqlite3
+import ssl
+import threading
+import time
+from contextlib import closing, contextmanager
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
+
+from chambers.__main__ import main
+from chambers.site.authority import open_authority
+from tests.chambers.conftest import refused, told
+from tests.conftest import write_rows
+
+
+@contextmanager
+def proxy(folder, ahead=0.0, control=403, health=200):
+    """Answer as a proxy with a certificate does, with a clock that is ahead; yield its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(health if self.path == "/health" else control)
+            self.end_headers()
+
+        def date_time_string(self, timestamp=None):
+            return formatdate(time.time() + ahead, usegmt=True)
+
+        def log_message(self, *_):
+            pass
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_):  # refused handshakes
+            pass
+
+    server = Server(("127.0.0.1", 0), Handler)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(folder / "server.pem", folder / "server.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def site(capsys, tmp_path):
+    """Write certificates, keys and data, and a database."""
+    folder = tmp_path / "certificates"
+    told(capsys, "site", "certificates", folder, "--name", "coordinator.example.org")
+    told(capsys, "site", "key", tmp_path / "node")
+    line = told(capsys, "site", "signing-key", tmp_path / "reviewer").splitlines()[-1]
+    (tmp_path / "trusted.yaml").write_text(line)
+    write_rows(tmp_path / "data" / "train.jsonl", 8, seed=1)
+    write_rows(tmp_path / "data" / "test.jsonl", 3, seed=2)
+    (tmp_path / "policy.toml").write_text("most-rounds = 5\n")
+    with closing(sqlite3.connect(tmp_path / "state.db")) as database:
+        database.execute("PRAGMA journal_mode = WAL")
+    return SimpleNamespace(
+        folder=folder,
+        key=tmp_path / "node",
+        trusted=tmp_path / "trusted.yaml",
+        policy=tmp_path / "policy.toml",
+        data=tmp_path / "data",
+        database=tmp_path / "state.db",
+    )
+
+
+def run(capsys, *words):
+    """Run the check; return its exit status and output."""
+    status = main(["site", "check", *map(str, words)])
+    output = capsys.readouterr().out
+    assert (status == 0) == all(line.startswith("ok ") for line in output.splitlines())
+    return status, output
+
+
+def at_institution(capsys, site, port, *words, **changed):
+    options = {
+        "superlink": f"127.0.0.1:{port}",
+        "root-certificates": site.folder / "authority.pem",
+        "auth-supernode-private-key": site.key,
+        "trusted-entities": site.trusted,
+        "node-config": f'name="court" data-path="{site.data}" policy="{site.policy}"',
+    } | {key.replace("_", "-"): value for key, value in changed.items()}
+    given = (word for key, value in options.items() for word in (f"--{key}", value))
+    return run(capsys, *given, *words)[1]
+
+
+def at_coordinator(capsys, site, port, **changed):
+    options = {
+        "coordinator": site.folder,
+        "superlink": f"127.0.0.1:{port}",
+        "proxy": f"localhost:{port}",
+        "database": site.database,
+    } | changed
+    return run(capsys, *(word for key, value in options.items() for word in (f"--{key}", value)))
+
+
+def test_a_coordinator_that_is_ready(capsys, site):
+    with proxy(site.folder) as port:
+        status, output = at_coordinator(capsys, site, port)
+    assert status == 0, output
+    assert "valid for 364 days" in output and "valid for 3649 days" in output
+
+
+def test_certificates_that_do_not_fit(capsys, site, tmp_path):
+    renew = f"chambers site certificates {site.folder}"
+    with proxy(site.folder) as port:
+        _, output = at_coordinator(capsys, site, port, proxy=f"127.0.0.2:{port}")
+        assert f"not valid for 127.0.0.2: {renew} --name coordinator.example.org" in output
+        told(capsys, "site", "certificates", site.folder, "--days", "20")
+        _, output = at_coordinator(capsys, site, port)
+        assert "expires in 19 days" in output
+        assert f"{renew}, then restart proxy and SuperLink" in output
+        assert output.count("uses another certificate than") == 2
+        (site.folder / "server.key").chmod(0o644)
+        assert "chmod 600" in at_coordinator(capsys, site, port)[1]
+        told(capsys, "site", "certificates", tmp_path / "other", "--name", "127.0.0.2")
+        shutil.copy(tmp_path / "other" / "server.pem", site.folder)
+        _, output = at_coordinator(capsys, site, port)
+    assert f"server.key is not the key of {site.folder / 'server.pem'}: run {renew}" in output
+    assert f"is not signed by {site.folder / 'authority.pem'}: run {renew}" in output
+
+
+def test_the_way_to_the_superlink(capsys, site):
+    with proxy(site.folder, health=502, control=404) as port:
+        _, output = at_coordinator(capsys, site, port)
+    assert output.count("reaches no SuperLink; start the SuperLink") == 2
+    with proxy(site.folder, control=404) as port:
+        _, output = at_coordinator(capsys, site, port)
+        assert "answers 404 to /v1/control/ instead of 403" in output
+        assert "answers 404 to /v1/control/ instead of 403" in at_institution(capsys, site, port)
+
+
+def test_the_database(capsys, site):
+    with proxy(site.folder) as port:
+        site.database.write_text("not a database, but a text of some length")
+        assert "can't be written: file is not a database" in at_coordinator(capsys, site, port)[1]
+        site.database.unlink()
+        assert "start the SuperLink with --database" in at_coordinator(capsys, site, port)[1]
+
+
+def test_what_an_institution_sees(capsys, site, checkpoint):
+    with proxy(site.folder) as port:
+        output = at_institution(capsys, site, port, "--model", checkpoint)
+    lines = output.splitlines()
+    # Only the stand-in for the SuperLink doesn't know of node keys.
+    (problem,) = (line for line in lines if line.startswith("fix"))
+    assert f"127.0.0.1:{port} answers 501 to /v1/fleet/" in problem
+    assert f"ok   court: 8 training rows and 3 held-out rows in {site.data}" in lines
+    assert any(f"model: {checkpoint} has the digest " in line for line in lines)
+
+
+def test_tls_errors_name_the_cure(capsys, site, tmp_path):
+    told(capsys, "site", "certificates", tmp_path / "other", "--name", "other.example.org")
+    with proxy(site.folder) as port:
+        output = at_institution(
+            capsys, site, port, root_certificates=tmp_path / "other" / "authority.pem"
+        )
+        assert "is not signed by the authority in" in output
+        assert "get authority.pem from the coordinator" in output
+        output = at_institution(capsys, site, port, superlink=f"127.0.0.2:{port}")
+        assert "nothing listens there" in output
+    # A name that only the certificate lacks: the address is this machine's.
+    open_authority(site.folder).issue(site.folder, ["other.example.org"], 90)
+    with proxy(site.folder) as port:
+        output = at_institution(capsys, site, port, superlink=f"localhost:{port}")
+        assert "is not valid for the name localhost" in output
+        assert "chambers site certificates with --name localhost" in output
+        output = at_institution(capsys, site, port)
+        assert "is not valid for the name 127.0.0.1" in output
+    open_authority(site.folder).issue(site.folder, ["127.0.0.1"], 0)
+    with proxy(site.folder) as port:
+        output = at_institution(capsys, site, port)
+        assert "has expired" in output and "chambers site certificates again" in output
+
+
+def test_addresses_that_do_not_answer(capsys, site):
+    assert "HOST:PORT is expected" in at_institution(capsys, site, 0, superlink="localhost")
+    output = at_institution(capsys, site, 0, superlink="no-such-host.invalid:443")
+    assert "the name no-such-host.invalid is unknown here" in output
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer():
+            connection, _ = server.accept()
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert "it doesn't speak TLS" in at_institution(capsys, site, port)
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("ahead", "text"),
+    [
+        (3600, "3600 s behind the coordinator's; from 5 s ahead or 300 s behind the SuperLink"),
+        (-3600, "3600 s ahead of the coordinator's; from 5 s ahead"),
+    ],
+)
+def test_clocks_that_differ(capsys, site, ahead, text):
+    with proxy(site.folder, ahead) as port:
+        assert text in at_institution(capsys, site, port)
+
+
+def test_keys(capsys, site):
+    site.key.chmod(0o640)
+    assert f"chmod 600 {site.key}" in at_institution(capsys, site, 1)
+    site.key.unlink()
+    assert f"{site.key} can't be read" in at_institution(capsys, site, 1)
+    key = ec.generate_private_key(ec.SECP384R1())
+    site.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    assert "chambers site key writes one" in at_institution(capsys, site, 1)
+    output = at_institution(
+        capsys, site, 1, auth_supernode_private_key=site.key.parent / "reviewer"
+    )
+    assert "reviewer is not a key that Flower reads" in output
+
+
+def test_trusted_entities(capsys, site, tmp_path):
+    for content in ("", "{}", "- fpk_1"):
+        site.trusted.write_text(content)
+        assert "names no key" in at_institution(capsys, site, 1)
+    site.trusted.write_text(f"fpk_node: {(tmp_path / 'node.pub').read_text()}")
+    assert "fpk_node is not an Ed25519 key" in at_institution(capsys, site, 1)
+
+
+def test_policy(capsys, site):
+    assert "names no policy" in at_institution(capsys, site, 1, node_config='name="court"')
+    site.policy.write_text("most-round = 5\n")
+    assert "most-round: unknown key" in at_institution(capsys, site, 1)
+
+
+def test_data_and_model(capsys, site, tmp_path):
+    def found(node_config):
+        return at_institution(capsys, site, 1, node_config=node_config)
+
+    assert "--node-config lacks data-path" in found('name="court"')
+    assert "can't be a client's name" in found(f'name="a/b" data-path="{site.data}"')
+    assert "must be an absolute path" in found('name="court" data-path="data"')
+    assert "has no train.jsonl" in found(f'name="court" data-path="{tmp_path / "none"}"')
+    (site.data / "train.jsonl").write_text('{"instruction": "a"}\n')
+    assert "train.jsonl" in found(f'name="court" data-path="{site.data}"')
+    output = at_institution(capsys, site, 1, "--model", tmp_path / "none")
+    assert "no config.json in" in output
+
+
+def test_options_that_are_missing(capsys, site):
+    reason = refused(capsys, "site", "check", "--superlink", "a:1")
+    assert "at an institution, --root-certificates and --auth-supernode-private-key" in reason
+    reason = refused(capsys, "site", "check", "--coordinator", site.folder)
+    assert "at the coordinator, --proxy and --database must be given" in reason

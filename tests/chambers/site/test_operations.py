@@ -1,0 +1,200 @@
+"""The commands of docs/operations.md, and signed releases, with real SuperLinks and SuperNodes."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from flwr.cli.build import build_fab_from_files
+
+from tests.chambers.conftest import ROOT, wait_for
+from tests.chambers.site.deployment import APP, Coordinator, Institution, documented, serving
+from tests.conftest import write_rows
+
+pytestmark = pytest.mark.slow
+REFUSED = "The FAB could not be verified."
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("coordinator") / "chambers"
+    (folder / "release").mkdir(parents=True)
+    with serving(folder / "release") as url:
+        coordinator = Coordinator(folder, url)
+        coordinator.start()
+        yield coordinator
+        coordinator.stop()
+
+
+@pytest.fixture
+def institution(coordinator, tmp_path):
+    return Institution(tmp_path / "court", coordinator)
+
+
+def reviewer(coordinator, file):
+    """Make a signing key; return the line that a site which trusts it adds."""
+    _, output = coordinator.command("chambers", "site", "signing-key", file)
+    return output.splitlines()[-1] + "\n"
+
+
+def release(coordinator, key, **changed):
+    """Build a release of the tiny app, and sign it."""
+    file = key.parent / "tiny.fab"
+    file.write_bytes(build_fab_from_files(APP | changed)[0])
+    sign(coordinator, file, key)
+
+
+def sign(coordinator, file, key):
+    words = ("--key", key, "--output", "release", "--url", coordinator.hub)
+    coordinator.command("chambers", "site", "sign", file, *words)
+
+
+def bash(coordinator, block):
+    return coordinator.command("bash", "-ec", block)[1]
+
+
+def checked(coordinator, institution):
+    words = ("chambers", "site", "check", "--superlink", coordinator.address)
+    words += ("--root-certificates", "authority.pem", "--node-config", "a=1")
+    words += ("--auth-supernode-private-key", institution.key)
+    return coordinator.command(*words, check=False)[1]
+
+
+def test_only_signed_code_runs_until_the_key_is_withdrawn(coordinator, institution, tmp_path):
+    line = reviewer(coordinator, tmp_path / "alice")
+    other = reviewer(coordinator, tmp_path / "bob")
+    trusted = institution.folder / "trusted.yaml"
+    trusted.write_text(line)
+    app = tmp_path / "app"
+    app.mkdir()
+    for name, content in APP.items():
+        (app / name).write_bytes(content)
+    with institution.supernode():
+        release(coordinator, tmp_path / "alice")
+        assert coordinator.run("@courts/tiny==1.0.0")[0] == "finished:completed"
+        status, log = coordinator.run(app)
+        assert status.startswith("finished:failed") and REFUSED in log
+        # The coordinator changes the code after it was signed.
+        (served,) = (coordinator.folder / "release").glob("*.fab")
+        altered = APP["tiny.py"] + b"print(1)"
+        served.write_bytes(build_fab_from_files(APP | {"tiny.py": altered})[0])
+        status, log = coordinator.run("@courts/tiny==1.0.0")
+        assert status.startswith("finished:failed") and REFUSED in log
+        release(coordinator, tmp_path / "bob", **{"tiny.py": altered})
+        status, log = coordinator.run("@courts/tiny==1.0.0")
+        assert status.startswith("finished:failed") and REFUSED in log
+    # Alice's key is withdrawn; Bob signs the release, too.
+    trusted.write_text(line + other)
+    (key_id,) = yaml.safe_load(line)
+    (block,) = documented("Withdraw a signing key", KEY_ID=key_id)
+    subprocess.run(["bash", "-ec", block], cwd=institution.folder, check=True)
+    assert trusted.read_text() == other
+    with institution.supernode():
+        release(coordinator, tmp_path / "alice")
+        status, log = coordinator.run("@courts/tiny==1.0.0")
+        assert status.startswith("finished:failed") and REFUSED in log
+        sign(coordinator, tmp_path / "tiny.fab", tmp_path / "bob")
+        assert coordinator.run("@courts/tiny==1.0.0")[0] == "finished:completed"
+
+
+def test_an_upgrade_needs_no_restart(coordinator, institution, tmp_path):
+    (institution.folder / "trusted.yaml").write_text(reviewer(coordinator, tmp_path / "alice"))
+    app = tmp_path / "tiny"
+    app.mkdir()
+    with institution.supernode() as process:
+        for version in ("1.0.0", "2.0.0"):
+            for name, content in APP.items():
+                (app / name).write_bytes(content.replace(b"1.0.0", version.encode()))
+            for file in coordinator.folder.glob("*.fab"):
+                file.unlink()
+            key = f"{tmp_path / 'alice'} --url {coordinator.hub}"
+            file = f"courts.tiny.{version.replace('.', '-')}.*.fab"
+            values = {"CHECKOUT": app, "RELEASE.fab": file, "KEY": key}
+            (block,) = documented("Upgrade", **values)
+            bash(coordinator, block)
+            assert coordinator.run(f"@courts/tiny=={version}")[0] == "finished:completed"
+        assert process.poll() is None
+
+
+def test_an_expelled_node_cannot_return(coordinator, institution):
+    with institution.supernode() as process:
+        wait_for(lambda: coordinator.nodes()[institution.node] == "online", 60)
+        (block,) = documented("Expel an institution", NODE_ID=institution.node)
+        assert institution.node in bash(coordinator, block)
+        process.wait(60)
+    with institution.supernode() as process:
+        assert process.wait(60) == 1
+    assert "[code: 2004] Failed to activate SuperNode." in institution.log
+    assert f"fix  {institution.key} is not registered" in checked(coordinator, institution)
+    again = ("flwr", "supernode", "register", f"{institution.key}.pub", "deployment")
+    status, output = coordinator.command(*again, check=False)
+    assert status != 0 and "[code: 23] Public key already in use." in output
+
+
+def test_check_tells_that_a_key_is_registered_and_changes_nothing(coordinator, institution):
+    line = f"ok   {institution.key} is registered"
+    assert line in checked(coordinator, institution)
+    assert coordinator.nodes()[institution.node] == "registered"
+    with institution.supernode() as process:
+        wait_for(lambda: coordinator.nodes()[institution.node] == "online", 60)
+        assert line in checked(coordinator, institution)
+        assert coordinator.nodes()[institution.node] == "online"
+        assert process.poll() is None
+
+
+def test_renewal_and_a_restored_backup_keep_the_nodes(coordinator, institution, tmp_path):
+    backup, restore = documented("Back up and restore")
+    (renew,) = documented("Renew the coordinator's certificate")
+    reviewer(coordinator, tmp_path / "alice")
+    release(coordinator, tmp_path / "alice")
+    with institution.supernode() as process:
+        assert coordinator.run("@courts/tiny==1.0.0")[0] == "finished:completed"
+        bash(coordinator, backup)
+        later = Institution(tmp_path / "later", coordinator)
+        assert later.node in coordinator.nodes()
+        before = (coordinator.folder / "server.pem").read_bytes()
+        bash(coordinator, renew)
+        assert (coordinator.folder / "server.pem").read_bytes() != before
+        coordinator.stop()
+        bash(coordinator, restore)
+        coordinator.start()
+        nodes = coordinator.nodes()
+        assert institution.node in nodes and later.node not in nodes
+        assert coordinator.run("@courts/tiny==1.0.0")[0] == "finished:completed"
+        assert process.poll() is None
+
+
+def test_deletion_leaves_nothing_of_a_run(coordinator, institution, checkpoint, tmp_path):
+    """A release of this app, signed, and run to the end."""
+    key = tmp_path / "alice"
+    (institution.folder / "trusted.yaml").write_text(reviewer(coordinator, key))
+    app = tmp_path / "chambers"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True)
+    for name in listed.stdout.decode().splitlines():
+        if (ROOT / name).is_file():
+            (app / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, app / name)
+    coordinator.command("flwr", "build", "--app", app)
+    (file,) = coordinator.folder.glob("chambers.*.fab")
+    sign(coordinator, file, key)
+    write_rows(institution.folder / "data" / "train.jsonl", 8, seed=1)
+    config = {
+        "strategy": "fedjudge-base",
+        "rounds": 1,
+        "min-nodes": 1,
+        "model.name": str(checkpoint),
+        "adapter.targets": "q_proj,v_proj",
+        "train.local-steps": 1,
+        "output-dir": str(tmp_path / "runs"),
+    }
+    home = institution.folder / "home"
+    with institution.supernode(f'name="court" data-path="{institution.folder / "data"}"'):
+        status, log = coordinator.run("@chambers/chambers==0.1.0", **config)
+        assert status == "finished:completed", log
+    assert list(home.rglob("adapter_model.safetensors")) and list(home.rglob("fingerprints/*"))
+    (block,) = documented("Delete")
+    environment = {k: v for k, v in os.environ.items() if k != "FLWR_HOME"} | {"HOME": str(home)}
+    subprocess.run(["bash", "-ec", block], env=environment, check=True)
+    # Flower's own file with a random name of the installation.
+    assert [path for path in home.rglob("*") if path.is_file()] == [home / ".flwr" / "source"]

@@ -1,0 +1,102 @@
+"""Signed releases as Flower fetches and verifies them; several reviewers; careless input."""
+
+import hashlib
+import shutil
+
+import pytest
+import requests
+import yaml
+from flwr.cli.build import build_fab_from_files
+from flwr.supercore.fab import Fab
+from flwr.supercore.utils import request_download_link
+from flwr.superlink.servicer.control.control_handlers import _format_verification
+from flwr.supernode.start_client_internal import _verify_fab
+
+from tests.chambers.conftest import refused, told
+from tests.chambers.site.deployment import APP, serving
+
+
+def build(file, **changed):
+    file.write_bytes(build_fab_from_files(APP | changed)[0])
+    return file
+
+
+def reviewer(capsys, file):
+    """Make a signing key; return what a site that trusts it tells its SuperNode."""
+    return yaml.safe_load(told(capsys, "site", "signing-key", file).splitlines()[-1])
+
+
+def sign(capsys, release, key, output, *words):
+    return told(capsys, "site", "sign", release, "--key", key, "--output", output, *words)
+
+
+def fetch(url):
+    """Fetch the release as a SuperLink does, for its SuperNodes."""
+    location, verifications, _ = request_download_link(
+        "@courts/tiny", "1.0.0", f"{url}/hub/fetch-fab", "fab_url"
+    )
+    content = requests.get(location, timeout=10).content
+    return Fab(hashlib.sha256(content).hexdigest(), content, _format_verification(verifications))
+
+
+@pytest.fixture
+def release(tmp_path):
+    return build(tmp_path / "tiny.fab")
+
+
+def test_a_site_accepts_what_its_reviewer_has_signed_and_nothing_else(capsys, release, tmp_path):
+    alice, bob = (reviewer(capsys, tmp_path / name) for name in ("alice", "bob"))
+    folder = tmp_path / "release"
+    folder.mkdir()
+    with serving(folder) as url:
+        output = sign(capsys, release, tmp_path / "alice", folder, "--url", url)
+        assert "flwr run @courts/tiny==1.0.0 deployment" in output
+        fab = fetch(url)
+        assert fab.content == release.read_bytes()
+        assert _verify_fab(fab, alice)
+        assert not _verify_fab(fab, bob)
+        # Whoever signs under another's name is not believed.
+        assert not _verify_fab(fab, dict.fromkeys(alice, *bob.values()))
+        # The coordinator changes the code, and keeps the signatures.
+        (served,) = folder.glob("*.fab")
+        build(served, **{"tiny.py": APP["tiny.py"] + b"print(1)"})
+        assert not _verify_fab(fetch(url), alice)
+
+
+def test_reviewers_add_their_signatures_to_one_release(capsys, release, tmp_path):
+    alice, bob = (reviewer(capsys, tmp_path / name) for name in ("alice", "bob"))
+    folder = tmp_path / "release"
+    folder.mkdir()
+    with serving(folder) as url:
+        for name in ("alice", "bob", "alice"):
+            sign(capsys, release, tmp_path / name, folder, "--url", url)
+        assert _verify_fab(fetch(url), alice) and _verify_fab(fetch(url), bob)
+        # Another release has none of the earlier one's signatures.
+        build(release, **{"tiny.py": APP["tiny.py"] + b"print(1)"})
+        sign(capsys, release, tmp_path / "bob", folder, "--url", url)
+        fab = fetch(url)
+        assert fab.content == release.read_bytes()
+        assert _verify_fab(fab, bob) and not _verify_fab(fab, alice)
+        assert len(list(folder.iterdir())) == 2
+
+
+def test_refusals(capsys, release, tmp_path):
+    reviewer(capsys, tmp_path / "key")
+    told(capsys, "site", "key", tmp_path / "node")
+    folder = tmp_path / "release"
+
+    def attempt(release, key, *words):
+        return refused(capsys, "site", "sign", release, "--key", key, "--output", folder, *words)
+
+    assert "can't be read" in attempt(tmp_path / "none.fab", tmp_path / "key")
+    assert "not a release made by flwr build" in attempt(tmp_path / "key", tmp_path / "key")
+    for key in ("node", "key.pub"):
+        assert "is not a signing key" in attempt(release, tmp_path / key)
+    assert "must begin with http" in attempt(release, tmp_path / "key", "--url", "127.0.0.1:8002")
+    assert not folder.exists()
+    assert "exists" in refused(capsys, "site", "signing-key", tmp_path / "key")
+    sign(capsys, release, tmp_path / "key", folder)
+    (folder / "fetch-fab.json").write_text("{}")
+    assert "sign again" in attempt(release, tmp_path / "key")
+    shutil.rmtree(folder)
+    sign(capsys, release, tmp_path / "key", folder)

@@ -1,0 +1,157 @@
+"""``chambers status``, from the files that real runs write."""
+
+import os
+import pty
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from flwr.app import Context, RecordDict
+
+from chambers.__main__ import main
+from server_app.main import main as server_app
+from strategies.participants import TooFewClientsError
+from strategies.run_folder import METRICS, RunningError, is_running, running
+from tests.chambers.conftest import ROOT, write_run
+from tests.strategies.grids import SpyingGrid
+
+HOSTILE = "[red]\x1b[2J\nState running[/]"
+
+
+@pytest.fixture
+def status(capsys):
+    """Return a function that gives the command's exit status and its output in one line."""
+
+    def show(directory) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["status", str(directory)])
+        return code, " ".join(capsys.readouterr().out.split())
+
+    return show
+
+
+class Watched(SpyingGrid):
+    """Looks at the run while clients work, and spoils beta's reply in the second round."""
+
+    def __init__(self, values, look):
+        super().__init__(values, self.spoil)
+        self.look, self.seen, self.trained = look, [], 0
+
+    def spoil(self, reply):
+        config = reply.content["config"]
+        if reply.metadata.message_type == "train" and config["name"] == "beta":
+            self.trained += 1
+            if self.trained == 2:
+                config["problem"] = HOSTILE
+            # Metrics may have any name, those of the server's own events too.
+            metrics = reply.content["metrics"]
+            metrics["participants"] = metrics["left-out"] = 1.0
+            del metrics["tokens"]
+        return reply
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        self.seen.append((messages[0].metadata.message_type, self.look()))
+        return super().push_messages(messages)
+
+
+def serve(values, grid) -> None:
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
+    server_app(grid, context)
+
+
+def test_a_run_that_goes_on_and_completes(values, tmp_path, status):
+    values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path), "min-nodes": 2}
+
+    def look():
+        (directory,) = (tmp_path / "runs").iterdir()
+        with (directory / METRICS).open("ab") as lines:  # as if it were being written
+            end = lines.tell()
+            lines.write(b'{"event": "tra')
+            lines.flush()
+            seen = status(directory)
+            lines.truncate(end)
+        return seen
+
+    grid = Watched(values, look)
+    serve(values, grid)
+    assert all(code == 0 for _, (code, _) in grid.seen)
+    assert "waits for SuperNodes and registers them" in grid.seen[0][1][1]
+    first, second, third = (text for kind, (_, text) in grid.seen if kind == "train")
+    assert "running: training of round 1 of 3" in first and "0 of 3 clients have replied" in first
+    assert "unknown, until the first round is over" in first
+    assert "Checkpoint after round 0" in first
+    assert "if rounds take as long as the last 1" in second and "Checkpoint after round 1" in second
+    assert "tokens/s" in second and "in round 1" in second and "OUT" not in second
+    assert r"beta 12" in third
+    assert r"in training; OUT of round 2: [red]\x1b[2J State running[/]" in third
+    (directory,) = (tmp_path / "runs").iterdir()
+    code, text = status(directory)
+    assert code == 0 and "State completed" in text and "Time left -" in text
+    assert "Checkpoint after round 3" in text and "beta 12" in text and "OUT" not in text
+    assert not is_running(directory)
+    assert not (directory / ".replies").exists()
+
+
+def test_a_run_that_fails_says_why(values, tmp_path, status):
+    values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path)}
+    with pytest.raises(TooFewClientsError):
+        serve(values, Watched(values, lambda: None))
+    (directory,) = (tmp_path / "runs").iterdir()
+    code, text = status(directory)
+    assert code == 1
+    assert "failed" in text and "TooFewClientsError: round 2: 2 valid replies" in text
+    assert "OUT of round 2: [red]" in text and "\x1b" not in text
+
+
+def test_a_killed_run_is_not_taken_for_a_running_one(checkpoint, tmp_path, status):
+    directory = write_run(tmp_path / "run", checkpoint, **{"split.head-blocks": 0})
+    code = (
+        "import sys, time; from pathlib import Path; from strategies.run_folder import running\n"
+        "with running(Path(sys.argv[1])): print(flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(directory)], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    try:
+        process.stdout.readline()
+        assert status(directory)[0] == 0
+        with pytest.raises(RunningError, match="another run is writing to"), running(directory):
+            pass
+        with watching(directory) as (watcher, terminal):
+            while b"registers them" not in os.read(terminal, 1000):
+                assert watcher.poll() is None
+            process.kill()
+            process.wait()
+            assert watcher.wait(30) == 1
+    finally:
+        process.kill()
+        process.wait()
+    code, text = status(directory)
+    assert code == 1 and 'was killed; continue with resume = "' in text
+
+
+@contextmanager
+def watching(directory):
+    """Run ``chambers status --watch`` in a terminal; yield the process and the other end."""
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "chambers", "status", "--watch", str(directory)],
+        cwd=ROOT,
+        stdout=end,
+        stderr=end,
+        env=os.environ | {"COLUMNS": "200", "TERM": "xterm"},
+    )
+    os.close(end)
+    try:
+        yield process, terminal
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def test_a_folder_of_no_run_is_refused(tmp_path, capsys):
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
