@@ -6,6 +6,7 @@ run.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -21,6 +22,7 @@ from server_app.main import STRATEGIES
 from strategies.journal import Progress
 from strategies.messages import to_arrays
 from strategies.run_config import Scalar, parse_run_config
+from strategies.status import RunStatus
 
 
 class InProcessGrid(Grid):
@@ -39,6 +41,7 @@ class InProcessGrid(Grid):
         TaskIdentity.node_id = 0
         self._run_config = dict(run_config)
         self._nodes = nodes
+        self._replies: dict[str, Message] = {}
 
     def set_run(self, run: Any) -> None:
         """Do nothing: there is one run."""
@@ -57,12 +60,14 @@ class InProcessGrid(Grid):
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Raise: only ``send_and_receive`` is used."""
-        raise NotImplementedError
+        """Ask the clients, and return an id for each answer."""
+        replies = self.send_and_receive(messages)
+        self._replies = {str(reply.metadata.src_node_id): reply for reply in replies}
+        return list(self._replies)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Raise: only ``send_and_receive`` is used."""
-        raise NotImplementedError
+        """Return answers by id, each once."""
+        return [self._replies.pop(identifier) for identifier in message_ids]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -90,12 +95,24 @@ class MemoryJournal:
         events: Lines of ``metrics.jsonl``.
         adapters: The global adapter after each round.
         kept: Each client's personalised adapter.
+        status: What the run is doing now.
     """
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.adapters: dict[int, State] = {}
         self.kept: dict[str, State] = {}
+        self.status = RunStatus()
+        self._scratch = TemporaryDirectory()
+
+    @property
+    def scratch(self) -> Path:
+        """Folder that is deleted with the journal."""
+        return Path(self._scratch.name)
+
+    def show(self, status: RunStatus) -> None:
+        """Keep the status."""
+        self.status = status
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Keep an event."""

@@ -65,7 +65,7 @@ _MINIATURE = Shape(hidden=64, blocks=3, vocabulary=64, rows=1, columns=8, micro_
 _LANES = 8
 _ROOM = 2  # micro-batches within the activation budget
 _STEPS = 2
-_TARGETS_AT_ONCE = 256  # as in finetuning.model.whole_model
+_TARGETS_AT_ONCE = 256  # as in finetuning.model.output_head
 _MEGABYTE = 1e6
 
 

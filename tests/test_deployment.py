@@ -1,14 +1,19 @@
 """The app as institutions run it: a SuperLink and three SuperNodes, a process per message."""
 
 import json
+import shutil
 import socket
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from chambers.superlink import private_superlink, run_app
+from tests.client_app.worker_process import running_worker
+from tests.strategies.grids import same
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("alpha", "beta", "gamma")
@@ -19,7 +24,7 @@ pytestmark = pytest.mark.slow
 RANK = 56_000
 
 
-def start_supernode(link, name: str, data: Path, log: Path) -> subprocess.Popen:
+def start_supernode(link, name: str, data: Path, log: Path, node: str = "") -> subprocess.Popen:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -28,7 +33,7 @@ def start_supernode(link, name: str, data: Path, log: Path) -> subprocess.Popen:
             [
                 *("flower-supernode", "--insecure", "--superlink", link.address),
                 *("--host", "127.0.0.1", "--port", str(port)),
-                *("--node-config", f'name="{name}" data-path="{data}"'),
+                *("--node-config", f'name="{name}" data-path="{data}" {node}'),
             ],
             env=link.environment,
             stdout=output,
@@ -108,3 +113,73 @@ def test_three_supernodes_train_a_split_model(deep_checkpoint, client_folders, t
         assert steps == {4.0}
         for kind in ("global", "personalised"):
             assert (lineage / name / "adapters" / kind / "adapter_model.safetensors").is_file()
+
+
+def test_sites_refuse_and_no_error_quotes_a_row(checkpoint, client_folders, tmp_path, capfd):
+    """A SuperNode sends a policy's reason, and no error's text that quotes a row."""
+    word = "Xanthippe"
+    shutil.copytree(client_folders / "alpha", tmp_path / "alpha")
+    row = {"instruction": f"{word} asks", "output": "answer"}
+    (tmp_path / "alpha" / "train.jsonl").write_text(json.dumps(row) + "\n")
+    quoting = tmp_path / "quoting"
+    shutil.copytree(checkpoint, quoting)
+    (quoting / "chat_template.jinja").write_text(
+        "{{ raise_exception('odd turn: ' + messages[0]['content']) }}"
+    )
+    policy, audit = tmp_path / "policy.toml", tmp_path / "audit.jsonl"
+    policy.write_text(f'audit-log = "{audit}"\npaths = ["{tmp_path}"]\nmost-rounds = 1\n')
+    config = {
+        "min-nodes": 2,
+        "model.name": str(quoting),
+        "output-dir": str(tmp_path / "runs"),
+        "state-path": str(tmp_path / "state"),
+    }
+    with private_superlink(tmp_path / "flower", simulated=False) as link:
+        start_supernode(link, "alpha", tmp_path / "alpha", tmp_path / "alpha.log")
+        named = f'policy="{policy}"'
+        start_supernode(link, "beta", client_folders / "beta", tmp_path / "beta.log", named)
+        assert run_app(ROOT, link, config).startswith("finished:failed")
+        shown = capfd.readouterr().out
+    assert "alpha/train.jsonl:1: the chat template refuses it" in shown
+    assert "the site's policy refuses rounds = 5 (most-rounds = 1)" in shown
+    own_log = (tmp_path / "alpha.log").read_text()
+    assert f"odd turn: {word}" in own_log
+    assert "--node-config names no policy" in own_log
+    assert word not in shown
+    for file in (tmp_path / "flower").rglob("*"):
+        assert not file.is_file() or word.encode() not in file.read_bytes(), file
+    (line,) = map(json.loads, audit.read_text().splitlines())
+    assert line["client"] == "beta" and "most-rounds = 1" in line["problem"]
+
+
+def test_resident_workers_answer_as_processes_do(checkpoint, client_folders, tmp_path, capfd):
+    """They run the code that Flower installs from the app, and give the same adapters."""
+    adapters = []
+    for kind in ("processes", "workers"):
+        folder = tmp_path / kind
+        config = {
+            "rounds": 2,
+            "min-nodes": 2,
+            "model.name": str(checkpoint),
+            "train.local-steps": 2,
+            "output-dir": str(folder / "runs"),
+            "state-path": str(folder / "state"),
+        }
+        with private_superlink(folder, simulated=False) as link, ExitStack() as stack:
+            workers = {}
+            for name in NAMES[:2]:
+                (own := folder / name).mkdir()
+                node = ""
+                if kind == "workers":
+                    workers[name] = stack.enter_context(running_worker(own))
+                    node = f'worker="{workers[name].socket}"'
+                start_supernode(link, name, client_folders / name, own / "node.log", node)
+            status = run_app(ROOT, link, config)
+            assert status == "finished:completed", capfd.readouterr().out
+            for name, worker in workers.items():
+                # To train and to evaluate, in two rounds and before the first one.
+                assert worker.answered() == 5
+                assert "this process answers" not in (folder / name / "node.log").read_text()
+        (run,) = (folder / "runs").iterdir()
+        adapters.append(load_file(run / "adapters" / "global" / "adapter_model.safetensors"))
+    assert same(*adapters)

@@ -1,0 +1,211 @@
+"""Memory and time of averaging many clients' adapters, beside Flower's FedAvg.
+
+    python -m bench.aggregation [--nodes 10 50] [--blocks 32]
+
+The adapters are LoRA of rank 16 on all linear layers of a model with hidden size 4,096: 40 million
+parameters, 160 MB, with 32 blocks. Each side is the real strategy in a fresh process: one round,
+without evaluation. The replies are there when they are asked for; a grid in the process makes each
+from random numbers when it is pulled, which is not counted in the seconds. ``FedAvg`` pulls all
+replies and averages them at once. Chambers pulls them one by one, checks them, keeps them on the
+disk, writes every client's personalised adapter, averages, and writes the global adapter, a
+checkpoint and the report.
+
+Memory is the largest growth of the process's resident memory (VmHWM, which includes mapped files)
+since it has run a miniature. The two averages are compared value by value.
+"""
+
+import argparse
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+from flwr.supercore.task_identity import TaskIdentity
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from bench.harness import Worker, make_table, show
+from bench.memory import Memory
+from server_app.results import Results
+from strategies.fedjudge import FedJudgeBase
+from strategies.journal import Progress
+from strategies.messages import (
+    SIZE,
+    State,
+    answer,
+    config_of,
+    from_arrays,
+    to_arrays,
+)
+from strategies.run_config import parse_run_config
+
+RANK, HIDDEN, INNER = 16, 4096, 11008
+MODULES = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj"), (HIDDEN, HIDDEN)),
+    **dict.fromkeys(("self_attn.v_proj", "self_attn.o_proj"), (HIDDEN, HIDDEN)),
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (HIDDEN, INNER)),
+    "mlp.down_proj": (INNER, HIDDEN),
+}
+FINGERPRINT = {"tensor": "0" * 64}
+
+
+def draw_adapter(blocks: int, seed: int) -> State:
+    """Return a random adapter."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"base_model.model.model.layers.{block}.{module}.lora_{kind}.weight": 0.01
+        * torch.randn(shape, generator=generator)
+        for block in range(blocks)
+        for module, (inputs, outputs) in MODULES.items()
+        for kind, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK)))
+    }
+
+
+class RandomClients(Grid):
+    """Clients whose replies are made when they are pulled.
+
+    Args:
+        clients: Number of clients.
+        blocks: Number of blocks that adapters have weights for.
+
+    Attributes:
+        seconds: Time that making replies has taken.
+
+    """
+
+    def __init__(self, clients: int, blocks: int) -> None:
+        TaskIdentity.run_id = TaskIdentity.task_id = 1
+        TaskIdentity.node_id = 0
+        self._clients, self._blocks = clients, blocks
+        self._messages: dict[str, Message] = {}
+        self.seconds = 0.0
+
+    def set_run(self, run: Any) -> None:
+        """Do nothing: there is one run."""
+
+    @property
+    def run(self) -> Any:
+        """Raise: there is no run outside this process."""
+        raise NotImplementedError
+
+    def create_message(self, *_: Any, **__: Any) -> Message:
+        """Raise: messages are made by their constructor."""
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return all SuperNodes: they are always connected."""
+        return list(range(1, self._clients + 1))
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Keep the messages."""
+        self._messages = {str(message.metadata.dst_node_id): message for message in messages}
+        return list(self._messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return a reply to each message."""
+        started = time.perf_counter()
+        replies = [self._reply(self._messages.pop(identifier)) for identifier in message_ids]
+        self.seconds += time.perf_counter() - started
+        return replies
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Return all replies at once, as Flower's grids do."""
+        return self.pull_messages(self.push_messages(messages))
+
+    def _reply(self, message: Message) -> Message:
+        node = message.metadata.dst_node_id
+        metrics = {SIZE: 100 * node}
+        config = {"name": f"client-{node:03}", "base": config_of(message).get("base", "")}
+        if message.metadata.message_type == "query":
+            digests = {"tensors": list(FINGERPRINT), "digests": list(FINGERPRINT.values())}
+            return answer(message, config | digests, metrics)
+        arrays = to_arrays(draw_adapter(self._blocks, node))
+        return answer(message, config, metrics | {"loss": 1.0}, arrays)
+
+
+class TrainingOnly(FedJudgeBase):
+    """FedJudge-Base without evaluation."""
+
+    def configure_evaluate(self, *_: Any) -> Iterable[Message]:
+        """Ask nobody: only training is measured."""
+        return []
+
+
+def average(side: str, clients: int, blocks: int, folder: Path) -> tuple[ArrayRecord, float]:
+    """Run a round; return the average, and the seconds without those of making replies."""
+    grid = RandomClients(clients, blocks)
+    initial = to_arrays(draw_adapter(blocks, 0))
+    started = time.perf_counter()
+    if side == "FedAvg":
+        strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=clients)
+        averaged = strategy.start(grid, initial, num_rounds=1).arrays
+    else:
+        config = parse_run_config({"rounds": 1, "min-nodes": clients, "strategy": "fedjudge-base"})
+        results = Results(folder, config, "random", LoraConfig(r=RANK))
+        results.describe(FINGERPRINT)
+        own = TrainingOnly(config, FINGERPRINT, Progress("bench", evaluated=True), results)
+        averaged = own.start(grid, initial, num_rounds=1).arrays
+        results.close()
+    return averaged, time.perf_counter() - started - grid.seconds
+
+
+def measure(link: Connection, side: str) -> None:
+    """Run the miniature; then measure a round, and save the average."""
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        average(side, clients=2, blocks=1, folder=Path(folder))
+    clients, blocks, file = link.recv()
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        memory = Memory()
+        averaged, seconds = average(side, clients=clients, blocks=blocks, folder=Path(folder))
+        peak = memory.peak()
+    save_file(from_arrays(averaged), file)
+    link.send((peak, seconds))
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """Return the largest difference of two files' values ÷ the largest value."""
+    left: Mapping[str, torch.Tensor] = load_file(one)
+    right: Mapping[str, torch.Tensor] = load_file(other)
+    if left.keys() != right.keys():
+        raise SystemExit("the averages have different tensors")
+    scale = max(float(value.abs().max()) for value in left.values())
+    return max(float((left[name] - right[name]).abs().max()) for name in left) / scale
+
+
+def main() -> None:
+    """Measure both sides for each number of nodes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[10, 50])
+    parser.add_argument("--blocks", type=int, default=32)
+    arguments = parser.parse_args()
+    size = sum(value.numel() for value in draw_adapter(arguments.blocks, 0).values())
+    headings = ("nodes", "", "peak MB", "÷ adapter", "seconds", "difference")
+    table = make_table("averaging one round", *headings)
+    cores = os.sched_getaffinity(0)
+    for nodes in arguments.nodes:
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder) / "FedAvg.safetensors", Path(folder) / "Chambers.safetensors"]
+            for file in files:
+                with Worker(measure, cores, file.stem) as worker:
+                    peak, seconds = worker.ask((nodes, arguments.blocks, file))
+                cells = [f"{peak / 1e6:,.0f}", f"{peak / (4 * size):.1f}", f"{seconds:.1f}"]
+                both = all(each.exists() for each in files)
+                difference = f"{largest_difference(*files):.1e}" if both else ""
+                table.add_row(str(nodes), file.stem, *cells, difference)
+        table.add_section()
+    show(f"{size:,} parameters, {4 * size / 1e6:,.0f} MB", table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The services of a Compose file, as the programs that a container engine would start."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.deployment.hosts import View
+
+_VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service of a Compose file.
+
+    Attributes:
+        name: Name of the service.
+        command: Program and arguments.
+        health: Command that succeeds once the service is ready; empty if there is none.
+        view: Its files and environment.
+
+    """
+
+    name: str
+    command: list[str]
+    health: list[str]
+    view: View
+
+
+def read_services(file: Path, variables: Mapping[str, str]) -> dict[str, Service]:
+    """Read a Compose file.
+
+    Args:
+        file: The Compose file.
+        variables: Values for ``${NAME}``; others have their default.
+
+    Raises:
+        KeyError: A variable that must have a value has none.
+
+    """
+    content = _interpolate(yaml.safe_load(file.read_text()), variables)
+    secrets = {name: Path(value["file"]) for name, value in content.get("secrets", {}).items()}
+    return {
+        name: Service(
+            name=name,
+            command=[*values["entrypoint"], *values.get("command", [])],
+            # The first word says how it is run: CMD, without a shell.
+            health=values.get("healthcheck", {}).get("test", [])[1:],
+            view=_view(values, secrets, file.parent),
+        )
+        for name, values in content["services"].items()
+    }
+
+
+def _view(values: Mapping[str, Any], secrets: Mapping[str, Path], folder: Path) -> View:
+    mounts = {secret["target"]: secrets[secret["source"]] for secret in values.get("secrets", [])}
+    read_only = set(mounts)
+    for volume in values.get("volumes", []):
+        source, target, *mode = volume.split(":")
+        mounts[target] = folder / source
+        if mode == ["ro"]:
+            read_only.add(target)
+    environment = {}
+    if "env_file" in values:
+        for line in (folder / values["env_file"]).read_text().splitlines():
+            if line and not line.startswith("#"):
+                key, _, value = line.partition("=")
+                environment[key] = value
+    return View(mounts, read_only, environment | values.get("environment", {}))
+
+
+def _interpolate(value: Any, variables: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _interpolate(item, variables) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_interpolate(item, variables) for item in value]
+    if not isinstance(value, str):
+        return value
+
+    def replace(match: re.Match[str]) -> str:
+        name, kind, text = match.groups()
+        if name in variables:
+            return variables[name]
+        if kind == "-":
+            return str(text)
+        raise KeyError(f"{name} {text or 'has no value'}")
+
+    return _VARIABLE.sub(replace, value)

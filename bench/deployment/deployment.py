@@ -1,0 +1,250 @@
+"""A coordinator and institutions on one machine, set up as ``docs/deployment.md`` says."""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.deployment.compose import read_services
+from bench.deployment.hosts import FOLDER, Host, network
+from bench.deployment.program import DeploymentError, Program
+from strategies.run_config import Scalar
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+COMPLETED = "finished:completed"
+RELEASE = "@chambers/chambers==0.1.0"
+_DOCKER = CHECKOUT / "docker"
+_ACTIVE_SECONDS = 120.0
+_RUN_SECONDS = 900.0
+
+
+class Deployment:
+    """The hosts and programs of a deployment.
+
+    Attributes:
+        hosts: Hosts by name: ``"coordinator"`` and the institutions.
+        programs: For each host, its programs by the service's name in ``docker/``: ``"superlink"``,
+            ``"superexec"`` and ``"proxy"``, or ``"supernode"``, ``"superexec"`` and perhaps
+            ``"worker"``.
+        institutions: Names of the institutions.
+        address: Address of the proxy.
+        settings: The part of the run config that depends on the deployment.
+
+    """
+
+    def __init__(
+        self, hosts: Mapping[str, Host], data: Mapping[str, Path], model: Path, worker: bool
+    ) -> None:
+        coordinator = hosts["coordinator"]
+        self.hosts = dict(hosts)
+        self.programs: dict[str, dict[str, Program]] = {}
+        self.institutions = list(data)
+        self._worker = worker
+        self.address = f"{coordinator.address}:8443"
+        # Containers have the model at the same path on every host.
+        self.settings: dict[str, Scalar] = {
+            "model.name": f"{FOLDER}/model" if coordinator.namespace else str(model),
+            "min-nodes": len(data),
+            "split.listen": f"{coordinator.address}:9000",
+        }
+        self._prepare_coordinator(coordinator, model)
+        for name, folder in data.items():
+            self._prepare_institution(hosts[name], folder, model)
+
+    def start(self) -> None:
+        """Start the coordinator, register the institutions, and start them.
+
+        Raises:
+            DeploymentError: A program or command failed.
+
+        """
+        coordinator = self.programs["coordinator"]
+        for program in coordinator.values():
+            program.start()
+        # The proxy's check reaches the SuperLink.
+        for name in ("proxy", "superexec"):
+            coordinator[name].wait_until_ready()
+        for name in self.institutions:
+            self.register(name, self.hosts[name].folder / "node.pub")
+            for program in self.programs[name].values():
+                program.start()
+        for name in self.institutions:
+            self.wait_until_active(name)
+
+    def wait_until_active(self, name: str, times: int = 1) -> None:
+        """Wait until an institution's SuperNode has been accepted this many times in all.
+
+        Raises:
+            DeploymentError: It has ended, or isn't accepted in time.
+
+        """
+        supernode = self.programs[name]["supernode"]
+        end = time.monotonic() + _ACTIVE_SECONDS
+        while supernode.output().count("SuperNode ID: ") < times:
+            if time.monotonic() > end or not supernode.running:
+                raise DeploymentError(f"{supernode} is not active:\n{supernode.output()[-2000:]}")
+            time.sleep(0.2)
+
+    def register(self, name: str, key: Path) -> None:
+        """Register the public key of an institution's SuperNode."""
+        # The coordinator's programs see only what is in the folder.
+        shutil.copy(key, self.hosts["coordinator"].folder / "state" / f"{name}.pub")
+        self.flwr("supernode", "register", f"state/{name}.pub", "deployment", "--name", name)
+
+    def flwr(self, *arguments: str, seconds: float = 120.0) -> str:
+        """Run ``flwr`` at the coordinator, and return what it says.
+
+        Raises:
+            DeploymentError: It failed.
+
+        """
+        beside = self.programs["coordinator"]["superexec"]
+        result = beside.host.run(["flwr", *arguments], beside.view, seconds)
+        if result.returncode != 0:
+            raise DeploymentError(f"flwr {' '.join(arguments)}: {result.stdout}")
+        return result.stdout
+
+    def submit(self, config: Mapping[str, Scalar], app: str = RELEASE) -> int:
+        """Submit a run of the release, or of another app, and return its id."""
+        return int(json.loads(self._run(config, app, "--format=json"))["run-id"])
+
+    def run(self, config: Mapping[str, Scalar], app: str = RELEASE) -> tuple[str, str]:
+        """Run the release, or another app, to the end; return its status and its log."""
+        log = self._run(config, app, "--stream")
+        return self.status(), log
+
+    def status(self) -> str:
+        """Return the status of the newest run, with the reason if it failed."""
+        newest = json.loads(self.flwr("ls", "deployment", "--format=json"))["runs"][0]
+        status, details = str(newest["status"]), str(newest.get("status-details", ""))
+        return status if details in {"", "N/A"} else f"{status}: {details}"
+
+    def stop(self) -> None:
+        """End every program, institutions first."""
+        for programs in reversed(self.programs.values()):
+            for program in programs.values():
+                program.stop()
+
+    def _run(self, config: Mapping[str, Scalar], app: str, *options: str) -> str:
+        values = self.settings | dict(config)
+        file = self.hosts["coordinator"].folder / "state" / "run.toml"
+        file.write_text("".join(f"{key} = {json.dumps(values[key])}\n" for key in values))
+        command = ("run", app, "deployment", "--run-config", "state/run.toml", *options)
+        return self.flwr(*command, seconds=_RUN_SECONDS)
+
+    def _prepare_coordinator(self, host: Host, model: Path) -> None:
+        names = dict.fromkeys((host.address, host.loopback))
+        site(host, "certificates", ".", *(word for name in names for word in ("--name", name)))
+        (host.folder / "superexec.secret").write_bytes(secrets.token_bytes(32))
+        _sign_release(host)
+        host.make_writable("proxy")
+        host.make_writable("state")
+        (host.make_writable("state/.flwr") / "config.toml").write_text(
+            host.here(
+                '[superlink.deployment]\naddress = "127.0.0.1:8000"\n'
+                f'root-certificates = "{FOLDER}/authority.pem"\n'
+            )
+        )
+        programs = self._add_programs(host, "coordinator.yml", {"MODEL": str(model)})
+        if not host.namespace:
+            content = (_DOCKER / "nginx.conf").read_text()
+            (host.folder / "nginx.conf").write_text(host.here(content))
+        assert set(programs) == {"superlink", "superexec", "proxy"}
+
+    def _prepare_institution(self, host: Host, data: Path, model: Path) -> None:
+        coordinator = self.hosts["coordinator"]
+        site(host, "key", "node")
+        for name in ("authority.pem", "trusted.yaml"):
+            shutil.copy(coordinator.folder / name, host.folder)
+        (host.folder / "superexec.secret").write_bytes(secrets.token_bytes(32))
+        (host.folder / "policy.toml").write_text(
+            f'paths = ["{self.settings["model.name"]}"]\n'
+            f'coordinators = ["{coordinator.address}"]\n'
+            "split = {allowed = true}\n"
+        )
+        host.make_writable("state")
+        if not host.namespace:
+            (host.folder / "data").symlink_to(data)
+        variables = {"COORDINATOR": self.address, "INSTITUTION": host.name}
+        if self._worker:
+            variables["WORKER"] = host.here(f"{FOLDER}/state/worker.sock")
+        folders = {"DATA": str(data), "MODEL": str(model)}
+        self._add_programs(host, "institution.yml", variables | folders)
+
+    def _add_programs(
+        self, host: Host, file: str, variables: Mapping[str, str]
+    ) -> dict[str, Program]:
+        services = read_services(_DOCKER / file, {"FOLDER": str(host.folder), **variables})
+        # The first service holds the network, as the namespace does here.
+        left_out = {"coordinator", "institution"} | (set() if self._worker else {"worker"})
+        self.programs[host.name] = {
+            name: Program(host, service)
+            for name, service in services.items()
+            if name not in left_out
+        }
+        return self.programs[host.name]
+
+
+def site(host: Host, *arguments: str) -> str:
+    """Run ``chambers site`` in the host's folder, and return what it says.
+
+    Raises:
+        DeploymentError: It failed.
+
+    """
+    return _run_in(host.folder, sys.executable, "-m", "chambers", "site", *arguments)
+
+
+def _sign_release(host: Host) -> None:
+    """Build the release and sign it with the key of a reviewer whom all sites trust."""
+    _run_in(host.folder, "flwr", "build", "--app", str(CHECKOUT))
+    (release,) = host.folder.glob("*.fab")
+    trust = site(host, "signing-key", "reviewer").splitlines()[-1]
+    (host.folder / "trusted.yaml").write_text(f"{trust}\n")
+    site(host, "sign", release.name, "--key", "reviewer", "--output", "release")
+    if not host.namespace:
+        answer = host.folder / "release" / "fetch-fab.json"
+        answer.write_text(host.here(answer.read_text()))
+
+
+def _run_in(folder: Path, *command: str) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(CHECKOUT)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if result.returncode != 0:
+        raise DeploymentError(f"{' '.join(command)}: {result.stdout}{result.stderr}")
+    return result.stdout
+
+
+@contextmanager
+def deployment(
+    folder: Path, data: Mapping[str, Path], model: Path, worker: bool = False
+) -> Iterator[Deployment]:
+    """Set up and start a deployment, and end all of its processes afterwards.
+
+    Args:
+        folder: Gets a folder for each host.
+        data: The data of each institution.
+        model: Directory of the base model.
+        worker: Whether each institution has a resident worker.
+
+    """
+    with network(folder, list(data)) as hosts:
+        running = Deployment(hosts, data, model, worker)
+        try:
+            running.start()
+            yield running
+        finally:
+            running.stop()

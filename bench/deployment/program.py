@@ -1,0 +1,113 @@
+"""A program of a host: started, asked whether it is ready, stopped and killed."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from bench.deployment.compose import Service
+from bench.deployment.hosts import Host
+
+_READY_SECONDS = 90.0
+_STOP_SECONDS = 30.0
+
+
+class DeploymentError(Exception):
+    """A program or command of the deployment failed; the message has what it said."""
+
+
+class Program:
+    """A service of a Compose file, as a plain process on a host.
+
+    Attributes:
+        host: Host that it runs on.
+        name: Name of the service.
+        command: Program and arguments.
+        view: The files and environment of the program, and of commands that are run beside it.
+        log: File with its output, of all starts.
+
+    """
+
+    def __init__(self, host: Host, service: Service) -> None:
+        self.host = host
+        self.name = service.name
+        environment = {key: host.here(value) for key, value in service.view.environment.items()}
+        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        # Threads of several processes wait for each other.
+        environment["OMP_NUM_THREADS"] = "1"
+        self.view = replace(service.view, environment=environment)
+        self.log = host.folder / "logs" / f"{service.name}.log"
+        self.log.parent.mkdir(exist_ok=True)
+        self.command = [host.here(word) for word in service.command]
+        self._health = [host.here(word) for word in service.health]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the program runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the program; it need not be ready yet."""
+        with self.log.open("ab") as log:
+            self._process = self.host.start(self.command, self.view, log)
+
+    def wait_until_ready(self) -> None:
+        """Wait until the service's health check succeeds.
+
+        Raises:
+            DeploymentError: The program ended, or isn't ready in time.
+
+        """
+        end = time.monotonic() + _READY_SECONDS
+        said = ""
+        while time.monotonic() < end and self.running:
+            result = self.host.run(self._health, self.view)
+            if result.returncode == 0:
+                return
+            said = result.stdout
+            time.sleep(0.5)
+        raise DeploymentError(f"{self} is not ready: {said[-500:]}\n{self.output()[-2000:]}")
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the program's process and those that it has started."""
+        if not self.running:
+            return []
+        assert self._process is not None
+        with suppress(psutil.NoSuchProcess):
+            own = psutil.Process(self._process.pid)
+            return [own, *own.children(recursive=True)]
+        return []
+
+    def stop(self) -> None:
+        """End the program as ``docker stop`` and systemd do: SIGTERM, and SIGKILL for the rest."""
+        processes = self.processes()
+        if processes:
+            with suppress(psutil.NoSuchProcess):
+                processes[0].terminate()
+            psutil.wait_procs(processes[:1], timeout=_STOP_SECONDS)
+            self._end(processes)
+
+    def kill(self) -> None:
+        """End the program and what it has started at once, as the end of a container does."""
+        self._end(self.processes())
+
+    def output(self) -> str:
+        """Return what the program has written since it was first started."""
+        return self.log.read_text(errors="replace")
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.host.name}"
+
+    def _end(self, processes: list[psutil.Process]) -> None:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=_STOP_SECONDS)
+        if self._process is not None:
+            self._process.wait(_STOP_SECONDS)

@@ -1,0 +1,103 @@
+"""Processes of a deployment that are killed, and a supervisor that starts programs again."""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
+
+import psutil
+
+from bench.deployment.deployment import Deployment
+from bench.deployment.program import DeploymentError
+
+# Host, program, and which of the processes that it has started.
+PROCESSES = {
+    "SuperNode": ("court", "supernode", ""),
+    "SuperExec of an institution": ("court", "superexec", ""),
+    "ClientApp": ("court", "superexec", "flwr-clientapp"),
+    "worker": ("court", "worker", ""),
+    "SuperLink": ("coordinator", "superlink", ""),
+    "SuperExec of the coordinator": ("coordinator", "superexec", ""),
+    "ServerApp": ("coordinator", "superexec", "flwr-serverapp"),
+    "proxy": ("coordinator", "proxy", ""),
+}
+RESTART_SECONDS = 15.0  # as in docker/systemd
+
+
+class Fault:
+    """The end of a process at a moment; ``moment`` is negative until it has happened."""
+
+    def __init__(self) -> None:
+        self.moment = -1.0
+
+
+@contextmanager
+def supervised(running: Deployment, process: str, moment: float) -> Iterator[Fault]:
+    """Kill a process at a moment within the block, and start programs again that have ended."""
+    fault, over = Fault(), Event()
+
+    def kill_and_restart() -> None:
+        started = time.monotonic()
+        if over.wait(moment):
+            return
+        if _kill(running, process):
+            fault.moment = time.monotonic() - started
+        while not over.wait(RESTART_SECONDS):
+            start_again(running)
+
+    thread = Thread(target=kill_and_restart)
+    thread.start()
+    try:
+        yield fault
+    finally:
+        over.set()
+        thread.join()
+        start_again(running)
+
+
+def start_again(running: Deployment) -> None:
+    """Start the programs that have ended."""
+    for programs in running.programs.values():
+        for program in programs.values():
+            if not program.running:
+                program.start()
+
+
+def _kill(running: Deployment, process: str) -> bool:
+    host, name, child = PROCESSES[process]
+    program = running.programs[host][name]
+    if not child:
+        program.kill()
+        return True
+    for each in program.processes()[1:]:
+        with suppress(psutil.NoSuchProcess):
+            if any(child in word for word in each.cmdline()):
+                each.kill()
+                return True
+    return False
+
+
+def all_active(running: Deployment) -> bool:
+    """Return whether the SuperLink is there and sees the SuperNodes of all institutions."""
+    try:
+        listing = running.flwr("supernode", "ls", "deployment", "--format=json")
+    except DeploymentError:
+        return False
+    online = [node for node in json.loads(listing)["nodes"] if node["status"] == "online"]
+    return len(online) == len(running.institutions)
+
+
+def left_running(running: Deployment) -> list[str]:
+    """Return the processes that are left in the hosts' namespaces."""
+    found = []
+    for host in running.hosts.values():
+        if host.namespace:
+            pids = subprocess.run(
+                ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True
+            ).stdout.split()
+            for pid in pids:
+                with suppress(psutil.NoSuchProcess):
+                    found.append(" ".join(psutil.Process(int(pid)).cmdline())[:200])
+    return found

@@ -1,0 +1,323 @@
+"""Runs whose processes are killed: ``python -m bench.faults FOLDER --runs 40``.
+
+Each run has a deployment of its own, with one coordinator and two institutions, and one of its
+processes is killed at a random moment, as by the end of its container. A supervisor starts programs
+again. A run must complete, with the adapter that follows from who took part, or stop with an error
+that names a reason, from which it can be resumed. FOLDER keeps a file for each run, so that a
+measurement that was interrupted continues, and the folders of the last deployment.
+
+The runs alternate between FedJudge and FL-GLM's schedules. Moments, processes and ``min-nodes`` are
+drawn from the seed.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from bench.deployment.deployment import COMPLETED, Deployment, deployment
+from bench.deployment.hosts import FOLDER
+from bench.deployment.program import DeploymentError
+from bench.deployment.supervisor import (
+    PROCESSES,
+    RESTART_SECONDS,
+    all_active,
+    left_running,
+    start_again,
+    supervised,
+)
+from bench.harness import make_table, show
+from finetuning.generated import examples
+from finetuning.model.tiny import build_tiny
+from strategies.run_config import Scalar
+from strategies.run_folder import METRICS, read_events
+
+ROWS = {"consultation": 8, "court": 16}
+WAYS: dict[str, dict[str, Scalar]] = {
+    "fedjudge-base": {"strategy": "fedjudge-base"},
+    "serial": {"strategy": "fl-glm"},
+    "fedjudge-cl": {"strategy": "fedjudge-cl"},
+    "client-batch": {"strategy": "fl-glm", "split.schedule": "client-batch"},
+    "hierarchical": {"strategy": "fl-glm", "split.schedule": "hierarchical"},
+}
+_SETTINGS: dict[str, Scalar] = {
+    "rounds": 2,
+    "train.local-steps": 4,
+    "train.batch-size": 2,
+    "train.accumulation": 1,
+    "train.optimizer-state": "keep",
+    "evaluate.every": 2,
+    "node-timeout": 120.0,
+    "round-timeout": 150.0,
+    "split.join-timeout": 30.0,
+}
+# No run may take longer: two rounds and evaluations, registration, and the restarts.
+_MOST_SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run in which a process was killed.
+
+    Attributes:
+        way: How it trained; a key of ``WAYS``.
+        process: The process that was killed; a key of ``PROCESSES``.
+        min_nodes: The run's ``min-nodes``.
+        moment: When it was killed, in seconds from the submission; negative if the run had ended,
+            or no such process ran.
+        status: Status of the run, with the reason if it failed.
+        resumed: Status of its resumption; empty if it completed.
+        seconds: Duration of the run, without the resumption.
+        adapter: What the global adapter was compared with.
+        faults: What must not happen and did; empty if nothing.
+
+    """
+
+    way: str
+    process: str
+    min_nodes: int
+    moment: float
+    status: str
+    resumed: str
+    seconds: float
+    adapter: str
+    faults: list[str]
+
+
+def measure(folder: Path, index: int, seed: int) -> Outcome:
+    """Train once, and kill a process meanwhile.
+
+    Args:
+        folder: Keeps the adapters of undisturbed runs, and the deployment's files.
+        index: Number of the run.
+        seed: Seed of all draws.
+
+    """
+    draw = random.Random(f"{seed} {index}")
+    way = list(WAYS)[index % len(WAYS)]
+    process = list(PROCESSES)[(index // len(WAYS) + index) % len(PROCESSES)]
+    min_nodes = draw.choice([1, 2])
+    settings = _SETTINGS | WAYS[way] | {"min-nodes": min_nodes}
+    reference, length = undisturbed(folder, way)
+    with deployed(folder) as running:
+        running.submit(settings)
+        started = time.monotonic()
+        with supervised(running, process, draw.uniform(0.0, length)) as fault:
+            status = wait_for_end(running)
+        seconds = time.monotonic() - started
+        faults = [] if status.startswith("finished:") else [f"it did not end: {status}"]
+        if status.startswith("finished:failed") and ": " not in status:
+            faults.append("it failed without a reason")
+        resumed = ""
+        if status != COMPLETED:
+            resumed = resume(running, settings)
+            if resumed != COMPLETED:
+                faults.append(f"it could not be resumed: {resumed}")
+        adapter = ""
+        if COMPLETED in {status, resumed}:
+            adapter, problems = check_results(newest_run(running), reference)
+            faults += problems
+        running.stop()
+        faults += [f"{each} was left running" for each in left_running(running)]
+    return Outcome(
+        way=way,
+        process=process,
+        min_nodes=min_nodes,
+        moment=round(fault.moment, 1),
+        status=status,
+        resumed=resumed,
+        seconds=round(seconds, 1),
+        adapter=adapter,
+        faults=faults,
+    )
+
+
+def undisturbed(folder: Path, way: str) -> tuple[Path, float]:
+    """Return the global adapter of a run without faults, and its duration; made once."""
+    file, account = folder / f"{way}.safetensors", folder / f"{way}.json"
+    if not account.exists():
+        with deployed(folder) as running:
+            started = time.monotonic()
+            status, log = running.run(_SETTINGS | WAYS[way])
+            if status != COMPLETED:
+                raise SystemExit(f"the run of {way} without faults failed:\n{log[-3000:]}")
+            seconds = time.monotonic() - started
+            shutil.copy(_global_adapter(newest_run(running)), file)
+        account.write_text(json.dumps({"seconds": seconds}))
+    return file, float(json.loads(account.read_text())["seconds"])
+
+
+@contextmanager
+def deployed(folder: Path) -> Iterator[Deployment]:
+    """Start a deployment of two institutions with generated text, and a tiny model."""
+    hosts, data = folder / "hosts", folder / "data"
+    shutil.rmtree(hosts, ignore_errors=True)
+    hosts.mkdir(parents=True)
+    for name, count in ROWS.items():
+        (data / name).mkdir(parents=True, exist_ok=True)
+        _write(data / name / "train.jsonl", examples(name, count, 0, "train"))
+        _write(data / name / "test.jsonl", examples(name, 4, 0, "test"))
+    model = folder / "model"
+    if not model.exists():
+        shutil.copytree(build_tiny(), model)
+    with deployment(hosts, {name: data / name for name in ROWS}, model, worker=True) as running:
+        yield running
+
+
+def _write(file: Path, rows: list[dict[str, str]]) -> None:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def wait_for_end(running: Deployment) -> str:
+    """Wait until the newest run has ended, and return its status."""
+    end = time.monotonic() + _MOST_SECONDS
+    status = "unknown"
+    while time.monotonic() < end:
+        # The SuperLink may be the one that was killed.
+        with suppress(DeploymentError, subprocess.TimeoutExpired, ValueError):
+            status = running.status()
+            if status.startswith("finished:"):
+                return status
+        time.sleep(3.0)
+    return f"{status} after {_MOST_SECONDS:g} s"
+
+
+def resume(running: Deployment, settings: Mapping[str, Scalar]) -> str:
+    """Continue the run from its last checkpoint, or from the beginning if there is none."""
+    end = time.monotonic() + _MOST_SECONDS
+    while not all_active(running) and time.monotonic() < end:
+        start_again(running)
+        time.sleep(RESTART_SECONDS)
+    folder = newest_run(running)
+    more: dict[str, Scalar] = {}
+    if folder is not None and list((folder / "checkpoints").glob("round-*")):
+        more["resume"] = _inside(running, folder)
+    status, _ = running.run({**settings, **more})
+    return status
+
+
+def newest_run(running: Deployment) -> Path | None:
+    """Return the folder of the newest run's results; None if it has none."""
+    state = running.hosts["coordinator"].folder / "state"
+    runs = [*(state / ".local" / "share" / "chambers" / "runs").glob("*")]
+    return max(runs, key=lambda folder: folder.name, default=None)
+
+
+def _inside(running: Deployment, path: Path) -> str:
+    """Return a path as the coordinator's programs see it."""
+    host = running.hosts["coordinator"]
+    return f"{FOLDER}/{path.relative_to(host.folder)}" if host.namespace else str(path)
+
+
+def check_results(folder: Path | None, reference: Path) -> tuple[str, list[str]]:
+    """Compare a completed run's global adapter with what follows from who took part.
+
+    If everybody took part in everything it equals the undisturbed run's, bit for bit. Otherwise
+    it is the average, by data size, of those of the last round's participants.
+
+    Returns:
+        What was compared, and what is wrong.
+
+    """
+    if folder is None:
+        return "", ["it has no results"]
+    problems = [f"{file.name} can't be read" for file in _unreadable(folder)]
+    events = read_events(folder / METRICS)
+    rounds = [event for event in events if event["event"] == "round"]
+    own = load_file(_global_adapter(folder))
+    missing = any(event["event"] == "evaluation-missing" for event in events)
+    if all(each["participants"] == list(ROWS) for each in rounds) and not missing:
+        whole = load_file(reference)
+        same = own.keys() == whole.keys() and all(own[k].equal(whole[k]) for k in own)
+        return "undisturbed run", problems + ([] if same else ["another adapter"])
+    names = rounds[-1]["participants"]
+    total = sum(ROWS[name] for name in names)
+    parts = {name: load_file(_adapter(folder / "adapters" / "clients" / name)) for name in names}
+    for key, value in own.items():
+        mean = sum(ROWS[name] / total * parts[name][key].double() for name in names)
+        if not torch.allclose(value.double(), torch.as_tensor(mean), rtol=0, atol=1e-6):
+            return "average", [*problems, f"{key} is not the average of {names}"]
+    return f"average of {', '.join(names)}", problems
+
+
+def _unreadable(folder: Path) -> Iterator[Path]:
+    for file in folder.glob("checkpoints/round-*"):
+        try:
+            with safe_open(file, "pt") as content:
+                json.loads(content.metadata()["checkpoint"])
+                for key in content.keys():  # noqa: SIM118
+                    content.get_tensor(key)
+        except Exception:
+            yield file
+
+
+def _global_adapter(folder: Path | None) -> Path:
+    assert folder is not None
+    return _adapter(folder / "adapters" / "global")
+
+
+def _adapter(folder: Path) -> Path:
+    return folder / "adapter_model.safetensors"
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    """Return a row for each process and way of working."""
+    table = make_table(
+        f"{len(outcomes)} runs, each with a process that was killed",
+        "",
+        "killed",
+        "completed",
+        "resumed",
+        "like the undisturbed run",
+        "an average",
+        "wrong",
+    )
+    for way in WAYS:
+        of_way = [outcome for outcome in outcomes if outcome.way == way]
+        for process in PROCESSES:
+            own = [outcome for outcome in of_way if outcome.process == process]
+            if own:
+                table.add_row(
+                    f"{way}, {process}",
+                    str(sum(each.moment >= 0 for each in own)),
+                    str(sum(each.status == COMPLETED for each in own)),
+                    str(sum(each.resumed == COMPLETED for each in own)),
+                    str(sum(each.adapter == "undisturbed run" for each in own)),
+                    str(sum(each.adapter.startswith("average") for each in own)),
+                    "; ".join(fault for each in own for fault in each.faults) or "0",
+                )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the runs that are not recorded yet, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="records, one for each run")
+    parser.add_argument("--runs", type=int, default=40, help="number of runs (default: 40)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all draws (default: 0)")
+    options = parser.parse_args(arguments)
+    outcomes = []
+    for index in range(options.runs):
+        record = options.folder / f"run-{options.seed}-{index:03d}.json"
+        if not record.exists():
+            outcome = measure(options.folder, index, options.seed)
+            record.write_text(json.dumps(asdict(outcome), indent=1) + "\n")
+        outcomes.append(Outcome(**json.loads(record.read_text())))
+    show(_table(outcomes))
+    if any(outcome.faults for outcome in outcomes):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The cost of record-level differential privacy: ``python -m bench.privacy``.
+
+Runs the demonstration's three clients by FedJudge-Base, each with the noise with which the run
+spends ε exactly, and prints a line for each ε. ∞ is a run without privacy. The clients' replies
+contain no losses, so the losses on held-out rows are measured here.
+"""
+
+import argparse
+import math
+import os
+import statistics
+import tempfile
+import tomllib
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from flwr.common.config import flatten_dict, parse_config_args
+
+from bench.harness import make_table, show
+
+_PRESET = Path(__file__).parent.parent / "presets" / "demo.toml"
+_CLIENTS = 3
+_DELTA = 1e-4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run's result.
+
+    Attributes:
+        noise: σ of the clients, from the smallest to the largest.
+        base_loss: Held-out loss of the base model; all losses are means over the clients.
+        global_loss: That with the last global adapter.
+        personalised_loss: That with the clients' own adapters.
+
+    """
+
+    noise: list[float]
+    base_loss: float
+    global_loss: float
+    personalised_loss: float
+
+
+def run(epsilon: float, seed: int, row_norm: float, overrides: list[str]) -> Outcome:
+    """Run the demonstration with one ε and one seed."""
+    import logging
+
+    import torch
+
+    from bench.in_process import InProcessGrid, run_in_process
+    from client_app.fedjudge import base_model
+    from client_app.institution import open_institution
+    from strategies.run_config import parse_run_config
+
+    torch.set_num_threads(1)
+    logging.getLogger("flwr").setLevel("ERROR")
+    values = flatten_dict(tomllib.loads(_PRESET.read_text()))
+    values |= {"strategy": "fedjudge-base", "evaluate.generate": False, "seed": seed}
+    values |= parse_config_args(overrides)
+    config = parse_run_config(values)
+    nodes: dict[int, dict[str, Any]] = {
+        i + 1: {"partition-id": i, "num-partitions": _CLIENTS} for i in range(_CLIENTS)
+    }
+    institutions = [open_institution(config, node, base_model) for node in nodes.values()]
+    noise = []
+    with tempfile.TemporaryDirectory() as folder:
+        for node, institution in zip(nodes.values(), institutions, strict=True):
+            if epsilon < math.inf:
+                noise.append(_least_noise(epsilon, config, institution.size))
+                file = Path(folder) / f"{institution.name}.toml"
+                _write_policy(file, epsilon, noise[-1], row_norm)
+                node["policy"] = str(file)
+        state = str(Path(folder) / "state")
+        grid = InProcessGrid(values | {"state-path": state}, nodes)
+        journal = run_in_process(values, Path(state), _CLIENTS, grid)
+    own = [journal.kept[institution.name] for institution in institutions]
+    everyone = [journal.adapters[config.rounds]] * _CLIENTS
+    losses = [_loss(config, institutions, adapters) for adapters in (None, everyone, own)]
+    return Outcome(sorted(noise), *losses)
+
+
+def _least_noise(epsilon: float, config: Any, rows: int) -> float:
+    """Return the least σ with which a client's run spends at most ε."""
+    from client_app.privacy_account import PrivateSteps, private_steps
+    from client_app.privacy_account import epsilon as spent_by
+    from strategies.site_policy import PrivacyPolicy
+
+    steps = private_steps(PrivacyPolicy(), config.train, rows, config.rounds)
+    low, high = 0.1, 100.0
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        spent = spent_by([PrivateSteps(steps.sampling_rate, middle, steps.steps)], _DELTA)
+        low, high = (low, middle) if spent <= epsilon else (middle, high)
+    return high
+
+
+def _write_policy(file: Path, epsilon: float, noise: float, row_norm: float) -> None:
+    folder, name = file.parent, file.stem
+    file.write_text(
+        f'paths = ["{folder}"]\naudit-log = "{folder}/{name}.audit.jsonl"\n'
+        f"[privacy]\nepsilon = {epsilon}\ndelta = {_DELTA}\nnoise-multiplier = {noise}\n"
+        f'row-norm = {row_norm}\naccount = "{folder}/{name}.privacy.jsonl"\n'
+    )
+
+
+def _loss(config: Any, institutions: list[Any], adapters: list[Any] | None) -> float:
+    """Return the mean over clients of the held-out loss with an adapter for each."""
+    from finetuning.adapters.adapter import attach_adapter, load_adapter
+    from finetuning.evaluation.held_out import held_out_loss
+    from finetuning.model.base_model import load_base_model
+    from finetuning.model.whole_model import WholeModel
+
+    base = load_base_model(config.model)
+    model = WholeModel(attach_adapter(base.model, config.adapter, base.reference))
+    losses = []
+    for index, institution in enumerate(institutions):
+        # A new adapter has no effect.
+        if adapters is not None:
+            load_adapter(model.peft_model, adapters[index])
+        found = held_out_loss(
+            model=model,
+            examples=institution.test,
+            padding=institution.padding,
+            batch_size=config.evaluate.batch_size,
+        )
+        losses.append(found.loss)
+    return statistics.mean(losses)
+
+
+def main() -> None:
+    """Run every ε with every seed, one run per core at a time, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epsilons", type=float, nargs="+", default=[math.inf, 8.0, 2.0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--row-norm", type=float, default=1.0)
+    parser.add_argument(
+        "--run-config", default="", help="overrides of presets/demo.toml: 'key=value …'"
+    )
+    arguments = parser.parse_args()
+    overrides = [arguments.run_config] if arguments.run_config else []
+    cells = [(epsilon, seed) for epsilon in arguments.epsilons for seed in range(arguments.seeds)]
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
+        futures = {cell: pool.submit(run, *cell, arguments.row_norm, overrides) for cell in cells}
+        outcomes = {cell: future.result() for cell, future in futures.items()}
+    table = make_table(
+        f"FedJudge-Base, mean ± standard deviation over seeds ({arguments.seeds}), δ = {_DELTA:g}",
+        *("ε", "σ of the clients", "held-out loss\nbase", "\nglobal", "\npersonalised"),
+    )
+    for epsilon in arguments.epsilons:
+        runs = [outcomes[epsilon, seed] for seed in range(arguments.seeds)]
+        noise = runs[0].noise
+        table.add_row(
+            "∞" if epsilon == math.inf else f"{epsilon:g}",
+            f"{noise[0]:.2f} to {noise[-1]:.2f}" if noise else "-",
+            _spread([each.base_loss for each in runs]),
+            _spread([each.global_loss for each in runs]),
+            _spread([each.personalised_loss for each in runs]),
+        )
+    show(table)
+
+
+def _spread(values: list[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{spread}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What a stranger in an institution's network tries; prints what is answered, as JSON.
+
+python stranger.py interfaces HOST:PORT authority.pem
+python stranger.py paths HOST:PORT authority.pem
+python stranger.py ports HOST:PORT …
+python stranger.py block-server HOST:PORT
+"""
+
+import json
+import secrets
+import socket
+import ssl
+import sys
+import time
+
+import httpx
+from flwr.proto.control_pb2 import (
+    ListNodesRequest,
+    RegisterNodeRequest,
+    StartRunRequest,
+    StreamLogsRequest,
+)
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    PullMessagesRequest,
+    RegisterNodeFleetRequest,
+)
+from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+from split.lane.dialling import open_lane
+from split.protocol.errors import LaneError
+from split.protocol.frames import Limits
+from split.protocol.invitation import Invitation
+from split.protocol.keys import ServerKeys
+from split.protocol.tickets import IDENTIFIER_BYTES, SECRET_BYTES, Identity, Ticket
+
+SECONDS = 120.0
+SUITE = "ml-kem-768-x25519"
+# Paths that one of proxy and SuperLink could take for another.
+DISGUISED = (
+    "/v1/fleet/../control/list-nodes",
+    "/v1/fleet/%2e%2e/control/list-nodes",
+    "/v1/fleet/..%2fcontrol/list-nodes",
+    "/v1/fleet%2f..%2fcontrol/list-nodes",
+    "//v1/control/list-nodes",
+    "/v1/control/list-nodes?/v1/fleet/",
+    "/v1/control/list-nodes#/v1/fleet/",
+    "/v1/control/list-nodes/../../fleet/../control/list-nodes",
+    "/v1/./control/list-nodes",
+    "https://localhost/v1/control/list-nodes",
+    "/health/../v1/control/list-nodes",
+    "/docs",
+    "/openapi.json",
+    "/",
+)
+
+
+def interfaces(address: str, authority: str) -> dict[str, list]:
+    """Call Flower's interfaces with their own clients and a key of one's own."""
+    private, public = generate_key_pairs()
+    key = public_key_to_bytes(public)
+
+    def connected(kind, *interceptors):
+        return kind.from_server_address(address, False, authority, interceptors=interceptors)
+
+    control, runtime = connected(ControlHttpClient), connected(RuntimeHttpClient)
+    fleet = connected(FleetHttpClient, NodeAuthHttpInterceptor(private, public))
+    calls = {
+        "submit a run": lambda: control.StartRun(StartRunRequest()),
+        "register a node": lambda: control.RegisterNode(RegisterNodeRequest(public_key=key)),
+        "list nodes": lambda: control.ListNodes(ListNodesRequest()),
+        "read logs": lambda: list(control.StreamLogs(StreamLogsRequest(run_id=1))),
+        "take a task": lambda: runtime.AcquireTask(AcquireTaskRequest()),
+        "register as a SuperNode": lambda: fleet.RegisterNode(
+            RegisterNodeFleetRequest(public_key=key)
+        ),
+        "be active unregistered": lambda: fleet.ActivateNode(ActivateNodeRequest(public_key=key)),
+        "pull another's messages": lambda: fleet.PullMessages(
+            PullMessagesRequest(node=Node(node_id=1))
+        ),
+    }
+    answers = {}
+    for name, call in calls.items():
+        try:
+            call()
+            answers[name] = [200, ""]
+        except httpx.HTTPStatusError as error:
+            answers[name] = [error.response.status_code, error.response.text]
+    return answers
+
+
+def paths(address: str, authority: str) -> dict[str, str]:
+    """Send paths as they are, which no client library does; return the lines of status."""
+    host, port = address.split(":")
+    trust = ssl.create_default_context(cafile=authority)
+    answers = {}
+    for path in DISGUISED:
+        with (
+            socket.create_connection((host, int(port)), timeout=10) as plain,
+            trust.wrap_socket(plain, server_hostname=host) as connection,
+        ):
+            request = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\n\r\n"
+            connection.sendall(request.encode())
+            answers[path] = connection.recv(4096).decode().partition("\r\n")[0]
+    return answers
+
+
+def ports(*addresses: str) -> list[str]:
+    """Connect to each address, and return those that accept."""
+    return [address for address in addresses if is_open(address)]
+
+
+def is_open(address: str) -> bool:
+    """Return whether something listens."""
+    host, number = address.split(":")
+    try:
+        socket.create_connection((host, int(number)), timeout=3).close()
+    except OSError:
+        return False
+    return True
+
+
+def block_server(address: str) -> str:
+    """Wait until there is a block server, and ask for a lane with a ticket of one's own."""
+    end = time.monotonic() + SECONDS
+    while not is_open(address):
+        if time.monotonic() > end:
+            return "no block server"
+        time.sleep(0.5)
+    invitation = Invitation(
+        address=address,
+        suite=SUITE,
+        server_key=ServerKeys(SUITE).public,
+        identity=Identity("run", 1, "court"),
+        ticket=Ticket(secrets.token_bytes(IDENTIFIER_BYTES), secrets.token_bytes(SECRET_BYTES)),
+    )
+    now = time.monotonic()
+    limits = Limits(32, "bfloat16", 65536)
+    try:
+        open_lane(invitation, limits, now + 20, 1.0, 0.0, busy_until=now)
+    except LaneError as error:
+        return f"{type(error).__name__}: {error}"
+    return "open"
+
+
+if __name__ == "__main__":
+    attempts = {
+        "interfaces": interfaces,
+        "paths": paths,
+        "ports": ports,
+        "block-server": block_server,
+    }
+    print(json.dumps(attempts[sys.argv[1]](*sys.argv[2:])))

@@ -1,0 +1,97 @@
+"""A coordinator and two institutions, each a host of its own, with the programs of ``docker/``."""
+
+import json
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.deployment.deployment import CHECKOUT, COMPLETED
+from tests.deployment.conftest import results
+
+pytestmark = pytest.mark.slow
+STRANGER = Path(__file__).with_name("stranger.py")
+SHORT = {"rounds": 1, "train.local-steps": 1, "train.batch-size": 2, "train.accumulation": 1}
+RUNS = {
+    "fedjudge-cl": {"strategy": "fedjudge-cl", "rounds": 2},
+    "serial": {"strategy": "fl-glm"},
+    "hierarchical": {"strategy": "fl-glm", "split.schedule": "hierarchical"},
+}
+
+
+def train(running, config):
+    """Run with the given settings, and check that both institutions took part in each round."""
+    config = SHORT | {"evaluate.every": config.get("rounds", 1)} | config
+    status, log = running.run(config)
+    assert status == COMPLETED, log
+    lines = (results(running) / "metrics.jsonl").read_text().splitlines()
+    rounds = [event for event in map(json.loads, lines) if event["event"] == "round"]
+    assert [event["participants"] for event in rounds] == [["consultation", "court"]] * config[
+        "rounds"
+    ]
+
+
+def stranger(running, host, attempt, *arguments):
+    """Try something as a stranger on a host, and return what is answered."""
+    beside = running.programs[host]["superlink" if host == "coordinator" else "supernode"]
+    environment = beside.view.environment | {"PYTHONPATH": str(CHECKOUT)}
+    command = [sys.executable, str(STRANGER), attempt, *arguments]
+    result = beside.host.run(command, replace(beside.view, environment=environment), seconds=300)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_full_run_over_tls_with_node_keys_and_a_signed_release(running, name):
+    train(running, RUNS[name])
+
+
+def test_the_block_server_refuses_who_has_no_ticket(running):
+    """An institution's network reaches the block server while a run trains over it."""
+    answers = []
+    address = running.settings["split.listen"]
+    attempt = threading.Thread(
+        target=lambda: answers.append(stranger(running, "court", "block-server", address))
+    )
+    attempt.start()
+    train(running, {"strategy": "fl-glm", "split.schedule": "client-batch"})
+    attempt.join()
+    (answer,) = answers
+    assert answer.startswith("TicketError"), answer
+
+
+def test_an_institution_reaches_only_what_supernodes_need(running):
+    answers = stranger(running, "court", "interfaces", running.address, "authority.pem")
+    refused = {name: status for name, (status, _) in answers.items() if status == 403}
+    assert set(refused) == {
+        "submit a run",
+        "register a node",
+        "list nodes",
+        "read logs",
+        "take a task",
+    }
+    assert all("nginx" in answers[name][1] for name in refused)
+    assert json.loads(answers["register as a SuperNode"][1])["code"] == 2001
+    assert json.loads(answers["be active unregistered"][1])["code"] == 2004
+    assert answers["pull another's messages"][0] == 401
+    # The SuperLink itself refuses little of this.
+    inside = f"{running.hosts['coordinator'].loopback}:8000"
+    answers = stranger(running, "coordinator", "interfaces", inside, "authority.pem")
+    assert answers["register a node"] == answers["list nodes"] == [200, ""]
+    assert answers["take a task"][0] == 401
+
+
+def test_no_spelling_of_a_path_passes_the_proxy(running):
+    answers = stranger(running, "court", "paths", running.address, "authority.pem")
+    passed = {path: line for path, line in answers.items() if line.split()[1] not in {"400", "403"}}
+    assert not passed
+
+
+def test_only_the_public_ports_are_reached(running):
+    coordinator, court = running.hosts["coordinator"], running.hosts["court"]
+    if not coordinator.namespace:
+        pytest.skip("without namespaces, all hosts share one network")
+    inner = [f"{coordinator.address}:{number}" for number in (8000, 8001, 8002)]
+    assert stranger(running, "court", "ports", *inner, running.address) == [running.address]
+    assert stranger(running, "coordinator", "ports", f"{court.address}:9094") == []

@@ -1,0 +1,153 @@
+"""Failures of a deployment: what the user sees, and that docs/deployment.md explains it."""
+
+import shutil
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from bench.deployment.deployment import CHECKOUT, COMPLETED, DeploymentError, site
+from bench.deployment.hosts import FOLDER
+from chambers.site.authority import open_authority
+from tests.conftest import write_checkpoint
+from tests.deployment.test_hosts import SHORT
+
+pytestmark = pytest.mark.slow
+PAGE = (CHECKOUT / "docs" / "deployment.md").read_text()
+
+
+def explained(said, text):
+    """Check that a text is seen, and that the page has a section about it."""
+    seen = " ".join(said.replace("│", " ").split())
+    assert text in seen, said
+    assert f"`{text}`" in PAGE
+
+
+def supernode(running, *options):
+    """Start another SuperNode at the court until it ends, and return what it says."""
+    program = running.programs["court"]["supernode"]
+    # Of an option that is given twice, the last one counts.
+    command = [*program.command, "--port=9095", *options]
+    return program.host.run(command, program.view, seconds=60).stdout
+
+
+@contextmanager
+def other_proxy(running, name, days):
+    """Start another proxy, whose certificate is valid for a name and some days."""
+    host = running.hosts["coordinator"]
+    folder = host.folder / f"other-{time.monotonic_ns()}"
+    folder.mkdir()
+    host.make_writable(f"{folder.name}/proxy")
+    open_authority(host.folder).issue(folder, [name], days)
+    shutil.copy(host.folder / "authority.pem", folder)
+    content = host.here((CHECKOUT / "docker" / "nginx.conf").read_text())
+    content = content.replace("listen 8443", "listen 9000").replace(":8002", ":8003")
+    (folder / "nginx.conf").write_text(content)
+    view = replace(running.programs["coordinator"]["proxy"].view, mounts={})
+    command = ["nginx", "-p", str(folder), "-c", "nginx.conf", "-g", "daemon off;"]
+    with (folder / "log").open("wb") as log:
+        process = host.start(command, view, log)
+    try:
+        time.sleep(1)
+        yield f"--superlink={host.address}:9000"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def test_another_authority(running, tmp_path):
+    open_authority(tmp_path)
+    said = supernode(running, f"--root-certificates={tmp_path / 'authority.pem'}")
+    explained(said, "unable to get local issuer certificate")
+
+
+def test_an_expired_certificate(running):
+    with other_proxy(running, running.hosts["coordinator"].address, days=0) as address:
+        explained(supernode(running, address), "certificate has expired")
+
+
+def test_a_certificate_for_another_name(running):
+    with other_proxy(running, "coordinator.example.org", days=1) as address:
+        said = supernode(running, address)
+    explained(
+        said.replace(running.hosts["coordinator"].address, "10.0.0.5"),
+        "IP address mismatch, certificate is not valid for '10.0.0.5'",
+    )
+
+
+def test_a_key_that_is_not_registered_or_in_use(running):
+    site(running.hosts["court"], "key", "unregistered")
+    key = running.hosts["court"].folder / "unregistered"
+    for option in (f"--auth-supernode-private-key={key}", "--port=9095"):
+        explained(supernode(running, option), "[code: 2004] Failed to activate SuperNode.")
+
+
+def test_a_key_that_is_registered_twice(running):
+    with pytest.raises(DeploymentError) as refused:
+        running.register("tribunal", running.hosts["court"].folder / "node.pub")
+    explained(str(refused.value), "Public key already in use.")
+
+
+def test_no_coordinator(running):
+    closed = f"--superlink={running.hosts['coordinator'].address}:9000"
+    explained(
+        supernode(running, closed, "--max-retries=2"), "Connection attempt failed, retrying in"
+    )
+
+
+def test_flwr_with_another_authority(running, tmp_path):
+    open_authority(tmp_path)
+    beside = running.programs["coordinator"]["superexec"]
+    (tmp_path / "config.toml").write_text(
+        f'[superlink.deployment]\naddress = "{beside.host.loopback}:8000"\n'
+        f'root-certificates = "{tmp_path / "authority.pem"}"\n'
+    )
+    view = replace(beside.view, environment=beside.view.environment | {"FLWR_HOME": str(tmp_path)})
+    said = beside.host.run(["flwr", "ls", "deployment"], view).stdout
+    explained(said, "Connection to the SuperLink is unavailable")
+
+
+def test_a_superexec_that_has_ended(running):
+    superexec = running.programs["coordinator"]["superexec"]
+    superexec.stop()
+    run = running.submit(SHORT)
+    time.sleep(3)
+    explained(running.status(), "pending")
+    running.flwr("stop", str(run), "deployment")
+    superexec.start()
+    superexec.wait_until_ready()
+
+
+def test_another_model(running, tmp_path):
+    """The court has another base model than the coordinator and the other institution."""
+    if not running.hosts["court"].namespace:
+        pytest.skip("without namespaces all hosts have the same files")
+    superexec = running.programs["court"]["superexec"]
+    own = superexec.view
+    other = write_checkpoint(tmp_path, blocks=3)
+    superexec.stop()
+    superexec.view = replace(own, mounts=own.mounts | {f"{FOLDER}/model": other})
+    superexec.start()
+    status, log = running.run(SHORT | {"strategy": "fedjudge-base"})
+    assert status != COMPLETED
+    explained(log, "its base model is not the run's")
+    superexec.stop()
+    superexec.view = own
+    superexec.start()
+
+
+def test_an_unsigned_app(running):
+    status, log = running.run(SHORT, app=str(CHECKOUT))
+    assert status != COMPLETED
+    explained(log, "The FAB could not be verified.")
+
+
+def test_a_refusal_by_the_sites_policy(running):
+    policy = running.hosts["court"].folder / "policy.toml"
+    own = policy.read_text()
+    policy.write_text('strategies = ["fl-glm"]\n' + own)
+    status, log = running.run(SHORT)
+    policy.write_text(own)
+    assert status != COMPLETED
+    explained(log, "the site's policy refuses")

@@ -1,0 +1,97 @@
+"""The walk in docs/deployment.md, word for word: three folders on one machine as three hosts."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from bench.deployment.deployment import CHECKOUT, COMPLETED
+from bench.deployment.hosts import namespaces_permitted
+from tests.conftest import write_checkpoint, write_rows
+
+pytestmark = pytest.mark.slow
+PAGE = (CHECKOUT / "docs" / "deployment.md").read_text()
+# The host is named behind the language.
+BLOCKS = re.findall(r"^```sh (\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SECONDS = 600
+
+
+@contextmanager
+def machine():
+    """Yield the beginning of a command that runs on a machine where all ports are free."""
+    name = f"chambers-{os.getpid()}-walk"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+    try:
+        yield ["ip", "netns", "exec", name]
+    finally:
+        listing = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True)
+        for process in listing.stdout.split():
+            os.kill(int(process), 9)
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+@pytest.fixture
+def folder():
+    """Make a folder that nginx's own user can enter, which pytest's can't."""
+    made = Path(tempfile.mkdtemp(prefix="chambers-walk-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+def test_the_commands_of_the_page_lead_to_a_completed_run(nginx, folder):
+    if not namespaces_permitted():
+        pytest.skip("the ports of the walk may be taken: network namespaces are not permitted")
+    for seed, name in enumerate(("court", "consultation")):
+        write_rows(folder / "data" / name / "train.jsonl", 12, seed)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(CHECKOUT),
+        "CHAMBERS": str(CHECKOUT),
+        "MODEL": str(write_checkpoint(folder / "model", blocks=4)),
+        "DATA": str(folder / "data"),
+    }
+    said = ""
+    with machine() as enter:
+        for host, commands in BLOCKS:
+            # Each block runs in a shell of its own, so the host's environment is read again.
+            again = "if [ -f flower.env ]; then set -a; . ./flower.env; set +a; fi\n"
+            if commands.startswith("flwr supernode"):
+                # As a reader would, wait until the SuperLink is up.
+                again += "for i in $(seq 100); do flwr ls deployment > /dev/null && break; done\n"
+            result = subprocess.run(
+                [*enter, "bash", "-euc", again + commands],
+                cwd=folder if host == "trial" else folder / host,
+                env=environment,
+                check=False,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                timeout=SECONDS,
+            )
+            assert result.returncode == 0, f"{commands}\n{result.stdout}"
+            said = result.stdout
+        listing = subprocess.run(
+            [
+                *enter,
+                "bash",
+                "-euc",
+                "set -a; . ./flower.env; set +a; flwr ls deployment --format=json",
+            ],
+            cwd=folder / "coordinator",
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout
+    assert json.loads(listing)["runs"][0]["status"] == COMPLETED, said
