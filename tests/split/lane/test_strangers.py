@@ -292,7 +292,8 @@ def test_a_client_that_doesn_t_confirm_holds_a_place_and_no_lane(hurried):
         stream.messages.put(finished)
         stream.answer()
         assert stream.refusal()[0] is grpc.StatusCode.CANCELLED
-        assert not hurried.server._lanes and not hurried.server._unconfirmed
+        until(lambda: not hurried.server._unconfirmed)
+        assert not hurried.server._lanes
     hurried.client(ticket=ticket).close()
 
 
