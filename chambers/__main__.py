@@ -1,4 +1,4 @@
-"""``chambers``, or ``python -m chambers``: a tool to train, serve, generate and deploy."""
+"""``chambers``, or ``python -m chambers``: a tool to train, serve, generate, convert and deploy."""
 
 import os
 import sys
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import click
 import typer
 
+from chambers.convert import Convert
 from chambers.errors import CommandError
 from chambers.generate import Generate
 from chambers.serve import Serve
@@ -27,7 +28,13 @@ def _group(commands: Mapping[str, type]) -> typer.Typer:
     return group
 
 
-_COMMANDS = {"train": Train, "serve": Serve, "generate": Generate, "status": Status}
+_COMMANDS = {
+    "train": Train,
+    "serve": Serve,
+    "generate": Generate,
+    "status": Status,
+    "convert": Convert,
+}
 _SITE_COMMANDS = {
     "certificates": Certificates,
     "key": Key,
