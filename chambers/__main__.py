@@ -1,4 +1,4 @@
-"""``chambers``, or ``python -m chambers``: a tool to train, serve, generate and deploy."""
+"""``chambers``, or ``python -m chambers``: a tool to train, serve, generate, convert and deploy."""
 
 import os
 import sys
@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 import click
 import typer
 
+from chambers.convert import Convert
 from chambers.errors import CommandError
 from chambers.generate import Generate
 from chambers.serve import Serve
+from chambers.sheet.make import Make
+from chambers.sheet.read import Read
 from chambers.site.certificates import Certificates
 from chambers.site.check import Check
 from chambers.site.key import Key
@@ -27,7 +30,13 @@ def _group(commands: Mapping[str, type]) -> typer.Typer:
     return group
 
 
-_COMMANDS = {"train": Train, "serve": Serve, "generate": Generate, "status": Status}
+_COMMANDS = {
+    "train": Train,
+    "serve": Serve,
+    "generate": Generate,
+    "status": Status,
+    "convert": Convert,
+}
 _SITE_COMMANDS = {
     "certificates": Certificates,
     "key": Key,
@@ -36,9 +45,11 @@ _SITE_COMMANDS = {
     "check": Check,
     "worker": Worker,
 }
+_SHEET_COMMANDS = {"make": Make, "read": Read}
 _NAMES: dict[type, str] = {
     **{command: name for name, command in _COMMANDS.items()},
     **{command: f"site {name}" for name, command in _SITE_COMMANDS.items()},
+    **{command: f"sheet {name}" for name, command in _SHEET_COMMANDS.items()},
 }
 
 app = _group(_COMMANDS)
@@ -46,6 +57,11 @@ app.add_typer(
     _group(_SITE_COMMANDS),
     name="site",
     help="Set up and check the coordinator or an institution of a deployment.",
+)
+app.add_typer(
+    _group(_SHEET_COMMANDS),
+    name="sheet",
+    help="Have people score the answers of several models, without knowing which is whose.",
 )
 
 

@@ -26,7 +26,7 @@ def problem_of(name: str, path: Path) -> str | None:
     if not any(path.glob(WEIGHTS)):
         return (
             f'model.name = "{name}": no {WEIGHTS} in {path}; other formats can run code when '
-            "they are loaded, so convert the checkpoint with save_pretrained first"
+            "they are loaded, so convert the checkpoint first, see docs/models.md"
         )
     return None
 

@@ -45,7 +45,11 @@ def test_help_and_what_is_missing_need_no_heavy_library(tmp_path):
         *(["train", "model.name=/nowhere"], ["train", "resume=/nowhere"]),
         *(["generate", "--adapter", "/nowhere"], ["generate", "--model", "/nowhere"]),
         *(["generate", "--file", str(tmp_path / "rows.jsonl")], ["serve", "/nowhere"]),
-        ["status", "/nowhere"],
+        *(["status", "/nowhere"], ["convert", "/nowhere", "/there"]),
+        *(
+            ["sheet", "read", "/nowhere", "/there"],
+            ["sheet", "make", "a=/no", "--output", "/there"],
+        ),
     ]
     code = (
         "import sys; from chambers.__main__ import main\n"
@@ -56,8 +60,8 @@ def test_help_and_what_is_missing_need_no_heavy_library(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert all(command in done.stdout for command in ("train", "serve", "generate", "status"))
-    assert done.stdout.splitlines()[-10:] == ["0", *["2"] * 9]
+    assert all(command in done.stdout for command in ("train", "status", "convert"))
+    assert done.stdout.splitlines()[-13:] == ["0", *["2"] * 12]
 
 
 def test_the_whole_model_says_what_peft_s_own_says(run_folder, base, capsys):

@@ -1,0 +1,74 @@
+"""``chambers convert``: a checkpoint that needs remote code, as one that needs none."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from chambers.errors import CommandError
+from chambers.sources import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Convert a checkpoint that needs remote code to one that needs none.
+
+    \b
+      chambers convert baichuan-inc/Baichuan-7B ~/models/baichuan-7b
+      chambers convert ~/downloads/chatglm3-6b ~/models/chatglm3-6b
+
+    SOURCE is a folder or an id on the Hugging Face hub: Baichuan-7B or Baichuan2-7B, which become
+    Llama, or ChatGLM2-6B or ChatGLM3-6B, which become GLM. TARGET is a new folder, for model.name:
+    the same tensors in safetensors format, a fast tokenizer, the chat template, and a README.md
+    with the digests of the original's files. No code of the original is run. docs/models.md says
+    how to get the models, and which can't be converted.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    source: Annotated[str, typer.Argument(metavar="SOURCE", show_default=False)]
+    target: Annotated[Path, typer.Argument(metavar="TARGET", show_default=False)]
+    chatglm_version: Annotated[
+        Literal["2", "3"] | None,
+        option("Version of ChatGLM, if neither config.json nor the folder's name tells it."),
+    ] = None
+
+    def __call__(self) -> int:
+        """Convert."""
+        target = self.target.expanduser()
+        if target.exists():
+            raise CommandError(f"{target} exists; name a folder that doesn't")
+        folder = Path(self.source).expanduser()
+        if not folder.is_dir() and self.source.startswith(("/", "~", ".")):
+            raise CommandError(f"there is no folder {self.source}")
+        from finetuning.conversion.convert import convert
+        from finetuning.conversion.plan import ConversionError
+
+        version: Literal[2, 3] | None = None
+        if self.chatglm_version:
+            version = 2 if self.chatglm_version == "2" else 3
+        try:
+            plan = convert(folder if folder.is_dir() else _fetch(self.source), target, version)
+        except ConversionError as error:
+            raise CommandError(f"{self.source}: {error}") from error
+        except OSError as error:
+            raise CommandError(f"{target} can't be written: {error}") from error
+        print(f"{target}: {plan.model} as {plan.config.architectures[0]}; to use it:")
+        print(f"  chambers train model.name={target.absolute()} …")
+        return 0
+
+
+def _fetch(name: str) -> Path:
+    """Download a checkpoint's files: weights in PyTorch's format only if there are no others."""
+    from finetuning.model.base_model import BaseModelError, fetch
+
+    common = ("*.json", "tokenizer.model", "LICENSE*", "MODEL_LICENSE*", "NOTICE*", "*.pdf")
+    try:
+        folder = fetch(name, (*common, "model*.safetensors"))
+        if any(folder.glob("model*.safetensors")):
+            return folder
+        return fetch(name, (*common, "pytorch_model*.bin"))
+    except BaseModelError as error:
+        raise CommandError(
+            f"there is no folder {name}, and as a Hugging Face id it was found neither in the "
+            f"local cache nor on the hub: {error.__cause__}"
+        ) from error

@@ -1,0 +1,159 @@
+"""Read the answers of several models to the same questions."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chambers.errors import CommandError
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with the answers of all models.
+
+    Attributes:
+        name: The row's id, or the question itself.
+        text: The question.
+        reference: The expected answer; empty if there is none.
+        answers: Answers by model.
+
+    """
+
+    name: str
+    text: str
+    reference: str
+    answers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    name: str
+    question: str
+    answer: str
+    reference: str
+    origin: str
+
+
+def read_answers(files: Mapping[str, Path]) -> list[Question]:
+    """Read each model's answers, in the order of the first model's file.
+
+    A row is ``{"question", "answer"}`` with an optional ``reference`` and ``id``, or one that
+    ``chambers generate --output`` has written. Rows of different files belong together if they have
+    the same id, or the same question if they have no ids.
+
+    Args:
+        files: JSON Lines by model.
+
+    Raises:
+        CommandError: A file can't be read, a row is malformed, or files have different questions;
+            the message names file and line.
+
+    """
+    by_model = {model: _read(file) for model, file in files.items()}
+    first_model, first = next(iter(by_model.items()))
+    for model, answers in by_model.items():
+        for one, other, name in ((first_model, model, first), (model, first_model, answers)):
+            absent = [a.origin for key, a in name.items() if key not in by_model[other]]
+            if absent:
+                shown = ", ".join(absent[:_SHOWN]) + (" and others" if absent[_SHOWN:] else "")
+                raise CommandError(
+                    f"{other} has no answer to the question of {shown} ({one}); all models must "
+                    "answer the same questions"
+                )
+        for key, answer in answers.items():
+            for what in ("question", "reference"):
+                if getattr(answer, what) != getattr(first[key], what):
+                    raise CommandError(
+                        f"{answer.origin} has another {what} than {first[key].origin}"
+                    )
+    return [
+        Question(
+            name=key,
+            text=answer.question,
+            reference=answer.reference,
+            answers={model: answers[key].answer for model, answers in by_model.items()},
+        )
+        for key, answer in first.items()
+    ]
+
+
+def _read(file: Path) -> dict[str, _Answer]:
+    answers: dict[str, _Answer] = {}
+    for origin, value in _lines(file):
+        try:
+            answer = _parse(value, origin)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
+            raise CommandError(f"{origin}: {reason}") from error
+        if answer.name in answers:
+            raise CommandError(
+                f"{origin} has the same question as {answers[answer.name].origin}; give the rows "
+                'an "id" each if that is intended'
+            )
+        answers[answer.name] = answer
+    if not answers:
+        raise CommandError(f"{file} has no answers")
+    return answers
+
+
+def _lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield origin and value of each line."""
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield f"{file}:{number}", json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
+                raise CommandError(f"{file}:{number} is not JSON: {error}") from error
+
+
+def _parse(value: Any, origin: str) -> _Answer:
+    """Convert a row of either form; raise a `KeyError`, `TypeError` or `ValueError`."""
+    if not isinstance(value, dict):
+        raise TypeError(f"expected an object, found {type(value).__name__}")
+    if "generated" in value:
+        question, reference = _of_generated(value)
+        answer = value["generated"]
+    else:
+        question, answer = value["question"], value["answer"]
+        reference = value.get("reference") or ""
+    for name, text in {"question": question, "answer": answer, "reference": reference}.items():
+        if not isinstance(text, str):
+            raise TypeError(f"its {name} must be text, found {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"its {name} has half a character at {error.start + 1}") from None
+    if not question.strip():
+        raise ValueError("its question is empty")
+    return _Answer(
+        name=str(value.get("id", question)),
+        question=question,
+        answer=answer,
+        reference=reference,
+        origin=origin,
+    )
+
+
+def _of_generated(value: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return question and reference of a row that ``chambers generate`` has written."""
+    from finetuning.data.prompts import parse_prompt
+
+    *turns, _ = parse_prompt(value)
+    # The last turn is the question; earlier ones are what it refers to.
+    question = "\n\n".join(
+        turn["content"] if turn is turns[-1] else f"{turn['role']}: {turn['content']}"
+        for turn in turns
+    )
+    messages = value.get("messages")
+    if messages:
+        last = messages[-1]
+        return question, last["content"] if last["role"] == "assistant" else ""
+    return question, value.get("output") or ""

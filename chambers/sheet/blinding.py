@@ -1,0 +1,154 @@
+"""What annotators see, and the key that says which answer is whose."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from chambers.errors import CommandError
+from chambers.sheet.answers import Question
+
+LOWEST, HIGHEST = 1, 5
+# FedJudge, table 4: what each score means, from the lowest.
+CRITERIA: Mapping[str, Sequence[str]] = {
+    "usefulness": (
+        "No use. The generated texts are useless for answering questions.",
+        "Almost useless. Almost all generated texts are useless.",
+        "Half of them are useful. About half of the generated texts are useful for answering "
+        "questions.",
+        "Highly useful. Most generated texts are useful to answer the questions.",
+        "Exactly. Generated texts are useful for me to get the correct answer.",
+    ),
+    "fluency": ("Nonsense.", "Very unfluent.", "Partial fluent.", "Highly fluent.", "Very fluent."),
+}
+# Spreadsheets convert what could be a number, a date or a formula; these letters make none.
+_LETTERS = "bcdfghjklmnpqrstvwxz"
+_ID_LENGTH = 10
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SheetAnswer:
+    """An answer without its model.
+
+    Attributes:
+        id: Identifies annotator, question and model, by the key alone.
+        text: The answer.
+
+    """
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SheetQuestion:
+    """A question with its answers in random order."""
+
+    number: int
+    text: str
+    reference: str
+    answers: tuple[SheetAnswer, ...]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What one annotator scores: all questions, in random order."""
+
+    annotator: int
+    questions: tuple[SheetQuestion, ...]
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """What an id in a sheet stands for.
+
+    Attributes:
+        annotator: Number of the sheet.
+        number: Number of the question in the sheet.
+        question: Name of the question; see `Question`.
+        model: Name of the model.
+
+    """
+
+    annotator: int
+    number: int
+    question: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """What each id stands for.
+
+    Attributes:
+        seed: What all orders and ids were drawn from.
+        models: Names of the models, in the order in which they were given.
+        rows: What the ids in all sheets stand for.
+
+    """
+
+    seed: int
+    models: tuple[str, ...]
+    rows: Mapping[str, KeyRow]
+
+    def to_json(self) -> str:
+        """Return the content of the key's file."""
+        rows = {name: asdict(row) for name, row in self.rows.items()}
+        content = {"version": _VERSION, "seed": self.seed, "models": self.models, "rows": rows}
+        return json.dumps(content, ensure_ascii=False, indent=1)
+
+
+def blind(
+    questions: Sequence[Question], models: Sequence[str], annotators: int, seed: int
+) -> tuple[list[Sheet], Key]:
+    """Make a sheet for each annotator, and the key.
+
+    Each sheet has its own order of questions, and of the answers to each question, and its own ids.
+
+    Args:
+        questions: Questions with the answers of all models.
+        models: Names of the models.
+        annotators: Number of sheets.
+        seed: What orders and ids are drawn from; whoever knows it and the answers can tell models.
+
+    """
+    sheets: list[Sheet] = []
+    rows: dict[str, KeyRow] = {}
+    for annotator in range(1, annotators + 1):
+        draw = random.Random(f"{seed} {annotator}")
+        own: list[SheetQuestion] = []
+        for number, question in enumerate(draw.sample(questions, len(questions)), start=1):
+            answers = []
+            for model in draw.sample(models, len(models)):
+                name = "".join(draw.choices(_LETTERS, k=_ID_LENGTH))
+                while name in rows:
+                    name = "".join(draw.choices(_LETTERS, k=_ID_LENGTH))
+                rows[name] = KeyRow(annotator, number, question.name, model)
+                answers.append(SheetAnswer(name, question.answers[model]))
+            own.append(SheetQuestion(number, question.text, question.reference, tuple(answers)))
+        sheets.append(Sheet(annotator, tuple(own)))
+    return sheets, Key(seed, tuple(models), rows)
+
+
+def read_key(file: Path) -> Key:
+    """Read a key.
+
+    Raises:
+        CommandError: The file can't be read or is not a key.
+
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CommandError(f"{file} is not JSON: {error}") from error
+    try:
+        if content["version"] != _VERSION:
+            raise ValueError(f"its version is {content['version']}, not {_VERSION}")
+        rows = {name: KeyRow(**row) for name, row in content["rows"].items()}
+        return Key(content["seed"], tuple(content["models"]), rows)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CommandError(f"{file} is not the key of chambers sheet make: {error}") from error

@@ -1,0 +1,122 @@
+"""Read the sheets that annotators have filled in, and check them against the key."""
+
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chambers.errors import CommandError
+from chambers.sheet.blinding import CRITERIA, HIGHEST, LOWEST, Key
+
+_SHOWN = 20
+
+
+@dataclass
+class _Reading:
+    """What has been read of a sheet: scores and lines by id, and what is wrong."""
+
+    scores: dict[str, dict[str, int]] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int]]]:
+    """Read a filled sheet.
+
+    Args:
+        file: CSV with the columns ``id``, ``usefulness`` and ``fluency``; others are ignored.
+        key: What the ids stand for.
+
+    Returns:
+        The sheet's number, and scores by id and criterion.
+
+    Raises:
+        CommandError: The sheet doesn't fit the key or isn't complete; the message names the lines.
+
+    """
+    reading = _Reading()
+    for line, cells in _rows(file):
+        _add(reading=reading, key=key, file=file, line=line, cells=cells)
+    sheets = sorted({key.rows[name].annotator for name in reading.lines})
+    if len(sheets) > 1:
+        reading.problems.append(f"{file} has rows of the sheets {', '.join(map(str, sheets))}")
+    elif not sheets:
+        reading.problems.append(f"{file} has no row of the key's sheets")
+    else:
+        reading.problems += [
+            f"{file}: the row {name} of question {row.number} is missing"
+            for name, row in key.rows.items()
+            if row.annotator == sheets[0] and name not in reading.lines
+        ]
+    if reading.problems:
+        shown = reading.problems[:_SHOWN]
+        if reading.problems[_SHOWN:]:
+            shown.append(f"… and {len(reading.problems) - _SHOWN} more")
+        raise CommandError("\n  ".join([f"{file} can't be used:", *shown]))
+    return sheets[0], reading.scores
+
+
+def _add(reading: _Reading, key: Key, file: Path, line: int, cells: Mapping[str, str]) -> None:
+    """Add a row, or what is wrong with it."""
+    name = cells["id"]
+    if name not in key.rows:
+        reading.problems.append(
+            f"{file}:{line}: the key has no id {name[:40]!r}; either it was changed, or this is "
+            "not the key of the sheet"
+        )
+        return
+    if name in reading.lines:
+        other = reading.lines[name]
+        reading.problems.append(f"{file}:{line}: the id {name} is also on line {other}")
+        return
+    reading.lines[name] = line
+    reading.scores[name] = {}
+    for criterion in CRITERIA:
+        try:
+            reading.scores[name][criterion] = _score(cells[criterion])
+        except ValueError as error:
+            reading.problems.append(f"{file}:{line}: {criterion} {error}")
+
+
+def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the line at which each row begins, and its id and scores."""
+    wanted = ("id", *CRITERIA)
+    try:
+        # Only ids and scores matter, so that any extension of ASCII will do.
+        text = file.read_bytes().decode("utf-8-sig", errors="replace")
+    except OSError as error:
+        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+    head = text.partition("\n")[0]
+    delimiter = max(",;\t", key=head.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    columns: list[str] = []
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise CommandError(f"{file}:{line} is not CSV: {error}") from error
+        if cells is None:
+            return
+        if not columns:
+            columns = [cell.strip().lower() for cell in cells]
+            absent = [name for name in wanted if columns.count(name) != 1]
+            if absent:
+                raise CommandError(f"{file}:{line}: there is not one column {absent[0]}")
+        elif any(cell.strip() for cell in cells):
+            cells += [""] * (len(columns) - len(cells))
+            yield line, {name: cells[columns.index(name)].strip() for name in wanted}
+
+
+def _score(cell: str) -> int:
+    """Return a score; spreadsheets may have added a decimal place."""
+    if not cell:
+        raise ValueError("is empty")
+    try:
+        value = float(cell.replace(",", "."))
+    except ValueError:
+        raise ValueError(f"is {cell[:20]!r}, not a number") from None
+    if value not in range(LOWEST, HIGHEST + 1):
+        raise ValueError(f"is {cell[:20]}, not one of {LOWEST} to {HIGHEST}")
+    return int(value)

@@ -1,0 +1,94 @@
+"""``chambers sheet make``: blinded sheets from the answers of several models."""
+
+import random
+import secrets
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chambers.errors import CommandError
+from chambers.sources import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Make:
+    """Make blinded sheets, on which annotators score the answers of several models.
+
+    \b
+      chambers sheet make FedJudge-Base=base.jsonl FedJudge-CL=cl.jsonl --output study
+
+    Each argument names a model and a file with its answers. A row is an object with "question" and
+    "answer", and if you like "reference" and "id", or one that chambers generate --output has
+    written. All files must have the same questions.
+
+    The output folder gets sheets/annotator-1.csv, for spreadsheets, and annotator-1.html, to be
+    filled in with a browser, without a network; either will do. Each annotator has an own order of
+    questions and answers. key.json says which answer is whose: keep it from the annotators.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    answers: Annotated[list[str], typer.Argument(metavar="MODEL=FILE.jsonl…", show_default=False)]
+    output: Annotated[Path, option("New folder to write to.", "FOLDER")]
+    annotators: Annotated[int, option("Number of sheets; default 3, as in the paper.", "N")] = 3
+    questions: Annotated[
+        int, option("Number of questions, drawn at random; default 100, or all.", "N")
+    ] = 100
+    hide_references: Annotated[bool, option("Leave out the expected answers.")] = False
+    seed: Annotated[
+        int | None,
+        option("Draw the same again. Who knows it can tell models apart; default: secret.", "N"),
+    ] = None
+
+    def __call__(self) -> int:
+        """Make the sheets."""
+        for name in ("annotators", "questions"):
+            if getattr(self, name) < 1:
+                raise CommandError(f"--{name} {getattr(self, name)}: must be at least 1")
+        folder = self.output.expanduser()
+        if folder.exists():
+            raise CommandError(f"--output {folder} exists; name a folder that doesn't")
+        from chambers.sheet.answers import Question, read_answers
+        from chambers.sheet.blinding import blind
+        from chambers.sheet.page import to_page, to_table
+        from finetuning.files import replacing, write_secret
+
+        files = self._files()
+        found = read_answers(files)
+        seed = secrets.randbits(64) if self.seed is None else self.seed
+        drawn = random.Random(seed).sample(found, min(self.questions, len(found)))
+        if self.hide_references:
+            drawn = [Question(q.name, q.text, "", q.answers) for q in drawn]
+        for model in files:
+            named = sum(any(model in a for a in q.answers.values()) for q in drawn)
+            if named:
+                print(f"answers to {named} questions contain the text {model}", file=sys.stderr)
+        sheets, key = blind(drawn, list(files), self.annotators, seed)
+        try:
+            with replacing(folder) as aside:
+                (aside / "sheets").mkdir(parents=True)
+                for sheet in sheets:
+                    file = aside / "sheets" / f"annotator-{sheet.annotator}"
+                    file.with_suffix(".html").write_text(to_page(sheet), encoding="utf-8")
+                    # With a byte order mark, Excel reads UTF-8.
+                    table = file.with_suffix(".csv")
+                    table.write_text(to_table(sheet), encoding="utf-8-sig", newline="")
+                write_secret(aside / "key.json", key.to_json().encode())
+        except OSError as error:
+            raise CommandError(f"{folder} can't be written: {error}") from error
+        print(f"{folder / 'sheets'}: {len(sheets)} sheets of {len(drawn)} questions, to hand out")
+        print(f"{folder / 'key.json'}: keep it; when the sheets are back:")
+        print(f"  chambers sheet read {folder / 'key.json'} SHEET.csv …")
+        return 0
+
+    def _files(self) -> dict[str, Path]:
+        files: dict[str, Path] = {}
+        for argument in self.answers:
+            model, _, file = argument.partition("=")
+            if not model.strip() or not file:
+                raise CommandError(f"{argument}: must be MODEL=FILE.jsonl")
+            if model in files:
+                raise CommandError(f"{model} is named twice")
+            files[model] = Path(file).expanduser()
+        return files

@@ -1,0 +1,35 @@
+"""``chambers sheet read``: the table of a human evaluation, from filled sheets."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """Print the table of mean scores per model, and the agreement of annotators.
+
+    \b
+      chambers sheet read study/key.json annotator-1.csv annotator-2.csv annotator-3.csv
+
+    Each sheet is a file that the page has saved, or a filled table. A sheet that is not complete or
+    doesn't fit the key is refused. Means have the half-width of their 95 % confidence interval over
+    questions; the agreement is Krippendorff's alpha with the interval metric.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    key: Annotated[Path, typer.Argument(metavar="KEY.json", show_default=False)]
+    sheets: Annotated[list[Path], typer.Argument(metavar="SHEET.csv…", show_default=False)]
+
+    def __call__(self) -> int:
+        """Print the table."""
+        from chambers.sheet.blinding import read_key
+        from chambers.sheet.results import evaluate
+
+        key = read_key(self.key.expanduser())
+        results = evaluate(key, [sheet.expanduser() for sheet in self.sheets])
+        made = len({row.annotator for row in key.rows.values()})
+        print(results.to_markdown())
+        print(f"\n{results.questions} questions, {results.annotators} of {made} annotators")
+        return 0

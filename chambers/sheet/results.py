@@ -1,0 +1,122 @@
+"""The means of what annotators scored, per model, and how far they agree."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+from chambers.errors import CommandError
+from chambers.sheet.blinding import CRITERIA, Key
+from chambers.sheet.filled import read_sheet
+
+# Scores by criterion, by id.
+Scores = Mapping[str, Mapping[str, int]]
+
+_NORMAL_95 = 1.96
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean score.
+
+    Attributes:
+        value: Mean over questions and annotators.
+        half_width: Of the 95 % confidence interval of the mean over questions; None for one.
+
+    """
+
+    value: float
+    half_width: float | None
+
+    def __str__(self) -> str:
+        spread = "" if self.half_width is None else f" ± {self.half_width:.2f}"
+        return f"{self.value:.2f}{spread}"
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of a human evaluation.
+
+    Attributes:
+        annotators: Number of sheets.
+        questions: Number of questions.
+        means: Mean scores by model and criterion (FedJudge, table 5).
+        agreement: Krippendorff's alpha by criterion, with the interval metric, as means treat
+            scores as evenly spaced: 1 is full agreement, 0 that of chance. None if it isn't
+            defined: for one annotator, or if all scores are equal.
+
+    """
+
+    annotators: int
+    questions: int
+    means: Mapping[str, Mapping[str, Mean]]
+    agreement: Mapping[str, float | None]
+
+    def to_markdown(self) -> str:
+        """Return the table, with the agreement as its last row."""
+        lines = [
+            f"| Model | {' | '.join(name.capitalize() for name in CRITERIA)} |",
+            "|---|" + "---|" * len(CRITERIA),
+        ]
+        for model, means in self.means.items():
+            lines.append(f"| {model} | {' | '.join(str(means[name]) for name in CRITERIA)} |")
+        alphas = (self.agreement[name] for name in CRITERIA)
+        cells = ("–" if alpha is None else f"{alpha:.2f}" for alpha in alphas)
+        lines.append(f"| Krippendorff's alpha | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+
+def evaluate(key: Key, files: Sequence[Path]) -> Results:
+    """Read filled sheets and evaluate them.
+
+    Args:
+        key: What the ids stand for.
+        files: One filled sheet for each annotator; some may be absent.
+
+    Raises:
+        CommandError: A sheet doesn't fit the key, or isn't complete; the message names file and
+            line.
+
+    """
+    scores: dict[str, Mapping[str, int]] = {}
+    read: dict[int, Path] = {}
+    for file in files:
+        annotator, own = read_sheet(file, key)
+        if annotator in read:
+            raise CommandError(f"{read[annotator]} and {file} are both sheet {annotator}")
+        read[annotator] = file
+        scores |= own
+    means = {
+        model: {criterion: _mean(scores, key, model, criterion) for criterion in CRITERIA}
+        for model in key.models
+    }
+    agreement = {criterion: _alpha(scores, key, criterion) for criterion in CRITERIA}
+    questions = {key.rows[name].question for name in scores}
+    return Results(len(read), len(questions), means, agreement)
+
+
+def _mean(scores: Scores, key: Key, model: str, criterion: str) -> Mean:
+    """Return a model's mean score."""
+    by_question: dict[str, list[int]] = defaultdict(list)
+    for name, values in scores.items():
+        if key.rows[name].model == model:
+            by_question[key.rows[name].question].append(values[criterion])
+    means = [mean(values) for values in by_question.values()]
+    width = _NORMAL_95 * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    return Mean(mean(means), width)
+
+
+def _alpha(scores: Scores, key: Key, criterion: str) -> float | None:
+    """Return Krippendorff's alpha over all answers, or None if it isn't defined."""
+    from nltk.metrics.agreement import AnnotationTask
+    from nltk.metrics.distance import interval_distance
+
+    data = []
+    for name, values in scores.items():
+        row = key.rows[name]
+        data.append((row.annotator, (row.question, row.model), values[criterion]))
+    if len({d[0] for d in data}) < 2 or len({d[2] for d in data}) < 2:
+        return None
+    return float(AnnotationTask(data, distance=interval_distance).alpha())

@@ -1,0 +1,173 @@
+"""Convert a checkpoint of one of the papers' models, which runs remote code as published."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetuning.conversion.baichuan import plan_baichuan
+from finetuning.conversion.chatglm import Version, plan_chatglm
+from finetuning.conversion.plan import ConversionError, Plan
+from finetuning.conversion.tokenizer import convert_tokenizer
+from finetuning.conversion.weights import ShardWriter, read_tensors, weight_files
+from finetuning.files import replacing
+from finetuning.progress import progress_bar
+
+_SHARD_BYTES = 2 * 2**30
+_LICENCES = ("LICENSE*", "MODEL_LICENSE*", "NOTICE*", "*.pdf")
+
+
+def convert(
+    source: Path, target: Path, version: Version | None = None, shard_bytes: int = _SHARD_BYTES
+) -> Plan:
+    """Write a checkpoint that computes the same and that ``transformers`` loads by itself.
+
+    Tensors keep their precision. Memory is needed for one file of the source and one of the target.
+    The target appears when it is complete.
+
+    Args:
+        source: Folder of the published checkpoint.
+        target: Folder to write; it must not exist.
+        version: Version of ChatGLM, if neither ``config.json`` nor the folder's name tells it.
+        shard_bytes: Most bytes in a file of the target.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ConversionError: The checkpoint can't be converted; nothing is written.
+
+    """
+    config = _read_json(source / "config.json")
+    plan = _plan(config, source, version)
+    files = weight_files(source)
+    tokenizer = convert_tokenizer(source / "tokenizer.model", plan)
+    _refuse_full_disk(target, sum(file.stat().st_size for file in files))
+    with replacing(target) as aside:
+        aside.mkdir()
+        dtype = _convert_tensors(files, plan, aside, shard_bytes)
+        plan.config.dtype = dtype
+        plan.config.architectures = [type(_outline(plan.config)).__name__]
+        plan.config.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        _generation_config(plan, tokenizer).save_pretrained(aside)
+        for pattern in _LICENCES:
+            for file in source.glob(pattern):
+                shutil.copy(file, aside)
+        note = _note(plan=plan, config=config, source=source, files=files)
+        (aside / "README.md").write_text(note, encoding="utf-8")
+    return plan
+
+
+def _plan(config: Mapping[str, Any], source: Path, version: Version | None) -> Plan:
+    kind = config.get("model_type")
+    if kind == "baichuan":
+        return plan_baichuan(config)
+    if kind == "chatglm":
+        return plan_chatglm(config, str(source.absolute()), version)
+    from transformers import CONFIG_MAPPING
+
+    if kind in CONFIG_MAPPING:
+        raise ConversionError(
+            f'model_type "{kind}" needs no conversion: transformers has its class, so use the '
+            "checkpoint as model.name"
+        )
+    raise ConversionError(
+        f'model_type "{kind}" can\'t be converted; these can: Baichuan-7B, Baichuan2-7B, '
+        "ChatGLM2-6B and ChatGLM3-6B"
+    )
+
+
+def _convert_tensors(files: list[Path], plan: Plan, folder: Path, limit: int) -> torch.dtype:
+    """Convert all tensors, and return their type."""
+    expected = {name: value.shape for name, value in _outline(plan.config).state_dict().items()}
+    writer = ShardWriter(folder, limit)
+    written: set[str] = set()
+    dtypes: set[torch.dtype] = set()
+    with progress_bar(total=len(expected), description="converting") as bar:
+        for name, tensor in read_tensors(files):
+            for new, value in plan.rename(name, tensor).items():
+                if new not in expected or expected[new] != value.shape or new in written:
+                    raise ConversionError(
+                        f"{name} {list(tensor.shape)} does not fit config.json: {new} should be "
+                        f"{list(expected.get(new, ())) or 'absent'}"
+                    )
+                writer.add(new, value)
+                written.add(new)
+                dtypes.add(value.dtype)
+                bar.update()
+    missing = sorted(expected.keys() - written)
+    if missing:
+        raise ConversionError(
+            f"the checkpoint has nothing for {missing[0]} and {len(missing) - 1} other tensors"
+        )
+    writer.finish()
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _outline(config: Any) -> Any:
+    """Return the model without values."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _generation_config(plan: Plan, tokenizer: Any) -> Any:
+    from transformers import GenerationConfig
+
+    ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(plan.end_of_answer))]
+    return GenerationConfig(
+        eos_token_id=ends if len(ends) > 1 else ends[0],
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{file} can't be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{file} must contain an object")
+    return content
+
+
+def _refuse_full_disk(target: Path, size: int) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < size:
+        raise ConversionError(
+            f"{target.parent} has {free / 1e9:.1f} GB free; the converted checkpoint needs "
+            f"{size / 1e9:.1f} GB"
+        )
+
+
+def _note(plan: Plan, config: Mapping[str, Any], source: Path, files: list[Path]) -> str:
+    """Describe where the checkpoint comes from, with the digests of the files it was made from."""
+    lines = [
+        f"# {plan.model}, converted to {plan.config.architectures[0]}",
+        "",
+        "This checkpoint computes what the original does, with a class of `transformers` instead "
+        "of the original's own code. The original's licence applies.",
+        "",
+        f"- Original: `{config.get('_name_or_path') or source.name}`",
+        f"- Converted by: Chambers {version_of('chambers')}, transformers "
+        f"{version_of('transformers')}",
+        *(f"- {change}" for change in plan.changes),
+        "",
+        "| file of the original | SHA-256 |",
+        "|---|---|",
+    ]
+    for file in [source / "config.json", source / "tokenizer.model", *files]:
+        with file.open("rb") as content:
+            lines.append(
+                f"| {file.name} | `{hashlib.file_digest(content, 'sha256').hexdigest()}` |"
+            )
+    return "\n".join(lines) + "\n"

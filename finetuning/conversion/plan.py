@@ -1,0 +1,62 @@
+"""What a conversion needs to know of a model: its class here, its tensors and its tokens."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class ConversionError(ValueError):
+    """A checkpoint can't be converted; the message says why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to convert a model.
+
+    Attributes:
+        model: Name of the model.
+        config: Configuration of the target's class in transformers.
+        rename: Returns the target's tensors that a tensor of the source becomes, by name; empty if
+            the target computes it itself. Raises a `ConversionError` if it knows no such tensor.
+        special_tokens: Tokens that follow the vocabulary of ``tokenizer.model``, in order.
+        first_tokens: Special tokens before each text that is tokenized alone.
+        tokenizer: Arguments of the target's tokenizer.
+        chat_template: Jinja template of the prompts that the model was trained with.
+        end_of_answer: Further special tokens that end a generated answer.
+        changes: What else is different in the target, in sentences.
+
+    """
+
+    model: str
+    config: Any
+    rename: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+    special_tokens: tuple[str, ...] = ()
+    first_tokens: tuple[str, ...] = ()
+    tokenizer: Mapping[str, Any]
+    chat_template: str | None = None
+    end_of_answer: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+
+
+def sizes(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return values of a source's configuration under the names that transformers uses.
+
+    Args:
+        config: Content of the source's ``config.json``.
+        keys: Names in transformers, by the source's.
+
+    Raises:
+        ConversionError: A value is missing.
+
+    """
+    missing = sorted(keys.keys() - config.keys())
+    if missing:
+        raise ConversionError(f"config.json has no {', '.join(missing)}")
+    return {name: config[key] for key, name in keys.items()}
+
+
+def unknown(tensor: str, model: str) -> ConversionError:
+    """Return the error that refuses a tensor."""
+    return ConversionError(f"the tensor {tensor} is not one of {model}'s")

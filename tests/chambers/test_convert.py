@@ -1,0 +1,69 @@
+"""``chambers convert``: the converted checkpoint generates, and can be split."""
+
+import shutil
+
+import pytest
+from sentencepiece import SentencePieceTrainer
+
+from finetuning.settings import ModelSettings, SplitSettings
+from split.model.exactness import check_exactness
+from split.model.partition import partition_of
+from tests.chambers.conftest import refused, told
+from tests.conftest import WORDS
+from tests.finetuning.conversion.originals import (
+    BAICHUAN,
+    CHATGLM,
+    baichuan_shapes,
+    chatglm_shapes,
+    draw,
+    write,
+)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("sentencepiece") / "tokenizer"
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(WORDS * 20),
+        model_prefix=str(prefix),
+        model_type="bpe",
+        byte_fallback=True,
+        vocab_size=400,
+        minloglevel=2,
+    )
+    return prefix.with_suffix(".model")
+
+
+@pytest.fixture(params=["Baichuan-7B", "ChatGLM3-6B"])
+def original(request, tmp_path, vocabulary):
+    config, shapes = BAICHUAN, baichuan_shapes
+    if request.param == "ChatGLM3-6B":
+        config, shapes = CHATGLM, chatglm_shapes
+    folder = write(tmp_path / "original", config, draw(shapes(config)))
+    shutil.copy(vocabulary, folder)
+    return request.param, folder
+
+
+def test_a_converted_checkpoint_generates_and_can_be_split(original, tmp_path, capsys):
+    model, folder = original
+    target = tmp_path / "models" / "converted"
+    shown = told(capsys, "convert", folder, target)
+    assert model in shown
+    assert f"chambers train model.name={target}" in shown
+    words = ("--max-new-tokens", "6", "the court")
+    assert told(capsys, "generate", "--model", target, *words)
+    partition = partition_of(target, SplitSettings())
+    settings = ModelSettings(name=str(target))
+    check_exactness(target, settings, partition, prefixes=True, generation=True)
+    assert f"{target} exists" in refused(capsys, "convert", folder, target)
+
+
+def test_what_is_not_there_or_can_t_be_converted_is_refused(original, tmp_path, capsys):
+    _, folder = original
+    assert "there is no folder /nowhere" in refused(capsys, "convert", "/nowhere", tmp_path / "a")
+    reason = refused(capsys, "convert", "nobody/not-there", tmp_path / "a")
+    assert "there is no folder nobody/not-there, and as a Hugging Face id" in reason
+    (folder / "tokenizer.model").unlink()
+    reason = refused(capsys, "convert", folder, tmp_path / "a")
+    assert f"{folder / 'tokenizer.model'} can't be read" in reason
+    assert not (tmp_path / "a").exists()
