@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,6 +80,16 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory):
     os.environ["CHAMBERS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     yield
     del os.environ["CHAMBERS_CACHE"]
+
+
+@pytest.fixture(scope="session")
+def nginx():
+    """Skip tests that need nginx where it is missing; in CI they always run."""
+    if shutil.which("nginx") is None:
+        reason = "nginx is not installed; on Debian: apt-get install nginx-light"
+        if "CHAMBERS_CI" in os.environ:
+            pytest.fail(reason)
+        pytest.skip(reason)
 
 
 @pytest.fixture
