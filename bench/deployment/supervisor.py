@@ -109,7 +109,7 @@ def all_active(running: Deployment) -> bool:
         listing = running.flwr("supernode", "ls", "deployment", "--format=json")
     except DeploymentError:
         return False
-    online = [node for node in json.loads(listing)["nodes"] if node["status"] == "online"]
+    online = [node for node in json.loads(listing).get("nodes", []) if node["status"] == "online"]
     return len(online) == len(running.institutions)
 
 
