@@ -10,11 +10,19 @@ import numpy as np
 from flwr.common.logger import log
 
 from finetuning.data.partition import partition
-from finetuning.data.rows import FORMATS, DataError, Row, find_part, parse_messages, read_rows
+from finetuning.data.rows import (
+    FORMATS,
+    DataError,
+    Row,
+    find_part,
+    find_parts,
+    parse_messages,
+    read_rows,
+)
 from finetuning.generated import STYLES, examples
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
-from strategies.messages import is_name
+from strategies.node_config import name_and_data_path
 
 # Unequal like the sizes of the paper's clients (table 1), and small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
@@ -98,20 +106,7 @@ class _Reader:
 
     def own(self, node: Mapping[str, str | int | float | bool]) -> ClientData:
         """Read the files that a SuperNode's configuration names."""
-        missing = [key for key in ("name", "data-path") if not node.get(key)]
-        if missing:
-            raise DataError(
-                f"this SuperNode's --node-config lacks {' and '.join(missing)}; start it with "
-                '--node-config \'name="court" data-path="/data/court"\''
-            )
-        name, path = str(node["name"]), Path(str(node["data-path"])).expanduser()
-        if not is_name(name):
-            raise DataError(
-                f"{name!r} can't be a client's name: at most 64 letters, digits, ' ', '.', '-'"
-            )
-        if not path.is_absolute():
-            raise DataError(f'data-path = "{path}" must be an absolute path')
-        return self.folder(name, path)
+        return self.folder(*name_and_data_path(node))
 
     def one_of(self, folders: list[Path], index: int, count: int) -> ClientData:
         """Read one of the clients' folders."""
@@ -136,13 +131,7 @@ class _Reader:
     def parts(self, path: Path) -> tuple[list[Row], list[Row] | None]:
         """Read ``path/train.*`` and ``path/test.*``, or the single file ``path``."""
         skip_bad = self.settings.skip_bad_rows
-        if path.is_file():
-            return read_rows(path, skip_bad=skip_bad), None
-        if not path.is_dir():
-            raise DataError(f"{path} doesn't exist")
-        train, test = find_part(path, "train"), find_part(path, "test")
-        if train is None:
-            raise DataError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
+        train, test = find_parts(path)
         rows = read_rows(train, skip_bad=skip_bad)
         return rows, None if test is None else read_rows(test, skip_bad=skip_bad)
 

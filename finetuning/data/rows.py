@@ -120,6 +120,27 @@ def find_part(folder: Path, part: str) -> Path | None:
     return found[0] if found else None
 
 
+def find_parts(path: Path) -> tuple[Path, Path | None]:
+    """Return the files of training rows and of held-out rows, if there are any.
+
+    Args:
+        path: A folder with ``train.<format>`` and perhaps ``test.<format>``, or a file of training
+            rows.
+
+    Raises:
+        DataError: There are no training rows, or several files of them.
+
+    """
+    if path.is_file():
+        return path, None
+    if not path.is_dir():
+        raise DataError(f"{path} doesn't exist")
+    train, test = find_part(path, "train"), find_part(path, "test")
+    if train is None:
+        raise DataError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
+    return train, test
+
+
 def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
     """Convert a row of either form to a conversation.
 
