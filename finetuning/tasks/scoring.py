@@ -1,0 +1,200 @@
+"""Answer a task's questions with a model, and score the answers."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from finetuning.data.candidates import Continuation
+from finetuning.data.prompts import prompt_rows
+from finetuning.data.rows import DataError, Row
+from finetuning.data.tokenization import Example, tokenize
+from finetuning.evaluation.generation import (
+    GREEDY,
+    Answering,
+    batches_by_length,
+    continue_prompts,
+)
+from finetuning.evaluation.log_probabilities import Scoring, log_probabilities
+from finetuning.progress import progress_bar
+from finetuning.tasks.question import Question
+from finetuning.tasks.tasks import Task
+
+_NO_LIMIT = 2**31
+# Texts generated together; a larger number only adds padding.
+_TEXTS_AT_ONCE = 64
+
+
+class Model(Answering, Scoring, Protocol):
+    """The members that tasks require of a model, wherever its blocks are computed."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is computed at once, and the lengths of texts.
+
+    Attributes:
+        most_tokens: Maximal number of padded tokens of a batch, prefixes and answers included.
+        prompt: Maximal length of a prompt to generate from, in tokens; longer ones lose their end.
+            Cloze questions are never shortened.
+        new_tokens: Maximal length of a generated answer, in tokens.
+
+    """
+
+    most_tokens: int
+    prompt: int
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A model's answers to questions.
+
+    Attributes:
+        texts: The chosen candidate, or the generated text, of each question.
+        probabilities: Normalised probability of each question's right candidate (FL-GLM section
+            4.1.2); empty for generated texts, and 0 where no candidate is right.
+
+    """
+
+    texts: list[str]
+    probabilities: list[float]
+
+
+def answer(
+    model: Model, tokenizer: Any, task: Task, questions: Sequence[Question], limits: Limits
+) -> Answers:
+    """Answer questions.
+
+    Of candidates, the one with the largest summed log-probability is chosen (FL-GLM section 4.1.2),
+    the first of several. Without candidates, the answer is generated greedily.
+
+    Args:
+        model: Model with its adapter.
+        tokenizer: Tokenizer of the base model.
+        task: The task.
+        questions: Its questions.
+        limits: Sizes and lengths.
+
+    Raises:
+        DataError: The chat template refuses a question, or it is too long.
+
+    """
+    if task.is_cloze:
+        return _choose(model, tokenizer, questions, limits)
+    return Answers(_generate(model, tokenizer, questions, limits), [])
+
+
+def score_answers(task: Task, questions: Sequence[Question], answers: Answers) -> dict[str, float]:
+    """Return the task's metrics, and the mean probability of the right answer where it has one."""
+    metrics = task.metrics(questions, answers.texts)
+    if task.has_words:
+        mean = sum(answers.probabilities) / len(answers.probabilities)
+        metrics["probability"] = mean
+    return metrics
+
+
+def majority_class(task: Task, questions: Sequence[Question]) -> dict[str, float]:
+    """Return the metrics of always giving the most frequent answer; empty without classes."""
+    if not task.has_classes:
+        return {}
+    # A class is a candidate's number; None is that no candidate is right.
+    right = [q.candidates.index(q.answers[0]) if q.answers else None for q in questions]
+    ((most, _),) = Counter(right).most_common(1)
+    return task.metrics(questions, ["" if most is None else q.candidates[most] for q in questions])
+
+
+def continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[Continuation]]:
+    """Return the tokens of each question's candidates, as in training but for their end marks.
+
+    Raises:
+        DataError: The chat template refuses a question.
+
+    """
+    rows = [
+        Row(
+            messages=(
+                {"role": "user", "content": question.prompt},
+                {"role": "assistant", "content": candidate},
+            ),
+            origin=question.origin,
+            fields={},
+        )
+        for question in questions
+        for candidate in question.candidates
+    ]
+    examples, _ = tokenize(rows, tokenizer, _NO_LIMIT)
+    marks = torch.tensor(sorted(tokenizer.added_tokens_decoder))
+    found = iter(
+        _continuation(row, example, marks) for row, example in zip(rows, examples, strict=True)
+    )
+    return [[next(found) for _ in question.candidates] for question in questions]
+
+
+def _continuation(row: Row, example: Example, marks: torch.Tensor) -> Continuation:
+    answer = example.tokens[example.is_target]
+    others = (~torch.isin(answer, marks)).nonzero()
+    if not len(others):
+        raise DataError(f"{row.origin}: an answer has no tokens")
+    return Continuation(
+        context=example.tokens[: example.prompt_length], answer=answer[: int(others[-1]) + 1]
+    )
+
+
+def _choose(
+    model: Scoring, tokenizer: Any, questions: Sequence[Question], limits: Limits
+) -> Answers:
+    # Questions of one line have most of their prompt in common, such as a passage.
+    groups: dict[str, list[int]] = {}
+    for index, question in enumerate(questions):
+        groups.setdefault(question.origin, []).append(index)
+    candidates = continuations(questions, tokenizer)
+    found = log_probabilities(
+        model=model,
+        groups=[[c for index in group for c in candidates[index]] for group in groups.values()],
+        padding=tokenizer.pad_token_id,
+        most_tokens=limits.most_tokens,
+    )
+    texts, probabilities = [""] * len(questions), [0.0] * len(questions)
+    for group, likelihoods in zip(groups.values(), found, strict=True):
+        values = iter(likelihoods)
+        for index in group:
+            question = questions[index]
+            sums = [next(values).log_probability for _ in question.candidates]
+            texts[index] = question.candidates[sums.index(max(sums))]
+            shares = torch.tensor(sums, dtype=torch.float64).softmax(0).tolist()
+            pairs = zip(question.candidates, shares, strict=True)
+            probabilities[index] = math.fsum(p for text, p in pairs if text in question.answers)
+    return Answers(texts, probabilities)
+
+
+def _generate(
+    model: Model, tokenizer: Any, questions: Sequence[Question], limits: Limits
+) -> list[str]:
+    rows = prompt_rows([question.prompt for question in questions])
+    examples, _ = tokenize(rows, tokenizer, limits.prompt)
+    prompts = [example.tokens[: example.prompt_length] for example in examples]
+    before = model.columns_before
+    batches = batches_by_length(
+        lengths=[before + len(prompt) for prompt in prompts],
+        size=_TEXTS_AT_ONCE,
+        new=limits.new_tokens,
+        most=limits.most_tokens,
+    )
+    texts = [""] * len(questions)
+    with progress_bar(total=len(questions), description="generating") as bar:
+        for batch in batches:
+            answers = continue_prompts(
+                model=model,
+                tokenizer=tokenizer,
+                prompts=[prompts[index] for index in batch],
+                max_new=limits.new_tokens,
+                settings=GREEDY,
+            )
+            for index, text in zip(batch, answers, strict=True):
+                texts[index] = text
+            bar.update(len(batch))
+    return texts
