@@ -8,6 +8,7 @@ import click
 import typer
 
 from chambers.errors import CommandError
+from chambers.evaluate import Evaluate
 from chambers.generate import Generate
 from chambers.serve import Serve
 from chambers.site.certificates import Certificates
@@ -27,7 +28,13 @@ def _group(commands: Mapping[str, type]) -> typer.Typer:
     return group
 
 
-_COMMANDS = {"train": Train, "serve": Serve, "generate": Generate, "status": Status}
+_COMMANDS = {
+    "train": Train,
+    "status": Status,
+    "evaluate": Evaluate,
+    "generate": Generate,
+    "serve": Serve,
+}
 _SITE_COMMANDS = {
     "certificates": Certificates,
     "key": Key,

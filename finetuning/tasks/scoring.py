@@ -33,20 +33,33 @@ class Model(Answering, Scoring, Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How much is computed at once, and the lengths of texts.
+class Prepared:
+    """Questions as tokens.
 
     Attributes:
-        most_tokens: Maximal number of padded tokens of a batch, prefixes and answers included.
-        prompt: Maximal length of a prompt to generate from, in tokens; longer ones lose their end.
-            Cloze questions are never shortened.
-        new_tokens: Maximal length of a generated answer, in tokens.
+        task: The task.
+        questions: Its questions.
+        candidates: The candidates of each question, if the task has any.
+        prompts: The prompt of each question otherwise, (tokens,) int64.
 
     """
 
-    most_tokens: int
-    prompt: int
-    new_tokens: int
+    task: Task
+    questions: Sequence[Question]
+    candidates: list[list[Continuation]]
+    prompts: list[torch.Tensor]
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Tokens of the longest text without a generated answer, and where it comes from."""
+        if self.prompts:
+            lengths = [len(prompt) for prompt in self.prompts]
+        else:
+            lengths = [max(len(c.context) + len(c.answer) for c in own) for own in self.candidates]
+        return max(
+            (length, question.origin)
+            for length, question in zip(lengths, self.questions, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -64,8 +77,32 @@ class Answers:
     probabilities: list[float]
 
 
+def prepare(
+    tokenizer: Any, task: Task, questions: Sequence[Question], prompt_length: int
+) -> Prepared:
+    """Convert questions to tokens.
+
+    Args:
+        tokenizer: Tokenizer of the base model.
+        task: The task.
+        questions: Its questions.
+        prompt_length: Maximal length of a prompt to generate from, in tokens; longer ones lose
+            their end. Cloze questions are never shortened.
+
+    Raises:
+        DataError: The chat template refuses a question.
+
+    """
+    if task.is_cloze:
+        return Prepared(task, questions, _continuations(questions, tokenizer), [])
+    rows = prompt_rows([question.prompt for question in questions])
+    examples, _ = tokenize(rows, tokenizer, prompt_length)
+    prompts = [example.tokens[: example.prompt_length] for example in examples]
+    return Prepared(task, questions, [], prompts)
+
+
 def answer(
-    model: Model, tokenizer: Any, task: Task, questions: Sequence[Question], limits: Limits
+    model: Model, tokenizer: Any, prepared: Prepared, most_tokens: int, new_tokens: int
 ) -> Answers:
     """Answer questions.
 
@@ -75,17 +112,26 @@ def answer(
     Args:
         model: Model with its adapter.
         tokenizer: Tokenizer of the base model.
-        task: The task.
-        questions: Its questions.
-        limits: Sizes and lengths.
+        prepared: The questions.
+        most_tokens: Maximal number of padded tokens of a batch, prefixes and answers included.
+        new_tokens: Maximal length of a generated answer, in tokens.
 
     Raises:
-        DataError: The chat template refuses a question, or it is too long.
+        DataError: A question is too long.
 
     """
-    if task.is_cloze:
-        return _choose(model, tokenizer, questions, limits)
-    return Answers(_generate(model, tokenizer, questions, limits), [])
+    if prepared.task.is_cloze:
+        return _choose(model, tokenizer.pad_token_id, prepared, most_tokens)
+    return Answers(
+        _generate(
+            model=model,
+            tokenizer=tokenizer,
+            prompts=prepared.prompts,
+            most_tokens=most_tokens,
+            new_tokens=new_tokens,
+        ),
+        [],
+    )
 
 
 def score_answers(task: Task, questions: Sequence[Question], answers: Answers) -> dict[str, float]:
@@ -107,13 +153,8 @@ def majority_class(task: Task, questions: Sequence[Question]) -> dict[str, float
     return task.metrics(questions, ["" if most is None else q.candidates[most] for q in questions])
 
 
-def continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[Continuation]]:
-    """Return the tokens of each question's candidates, as in training but for their end marks.
-
-    Raises:
-        DataError: The chat template refuses a question.
-
-    """
+def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[Continuation]]:
+    """Return the tokens of each question's candidates, as in training but for their end marks."""
     rows = [
         Row(
             messages=(
@@ -144,25 +185,23 @@ def _continuation(row: Row, example: Example, marks: torch.Tensor) -> Continuati
     )
 
 
-def _choose(
-    model: Scoring, tokenizer: Any, questions: Sequence[Question], limits: Limits
-) -> Answers:
+def _choose(model: Scoring, padding: int, prepared: Prepared, most_tokens: int) -> Answers:
     # Questions of one line have most of their prompt in common, such as a passage.
     groups: dict[str, list[int]] = {}
-    for index, question in enumerate(questions):
+    for index, question in enumerate(prepared.questions):
         groups.setdefault(question.origin, []).append(index)
-    candidates = continuations(questions, tokenizer)
     found = log_probabilities(
         model=model,
-        groups=[[c for index in group for c in candidates[index]] for group in groups.values()],
-        padding=tokenizer.pad_token_id,
-        most_tokens=limits.most_tokens,
+        groups=[[c for i in group for c in prepared.candidates[i]] for group in groups.values()],
+        padding=padding,
+        most_tokens=most_tokens,
     )
-    texts, probabilities = [""] * len(questions), [0.0] * len(questions)
+    texts = [""] * len(prepared.questions)
+    probabilities = [0.0] * len(prepared.questions)
     for group, likelihoods in zip(groups.values(), found, strict=True):
         values = iter(likelihoods)
         for index in group:
-            question = questions[index]
+            question = prepared.questions[index]
             sums = [next(values).log_probability for _ in question.candidates]
             texts[index] = question.candidates[sums.index(max(sums))]
             shares = torch.tensor(sums, dtype=torch.float64).softmax(0).tolist()
@@ -172,26 +211,26 @@ def _choose(
 
 
 def _generate(
-    model: Model, tokenizer: Any, questions: Sequence[Question], limits: Limits
+    model: Model,
+    tokenizer: Any,
+    prompts: Sequence[torch.Tensor],
+    most_tokens: int,
+    new_tokens: int,
 ) -> list[str]:
-    rows = prompt_rows([question.prompt for question in questions])
-    examples, _ = tokenize(rows, tokenizer, limits.prompt)
-    prompts = [example.tokens[: example.prompt_length] for example in examples]
-    before = model.columns_before
     batches = batches_by_length(
-        lengths=[before + len(prompt) for prompt in prompts],
+        lengths=[model.columns_before + len(prompt) for prompt in prompts],
         size=_TEXTS_AT_ONCE,
-        new=limits.new_tokens,
-        most=limits.most_tokens,
+        new=new_tokens,
+        most=most_tokens,
     )
-    texts = [""] * len(questions)
-    with progress_bar(total=len(questions), description="generating") as bar:
+    texts = [""] * len(prompts)
+    with progress_bar(total=len(prompts), description="generating") as bar:
         for batch in batches:
             answers = continue_prompts(
                 model=model,
                 tokenizer=tokenizer,
                 prompts=[prompts[index] for index in batch],
-                max_new=limits.new_tokens,
+                max_new=new_tokens,
                 settings=GREEDY,
             )
             for index, text in zip(batch, answers, strict=True):

@@ -11,7 +11,7 @@ from finetuning.evaluation.scoring import score
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.whole_model import WholeModel
 from finetuning.tasks.reading import read_questions
-from finetuning.tasks.scoring import Limits, answer, majority_class, score_answers
+from finetuning.tasks.scoring import answer, majority_class, prepare, score_answers
 from finetuning.tasks.tasks import TASKS
 from tests.finetuning.tasks.conftest import ROWS
 
@@ -19,7 +19,6 @@ TEMPLATE = (
     "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
 )
-LIMITS = Limits(most_tokens=2000, prompt=200, new_tokens=6)
 CLOZE = [name for name, task in TASKS.items() if task.is_cloze]
 
 
@@ -63,9 +62,9 @@ def test_candidates_have_the_probabilities_of_a_plain_loop(
             chosen = logits.log_softmax(-1).gather(1, torch.tensor(after)[:, None])
             sums.append(float(chosen.sum()))
         expected.append(torch.tensor(sums).double())
+    prepared = prepare(tokenizer, task, questions, 200)
     for most in (2000, 400):
-        limits = Limits(most_tokens=most, prompt=200, new_tokens=6)
-        found = answer(WholeModel(model), tokenizer, task, questions, limits)
+        found = answer(WholeModel(model), tokenizer, prepared, most_tokens=most, new_tokens=6)
         assert found.texts == [
             question.candidates[int(sums.argmax())]
             for question, sums in zip(questions, expected, strict=True)
@@ -99,7 +98,8 @@ def test_of_equally_likely_answers_the_first_is_chosen(checkpoint, write):
     questions = read_questions(write(ROWS["cb"]), TASKS["cb"])
     tokenizer = load_tokenizer(checkpoint)
     vocabulary = {text: len(tokenizer(text).input_ids) for text in ("yes", "no", "maybe")}
-    found = answer(Indifferent(), tokenizer, TASKS["cb"], questions, LIMITS)
+    prepared = prepare(tokenizer, TASKS["cb"], questions, 200)
+    found = answer(Indifferent(), tokenizer, prepared, most_tokens=2000, new_tokens=6)
     assert found.texts == [min(vocabulary, key=vocabulary.__getitem__)]
 
 
@@ -113,7 +113,8 @@ def test_texts_are_generated_greedily(name, model, checkpoint, write):
         expected.append(
             tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True).strip()
         )
-    found = answer(WholeModel(model), tokenizer, TASKS[name], questions, LIMITS)
+    prepared = prepare(tokenizer, TASKS[name], questions, 200)
+    found = answer(WholeModel(model), tokenizer, prepared, most_tokens=2000, new_tokens=6)
     assert found.texts == expected
     scores = score(expected, [question.answers[0] for question in questions])
     for metric, value in score_answers(TASKS[name], questions, found).items():
