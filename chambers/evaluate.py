@@ -11,6 +11,7 @@ import typer
 from chambers.errors import CommandError
 from chambers.sources import AdapterOptions, BaseModelOptions, option
 from finetuning.data.rows import DataError, find_part
+from finetuning.evaluation.bertscore import Encoder, EncoderError
 from finetuning.tasks.question import Question
 from finetuning.tasks.reading import read_questions
 from finetuning.tasks.tasks import TASKS, Task
@@ -63,11 +64,28 @@ class Evaluate(BaseModelOptions):
         ),
     ] = 2048
     max_new_tokens: Annotated[int, option("Longest generated answer; default 256.", "N")] = 256
+    bertscore: Annotated[
+        str | None,
+        option(
+            "Encoder with which generated answers are also scored by BERTScore; needs "
+            "chambers[bertscore].",
+            "ID_OR_FOLDER",
+        ),
+    ] = None
+    bertscore_layer: Annotated[
+        int | None,
+        option(
+            "Layer of the encoder; default: bert-score's choice for encoders that it knows, else "
+            "the last.",
+            "N",
+        ),
+    ] = None
     output: Annotated[Path | None, option("Write the scores to this file.", "F.json")] = None
 
     def __call__(self) -> int:
         """Score."""
         chosen = self._tasks()
+        encoder = self._encoder()
         named = [self._named(text) for text in self.models or [""]]
         try:
             questions = {name: self._questions(name, task) for name, task in chosen.items()}
@@ -87,6 +105,7 @@ class Evaluate(BaseModelOptions):
             batch_tokens=self.batch_tokens,
             prompt_length=self.max_length,
             new_tokens=self.max_new_tokens,
+            encoder=encoder,
         )
         scores = measure(sources, scored)
         render(scores)
@@ -96,7 +115,7 @@ class Evaluate(BaseModelOptions):
 
     def _tasks(self) -> dict[str, Task]:
         """Return the tasks by name; refuse invalid options and missing folders."""
-        for name in ("limit", "batch_tokens", "max_length", "max_new_tokens"):
+        for name in ("limit", "batch_tokens", "max_length", "max_new_tokens", "bertscore_layer"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise CommandError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -116,6 +135,16 @@ class Evaluate(BaseModelOptions):
         if not self.models and not self.invitation and not self.model:
             raise CommandError("no model is named: add the folder of a run, or a base model")
         return {name: TASKS[name] for name in names}
+
+    def _encoder(self) -> Encoder | None:
+        if self.bertscore is None:
+            return None
+        encoder = Encoder(self.bertscore, self.bertscore_layer)
+        try:
+            encoder.check()
+        except EncoderError as error:
+            raise CommandError(f"--bertscore: {error}") from error
+        return encoder
 
     def _names(self) -> list[str]:
         return [name.strip().lower() for name in self.tasks.split(",") if name.strip()]

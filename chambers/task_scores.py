@@ -11,6 +11,7 @@ from rich.table import Table
 from chambers.errors import CommandError
 from chambers.models import Source, opened
 from finetuning.data.rows import DataError
+from finetuning.evaluation.bertscore import Encoder, EncoderError, bertscore
 from finetuning.model.base_model import BaseModelError, load_tokenizer
 from finetuning.model.positions import check_positions
 from finetuning.tasks.question import Question
@@ -32,6 +33,7 @@ class Scored:
         batch_tokens: Maximal number of padded tokens computed at once.
         prompt_length: Maximal length of a prompt to generate from, in tokens.
         new_tokens: Maximal length of a generated answer, in tokens.
+        encoder: Encoder of BERTScore for generated answers; None for no BERTScore.
 
     """
 
@@ -39,6 +41,7 @@ class Scored:
     batch_tokens: int
     prompt_length: int
     new_tokens: int
+    encoder: Encoder | None = None
 
 
 def measure(sources: Mapping[str, Source], scored: Scored) -> Scores:
@@ -71,6 +74,9 @@ def measure(sources: Mapping[str, Source], scored: Scored) -> Scores:
                 )
                 seconds = time.perf_counter() - started
                 metrics = score_answers(questions.task, questions.questions, answers)
+                if scored.encoder is not None and not questions.task.is_cloze:
+                    references = [question.answers[0] for question in questions.questions]
+                    metrics["bertscore"] = _bertscore(answers.texts, references, scored.encoder)
                 scores[name]["models"][model_name] = {**metrics, "seconds": round(seconds, 3)}
     return scores
 
@@ -91,6 +97,13 @@ def render(scores: Scores) -> None:
     if not console.is_terminal:
         console.width = 120
     console.print(table)
+
+
+def _bertscore(texts: Sequence[str], references: Sequence[str], encoder: Encoder) -> float:
+    try:
+        return bertscore(texts, references, encoder)
+    except EncoderError as error:
+        raise CommandError(f"--bertscore: {error}") from error
 
 
 def _prepare(source: Source, scored: Scored) -> tuple[Any, dict[str, Prepared]]:

@@ -109,6 +109,7 @@ def test_what_can_t_be_meant_is_refused(run_folder, base, data, tmp_path, capsys
         (["--tasks", "rte", base], f"rte: there is no {data}/RTE/val.jsonl"),
         (["--tasks", "cb", "/nowhere"], "there is no base model in /nowhere"),
         (["--tasks", "cb", empty], "the run finished no round"),
+        (["--tasks", "xsum", "--bertscore", "/nowhere", base], "--bertscore: "),
         (["--tasks", "cb", "--batch-tokens", "20", base], "--batch-tokens allows 20"),
     ):
         assert reason in refused(capsys, "evaluate", "--data", data, *words), words
