@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ from finetuning.tasks.tasks import TASKS, Task
 
 if TYPE_CHECKING:
     from chambers.models import Source
-    from chambers.task_scores import Scores
+    from chambers.task_scores import Harness, Scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,22 @@ class Evaluate(BaseModelOptions):
     models: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL_OR_RUN]…", show_default=False)
     ] = None
-    tasks: Annotated[str, option(f"Tasks, separated by commas: {', '.join(TASKS)}.", "NAMES")]
-    data: Annotated[Path, option("Folder with the tasks' files.", "FOLDER")]
+    tasks: Annotated[
+        str,
+        option(
+            f"Tasks, separated by commas: {', '.join(TASKS)}; others are lm-evaluation-harness's, "
+            "which need chambers[lm-eval].",
+            "NAMES",
+        ),
+    ]
+    data: Annotated[
+        Path | None,
+        option("Folder with the tasks' files; lm-evaluation-harness's need none.", "FOLDER"),
+    ] = None
+    include: Annotated[
+        Path | None,
+        option("Folder with more tasks for lm-evaluation-harness (YAML).", "FOLDER"),
+    ] = None
     invitation: Annotated[
         Path | None, option("Invitation to a block server that has the middle blocks.", "FILE")
     ] = None
@@ -100,12 +115,18 @@ class Evaluate(BaseModelOptions):
             sources.setdefault(source.settings.name, source.bare)
             if source.adapter is not None:
                 sources[text] = source
+        try:
+            harness = self._harness()
+        except DataError as error:
+            raise CommandError(f"--tasks {self.tasks}: {error}") from error
         scored = Scored(
             questions={name: (TASKS[name], own) for name, own in questions.items()},
             batch_tokens=self.batch_tokens,
             prompt_length=self.max_length,
             new_tokens=self.max_new_tokens,
             encoder=encoder,
+            harness=harness,
+            limit=self.limit,
         )
         scores = measure(sources, scored)
         render(scores)
@@ -120,21 +141,26 @@ class Evaluate(BaseModelOptions):
             if value is not None and value < 1:
                 raise CommandError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         names = self._names()
-        unknown = [name for name in names if name not in TASKS]
-        if unknown or not names:
+        if not names:
+            raise CommandError("--tasks names none")
+        others = [name for name in names if name not in TASKS]
+        if others and find_spec("lm_eval") is None:
             raise CommandError(
-                f"--tasks {self.tasks}: {unknown[0] if unknown else 'nothing'} is not a task; "
-                f"there are {', '.join(TASKS)}"
+                f"--tasks {self.tasks}: {others[0]} is none of {', '.join(TASKS)}; tasks of "
+                "lm-evaluation-harness need it: pip install 'chambers[lm-eval]'"
             )
-        if not self.data.is_dir():
-            raise CommandError(f"--data {self.data}: there is no such folder")
+        if self.data is None and len(others) < len(names):
+            raise CommandError("--data is missing: the folder with the tasks' files")
+        for name, folder in (("data", self.data), ("include", self.include)):
+            if folder and not folder.is_dir():
+                raise CommandError(f"--{name} {folder}: there is no such folder")
         if self.output and not self.output.absolute().parent.is_dir():
             raise CommandError(
                 f"--output {self.output}: there is no folder {self.output.absolute().parent}"
             )
         if not self.models and not self.invitation and not self.model:
             raise CommandError("no model is named: add the folder of a run, or a base model")
-        return {name: TASKS[name] for name in names}
+        return {name: TASKS[name] for name in names if name in TASKS}
 
     def _encoder(self) -> Encoder | None:
         if self.bertscore is None:
@@ -147,7 +173,16 @@ class Evaluate(BaseModelOptions):
         return encoder
 
     def _names(self) -> list[str]:
-        return [name.strip().lower() for name in self.tasks.split(",") if name.strip()]
+        names = [name.strip() for name in self.tasks.split(",") if name.strip()]
+        return [name.lower() if name.lower() in TASKS else name for name in names]
+
+    def _harness(self) -> "Harness | None":
+        names = [name for name in self._names() if name not in TASKS]
+        if not names:
+            return None
+        from finetuning.evaluation.harness import find_tasks
+
+        return names, find_tasks(names, self.include)
 
     def _named(self, text: str) -> AdapterOptions:
         """Return the base model and adapter that a word of the command line names."""
@@ -169,6 +204,7 @@ class Evaluate(BaseModelOptions):
         return options
 
     def _questions(self, name: str, task: Task) -> Sequence[Question]:
+        assert self.data is not None
         folders = sorted(
             f for f in self.data.iterdir() if f.name.lower() in {task.folder.lower(), name}
         )

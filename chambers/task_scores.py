@@ -15,12 +15,14 @@ from finetuning.evaluation.bertscore import Encoder, EncoderError, bertscore
 from finetuning.model.base_model import BaseModelError, load_tokenizer
 from finetuning.model.positions import check_positions
 from finetuning.tasks.question import Question
-from finetuning.tasks.scoring import Prepared, answer, majority_class, prepare, score_answers
-from finetuning.tasks.tasks import Task
+from finetuning.tasks.scoring import Model, Prepared, answer, majority_class, prepare, score_answers
+from finetuning.tasks.tasks import TASKS, Task
 
 # By task: the number of questions, the metrics of the most frequent answer, and by model its
 # metrics and seconds.
 Scores = dict[str, dict[str, Any]]
+# Names of tasks, and the harness's manager of tasks.
+Harness = tuple[Sequence[str], Any]
 _MAJORITY = "majority"
 
 
@@ -34,6 +36,8 @@ class Scored:
         prompt_length: Maximal length of a prompt to generate from, in tokens.
         new_tokens: Maximal length of a generated answer, in tokens.
         encoder: Encoder of BERTScore for generated answers; None for no BERTScore.
+        harness: Names and manager of lm-evaluation-harness's tasks, if any.
+        limit: Number of rows of each of those tasks; None for all.
 
     """
 
@@ -41,7 +45,9 @@ class Scored:
     batch_tokens: int
     prompt_length: int
     new_tokens: int
-    encoder: Encoder | None = None
+    encoder: Encoder | None
+    harness: Harness | None
+    limit: int | None
 
 
 def measure(sources: Mapping[str, Source], scored: Scored) -> Scores:
@@ -78,11 +84,34 @@ def measure(sources: Mapping[str, Source], scored: Scored) -> Scores:
                     references = [question.answers[0] for question in questions.questions]
                     metrics["bertscore"] = _bertscore(answers.texts, references, scored.encoder)
                 scores[name]["models"][model_name] = {**metrics, "seconds": round(seconds, 3)}
+            if scored.harness is not None:
+                for name, found in _harness_scores(model, tokenizer, source, scored).items():
+                    empty = {"questions": found["questions"], _MAJORITY: {}, "models": {}}
+                    scores.setdefault(name, empty)["models"][model_name] = found["metrics"]
     return scores
 
 
+def _harness_scores(
+    model: Model, tokenizer: Any, source: Source, scored: Scored
+) -> dict[str, dict[str, Any]]:
+    from finetuning.evaluation.harness import HarnessModel, harness_scores, most_positions
+
+    assert scored.harness is not None
+    names, manager = scored.harness
+    seen = HarnessModel(
+        model=model,
+        tokenizer=tokenizer,
+        most_tokens=min(scored.batch_tokens, source.most_tokens),
+        max_length=most_positions(source.directory, tokenizer) - source.columns_before,
+    )
+    try:
+        return harness_scores(seen, names, manager, scored.limit)
+    except DataError as error:
+        raise CommandError(str(error)) from error
+
+
 def render(scores: Scores) -> None:
-    """Print a table of scores, times 100 as papers do."""
+    """Print a table of scores, times 100 as papers do, those of the harness as they are."""
     models = list(next(iter(scores.values()))["models"])
     table = Table()
     for column in ("task", "questions", "metric", _MAJORITY, *models):
@@ -91,12 +120,17 @@ def render(scores: Scores) -> None:
         found = [of_task[_MAJORITY], *of_task["models"].values()]
         metrics = [metric for metric in of_task["models"][models[0]] if metric != "seconds"]
         for metric in metrics:
-            values = (f"{100 * v[metric]:.1f}" if metric in v else "" for v in found)
-            table.add_row(name, str(of_task["questions"]), metric, *values)
+            values = (_shown(name, v[metric]) if metric in v else "" for v in found)
+            table.add_row(name, str(of_task["questions"] or ""), metric, *values)
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = 120
     console.print(table)
+
+
+def _shown(task: str, value: float) -> str:
+    # Not every metric of the harness is within 0..1.
+    return f"{100 * value:.1f}" if task in TASKS else f"{value:.4f}"
 
 
 def _bertscore(texts: Sequence[str], references: Sequence[str], encoder: Encoder) -> float:

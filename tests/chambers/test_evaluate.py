@@ -15,6 +15,19 @@ def write(file, rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+HARNESS = """
+task: repeat_local
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {file}}}}}
+output_type: multiple_choice
+validation_split: validation
+doc_to_text: "Premise: {{{{premise}}}} Answer:"
+doc_to_target: "{{{{label}}}}"
+doc_to_choice: [entailment, neutral, contradiction, "neither of them"]
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Rows of several tasks, with folders named as they are published, or as tasks are."""
@@ -97,11 +110,31 @@ def test_a_base_model_alone_and_a_folder_of_one_task(base, data, tmp_path, capsy
     assert scores[0]["tasks"]["cb"]["questions"] == 3
 
 
+@pytest.mark.slow
+def test_tasks_of_the_harness_over_a_lane(run_folder, base, served, data, tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "repeat.yaml").write_text(HARNESS.format(file=data / "CB" / "val.jsonl"))
+    words = ["evaluate", "--tasks", "repeat_local,cb", "--include", tmp_path, "--data", data]
+    words += ["--output", tmp_path / "scores.json", run_folder]
+    found = []
+    for where in ([], ["--invitation", served / "alpha.json"]):
+        assert "repeat_local" in told(capsys, *words, *where)
+        found.append(json.loads((tmp_path / "scores.json").read_text())["tasks"])
+        for name in (str(base), str(run_folder)):
+            del found[-1]["cb"]["models"][name]["seconds"]
+    whole, split = found
+    assert whole["repeat_local"] == split["repeat_local"]
+    assert whole["repeat_local"]["questions"] == 4
+    assert list(whole["repeat_local"]["models"][str(base)]) == ["acc", "acc_norm"]
+    refusal = refused(capsys, *words[:2], "none_such", *words[3:])
+    assert "none_such is not a task of lm-evaluation-harness" in refusal
+
+
 def test_what_can_t_be_meant_is_refused(run_folder, base, data, tmp_path, capsys):
     empty = shutil.copytree(run_folder, tmp_path / "run", ignore=shutil.ignore_patterns("adapters"))
     for words, reason in (
-        (["--tasks", "sst2", base], "sst2 is not a task; there are boolq, cb"),
-        (["--tasks", "", base], "nothing is not a task"),
+        (["--tasks", "no-such-task", base], "--tasks no-such-task: no-such-task is "),
+        (["--tasks", "", base], "--tasks names none"),
         (["--tasks", "cb"], "no model is named"),
         (["--tasks", "cb", "--data", "/nowhere", base], "--data /nowhere"),
         (["--tasks", "cb", "--limit", "0", base], "--limit 0"),
