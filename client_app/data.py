@@ -10,18 +10,11 @@ import numpy as np
 from flwr.common.logger import log
 
 from finetuning.data.partition import partition
-from finetuning.data.rows import (
-    FORMATS,
-    DataError,
-    Row,
-    find_part,
-    find_parts,
-    parse_messages,
-    read_rows,
-)
+from finetuning.data.rows import FORMATS, DataError, Row, find_part, find_parts, parse_messages
 from finetuning.generated import STYLES, examples
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
+from finetuning.tasks.reading import held_out_part, read_task_rows
 from strategies.node_config import name_and_data_path
 
 # Unequal like the sizes of the paper's clients (table 1), and small enough for a demonstration.
@@ -129,11 +122,13 @@ class _Reader:
         return self.hold_out(name, train) if test is None else ClientData(name, train, test)
 
     def parts(self, path: Path) -> tuple[list[Row], list[Row] | None]:
-        """Read ``path/train.*`` and ``path/test.*``, or the single file ``path``."""
-        skip_bad = self.settings.skip_bad_rows
-        train, test = find_parts(path)
-        rows = read_rows(train, skip_bad=skip_bad)
-        return rows, None if test is None else read_rows(test, skip_bad=skip_bad)
+        """Read ``path/train.*`` and ``path/test.*``, or the single file ``path``.
+
+        A task may have another name for the held-out part.
+        """
+        train, test = find_parts(path, held_out_part(self.settings))
+        rows = read_task_rows(train, self.settings)
+        return rows, None if test is None else read_task_rows(test, self.settings)
 
     def hub_rows(self) -> list[Row]:
         """Read a data set by its Hugging Face id."""
@@ -143,7 +138,7 @@ class _Reader:
                 f'data.path = "{path}" must be an absolute path (or start with ~): relative paths '
                 "would refer to the folder in which Flower runs the app"
             )
-        return read_rows(path, skip_bad=self.settings.skip_bad_rows)
+        return read_task_rows(path, self.settings)
 
     def share(self, train: list[Row], test: list[Row] | None, index: int, count: int) -> ClientData:
         """Return one client's share of a data set."""

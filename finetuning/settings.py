@@ -96,6 +96,28 @@ class DataSettings(Section):
         "`train.*`, or a Hugging Face id) that is partitioned. Empty: three generated clients. "
         "In a deployment every SuperNode names its own with `--node-config 'data-path=\"…\"'`.",
     )
+    task: Literal[
+        "",
+        "boolq",
+        "cb",
+        "copa",
+        "multirc",
+        "record",
+        "rte",
+        "wic",
+        "wsc",
+        "cnn-dailymail",
+        "xsum",
+        "huatuo",
+        "court",
+        "consultation",
+        "reasoning",
+    ] = Field(
+        "",
+        description="The task in whose published format the files are, such as SuperGLUE's "
+        "`train.jsonl` and `val.jsonl`; `docs/tasks.md` shows the prompts. Empty: the files have "
+        "instructions or conversations.",
+    )
     partition: Literal["iid", "label", "length", "dirichlet"] = Field(
         "iid",
         description="How one data set is divided among simulated clients: evenly at random, by "
