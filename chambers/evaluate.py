@@ -68,7 +68,7 @@ class Evaluate(BaseModelOptions):
         int | None, option("Score the first rows of each file only; default: all.", "N")
     ] = None
     batch_tokens: Annotated[int, option("Padded tokens computed at once; default 8192.", "N")] = (
-        4096
+        8192
     )
     max_length: Annotated[
         int,
