@@ -67,8 +67,8 @@ class Evaluate(BaseModelOptions):
     limit: Annotated[
         int | None, option("Score the first rows of each file only; default: all.", "N")
     ] = None
-    batch_tokens: Annotated[int, option("Padded tokens computed at once; default 4096.", "N")] = (
-        4096
+    batch_tokens: Annotated[int, option("Padded tokens computed at once; default 8192.", "N")] = (
+        8192
     )
     max_length: Annotated[
         int,
