@@ -5,6 +5,7 @@ differs is the names of tensors, and that queries, keys and values come from one
 """
 
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,9 @@ import torch
 from finetuning.conversion.plan import ConversionError, Plan, sizes, unknown
 
 Version = Literal[2, 3]
+
+# An app bundle carries TOML files, and no templates: a worker's code is compared with the app's.
+_TEMPLATES = Path(__file__).parent / "chat_templates.toml"
 
 _SIZES = {
     "padded_vocab_size": "vocab_size",
@@ -122,7 +126,7 @@ def plan_chatglm(config: Mapping[str, Any], name: str, version: Version | None) 
         first_tokens=("[gMASK]", "<sop>"),
         tokenizer={"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
         | {"padding_side": "left"},
-        chat_template=(Path(__file__).parent / f"chatglm{version}.jinja").read_text("utf-8"),
+        chat_template=tomllib.loads(_TEMPLATES.read_text(encoding="utf-8"))[f"chatglm{version}"],
         end_of_answer=("<|user|>", "<|observation|>") if version == 3 else (),
         changes=(
             "query_key_value is divided into q_proj, k_proj and v_proj.",
