@@ -183,6 +183,17 @@ class ContinualSettings(Section):
     )
 
 
+class FedProxSettings(Section):
+    """The proximal term of FedProx (Li et al., 2020)."""
+
+    mu: NonNegativeFloat = Field(
+        0.0,
+        description="μ of FedProx: μ/2 · ‖W − Ŵ‖² over the adapter's weights W is added to the "
+        'loss, with Ŵ the global adapter just received. Required with `strategy = "fedprox"`; its '
+        "authors tried 0.001 to 1.",
+    )
+
+
 class EvaluateSettings(Section):
     """Evaluation on held-out data."""
 

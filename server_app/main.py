@@ -18,6 +18,7 @@ from server_app.checkpoint import Checkpoint, check_base_model, load_checkpoint
 from server_app.results import Results, new_directory
 from server_app.summary import summary
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL
+from strategies.fedprox import FedProx
 from strategies.fl_glm import FLGLM
 from strategies.journal import Progress
 from strategies.messages import to_arrays
@@ -26,7 +27,12 @@ from strategies.run_folder import METRICS, end_status, running
 
 app = ServerApp()
 
-STRATEGIES = {"fedjudge-base": FedJudgeBase, "fedjudge-cl": FedJudgeCL, "fl-glm": FLGLM}
+STRATEGIES = {
+    "fedjudge-base": FedJudgeBase,
+    "fedjudge-cl": FedJudgeCL,
+    "fedprox": FedProx,
+    "fl-glm": FLGLM,
+}
 
 
 @app.main()

@@ -21,6 +21,7 @@ from finetuning.settings import (
     ContinualSettings,
     DataSettings,
     EvaluateSettings,
+    FedProxSettings,
     ModelSettings,
     Section,
     SplitSettings,
@@ -40,10 +41,11 @@ class ConfigError(ValueError):
 class RunConfig(Section):
     """Settings of a run; all that don't concern federation are in sections."""
 
-    strategy: Literal["fedjudge-base", "fedjudge-cl", "fl-glm"] = Field(
+    strategy: Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"] = Field(
         "fedjudge-cl",
-        description="FedJudge with plain averaging, or with the continual-learning penalty; or "
-        "FL-GLM, where the server holds the blocks between.",
+        description="FedJudge with plain averaging (FedAvg), or with the continual-learning "
+        "penalty; FedProx, with a proximal term instead; or FL-GLM, where the server holds the "
+        "blocks between.",
     )
     rounds: PositiveInt = Field(5, description="Communication rounds (FedJudge section 4.2.3).")
     seed: int = Field(0, ge=0, description="Every random number of the run derives from it.")
@@ -78,6 +80,7 @@ class RunConfig(Section):
     data: DataSettings = Field(default_factory=DataSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
     continual: ContinualSettings = Field(default_factory=ContinualSettings)
+    fedprox: FedProxSettings = Field(default_factory=FedProxSettings)
     split: SplitSettings = Field(default_factory=SplitSettings)
     evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings)
 
@@ -106,6 +109,21 @@ class RunConfig(Section):
                 'adapter.kind = "prefix" excludes model.gradient-checkpointing = true: recomputed '
                 "blocks can't have keys and values before their own; "
                 "lower train.batch-size or data.max-length instead"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_proximal_term(self) -> "RunConfig":
+        mu = self.fedprox.mu
+        if self.strategy == "fedprox" and mu == 0:
+            raise ValueError(
+                'strategy = "fedprox" needs fedprox.mu > 0, such as 0.01; with 0 it would be '
+                '"fedjudge-base"'
+            )
+        if self.strategy != "fedprox" and mu > 0:
+            why = ": split training has no proximal term" if self.strategy == "fl-glm" else ""
+            raise ValueError(
+                f'fedprox.mu = {mu:g} is for strategy = "fedprox", not "{self.strategy}"{why}'
             )
         return self
 
