@@ -14,11 +14,10 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from client_app.main import app as client_app
-from finetuning.adapters.adapter import State, initial_adapter
+from finetuning.adapters.adapter import State
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
-from finetuning.randomness import derive_seed
-from server_app.main import STRATEGIES
+from server_app.main import STRATEGIES, first_adapter
 from strategies.journal import Progress
 from strategies.messages import to_arrays
 from strategies.run_config import Scalar, parse_run_config
@@ -146,11 +145,10 @@ def run_in_process(
     values = {"min-nodes": clients, **values, "state-path": str(state_path)}
     config = parse_run_config(values)
     nodes = {i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)}
-    state, _ = initial_adapter(
-        config.model.name, config.adapter, derive_seed("adapter", config.seed)
-    )
+    base = locate(config.model.name)
+    state, _ = first_adapter(config, base)
     journal = MemoryJournal()
     kind = STRATEGIES[config.strategy]
-    strategy = kind(config, fingerprint(locate(config.model.name)), Progress("bench"), journal)
+    strategy = kind(config, fingerprint(base), Progress("bench"), journal)
     strategy.start(grid or InProcessGrid(values, nodes), to_arrays(state), config.rounds)
     return journal

@@ -99,7 +99,7 @@ def evaluate(task: Task) -> tuple[Metrics, State | None]:
             load_adapter(model.peft_model, personalised)
             metrics |= measure(kind="personalised", model=model, tokenizer=tokenizer, task=task)
     load_adapter(model.peft_model, adapter)
-    if instruction.losses and instruction.round > 0:
+    if instruction.losses and (instruction.round > 0 or task.config.initial_adapter):
         metrics |= measure(kind="global", model=model, tokenizer=tokenizer, task=task)
     if instruction.final:
         own = {} if personalised is None else {"personalised": personalised}

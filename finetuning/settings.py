@@ -96,6 +96,12 @@ class DataSettings(Section):
         "`train.*`, or a Hugging Face id) that is partitioned. Empty: three generated clients. "
         "In a deployment every SuperNode names its own with `--node-config 'data-path=\"…\"'`.",
     )
+    pool: str = Field(
+        "",
+        description="For centralised training in simulation, with one client: names of clients of "
+        "`data.path`, separated by commas, or `*` for all. The client `center` has their rows "
+        "together, training and held-out ones apart as without it.",
+    )
     partition: Literal["iid", "label", "length", "dirichlet"] = Field(
         "iid",
         description="How one data set is divided among simulated clients: evenly at random, by "
@@ -122,6 +128,11 @@ class DataSettings(Section):
     skip_bad_rows: bool = Field(
         False, description="Leave malformed rows out, with a warning, instead of refusing to start."
     )
+
+    @property
+    def pooled_names(self) -> list[str]:
+        """The names in ``pool``, in order."""
+        return [name.strip() for name in self.pool.split(",") if name.strip()]
 
 
 class TrainSettings(Section):

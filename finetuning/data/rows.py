@@ -120,6 +120,11 @@ def find_part(folder: Path, part: str) -> Path | None:
     return found[0] if found else None
 
 
+def client_folders(path: Path) -> list[Path]:
+    """Return the folders with training rows in a folder of clients, in the order of names."""
+    return sorted(f for f in path.glob("*") if f.is_dir() and find_part(f, "train"))
+
+
 def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
     """Convert a row of either form to a conversation.
 
