@@ -52,12 +52,10 @@ WAYS: dict[str, dict[str, Scalar]] = {
     "hierarchical": {"strategy": "fl-glm", "split.schedule": "hierarchical"},
 }
 _SETTINGS: dict[str, Scalar] = {
-    "rounds": 2,
     "train.local-steps": 4,
     "train.batch-size": 2,
     "train.accumulation": 1,
     "train.optimizer-state": "keep",
-    "evaluate.every": 2,
     "node-timeout": 120.0,
     "round-timeout": 150.0,
     "split.join-timeout": 30.0,
@@ -95,22 +93,24 @@ class Outcome:
     faults: list[str]
 
 
-def measure(folder: Path, index: int, seed: int) -> Outcome:
+def measure(folder: Path, index: int, seed: int, rounds: int) -> Outcome:
     """Train once, and kill a process meanwhile.
 
     Args:
         folder: Keeps the adapters of undisturbed runs, and the deployment's files.
         index: Number of the run.
         seed: Seed of all draws.
+        rounds: Rounds of the run.
 
     """
     draw = random.Random(f"{seed} {index}")
     way = list(WAYS)[index % len(WAYS)]
     process = list(PROCESSES)[(index // len(WAYS) + index) % len(PROCESSES)]
     min_nodes = draw.choice([1, 2])
-    settings = _SETTINGS | WAYS[way] | {"min-nodes": min_nodes}
-    reference, length = undisturbed(folder, way)
+    settings = _SETTINGS | WAYS[way] | {"rounds": rounds, "evaluate.every": rounds}
     with deployed(folder) as running:
+        reference, length = undisturbed(folder / f"{way}-{rounds}", running, settings)
+        settings["min-nodes"] = min_nodes
         running.submit(settings)
         started = time.monotonic()
         with supervised(running, process, draw.uniform(0.0, length)) as fault:
@@ -143,17 +143,26 @@ def measure(folder: Path, index: int, seed: int) -> Outcome:
     )
 
 
-def undisturbed(folder: Path, way: str) -> tuple[Path, float]:
-    """Return the global adapter of a run without faults, and its duration; made once."""
-    file, account = folder / f"{way}.safetensors", folder / f"{way}.json"
+def undisturbed(
+    folder: Path, running: Deployment, settings: Mapping[str, Scalar]
+) -> tuple[Path, float]:
+    """Return the global adapter of a run without faults, and its duration.
+
+    Args:
+        folder: Keeps both; they are made if it has none.
+        running: The deployment.
+        settings: Settings of the run.
+
+    """
+    file, account = folder / "global.safetensors", folder / "duration.json"
     if not account.exists():
-        with deployed(folder) as running:
-            started = time.monotonic()
-            status, log = running.run(_SETTINGS | WAYS[way])
-            if status != COMPLETED:
-                raise SystemExit(f"the run of {way} without faults failed:\n{log[-3000:]}")
-            seconds = time.monotonic() - started
-            shutil.copy(_global_adapter(newest_run(running)), file)
+        started = time.monotonic()
+        status, log = running.run(settings)
+        if status != COMPLETED:
+            raise SystemExit(f"the run without faults failed:\n{log[-3000:]}")
+        seconds = time.monotonic() - started
+        folder.mkdir(exist_ok=True)
+        shutil.copy(_global_adapter(newest_run(running)), file)
         account.write_text(json.dumps({"seconds": seconds}))
     return file, float(json.loads(account.read_text())["seconds"])
 
@@ -306,12 +315,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="records, one for each run")
     parser.add_argument("--runs", type=int, default=40, help="number of runs (default: 40)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all draws (default: 0)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of each run (default: 2)")
     options = parser.parse_args(arguments)
     outcomes = []
     for index in range(options.runs):
         record = options.folder / f"run-{options.seed}-{index:03d}.json"
         if not record.exists():
-            outcome = measure(options.folder, index, options.seed)
+            outcome = measure(options.folder, index, options.seed, options.rounds)
             record.write_text(json.dumps(asdict(outcome), indent=1) + "\n")
         outcomes.append(Outcome(**json.loads(record.read_text())))
     show(_table(outcomes))

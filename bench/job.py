@@ -208,7 +208,8 @@ def as_examples(rows: torch.Tensor) -> list[Example]:
     prompt = rows.shape[1] // 2
     is_target = torch.arange(rows.shape[1]) >= prompt
     return [
-        Example(tokens=row, is_target=is_target, prompt_length=prompt, reference="") for row in rows
+        Example(tokens=tokens, is_target=is_target, prompt_length=prompt, reference="", row=row)
+        for row, tokens in enumerate(rows)
     ]
 
 

@@ -44,7 +44,7 @@ def make_examples(job: Job) -> list[Example]:
     """Draw random token ids in lengths around the means of FedJudge's three kinds of text."""
     random = np.random.default_rng(SEED)
     generator = torch.Generator().manual_seed(SEED)
-    examples = []
+    examples: list[Example] = []
     for index in range(_SAMPLED):
         # A lognormal's mean is exp(mu + spread²/2).
         wanted, answered = (
@@ -57,7 +57,11 @@ def make_examples(job: Job) -> list[Example]:
         is_target = torch.arange(length) >= length - answered
         examples.append(
             Example(
-                tokens=tokens, is_target=is_target, prompt_length=length - answered, reference=""
+                tokens=tokens,
+                is_target=is_target,
+                prompt_length=length - answered,
+                reference="",
+                row=len(examples),
             )
         )
     return examples

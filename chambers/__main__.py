@@ -9,6 +9,7 @@ import typer
 
 from chambers.convert import Convert
 from chambers.errors import CommandError
+from chambers.evaluate import Evaluate
 from chambers.generate import Generate
 from chambers.serve import Serve
 from chambers.sheet.make import Make
@@ -32,9 +33,10 @@ def _group(commands: Mapping[str, type]) -> typer.Typer:
 
 _COMMANDS = {
     "train": Train,
-    "serve": Serve,
-    "generate": Generate,
     "status": Status,
+    "evaluate": Evaluate,
+    "generate": Generate,
+    "serve": Serve,
     "convert": Convert,
 }
 _SITE_COMMANDS = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from chambers.errors import CommandError
-from chambers.sources import BaseModelOptions, option
+from chambers.sources import AdapterOptions, option
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
 from finetuning.data.rows import DataError, Row
 
@@ -23,7 +23,7 @@ _BATCHES_AT_ONCE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(BaseModelOptions):
+class Generate(AdapterOptions):
     """Generate text with a fine-tuned model.
 
     With the whole model on this machine, and an adapter that a run has exported:
@@ -83,7 +83,7 @@ class Generate(BaseModelOptions):
         from finetuning.model.base_model import BaseModelError, load_tokenizer
 
         try:
-            source = find(self)
+            source = find(self, self.invitation)
             tokenizer = load_tokenizer(source.directory)
             prompts = tokenize_prompts(rows, tokenizer)
             _refuse_too_long(

@@ -2,14 +2,15 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from chambers.errors import CommandError
 from finetuning.adapters.adapter import State
+from finetuning.data.candidates import CandidateBatch
 from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.lane.lane import Lane
@@ -29,12 +30,14 @@ from split.protocol.standing_invitation import StandingInvitation
 
 _BUSY_SECONDS = 60.0
 
+Result = TypeVar("Result")
+
 
 class LaneModel:
-    """Generates through a lane.
+    """Generates text and computes candidate answers through a lane.
 
     A slow reader of the texts delays the next batch, so the server may have closed the lane as
-    silent. Then another one is opened, and the batch is generated again.
+    silent. Then another one is opened, and the batch is computed again.
 
     Args:
         ends: Head and tail, with their adapters attached.
@@ -71,23 +74,20 @@ class LaneModel:
                 "there, and can this machine reach it?"
             ) from error
 
+    @property
+    def columns_before(self) -> int:
+        """Prefix positions before each row's tokens."""
+        return self._model.columns_before
+
     def generate(
         self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
     ) -> torch.Tensor:
         """Continue prompts; see ``finetuning.whole_model.WholeModel``."""
+        return self._attempt(lambda: self._model.generate(tokens, mask, new_tokens, **settings))
 
-        def attempt() -> torch.Tensor:
-            return self._model.generate(tokens, mask, new_tokens, **settings)
-
-        try:
-            return attempt()
-        except LaneClosedError as error:
-            print(f"{error}; opening another", file=sys.stderr)
-        self._lane.close()
-        self._open()
-        # Draw the same random numbers again: each batch begins with a seed.
-        torch.manual_seed(torch.initial_seed())
-        return attempt()
+    def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute candidate answers; see ``finetuning.whole_model.WholeModel``."""
+        return self._attempt(lambda: self._model.log_probabilities(batch))
 
     def end(self) -> None:
         """End the evaluation at the server."""
@@ -96,6 +96,18 @@ class LaneModel:
     def close(self) -> None:
         """Close the lane, after an error too."""
         self._lane.close()
+
+    def _attempt(self, compute: Callable[[], Result]) -> Result:
+        """Compute a batch, a second time through another lane if the server has closed this one."""
+        try:
+            return compute()
+        except LaneClosedError as error:
+            print(f"{error}; opening another", file=sys.stderr)
+        self._lane.close()
+        self._open()
+        # Draw the same random numbers again: each batch begins with a seed.
+        torch.manual_seed(torch.initial_seed())
+        return compute()
 
     def _open(self) -> None:
         invitation, ends = self._invitation, self._ends

@@ -1,21 +1,26 @@
-"""Models to generate with: whole on this machine, or with the middle blocks at a block server."""
+"""Models to use: whole on this machine, or with the middle blocks at a block server."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from chambers.errors import CommandError
-from chambers.generate import Generate
 from chambers.lane_model import LaneModel, explained
-from chambers.sources import find_run, open_adapter, refuse_other_base, split_adapter
+from chambers.sources import (
+    AdapterOptions,
+    find_run,
+    open_adapter,
+    refuse_other_base,
+    split_adapter,
+)
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter
-from finetuning.evaluation.generation import Answering
 from finetuning.model.base_model import BaseModelError, load_base_model, locate, reference
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import ModelSettings
+from finetuning.tasks.scoring import Model
 from split.model.adapters import body_digest
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, locate_parts, tensors_of
@@ -54,13 +59,22 @@ class Source:
         return self.adapter.settings.columns_before if self.adapter else 0
 
     @property
+    def bare(self) -> "Source":
+        """The same without an adapter."""
+        return replace(self, adapter=None, chosen="base", ends=None)
+
+    @property
     def most_tokens(self) -> int:
         """Padded tokens that a batch of prefixes, prompts and answers may take."""
         return self.invitation.most_tokens if self.invitation else _NO_LIMIT
 
 
-def find(options: Generate) -> Source:
+def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
     """Find what the options name, and check that the parts belong together.
+
+    Args:
+        options: Base model and adapter.
+        invitation_file: Invitation to a block server; None if the whole model is here.
 
     Raises:
         CommandError: Something is missing, or does not belong to the rest.
@@ -68,8 +82,8 @@ def find(options: Generate) -> Source:
     """
     adapter = open_adapter(options.adapter) if options.adapter else None
     try:
-        if options.invitation:
-            invitation = StandingInvitation.read(options.invitation)
+        if invitation_file:
+            invitation = StandingInvitation.read(invitation_file)
             return _find_ends(options, adapter, invitation)
         run = find_run(adapter)
         settings = options.settings(adapter, run)
@@ -82,7 +96,7 @@ def find(options: Generate) -> Source:
 
 
 @contextmanager
-def opened(source: Source) -> Iterator[Answering]:
+def opened(source: Source) -> Iterator[Model]:
     """Load the model, or load head and tail and open a lane to the block server.
 
     Raises:
@@ -100,7 +114,7 @@ def opened(source: Source) -> Iterator[Answering]:
 
 
 def _find_ends(
-    options: Generate, adapter: SavedAdapter | None, invitation: StandingInvitation
+    options: AdapterOptions, adapter: SavedAdapter | None, invitation: StandingInvitation
 ) -> Source:
     run = find_run(adapter)
     settings = options.settings(adapter, run, invitation.model)

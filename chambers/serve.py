@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from chambers.errors import CommandError
-from chambers.sources import BaseModelOptions, RunFolder, option
+from chambers.sources import AdapterOptions, RunFolder, option
 from finetuning.settings import SplitSettings
 
 _DAY_SECONDS = 24 * 60 * 60.0
@@ -20,7 +20,7 @@ _MOST_DAYS = 3650
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(BaseModelOptions):
+class Serve(AdapterOptions):
     """Serve the middle blocks of a trained model.
 
     Institutions hold the first and the last blocks, and generate text with all of them:
@@ -117,7 +117,7 @@ class Serve(BaseModelOptions):
         return 0
 
     def check_folders(self) -> None:
-        """See ``BaseModelOptions.check_folders``."""
+        """See ``AdapterOptions.check_folders``."""
         if self.run and self.adapter:
             raise CommandError("a run's folder and --adapter can't be combined")
         if not (self.run or self.adapter or self.model):

@@ -31,7 +31,6 @@ def option(description: str, metavar: str | None = None) -> Any:
 class BaseModelOptions:
     """Options of each command that loads a base model."""
 
-    adapter: Annotated[Path | None, option("Folder of an exported adapter.", "FOLDER")] = None
     model: Annotated[
         str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_FOLDER")
     ] = None
@@ -46,6 +45,13 @@ class BaseModelOptions:
         Literal["none", "nf4", "int8"] | None,
         option("Quantisation of the frozen weights; default: as in the run, else none."),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions(BaseModelOptions):
+    """Options of each command that loads a base model with at most one adapter."""
+
+    adapter: Annotated[Path | None, option("Folder of an exported adapter.", "FOLDER")] = None
 
     def check_folders(self) -> None:
         """Check that the named folders exist, before heavy libraries are imported.

@@ -17,9 +17,10 @@ from chambers.errors import CommandError
 from chambers.sources import option
 from chambers.superlink import CHECKOUT, simulate
 from finetuning.adapters.saved import AdapterError, check_folder
-from finetuning.data.rows import FORMATS, DataError, client_folders, find_part, read_rows
+from finetuning.data.rows import FORMATS, DataError, client_folders, find_part
 from finetuning.model.checkpoint import problem_of
 from finetuning.settings import DataSettings
+from finetuning.tasks.reading import held_out_part, read_task_rows
 from strategies.run_config import ConfigError, RunConfig, Scalar, parse_run_config
 
 _GENERATED_CLIENTS = 3
@@ -201,13 +202,14 @@ def _check_rows(path: Path, settings: DataSettings) -> int | None:
 
     Parquet needs heavy libraries, so clients check it.
     """
-    parts = [path] if path.is_file() else [find_part(path, part) for part in ("train", "test")]
+    names = ("train", held_out_part(settings))
+    parts = [path] if path.is_file() else [find_part(path, name) for name in names]
     files = [file for file in parts if file is not None]
     if parts[0] is None:
         raise CommandError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
     if settings.skip_bad_rows or any(file.suffix == ".parquet" for file in files):
         return None
-    return sum(len(read_rows(file)) for file in files)
+    return sum(len(read_task_rows(file, settings)) for file in files)
 
 
 def _check_adapter(directory: Path) -> None:

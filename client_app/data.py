@@ -15,14 +15,14 @@ from finetuning.data.rows import (
     DataError,
     Row,
     client_folders,
-    find_part,
+    find_parts,
     parse_messages,
-    read_rows,
 )
 from finetuning.generated import STYLES, examples
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
-from strategies.messages import is_name
+from finetuning.tasks.reading import held_out_part, read_task_rows
+from strategies.node_config import name_and_data_path
 
 # Unequal like the sizes of the paper's clients (table 1), and small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
@@ -113,20 +113,7 @@ class _Reader:
 
     def own(self, node: Mapping[str, str | int | float | bool]) -> ClientData:
         """Read the files that a SuperNode's configuration names."""
-        missing = [key for key in ("name", "data-path") if not node.get(key)]
-        if missing:
-            raise DataError(
-                f"this SuperNode's --node-config lacks {' and '.join(missing)}; start it with "
-                '--node-config \'name="court" data-path="/data/court"\''
-            )
-        name, path = str(node["name"]), Path(str(node["data-path"])).expanduser()
-        if not is_name(name):
-            raise DataError(
-                f"{name!r} can't be a client's name: at most 64 letters, digits, ' ', '.', '-'"
-            )
-        if not path.is_absolute():
-            raise DataError(f'data-path = "{path}" must be an absolute path')
-        return self.folder(name, path)
+        return self.folder(*name_and_data_path(node))
 
     def one_of(self, folders: list[Path], index: int, count: int) -> ClientData:
         """Read one of the clients' folders."""
@@ -182,17 +169,13 @@ class _Reader:
         return self.hold_out(name, train) if test is None else ClientData(name, train, test)
 
     def parts(self, path: Path) -> tuple[list[Row], list[Row] | None]:
-        """Read ``path/train.*`` and ``path/test.*``, or the single file ``path``."""
-        skip_bad = self.settings.skip_bad_rows
-        if path.is_file():
-            return read_rows(path, skip_bad=skip_bad), None
-        if not path.is_dir():
-            raise DataError(f"{path} doesn't exist")
-        train, test = find_part(path, "train"), find_part(path, "test")
-        if train is None:
-            raise DataError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
-        rows = read_rows(train, skip_bad=skip_bad)
-        return rows, None if test is None else read_rows(test, skip_bad=skip_bad)
+        """Read ``path/train.*`` and ``path/test.*``, or the single file ``path``.
+
+        A task may have another name for the held-out part.
+        """
+        train, test = find_parts(path, held_out_part(self.settings))
+        rows = read_task_rows(train, self.settings)
+        return rows, None if test is None else read_task_rows(test, self.settings)
 
     def hub_rows(self) -> list[Row]:
         """Read a data set by its Hugging Face id."""
@@ -202,7 +185,7 @@ class _Reader:
                 f'data.path = "{path}" must be an absolute path (or start with ~): relative paths '
                 "would refer to the folder in which Flower runs the app"
             )
-        return read_rows(path, skip_bad=self.settings.skip_bad_rows)
+        return read_task_rows(path, self.settings)
 
     def share(self, train: list[Row], test: list[Row] | None, index: int, count: int) -> ClientData:
         """Return one client's share of a data set."""

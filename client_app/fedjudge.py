@@ -23,7 +23,6 @@ from finetuning.files import Stamps
 from finetuning.model.base_model import load_base_model, locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
-from finetuning.randomness import derive_seed
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.training.continual import ContinualPenalty, importance
 from finetuning.training.loop import RoundPlan, Stages, TrainingReport, train_round
@@ -165,11 +164,7 @@ def _importance(model: WholeModel, institution: Institution, config: RunConfig) 
         J under the adapter's exported names.
 
     """
-    generator = torch.Generator().manual_seed(
-        derive_seed("importance", config.seed, institution.name)
-    )
-    order = torch.randperm(len(institution.train), generator=generator)
-    examples = [institution.train[i] for i in order[: config.continual.importance_examples]]
+    examples = institution.drawn(config.seed, config.continual.importance_examples)
     columns = [model.columns_before + len(example.tokens) for example in examples]
     budget = config.train.batch_size * max(columns)
     batches = [

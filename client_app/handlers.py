@@ -20,6 +20,7 @@ from client_app.state import ClientState
 from client_app.task import Metrics, Task
 from finetuning.adapters.adapter import State
 from finetuning.data.rows import DataError
+from finetuning.files import DiskFullError
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import digest
 from finetuning.training.deadline import DeadlineError
@@ -69,6 +70,7 @@ _PROBLEMS = (
     BaseModelError,
     ConfigError,
     DeadlineError,
+    DiskFullError,
     FloatingPointError,
     InstructionError,
     LaneError,

@@ -6,12 +6,14 @@ from functools import lru_cache
 from logging import INFO, WARNING
 from pathlib import Path
 
+import torch
 from flwr.common.logger import log
 
 from client_app.data import read_client_data
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import load_tokenizer
+from finetuning.randomness import derive_seed
 from strategies.run_config import RunConfig, Scalar
 
 # Returns the directory and the fingerprint of the client's part of the base model.
@@ -47,6 +49,12 @@ class Institution:
     fingerprint: dict[str, str]
     model_files: Stamps
     data_files: Stamps
+
+    def drawn(self, seed: int, count: int) -> list[Example]:
+        """Return ``count`` training examples, or all if there are fewer, drawn by a run's seed."""
+        generator = torch.Generator().manual_seed(derive_seed("importance", seed, self.name))
+        order = torch.randperm(len(self.train), generator=generator)
+        return [self.train[i] for i in order[:count]]
 
 
 def open_institution(

@@ -4,7 +4,6 @@ A deployment starts a process for each message. This module imports no PyTorch, 
 process takes no longer than Flower itself if a worker answers the message.
 """
 
-import socket
 from contextlib import suppress
 from logging import INFO, WARNING
 from pathlib import Path
@@ -16,17 +15,16 @@ from flwr.common.serde import context_to_proto, message_from_proto, message_to_p
 from flwr.proto.message_pb2 import Message as MessageProto
 from google.protobuf.message import EncodeError
 
-from client_app.worker_socket import (
+from client_app.code_digest import code_digest
+from strategies.run_config import ConfigError, parse_run_config
+from strategies.worker_socket import (
     MOST_TEXT,
     TRANSFER_SECONDS,
     WorkerError,
-    code_digest,
+    connected_worker,
     receive,
-    refuse_open_folder,
-    refuse_stranger,
     send,
 )
-from strategies.run_config import ConfigError, parse_run_config
 
 app = ClientApp()
 
@@ -60,12 +58,8 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
         TimeoutError: The worker didn't answer in the time that a client has.
 
     """
-    refuse_open_folder(path)
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(TRANSFER_SECONDS)
+    with connected_worker(path) as connection:
         try:
-            connection.connect(str(path))
-            refuse_stranger(connection, path)
             with suppress(BrokenPipeError):  # it may already have refused
                 send(connection, code_digest().encode())
             refusal = receive(connection, MOST_TEXT).decode(errors="replace")

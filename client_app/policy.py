@@ -10,6 +10,7 @@ from typing import Any
 
 from client_app.institution import Institution
 from finetuning.data.batching import steps_per_round
+from finetuning.data.tokenization import Example
 from finetuning.model.fingerprint import digest
 from strategies.messages import Instruction
 from strategies.run_config import RunConfig
@@ -57,10 +58,10 @@ def check_institution(policy: SitePolicy, config: RunConfig, institution: Instit
     base = digest(institution.fingerprint)
     if policy.base_models is not None:
         _require(base in policy.base_models, f"the base model {base}", "not in its base-models")
-    count = len(institution.train)
+    count, rows = len(institution.train), _rows(institution.train)
     if policy.privacy.epsilon is not None:
         # How many rows are examples would tell something about their contents.
-        count = institution.size
+        count = rows = institution.size
         _require(
             not institution.rows_divided,
             "training with a chat template that divides rows into several examples",
@@ -69,13 +70,17 @@ def check_institution(policy: SitePolicy, config: RunConfig, institution: Instit
         delta = policy.privacy.delta
         # With δ = 1 / rows, publishing a row as it is would be allowed.
         _require(delta * count < 1, "training with so many rows", f"privacy.delta = {delta:g}")
-    rows = config.train.local_steps * config.train.batch_size * config.train.accumulation
-    _check_rows("training", min(count, rows or count), policy)
+    most = config.train.local_steps * config.train.batch_size * config.train.accumulation
+    _check_rows("training", min(rows, most or rows), policy)
     _at_most("steps", steps_per_round(count, config.train), "most-steps", policy.most_steps)
 
 
 def check_request(
-    policy: SitePolicy, kind: str, instruction: Instruction, config: RunConfig, rows: Institution
+    policy: SitePolicy,
+    kind: str,
+    instruction: Instruction,
+    config: RunConfig,
+    institution: Institution,
 ) -> None:
     """Check what a message asks for, and how many rows that is computed from.
 
@@ -93,19 +98,30 @@ def check_request(
     if kind == "train":
         return
     if instruction.losses and policy.evaluation:
-        _check_rows("evaluation", len(rows.test), policy)
+        _check_rows("evaluation", _rows(institution.test), policy)
         if config.evaluate.generate:
-            answered = min(len(rows.test), config.evaluate.generate_examples)
-            _check_rows("generation", answered, policy)
+            answered = institution.test[: config.evaluate.generate_examples]
+            _check_rows("generation", _rows(answered), policy)
     if instruction.importance:
         averaged = config.strategy == "fedjudge-cl" and config.continual.importance == "server"
         _require(averaged, "importance", f'strategy = "{config.strategy}" has none to send')
-        used = min(len(rows.train), config.continual.importance_examples)
-        _check_rows("importance", used, policy)
+        used = institution.drawn(config.seed, config.continual.importance_examples)
+        _check_rows("importance", _rows(used), policy)
 
 
-def check_plan(policy: SitePolicy, config: RunConfig, steps: Sequence[Sequence[int]]) -> None:
+def check_plan(
+    policy: SitePolicy,
+    config: RunConfig,
+    examples: Sequence[Example],
+    steps: Sequence[Sequence[int]],
+) -> None:
     """Check how many rows an adapter is trained on before it leaves, at a round's end or within.
+
+    Args:
+        policy: The policy.
+        config: The run's configuration.
+        examples: The institution's training examples.
+        steps: Indices of the examples of each step of the round.
 
     Raises:
         PolicyError: They are too few.
@@ -115,8 +131,8 @@ def check_plan(policy: SitePolicy, config: RunConfig, steps: Sequence[Sequence[i
     every = config.split.average_every if config.strategy == "fl-glm" else 0
     every = every or len(steps)
     for first in range(0, len(steps), every):
-        distinct = {index for step in steps[first : first + every] for index in step}
-        _check_rows("training", len(distinct), policy)
+        used = (examples[index] for step in steps[first : first + every] for index in step)
+        _check_rows("training", _rows(used), policy)
 
 
 def check_address(policy: SitePolicy, address: str) -> None:
@@ -205,6 +221,11 @@ def _is_within(path: str, folders: Iterable[str]) -> bool:
         return any(resolved.is_relative_to(Path(folder).resolve()) for folder in folders)
     except (OSError, RuntimeError, ValueError):  # a loop of links, no such user, a null character
         return False
+
+
+def _rows(examples: Iterable[Example]) -> int:
+    """Return the number of rows that examples are made of; a template can divide a row."""
+    return len({example.row for example in examples})
 
 
 def _check_rows(what: str, rows: int, policy: SitePolicy) -> None:

@@ -12,6 +12,7 @@ from client_app import policy as checks
 from client_app.audit import AuditLog, describe
 from client_app.institution import Institution
 from client_app.privacy_account import PrivacyAccount, PrivateSteps, private_steps
+from finetuning.data.tokenization import Example
 from strategies.messages import Instruction, InstructionError
 from strategies.run_config import RunConfig, Scalar
 from strategies.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_policy
@@ -82,7 +83,9 @@ class Site:
         self.record("privacy", epsilon=spent, delta=self.privacy.delta, steps=steps.steps)
         return steps
 
-    def check_plan(self, config: RunConfig, steps: Sequence[Sequence[int]]) -> None:
+    def check_plan(
+        self, config: RunConfig, examples: Sequence[Example], steps: Sequence[Sequence[int]]
+    ) -> None:
         """Check the rows that a round trains on.
 
         Raises:
@@ -90,7 +93,7 @@ class Site:
 
         """
         if self.policy:
-            checks.check_plan(self.policy, config, steps)
+            checks.check_plan(self.policy, config, examples, steps)
 
     def accept(
         self, instruction: Instruction, config: RunConfig, institution: Institution

@@ -16,7 +16,7 @@ import platformdirs
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetuning.files import replacing
+from finetuning.files import remove_unfinished, replacing
 
 _KEPT_ROUNDS = 2
 State = dict[str, torch.Tensor]
@@ -34,7 +34,12 @@ class ClientState:
         self.directory = root / lineage / client
 
     def save(self, round_number: int, adapter: State, optimizer: State) -> None:
-        """Save the adapter and the optimizer's state after a round; keep the last two rounds."""
+        """Save the adapter and the optimizer's state after a round; keep the last two rounds.
+
+        Raises:
+            DiskFullError: They don't fit on the disk; nothing of them is left there.
+
+        """
         with replacing(self._round(round_number)) as aside:
             aside.mkdir(parents=True)
             save_file(adapter, aside / "adapter.safetensors")
@@ -55,7 +60,8 @@ class ClientState:
                 aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def forget_from(self, round_number: int) -> None:
-        """Remove the state of this round and later ones: a resumed run repeats them."""
+        """Remove the state of this round and later ones, and what killed processes have left."""
+        remove_unfinished(self.directory)
         for number in self._rounds():
             if number >= round_number:
                 shutil.rmtree(self._round(number))

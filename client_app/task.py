@@ -66,7 +66,7 @@ class Task:
             round_number=number,
             seed=derive_seed("order", self.config.seed, name),
         )
-        self.site.check_plan(self.config, steps)
+        self.site.check_plan(self.config, self.institution.train, steps)
         return RoundPlan(
             steps=steps,
             first_step=(number - 1) * per_round,

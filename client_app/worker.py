@@ -28,10 +28,10 @@ from flwr.common.serde import context_from_proto, message_from_proto, message_to
 from flwr.proto.message_pb2 import Context as ContextProto
 from flwr.proto.message_pb2 import Message as MessageProto
 
-from client_app.worker_socket import (
+from client_app.code_digest import code_digest
+from strategies.worker_socket import (
     TRANSFER_SECONDS,
     WorkerError,
-    code_digest,
     peer_uid,
     receive,
     refuse_open_folder,
@@ -68,6 +68,8 @@ class Worker:
                 caller.settimeout(TRANSFER_SECONDS)
                 try:
                     self._answer(caller, app)
+                except ConnectionError as error:  # chambers site check sends nothing
+                    log(INFO, "a caller has gone before its message was complete: %s", error)
                 except Exception as error:  # of a caller's: the next one is answered
                     log(ERROR, "a message could not be received or answered", exc_info=error)
 

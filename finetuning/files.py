@@ -1,14 +1,25 @@
-"""Atomic writes of files and folders, secrets among them; stamps of files; the cache folder."""
+"""Atomic writes of files and folders, secrets among them; full disks; stamps; the cache folder."""
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
+from safetensors import SafetensorError
 
 Stamps = tuple[tuple[str, int, int], ...]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Content that is, or was, written beside its target; see ``replacing``.
+_ASIDE = re.compile(r"\.(?P<target>.+)\.\d+\.(?P<kind>new|old)")
+
+
+class DiskFullError(OSError):
+    """A disk is full, or a quota is used up; the message names the folder."""
 
 
 def cache_directory() -> Path:
@@ -22,8 +33,19 @@ def replacing(target: Path) -> Iterator[Path]:
 
     A reader sees either the old content or the new, never a part of it. If the block raises, the
     temporary file or folder is removed and ``target`` stays as it was.
+
+    Raises:
+        DiskFullError: The content doesn't fit on the disk.
+
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    with filling(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _aside(target) as aside:
+            yield aside
+
+
+@contextmanager
+def _aside(target: Path) -> Iterator[Path]:
     aside = target.with_name(f".{target.name}.{os.getpid()}.new")
     _remove(aside)
     try:
@@ -40,6 +62,46 @@ def replacing(target: Path) -> Iterator[Path]:
             aside.replace(target)
     finally:
         _remove(aside)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes have left, in a folder and below, of content they were writing.
+
+    A folder whose replacement was interrupted between two renames gets its old content back. Call
+    this only while no other process writes there.
+    """
+    for aside in list(folder.rglob(".*")):
+        match = _ASIDE.fullmatch(aside.name)
+        if match is None:
+            continue
+        target = aside.with_name(match["target"])
+        if match["kind"] == "old" and not target.exists():
+            aside.rename(target)
+        else:
+            _remove(aside)
+
+
+@contextmanager
+def filling(folder: Path) -> Iterator[None]:
+    """Name the folder if what the block writes there doesn't fit on the disk.
+
+    Raises:
+        DiskFullError: It doesn't fit.
+
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not _means_full(error):
+            raise
+        raise DiskFullError(f"no space is left on the disk of {folder}: free some") from error
+
+
+def _means_full(error: OSError | SafetensorError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    # Only the text of safetensors' errors has the system's.
+    return any(f"(os error {number})" in str(error) for number in _FULL)
 
 
 def write_secret(target: Path, content: bytes) -> None:

@@ -102,6 +102,28 @@ class DataSettings(Section):
         "`data.path`, separated by commas, or `*` for all. The client `center` has their rows "
         "together, training and held-out ones apart as without it.",
     )
+    task: Literal[
+        "",
+        "boolq",
+        "cb",
+        "copa",
+        "multirc",
+        "record",
+        "rte",
+        "wic",
+        "wsc",
+        "cnn-dailymail",
+        "xsum",
+        "huatuo",
+        "court",
+        "consultation",
+        "reasoning",
+    ] = Field(
+        "",
+        description="The task in whose published format the files are, such as SuperGLUE's "
+        "`train.jsonl` and `val.jsonl`; `docs/tasks.md` shows the prompts. Empty: the files have "
+        "instructions or conversations.",
+    )
     partition: Literal["iid", "label", "length", "dirichlet"] = Field(
         "iid",
         description="How one data set is divided among simulated clients: evenly at random, by "

@@ -85,6 +85,11 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
         old.unlink()
 
 
+def has_checkpoint(directory: Path) -> bool:
+    """Return whether a run can be resumed from its folder."""
+    return bool(_all(directory))
+
+
 def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     """Read the newest checkpoint of a run's folder.
 

@@ -16,7 +16,12 @@ from finetuning.model.base_model import reference
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.positions import check_positions
 from finetuning.randomness import derive_seed
-from server_app.checkpoint import Checkpoint, check_base_model, load_checkpoint
+from server_app.checkpoint import (
+    Checkpoint,
+    check_base_model,
+    has_checkpoint,
+    load_checkpoint,
+)
 from server_app.results import Results, new_directory
 from server_app.summary import summary
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL
@@ -49,6 +54,8 @@ def main(grid: Grid, context: Context) -> None:
         except BaseException as error:
             if (directory / METRICS).exists():
                 log(INFO, "Results so far: %s", directory)
+                if has_checkpoint(directory):
+                    log(INFO, 'To continue: resume = "%s"', directory)
                 _show_end(directory, f"{type(error).__name__}: {error}")
             elif not config.resume:  # it was refused before anything was computed
                 shutil.rmtree(directory)

@@ -20,6 +20,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from finetuning.files import replacing
 from server_app.page import PAGE
 from strategies.run_folder import METRICS, Event, read_events
 
@@ -52,9 +53,10 @@ def write_report(directory: Path) -> Path:
     """
     config = json.loads((directory / "config.json").read_bytes())
     html = _render(read_events(directory / METRICS), config)
-    aside = directory / "report.html.tmp"  # a reader never sees half a page
-    aside.write_text(html, encoding="utf-8")
-    return aside.replace(directory / "report.html")
+    report = directory / "report.html"
+    with replacing(report) as aside:
+        aside.write_text(html, encoding="utf-8")
+    return report
 
 
 def summary_rows(events: Iterable[Event]) -> list[ClientSummary]:

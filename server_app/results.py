@@ -18,7 +18,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
-from finetuning.files import replacing
+from finetuning.files import filling, remove_unfinished, replacing
 from server_app.checkpoint import Checkpoint, save_checkpoint
 from server_app.report import write_report
 from split.protocol.errors import printable
@@ -48,7 +48,8 @@ class Results:
         self._peft_config = peft_config
         self._sizes: dict[str, int] = {}
         self._metrics = directory / METRICS
-        self._tensorboard = EventFileWriter(str(directory / "tensorboard"))
+        with filling(directory):
+            self._tensorboard = EventFileWriter(str(directory / "tensorboard"))
 
     def describe(self, fingerprint: Mapping[str, str]) -> None:
         """Write the resolved config, the versions and the base model's fingerprint."""
@@ -77,10 +78,18 @@ class Results:
         """Append an event to ``metrics.jsonl`` and its numbers to TensorBoard.
 
         Texts are escaped and cut, since some come from peers and must not end the run.
+
+        Raises:
+            DiskFullError: It doesn't fit on the disk.
+
         """
         event = _printable(event)
-        with self._metrics.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(event, ensure_ascii=False) + "\n")
+        with filling(self.directory):
+            with self._metrics.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(event, ensure_ascii=False) + "\n")
+            self._plot(event)
+
+    def _plot(self, event: Mapping[str, Any]) -> None:
         if event["event"] not in {"train", "evaluate"}:
             return
         prefix = "/".join(str(event[k]) for k in ("client", "event", "model") if k in event)
@@ -105,14 +114,20 @@ class Results:
         return dict(load_file(file)) if file.is_file() else None
 
     def checkpoint(self, progress: Progress, state: State) -> None:
-        """Save the global adapter, a checkpoint to resume from, and the report so far."""
+        """Save the global adapter, a checkpoint to resume from, and the report so far.
+
+        Raises:
+            DiskFullError: They don't fit on the disk; the checkpoint before is kept.
+
+        """
         rounds = progress.finished_rounds
         if rounds > 0:
             self._save_adapter("global", state, "Global adapter", self._sizes, rounds)
         recorded = self._metrics.stat().st_size if self._metrics.exists() else 0
         checkpoint = Checkpoint(progress, state, sizes=self._sizes, metrics_bytes=recorded)
         save_checkpoint(self.directory, checkpoint)
-        self._tensorboard.flush()
+        with filling(self.directory):
+            self._tensorboard.flush()
         write_report(self.directory)
 
     def _save_adapter(
@@ -129,15 +144,19 @@ class Results:
         save_adapter(self.directory / "adapters" / folder, state, self._peft_config, card)
 
     def rewind_to(self, checkpoint: Checkpoint) -> None:
-        """Drop everything recorded after a checkpoint: the resumed run records it again."""
+        """Drop everything written after a checkpoint: the resumed run writes it again."""
+        remove_unfinished(self.directory)
         self._sizes = dict(checkpoint.sizes)
         if self._metrics.exists():
             with self._metrics.open("r+b") as metrics:
                 metrics.truncate(checkpoint.metrics_bytes)
 
     def close(self) -> None:
-        """Flush and close the files."""
-        self._tensorboard.close()
+        """Flush and close the files; a full disk changes nothing about how the run ends."""
+        try:
+            self._tensorboard.close()
+        except OSError as error:
+            log(WARNING, "TensorBoard's file can't be written: %s", error)
 
 
 def _printable(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from flwr.app import ArrayRecord
 from safetensors.torch import load_file, save_file
 
+from finetuning.files import filling
 from strategies.messages import State, from_arrays
 
 
@@ -36,10 +37,16 @@ class Replies:
         return [metrics for name, metrics in self.metrics.items() if name not in self.withheld]
 
     def add(self, name: str, metrics: Mapping[str, Any], arrays: ArrayRecord | None) -> None:
-        """Add a client's valid reply, with checked arrays."""
+        """Add a client's valid reply, with checked arrays.
+
+        Raises:
+            DiskFullError: The arrays don't fit on the disk.
+
+        """
         self.metrics[name] = dict(metrics)
         if arrays is not None:
-            save_file(from_arrays(arrays), self._file(name))
+            with filling(self._folder.parent):
+                save_file(from_arrays(arrays), self._file(name))
 
     def state(self, name: str) -> State:
         """Return a copy of a reply's arrays."""
@@ -52,7 +59,8 @@ class Replies:
 
     def __enter__(self) -> "Replies":
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+        with filling(self._folder.parent):
+            self._folder.mkdir(parents=True)
         return self
 
     def __exit__(self, *_: object) -> None:

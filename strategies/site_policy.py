@@ -151,7 +151,8 @@ class SitePolicy(_Table):
     fewest_examples: PositiveInt = Field(
         1,
         description="Fewest of its own rows that anything which leaves must be computed from: an "
-        "adapter, importance, a loss, a score. Hidden states are always of single rows.",
+        "adapter, importance, a loss, a score. A conversation is one row, also if a chat template "
+        "makes several examples of it. Hidden states are always of single rows.",
     )
     evaluation: bool = Field(
         True, description="Whether losses on own held-out rows are measured and reported."

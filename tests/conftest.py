@@ -4,7 +4,9 @@ import ctypes
 import json
 import os
 import random
-from collections.abc import Callable
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -78,6 +80,38 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory):
     os.environ["CHAMBERS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     yield
     del os.environ["CHAMBERS_CACHE"]
+
+
+@pytest.fixture(scope="session")
+def nginx():
+    """Skip tests that need nginx where it is missing; in CI they always run."""
+    if shutil.which("nginx") is None:
+        reason = "nginx is not installed; on Debian: apt-get install nginx-light"
+        if "CHAMBERS_CI" in os.environ:
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a disk of 2 MiB, which ``fill`` fills."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, check=False, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount on this system")
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting is not permitted: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path, free: int = 0) -> None:
+    """Fill a disk with a file, ``ballast``, but for some KiB."""
+    size = psutil.disk_usage(str(disk)).free - free * 1024
+    (disk / "ballast").write_bytes(bytes(max(0, size)))
 
 
 @pytest.fixture(scope="session")

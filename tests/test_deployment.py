@@ -2,17 +2,22 @@
 
 import json
 import shutil
+import signal
 import socket
 import subprocess
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from chambers.__main__ import main
 from chambers.superlink import private_superlink, run_app
-from tests.client_app.worker_process import running_worker
+from strategies.run_folder import METRICS, read_events
+from tests.client_app.worker_process import RunningWorker, running_worker
 from tests.strategies.grids import same
 
 ROOT = Path(__file__).parent.parent
@@ -150,6 +155,65 @@ def test_sites_refuse_and_no_error_quotes_a_row(checkpoint, client_folders, tmp_
         assert not file.is_file() or word.encode() not in file.read_bytes(), file
     (line,) = map(json.loads, audit.read_text().splitlines())
     assert line["client"] == "beta" and "most-rounds = 1" in line["problem"]
+
+
+def test_a_node_ten_times_slower_is_waited_for_or_left_out_as_configured(
+    checkpoint, client_folders, tmp_path, capfd
+):
+    """Beta's worker runs a tenth of the time; the second run has less time for a round."""
+    runs = tmp_path / "runs"
+    config = {
+        "rounds": 1,
+        "min-nodes": 2,
+        "model.name": str(checkpoint),
+        "train.local-steps": 200,
+        "train.accumulation": 1,
+        "output-dir": str(runs),
+        "state-path": str(tmp_path / "state"),
+    }
+    with private_superlink(tmp_path / "flower", simulated=False) as link, ExitStack() as stack:
+        for name in NAMES[:2]:
+            (own := tmp_path / name).mkdir()
+            worker = stack.enter_context(running_worker(own))
+            node = f'worker="{worker.socket}"'
+            start_supernode(link, name, client_folders / name, own / "node.log", node)
+        stack.enter_context(slowed(worker))
+        assert run_app(ROOT, link, config) == "finished:completed"
+        (waited,) = runs.iterdir()
+        events = read_events(waited / METRICS)
+        seconds = {e["client"]: e["seconds"] for e in events if e["event"] == "train"}
+        assert seconds["beta"] > 4 * seconds["alpha"]
+        config |= {"min-nodes": 1, "round-timeout": 3 * seconds["alpha"]}
+        assert run_app(ROOT, link, config) == "finished:completed"
+    (left,) = set(runs.iterdir()) - {waited}
+    capfd.readouterr()
+    assert main(["status", str(waited)]) == main(["status", str(left)]) == 0
+    of_waited, of_left = capfd.readouterr().out.split("Run ")[1:]
+    assert "took part in round 1" in of_waited and "OUT" not in of_waited
+    assert "OUT of round 1" in of_left and "time was over" in " ".join(of_left.split())
+
+
+@contextmanager
+def slowed(worker: RunningWorker) -> Iterator[None]:
+    """Let a worker run for a tenth of the time from its first training."""
+    process, over = worker.process, Event()
+
+    def hold() -> None:
+        while worker.answered() < 2 and not over.wait(0.05):  # the first one is to evaluate
+            pass
+        # After a long pause a process has more than its share of a busy processor for a moment.
+        while not over.wait(0.1):
+            process.send_signal(signal.SIGSTOP)
+            over.wait(0.9)
+            process.send_signal(signal.SIGCONT)
+
+    thread = Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_resident_workers_answer_as_processes_do(checkpoint, client_folders, tmp_path, capfd):

@@ -120,8 +120,17 @@ class Deployment:
         return self.status(), log
 
     def status(self) -> str:
-        """Return the status of the newest run, with the reason if it failed."""
-        newest = json.loads(self.flwr("ls", "deployment", "--format=json"))["runs"][0]
+        """Return the status of the newest run, with the reason if it failed.
+
+        Raises:
+            DeploymentError: The SuperLink can't be asked.
+
+        """
+        listing = self.flwr("ls", "deployment", "--format=json")
+        runs = json.loads(listing).get("runs")
+        if not runs:  # the exit status is 0 also if the SuperLink can't be reached
+            raise DeploymentError(f"the SuperLink lists no run: {listing}")
+        newest = runs[0]
         status, details = str(newest["status"]), str(newest.get("status-details", ""))
         return status if details in {"", "N/A"} else f"{status}: {details}"
 

@@ -166,6 +166,25 @@ def network(folder: Path, institutions: Sequence[str]) -> Iterator[dict[str, Hos
             subprocess.run(["ip", "netns", "delete", f"{mark}-{name}"], check=False)
 
 
+@contextmanager
+def cut(host: Host, port: int) -> Iterator[None]:
+    """Lose what the coordinator's port sends to a host, so that neither notices at once.
+
+    Args:
+        host: An institution with a network namespace.
+        port: One of ``PORTS``.
+
+    """
+    router = f"{host.namespace.removesuffix(host.name)}router"
+    subnet = f"{host.address.rpartition('.')[0]}.0/24"
+    rule = f"to {subnet} ipproto tcp sport {port} blackhole priority 50"
+    _ip(f"-n {router} rule add {rule}")
+    try:
+        yield
+    finally:
+        _ip(f"-n {router} rule delete {rule}")
+
+
 def namespaces_permitted() -> bool:
     """Return whether this process can make network namespaces and mount files in them."""
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("setpriv"):

@@ -5,25 +5,48 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from threading import Event, Thread
 
 import psutil
 
 from bench.deployment.deployment import Deployment
-from bench.deployment.program import DeploymentError
+from bench.deployment.program import DeploymentError, Program
 
-# Host, program, and which of the processes that it has started.
-PROCESSES = {
-    "SuperNode": ("court", "supernode", ""),
-    "SuperExec of an institution": ("court", "superexec", ""),
-    "ClientApp": ("court", "superexec", "flwr-clientapp"),
-    "worker": ("court", "worker", ""),
-    "SuperLink": ("coordinator", "superlink", ""),
-    "SuperExec of the coordinator": ("coordinator", "superexec", ""),
-    "ServerApp": ("coordinator", "superexec", "flwr-serverapp"),
-    "proxy": ("coordinator", "proxy", ""),
-}
 RESTART_SECONDS = 15.0  # as in docker/systemd
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A process that is killed.
+
+    Attributes:
+        host: Its host.
+        program: The program.
+        child: Word in the command of the process that the program has started; empty for the
+            program itself.
+        away: Seconds until the program may be started again.
+
+    """
+
+    host: str
+    program: str
+    child: str = ""
+    away: float = RESTART_SECONDS
+
+
+PROCESSES = {
+    "SuperNode": Victim("court", "supernode"),
+    "SuperExec of an institution": Victim("court", "superexec"),
+    "ClientApp": Victim("court", "superexec", "flwr-clientapp"),
+    "worker": Victim("court", "worker"),
+    "SuperLink": Victim("coordinator", "superlink"),
+    "SuperExec of the coordinator": Victim("coordinator", "superexec"),
+    "ServerApp": Victim("coordinator", "superexec", "flwr-serverapp"),
+    "proxy": Victim("coordinator", "proxy"),
+    # Longer than Flower waits for a sign of life from the ServerApp.
+    "SuperLink, away for 100 s": Victim("coordinator", "superlink", away=100.0),
+}
 
 
 class Fault:
@@ -42,10 +65,13 @@ def supervised(running: Deployment, process: str, moment: float) -> Iterator[Fau
         started = time.monotonic()
         if over.wait(moment):
             return
-        if _kill(running, process):
+        victim = PROCESSES[process]
+        program = running.programs[victim.host][victim.program]
+        if _kill(program, victim.child):
             fault.moment = time.monotonic() - started
+        back = time.monotonic() + victim.away
         while not over.wait(RESTART_SECONDS):
-            start_again(running)
+            start_again(running, without=program if time.monotonic() < back else None)
 
     thread = Thread(target=kill_and_restart)
     thread.start()
@@ -57,17 +83,15 @@ def supervised(running: Deployment, process: str, moment: float) -> Iterator[Fau
         start_again(running)
 
 
-def start_again(running: Deployment) -> None:
-    """Start the programs that have ended."""
+def start_again(running: Deployment, without: Program | None = None) -> None:
+    """Start the programs that have ended, all or without one."""
     for programs in running.programs.values():
         for program in programs.values():
-            if not program.running:
+            if not program.running and program is not without:
                 program.start()
 
 
-def _kill(running: Deployment, process: str) -> bool:
-    host, name, child = PROCESSES[process]
-    program = running.programs[host][name]
+def _kill(program: Program, child: str) -> bool:
     if not child:
         program.kill()
         return True
@@ -85,7 +109,7 @@ def all_active(running: Deployment) -> bool:
         listing = running.flwr("supernode", "ls", "deployment", "--format=json")
     except DeploymentError:
         return False
-    online = [node for node in json.loads(listing)["nodes"] if node["status"] == "online"]
+    online = [node for node in json.loads(listing).get("nodes", []) if node["status"] == "online"]
     return len(online) == len(running.institutions)
 
 

@@ -20,10 +20,11 @@ from chambers.site.connection import clock, filtered, healthy, lasting
 from chambers.site.registration import is_registered
 from chambers.site.report import Report, disk
 from chambers.site.ssh_keys import read_private_key
-from finetuning.data.rows import DataError, find_part, read_rows
-from strategies.messages import is_name
+from finetuning.data.rows import DataError, find_parts, read_rows
+from strategies.node_config import name_and_data_path
 from strategies.run_config import Scalar
 from strategies.site_policy import PolicyError, read_policy
+from strategies.worker_socket import WorkerError, connected_worker
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -62,6 +63,7 @@ def check_institution(
     report.line(_trusted, trusted_file)
     report.line(_policy, node_config)
     report.line(_data, node_config)
+    report.line(_worker, node_config)
     if model:
         report.line(_model, model)
     report.line(disk, platformdirs.user_state_path("chambers"))
@@ -160,32 +162,31 @@ def _policy(node_config: str) -> str:
 
 def _data(node_config: str) -> str:
     """Check the name and the rows that the node config names."""
-    node = _node(node_config)
-    missing = [key for key in ("name", "data-path") if not node.get(key)]
-    if missing:
-        raise CommandError(
-            f"--node-config lacks {' and '.join(missing)}: it is, for example, "
-            'name="court" data-path="/data/court"'
-        )
-    name, path = str(node["name"]), Path(str(node["data-path"])).expanduser()
-    if not is_name(name):
-        raise CommandError(
-            f"{name!r} can't be a client's name: at most 64 letters, digits, ' ', '.', '-'"
-        )
-    if not path.is_absolute():
-        raise CommandError(f'data-path = "{path}" must be an absolute path')
     try:
-        parts = {part: find_part(path, part) for part in ("train", "test")} if path.is_dir() else {}
-        train = parts.get("train") if path.is_dir() else path
-        if train is None or not train.exists():
-            raise CommandError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
-        rows, test = len(read_rows(train)), parts.get("test")
+        name, path = name_and_data_path(_node(node_config))
+        train, test = find_parts(path)
+        rows = len(read_rows(train))
         held_out = (
             f"{len(read_rows(test))} held-out rows" if test else "no held-out rows of its own"
         )
     except DataError as error:
         raise CommandError(str(error)) from error
     return f"{name}: {rows} training rows and {held_out} in {path}"
+
+
+def _worker(node_config: str) -> str:
+    """Check that the resident worker is running, if the node config names one."""
+    socket = str(_node(node_config).get("worker", ""))
+    if not socket:
+        return "worker: none; each message's process loads the model itself"
+    try:
+        with connected_worker(Path(socket)):
+            return f"the worker at {socket} is running"
+    except WorkerError as error:
+        raise CommandError(
+            f"the worker at {socket} {error}; until that is changed, each message's process loads "
+            "the model itself (docs/worker.md)"
+        ) from error
 
 
 def _model(name: str) -> str:

@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 _ROLES = ("system", "user", "assistant")
 _SHOWN_PROBLEMS = 20
 _LONGEST_CELL = 2**31 - 1
+
+Parsed = TypeVar("Parsed")
 
 
 class DataError(ValueError):
@@ -59,7 +61,19 @@ def read_rows(path: Path | str, part: str = "train", skip_bad: bool = False) -> 
         DataError: The data is missing or empty, or rows are malformed: file, line and reason.
 
     """
-    rows, problems = parse_rows(path, part, parse_messages)
+    rows, problems = parse_rows(path, part, lambda o, v: Row(parse_messages(v), o, v))
+    return keep_good(rows, problems, skip_bad, path)
+
+
+def keep_good(
+    rows: list[Parsed], problems: list[str], skip_bad: bool, path: Path | str
+) -> list[Parsed]:
+    """Return the rows that could be parsed, if there are any, or there may be others.
+
+    Raises:
+        DataError: There are none, or there are others and ``skip_bad`` is false.
+
+    """
     if not skip_bad:
         advice = "fix them, or set data.skip-bad-rows=true to leave them out"
         refuse_malformed(problems, len(rows), advice)
@@ -71,23 +85,23 @@ def read_rows(path: Path | str, part: str = "train", skip_bad: bool = False) -> 
 
 
 def parse_rows(
-    path: Path | str, part: str, parse: Callable[[Any], tuple[dict[str, str], ...]]
-) -> tuple[list[Row], list[str]]:
+    path: Path | str, part: str, parse: Callable[[str, Any], Parsed]
+) -> tuple[list[Parsed], list[str]]:
     """Return a file's rows, and the problems of those that cannot be parsed.
 
     Args:
         path: As for `read_rows`.
         part: Split to read if ``path`` has several.
-        parse: Returns a row's conversation, or raises a `DataError` with the reason.
+        parse: Converts a row's origin and value, or raises a `DataError` with the reason.
 
     """
-    rows: list[Row] = []
+    rows: list[Parsed] = []
     problems: list[str] = []
     for origin, value in _values(path, part):
         try:
             if isinstance(value, DataError):
                 raise value
-            rows.append(Row(parse(value), origin, value))
+            rows.append(parse(origin, value))
         except DataError as error:
             problems.append(f"{origin}: {error}")
     return rows, problems
@@ -125,6 +139,28 @@ def client_folders(path: Path) -> list[Path]:
     return sorted(f for f in path.glob("*") if f.is_dir() and find_part(f, "train"))
 
 
+def find_parts(path: Path, held_out: str = "test") -> tuple[Path, Path | None]:
+    """Return the files of training rows and of held-out rows, if there are any.
+
+    Args:
+        path: A folder with ``train.<format>`` and perhaps a held-out part, or a file of training
+            rows.
+        held_out: Name of the held-out part.
+
+    Raises:
+        DataError: There are no training rows, or several files of them.
+
+    """
+    if path.is_file():
+        return path, None
+    if not path.is_dir():
+        raise DataError(f"{path} doesn't exist")
+    train, test = find_part(path, "train"), find_part(path, held_out)
+    if train is None:
+        raise DataError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
+    return train, test
+
+
 def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
     """Convert a row of either form to a conversation.
 
@@ -148,7 +184,7 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
     for key, text in texts.items():
         if not isinstance(text, str):
             raise DataError(f"{key!r} must be text, found {type(text).__name__}")
-        _check_characters(repr(key), text)
+        check_characters(repr(key), text)
     if not texts["output"].strip():
         raise DataError("'output' is empty")
     question = "\n".join(text for text in (texts["instruction"], texts["input"]) if text.strip())
@@ -168,7 +204,7 @@ def _check_turns(turns: Any) -> tuple[dict[str, str], ...]:
             raise DataError(f"turn {number} of 'messages' needs a role of {', '.join(_ROLES)}")
         if not isinstance(turn.get("content"), str):
             raise DataError(f"turn {number} of 'messages' needs 'content' that is text")
-        _check_characters(f"turn {number} of 'messages'", turn["content"])
+        check_characters(f"turn {number} of 'messages'", turn["content"])
         if turn["role"] == "assistant" and not turn["content"].strip():
             raise DataError(f"turn {number} of 'messages' is an empty answer")
     if all(turn["role"] != "assistant" for turn in turns):
@@ -178,7 +214,13 @@ def _check_turns(turns: Any) -> tuple[dict[str, str], ...]:
     return tuple({"role": turn["role"], "content": turn["content"]} for turn in turns)
 
 
-def _check_characters(name: str, text: str) -> None:
+def check_characters(name: str, text: str) -> None:
+    """Refuse text that no tokenizer accepts.
+
+    Raises:
+        DataError: It has half a character.
+
+    """
     # JSON can contain half of a surrogate pair (\ud83d), which no tokenizer accepts.
     try:
         text.encode()

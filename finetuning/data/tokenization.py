@@ -35,6 +35,7 @@ class Example:
         is_target: (length,) bool; true for the tokens of answers and their end marks.
         prompt_length: Number of tokens before the last answer that has tokens left.
         reference: That answer as text.
+        row: Index of the row that it is made of; a template can make several examples of one.
 
     """
 
@@ -42,6 +43,7 @@ class Example:
     is_target: torch.Tensor
     prompt_length: int
     reference: str
+    row: int
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,9 @@ def tokenize(
         of_rows = [_conversations(row, tokenizer) for row in rows[first : first + _ROWS_AT_ONCE]]
         divided += sum(len(of_row) > 1 for of_row in of_rows)
         conversations = [conversation for of_row in of_rows for conversation in of_row]
+        indices = [row for row, of_row in enumerate(of_rows, start=first) for _ in of_row]
         encoded = _encode(conversations, tokenizer)
-        for fitted, tokens in zip(conversations, encoded, strict=True):
+        for row, fitted, tokens in zip(indices, conversations, encoded, strict=True):
             was_shortened = False
             while len(tokens.input_ids) > max_length:
                 shorter = _shorten(fitted, tokenizer, len(tokens.input_ids) - max_length)
@@ -111,7 +114,7 @@ def tokenize(
                     break
                 fitted, was_shortened = shorter, True  # noqa: PLW2901
                 (tokens,) = _encode([fitted], tokenizer)  # noqa: PLW2901
-            example = _example(fitted, tokens, max_length)
+            example = _example(fitted, tokens, max_length, row)
             if example is None:
                 left_out += 1
             else:
@@ -259,7 +262,9 @@ def _encode_whole(
     return encoded
 
 
-def _example(conversation: _Conversation, tokens: _Tokens, max_length: int) -> Example | None:
+def _example(
+    conversation: _Conversation, tokens: _Tokens, max_length: int, row: int
+) -> Example | None:
     """Truncate to the maximum length; return None if no target is left."""
     is_target = torch.zeros(min(len(tokens.input_ids), max_length), dtype=torch.bool)
     for first, after in tokens.spans:
@@ -275,7 +280,7 @@ def _example(conversation: _Conversation, tokens: _Tokens, max_length: int) -> E
         if first < min(after, max_length)
     )
     input_ids = torch.tensor(tokens.input_ids[:max_length], dtype=torch.int64)
-    return Example(input_ids, is_target, prompt_length, reference)
+    return Example(input_ids, is_target, prompt_length, reference, row)
 
 
 def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conversation | None:

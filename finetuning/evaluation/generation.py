@@ -51,6 +51,20 @@ def continue_prompts(
         The continuation of each prompt as text, without special tokens and surrounding white space.
 
     """
+    texts = continue_exactly(
+        model=model, tokenizer=tokenizer, prompts=prompts, max_new=max_new, settings=settings
+    )
+    return [text.strip() for text in texts]
+
+
+def continue_exactly(
+    model: Answering,
+    tokenizer: Any,
+    prompts: Sequence[torch.Tensor],
+    max_new: int,
+    settings: Mapping[str, Any],
+) -> list[str]:
+    """Continue one batch of prompts as `continue_prompts` does, but keep all white space."""
     width = max(len(prompt) for prompt in prompts)
     tokens = torch.full((len(prompts), width), tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
@@ -59,8 +73,8 @@ def continue_prompts(
         tokens[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
     output = model.generate(tokens, mask, max_new, pad_token_id=tokenizer.pad_token_id, **settings)
-    texts = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
-    return [text.strip() for text in texts]
+    texts: list[str] = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+    return texts
 
 
 def batches_by_length(lengths: Sequence[int], size: int, new: int, most: int) -> list[list[int]]:

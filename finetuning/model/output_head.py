@@ -104,6 +104,29 @@ def add_target_gradient(
     return torch.stack(losses).sum()
 
 
+def target_log_probabilities(
+    head: Any, chosen: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of each target, and whether no token is likelier.
+
+    Args:
+        head: See `output_head`.
+        chosen: (targets, hidden) after the last block and norm, from which targets are predicted.
+        labels: (targets,) int64; the targets.
+
+    Returns:
+        (targets,) float32 in nats, and (targets,) bool, both on the CPU.
+
+    """
+    found, likeliest = [], []
+    parts = torch.split(labels.to(chosen.device), _TARGETS_AT_ONCE)
+    for part, label in zip(torch.split(chosen, _TARGETS_AT_ONCE), parts, strict=True):
+        logits = head(inputs_embeds=part[None], use_cache=False).logits[0].float()
+        found.append(-cross_entropy(logits, label, reduction="none"))
+        likeliest.append(logits.argmax(-1) == label)
+    return torch.cat(found).cpu(), torch.cat(likeliest).cpu()
+
+
 def _targets(
     hidden: torch.Tensor, batch: MicroBatch
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:

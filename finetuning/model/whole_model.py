@@ -12,7 +12,14 @@ from finetuning.adapters.adapter import trainable_parameters
 from finetuning.adapters.prefixes import columns_of, prefix_cache
 from finetuning.adapters.row_weights import weights_per_row
 from finetuning.data.batching import MicroBatch
-from finetuning.model.output_head import add_target_gradient, output_head, target_loss
+from finetuning.data.candidates import CandidateBatch
+from finetuning.model.left_padding import left_padding
+from finetuning.model.output_head import (
+    add_target_gradient,
+    output_head,
+    target_log_probabilities,
+    target_loss,
+)
 from finetuning.randomness import derive_seed, set_seed
 from finetuning.training.deadline import DeadlineError
 
@@ -112,6 +119,19 @@ class WholeModel:
             )
         return result
 
+    @torch.no_grad()
+    def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute candidate answers without dropout.
+
+        Returns:
+            (targets,) the log-probability of each target in nats, and (targets,) whether no token
+            is likelier.
+
+        """
+        with self._mode(training=False):
+            hidden = self._hidden_of_candidates(batch)[batch.positions.to(self._device)]
+            return target_log_probabilities(self._head, hidden, batch.labels)
+
     def gradients_of(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return ∂L/∂W of a micro-batch's mean loss, without dropout, for every adapter weight."""
         parameters = trainable_parameters(self.peft_model)
@@ -179,12 +199,52 @@ class WholeModel:
         """
         inputs = {"input_ids": batch.tokens.to(self._device)}
         if self._prefix is not None:
-            blocks = dict(enumerate(self._prefix.split(columns_of(self._config), dim=-1)))
-            inputs["past_key_values"] = prefix_cache(
-                blocks, self.columns_before, self._config, len(batch.tokens), self._dtype
-            )
+            inputs["past_key_values"] = self._empty_cache(len(batch.tokens))
         output = self._backbone(**inputs, use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def _hidden_of_candidates(self, batch: CandidateBatch) -> torch.Tensor:
+        """Return (positions, hidden) of all beginnings, then of all endings.
+
+        Endings are computed with the keys and values of their beginning.
+        """
+        before, each = self.columns_before, batch.endings_each
+        lengths = batch.beginning_lengths.to(self._device)
+        positions = left_padding(self._backbone, lengths, batch.beginnings.shape[1])
+        mask = torch.nn.functional.pad(positions.pop("attention_mask"), (before, 0), value=1)
+        cache = self._empty_cache(len(lengths))
+
+        def compute(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            output = self._backbone(
+                input_ids=tokens.to(self._device),
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                **positions,
+            )
+            return output.last_hidden_state.flatten(0, 1)  # type: ignore[no-any-return]
+
+        if "position_ids" in positions:
+            positions["position_ids"] += before
+        hidden = compute(batch.beginnings, mask)
+        if not each:
+            return hidden
+        cache.batch_repeat_interleave(each)
+        columns = batch.endings.shape[1]
+        mask = torch.nn.functional.pad(mask.repeat_interleave(each, 0), (0, columns), value=1)
+        if "position_ids" in positions:
+            start = (before + lengths).repeat_interleave(each)[:, None]
+            positions["position_ids"] = start + torch.arange(columns, device=self._device)
+        return torch.cat([hidden, compute(batch.endings, mask)])
+
+    def _empty_cache(self, rows: int) -> Any:
+        """Return a cache of keys and values with nothing but the prefix in use, if any."""
+        if self._prefix is None:
+            from transformers import DynamicCache
+
+            return DynamicCache(config=self._config)
+        blocks = dict(enumerate(self._prefix.split(columns_of(self._config), dim=-1)))
+        return prefix_cache(blocks, self.columns_before, self._config, rows, self._dtype)
 
     def _check_deadline(self, *_: Any) -> None:
         if time.monotonic() > self.deadline:

@@ -11,10 +11,16 @@ import torch
 
 from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import MicroBatch
-from finetuning.model.output_head import add_target_gradient, target_loss
+from finetuning.data.candidates import CandidateBatch
+from finetuning.model.output_head import (
+    add_target_gradient,
+    target_log_probabilities,
+    target_loss,
+)
 from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new, normal
 from finetuning.training.optimization import squared_norm
 from split.lane.lane import Lane
+from split.model.candidates import hidden_of_candidates
 from split.model.generation import Generation
 from split.model.part import Part
 from split.protocol.errors import LaneError, LaneTimeoutError
@@ -248,6 +254,15 @@ class SplitModel:
         output: torch.Tensor = generation.run(tokens, mask, settings)
         self.lane.send(Kind.STEP)
         return output
+
+    @torch.no_grad()
+    def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute candidate answers; see ``WholeModel.log_probabilities``."""
+        self._set_up(training=False)
+        hidden = hidden_of_candidates(self._head, self._tail, batch, self._through_body)
+        self.lane.send(Kind.STEP)
+        chosen = hidden[batch.positions.to(hidden.device)]
+        return target_log_probabilities(self._output_head, chosen, batch.labels)
 
     def end(self) -> None:
         """End the round or the evaluation, and wait until the server has confirmed it."""

@@ -15,13 +15,14 @@ from finetuning.adapters.prefixes import BlockPrefixes
 from finetuning.files import cache_directory, replacing
 from finetuning.model.base_model import BaseModelError, refuse_unless_causal
 from finetuning.model.fingerprint import config_digest
+from finetuning.model.left_padding import left_padding
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import join_adapters
 from split.model.generation import Generation
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
 from split.model.miniature import miniature
-from split.model.part import Part, left_padding
+from split.model.part import Part
 from split.model.partition import PARTIES, Partition, PartyName, outline
 from split.protocol.frames import Padding
 

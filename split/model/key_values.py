@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from split.model.part import Part, left_padding
+from finetuning.model.left_padding import left_padding
+from split.model.part import Part
 from split.protocol.frames import Padding
 
 
@@ -51,7 +52,7 @@ class KeyValues:
         return self._before + self.columns
 
     def extend(self, given: torch.Tensor) -> torch.Tensor:
-        """Compute the blocks for the prompts, or for the next token of each row.
+        """Compute the blocks for the prompts, or for what follows in each row.
 
         Args:
             given: (rows, columns) int64 tokens for the head, else (rows, columns, hidden).
@@ -68,6 +69,13 @@ class KeyValues:
         )
         return output.last_hidden_state  # type: ignore[no-any-return]
 
+    def repeat(self, times: int) -> None:
+        """Continue each row in several ways: it becomes this many adjacent rows."""
+        if self.cache is not None:
+            self.cache.batch_repeat_interleave(times)
+        self._lengths = self._lengths.repeat_interleave(times)
+        self._prompt = {n: value.repeat_interleave(times, 0) for n, value in self._prompt.items()}
+
     def _mask_and_positions(self, columns: int) -> dict[str, torch.Tensor]:
         """Return positions, and a mask if there is padding to mask and a block that reads it."""
         inputs = dict(self._prompt)
@@ -76,7 +84,8 @@ class KeyValues:
             follow = self.length - mask.shape[1]
             mask = torch.cat([mask, mask.new_ones(len(mask), follow + columns)], dim=1)
             if inputs:
-                inputs["position_ids"] = (self._before + self._lengths + follow)[:, None]
+                next_ones = torch.arange(follow, follow + columns, device=mask.device)
+                inputs["position_ids"] = self._before + self._lengths[:, None] + next_ones
         if self._padded and self.cache is not None:
             inputs["attention_mask"] = mask
         return inputs

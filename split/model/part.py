@@ -1,6 +1,5 @@
 """A party's part of the model: its frozen blocks, and the adapters that compute with them."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +10,7 @@ from torch import nn
 from finetuning.adapters.adapter import attach_adapter, target_names
 from finetuning.adapters.prefixes import BlockPrefixes
 from finetuning.model.base_model import BaseModelError
+from finetuning.model.left_padding import left_padding
 from finetuning.model.output_head import output_head
 from finetuning.settings import AdapterSettings
 from split.model.partition import Partition, PartyName, blocks_of
@@ -220,21 +220,6 @@ class Part:
         for path, parameter in self.model.named_parameters():
             if "lora_" in path:
                 parameter.requires_grad_(True)
-
-
-def left_padding(backbone: Any, lengths: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
-    """Return the mask, and positions counted from each row's first token, as ``generate`` does.
-
-    Args:
-        backbone: Model to compute with; not all take positions.
-        lengths: (rows,) int64; tokens of each row.
-        columns: Tokens and padding of each row.
-
-    """
-    mask = (torch.arange(columns, device=lengths.device) >= columns - lengths[:, None]).long()
-    if "position_ids" not in inspect.signature(backbone.forward).parameters:
-        return {"attention_mask": mask}
-    return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
 def _device_of(model: Any) -> torch.device:

@@ -1,4 +1,4 @@
-"""One client's evaluation of models at the block server: forward passes and generation."""
+"""One client's evaluation at the block server: forward passes, generation, candidate answers."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,7 +24,8 @@ class EvaluationSession(Session):
     """Serves one client's evaluation; each JOIN frame chooses a model.
 
     Besides independent forward passes the client may request generation, one batch of prompts at a
-    time. The session keeps the body's keys and values of the batch.
+    time, or the computation of several endings of each text of a batch. The session keeps the
+    body's keys and values of the batch.
 
     Args:
         lane: Lane to the client; the handshake is over.
@@ -128,6 +129,9 @@ class EvaluationSession(Session):
         if "new_tokens" in frame.fields:
             self._begin_generation(frame, hidden, padding)
             return
+        if "endings" in frame.fields:
+            self._compute_endings(frame, hidden, padding)
+            return
         if self._generation is not None:
             self._continue_generation(frame, hidden)
             return
@@ -156,7 +160,7 @@ class EvaluationSession(Session):
                 "together (evaluate.generate, evaluate.batch-size, data.max-length, "
                 "evaluate.max-new-tokens, adapter.prefix-length)"
             )
-        self._generation = _Generation(rows, new_tokens)
+        self._generation = _Generation(rows=rows, columns=columns, new_tokens=new_tokens)
         self._received += 1
 
         def begin() -> torch.Tensor:
@@ -185,6 +189,38 @@ class EvaluationSession(Session):
             return self._key_values.extend(hidden)
 
         # Generations that wait for room may be waiting for the end of this one.
+        self._put(Priority.BACKWARD, frame, extend)
+
+    def _compute_endings(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> None:
+        """Compute several endings of each row, all that follows the prompts' frame."""
+        generation = self._generation
+        if generation is None:
+            raise ProtocolError("endings came without the texts that they end")
+        self._refuse_if_under_way("endings")
+        each, (rows, columns) = whole_number(frame, "endings"), hidden.shape[:2]
+        if (
+            (generation.received, frame.micro_batch, padding.side) != (1, 1, "right")
+            or not each
+            or rows != generation.rows * each
+        ):
+            raise ProtocolError(
+                f"{rows} rows came as {each} endings of {generation.rows} texts, with number "
+                f"{frame.micro_batch} and padding on the {padding.side}, after "
+                f"{generation.received} frames of these texts"
+            )
+        tokens = rows * (self._columns_before + generation.columns + columns)
+        room = generation.rows * (self._columns_before + generation.columns + generation.new_tokens)
+        if tokens > room:
+            raise ProtocolError(f"endings take {tokens} tokens; {room} were agreed")
+        # Nothing may follow.
+        generation.received = generation.new_tokens = max(generation.new_tokens, 2)
+        self._received += 1
+
+        def extend() -> torch.Tensor:
+            assert self._key_values is not None
+            self._key_values.repeat(each)
+            return self._key_values.extend(hidden)
+
         self._put(Priority.BACKWARD, frame, extend)
 
     def _end_generation(self) -> None:
@@ -240,11 +276,13 @@ class _Generation:
 
     Attributes:
         rows: Number of texts.
+        columns: Number of columns of the prompts.
         new_tokens: Maximal number of new tokens of each text.
         received: Number of frames received; the prompts' frame yields the first new token.
 
     """
 
     rows: int
+    columns: int
     new_tokens: int
     received: int = 1

@@ -313,3 +313,28 @@ def test_what_may_be_a_data_set_s_id_says_that_it_was_taken_for_one():
     )
     message = done.stderr.splitlines()[-1]
     assert "DataError: data/private is not an absolute path, and as a data set's id" in message
+
+
+def test_a_task_s_published_files_are_divided_into_prompts(tmp_path):
+    def official(file, premises):
+        rows = [
+            {"premise": p, "hypothesis": "so", "label": label, "idx": i}
+            for i, (p, label) in enumerate(premises)
+        ]
+        (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    labels = ["entailment", "contradiction", "neutral"] * 6
+    official("train.jsonl", [(f"train {n}", label) for n, label in enumerate(labels)])
+    official("val.jsonl", [(f"val {n}", label) for n, label in enumerate(labels)])
+    # The published test part has no labels; nothing reads it.
+    (tmp_path / "test.jsonl").write_text('{"premise": "a", "hypothesis": "b", "idx": 0}\n')
+    field = {"partition": "label", "partition_field": "label"}
+    clients = [simulated(tmp_path, index, 3, task="cb", **field) for index in range(3)]
+    assert sorted({*outputs(client.train)}.pop() for client in clients) == ["maybe", "no", "yes"]
+    for client in clients:
+        assert (len(client.train), len(client.test)) == (6, 6)
+        assert {*outputs(client.train)} == {*outputs(client.test)}
+        assert client.train[0].messages[0]["content"].startswith('"train ')
+        assert client.test[0].messages[0]["content"].startswith('"val ')
+    with pytest.raises(DataError, match="has neither 'messages' nor"):
+        simulated(tmp_path, 0, 3)

@@ -1,6 +1,8 @@
 """What a site's policy refuses, whatever the coordinator's run config and messages say."""
 
+import json
 import math
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from finetuning.model.fingerprint import digest
 from strategies.messages import ARRAYS, CONFIG, LANE, METRICS
 from strategies.run_config import parse_run_config
 from strategies.site_policy import PolicyError, SitePolicy, policy_table, read_policy
+from tests.finetuning.data.templates import THINKING
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -202,6 +205,41 @@ def test_a_message_is_refused_although_its_run_is_allowed(
     # Flower calls the same handler for both.
     for spelling in (kind, f"{kind}.default"):
         assert reason in site.refusal(spelling, changed=changed, **instruction)
+
+
+def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(site):
+    """Rows: 4 with 5 answers each, and as many held-out ones."""
+    model, data = site.folder / "model", site.folder / "data"
+    shutil.copytree(site.checkpoint, model)
+    (model / "chat_template.jinja").write_text(THINKING)
+    data.mkdir()
+
+    def write(part: str, rows: int) -> None:
+        with (data / f"{part}.jsonl").open("w") as lines:
+            for row in range(rows):
+                said = "a " * (1 + 3 * row)
+                turns = [{"role": role, "content": said} for role in ("user", "assistant")] * 5
+                lines.write(f"{json.dumps({'messages': turns})}\n")
+
+    write("train", 4)
+    write("test", 4)
+    site.node["data-path"], site.checkpoint = str(data), model
+    site.values |= {"model.name": str(model), "train.batch-size": 10, "train.accumulation": 1}
+    site.decide("fewest-examples = 4")
+    assert ARRAYS in site.ask("train").content
+    few = {"continual.importance-examples": 3}
+    for request in ({"losses": True}, {"importance": True}):
+        assert METRICS in site.ask("evaluate", **request).content
+    assert "importance with too few" in site.refusal("evaluate", changed=few, importance=True)
+    # Four examples, in the third round from fewer rows.
+    one_step = {"train.local-steps": 1, "train.batch-size": 4}
+    assert ARRAYS in site.ask("train", changed=one_step).content
+    assert "training with too few" in site.refusal("train", changed=one_step, round=3)
+    site.decide("fewest-examples = 5")
+    for kind in ("query", "train", "evaluate"):
+        assert "training with too few of its rows" in site.refusal(kind)
+    write("train", 5)
+    assert "evaluation with too few" in site.refusal("evaluate", losses=True)
 
 
 def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):

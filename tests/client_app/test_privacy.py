@@ -266,8 +266,14 @@ def test_membership_is_harder_to_tell_the_smaller_epsilon_is(checkpoint):
     generator = torch.Generator().manual_seed(0)
     members, others = (
         [
-            Example(torch.randint(2, 300, (12,), generator=generator), torch.arange(12) > 1, 2, "")
-            for _ in range(count)
+            Example(
+                tokens=torch.randint(2, 300, (12,), generator=generator),
+                is_target=torch.arange(12) > 1,
+                prompt_length=2,
+                reference="",
+                row=row,
+            )
+            for row in range(count)
         ]
         for _ in range(2)
     )

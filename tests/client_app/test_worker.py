@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -18,10 +19,11 @@ from flwr.app import Context, Message, RecordDict
 from flwr.common.serde import context_to_proto, message_to_proto
 
 from bench.in_process import InProcessGrid, MemoryJournal, run_in_process
+from client_app.code_digest import code_digest
 from client_app.main import FailedInWorkerError, answer
 from client_app.worker import CALLER_ENDED, listening
-from client_app.worker_socket import MOST_TEXT, WorkerError, code_digest, receive, send
 from strategies.messages import ARRAYS, SIZE, config_of, from_arrays, metrics_of
+from strategies.worker_socket import MOST_TEXT, WorkerError, receive, send
 from tests.client_app.worker_process import ROOT, running_worker
 from tests.conftest import write_rows
 from tests.strategies.grids import SpyingGrid, same, start
@@ -35,7 +37,8 @@ assert not {"torch", "transformers", "peft", "datasets"} & sys.modules.keys()
 CALLER = """
 import socket, sys, time
 from pathlib import Path
-from client_app.worker_socket import code_digest, send
+from client_app.code_digest import code_digest
+from strategies.worker_socket import send
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(sys.argv[1])
     for content in (code_digest().encode(), *(Path(name).read_bytes() for name in sys.argv[2:])):
@@ -174,7 +177,7 @@ def test_the_entry_point_is_light():
 def test_other_code_is_refused(worker, tmp_path):
     for package in ("client_app", "finetuning", "split", "strategies"):
         shutil.copytree(ROOT / package, tmp_path / package)
-    code = "from client_app.worker_socket import code_digest as d; print(d())"
+    code = "from client_app.code_digest import code_digest as d; print(d())"
 
     def digest() -> str:
         ran = subprocess.run(
@@ -222,6 +225,40 @@ def as_nobody(path: Path) -> str:
         text = answer_.read()
     os.waitpid(child, 0)
     return text
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_s_socket_is_not_given_the_message(request_, tmp_path, caplog):
+    """Its owner may be permitted to write to the folder, but is neither its owner nor root."""
+    path = tmp_path / "worker.sock"
+    with listening_as_nobody(path) as heard:
+        assert ARRAYS in answer(request_.message, request_.context(path)).content
+        assert f"is a process of user {NOBODY}" in caplog.text
+        assert heard() == b""
+
+
+@contextlib.contextmanager
+def listening_as_nobody(path: Path):
+    """Listen in another user's process; yield a function that returns what its caller sends."""
+    reader, writer = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        if not (child := os.fork()):
+            try:
+                os.setuid(NOBODY)
+                listener.listen()  # the kernel notes whose process this is
+                os.write(writer, b"listens")
+                os.write(writer, listener.accept()[0].recv(1000))
+            finally:
+                os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        try:
+            assert pipe.read(7) == b"listens"
+            yield lambda: pipe.read(1000)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_garbage_is_dropped_and_the_next_caller_answered(worker):
@@ -275,7 +312,7 @@ def test_a_second_caller_and_a_killed_worker_fall_back(request_, tmp_path, caplo
         assert "ended before it had answered" in caplog.text
         assert same(replies[0], expected)
         answer(request_.message, request_.context(worker.socket))
-        assert "can't be given the message" in caplog.text
+        assert "is not running (Connection refused)" in caplog.text
 
 
 def test_a_socket_that_others_could_replace_or_that_is_taken_is_refused(tmp_path):

@@ -1,23 +1,13 @@
 """A deployment that the tests of this folder share."""
 
-import os
-import shutil
 from pathlib import Path
 
 import pytest
 
-from bench.deployment.deployment import Deployment, deployment
+from bench.deployment.deployment import CHECKOUT, Deployment, deployment
 from tests.conftest import write_checkpoint, write_rows
 
-
-@pytest.fixture(scope="session")
-def nginx():
-    """Skip tests that need nginx where it is missing; in CI they always run."""
-    if shutil.which("nginx") is None:
-        reason = "nginx is not installed; on Debian: apt-get install nginx-light"
-        if "CHAMBERS_CI" in os.environ:
-            pytest.fail(reason)
-        pytest.skip(reason)
+PAGE = (CHECKOUT / "docs" / "deployment.md").read_text()
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +28,10 @@ def results(running: Deployment) -> Path:
     """Return the folder with the results of the newest run."""
     runs = running.hosts["coordinator"].folder / "state" / ".local" / "share" / "chambers" / "runs"
     return max(runs.iterdir(), key=lambda folder: folder.stat().st_mtime)
+
+
+def explained(said: str, text: str) -> None:
+    """Check that a text is seen, and that docs/deployment.md has a section about it."""
+    seen = " ".join(said.replace("│", " ").split())
+    assert text in seen, said
+    assert f"### `{text}`" in PAGE

@@ -1,8 +1,14 @@
 """A coordinator and two institutions, each a host of its own, with the programs of ``docker/``."""
 
+import grp
 import json
+import os
+import pwd
+import shutil
+import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +22,6 @@ STRANGER = Path(__file__).with_name("stranger.py")
 SHORT = {"rounds": 1, "train.local-steps": 1, "train.batch-size": 2, "train.accumulation": 1}
 RUNS = {
     "fedjudge-cl": {"strategy": "fedjudge-cl", "rounds": 2},
-    "serial": {"strategy": "fl-glm"},
     "hierarchical": {"strategy": "fl-glm", "split.schedule": "hierarchical"},
 }
 
@@ -86,6 +91,32 @@ def test_no_spelling_of_a_path_passes_the_proxy(running):
     answers = stranger(running, "court", "paths", running.address, "authority.pem")
     passed = {path: line for path, line in answers.items() if line.split()[1] not in {"400", "403"}}
     assert not passed
+
+
+def test_the_proxy_s_log_is_rotated(running, tmp_path):
+    """As docs/operations.md says; SuperNodes send requests all the time."""
+    rotate = shutil.which("logrotate", path=f"{os.environ['PATH']}{os.pathsep}/usr/sbin")
+    if rotate is None:
+        reason = "logrotate is not installed"
+        (pytest.fail if "CHAMBERS_CI" in os.environ else pytest.skip)(reason)
+    host = running.hosts["coordinator"]
+    log = host.folder / "proxy" / "access.log"
+    # The proxy's user can't enter pytest's folders.
+    user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(os.getgid()).gr_name
+    content = (CHECKOUT / "docker" / "logrotate.conf").read_text()
+    content = content.replace("/srv/chambers/proxy/access.log", str(log))
+    config = tmp_path / "logrotate.conf"
+    config.write_text(content.replace("su chambers chambers", f"su {user} {group}"))
+    before = log.read_text().splitlines()
+    command = [rotate, "--force", "--state", str(tmp_path / "state"), str(config)]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    rotated = log.with_name("access.log.1").read_text().splitlines()
+    assert rotated[: len(before)] == before
+    end = time.monotonic() + 60
+    while not (lines := log.read_text().splitlines()):
+        assert time.monotonic() < end
+        time.sleep(0.5)
+    assert lines[0] not in before and "/v1/fleet/" in lines[0]
 
 
 def test_only_the_public_ports_are_reached(running):

@@ -11,17 +11,10 @@ from bench.deployment.deployment import CHECKOUT, COMPLETED, DeploymentError, si
 from bench.deployment.hosts import FOLDER
 from chambers.site.authority import open_authority
 from tests.conftest import write_checkpoint
+from tests.deployment.conftest import explained
 from tests.deployment.test_hosts import SHORT
 
 pytestmark = pytest.mark.slow
-PAGE = (CHECKOUT / "docs" / "deployment.md").read_text()
-
-
-def explained(said, text):
-    """Check that a text is seen, and that the page has a section about it."""
-    seen = " ".join(said.replace("│", " ").split())
-    assert text in seen, said
-    assert f"`{text}`" in PAGE
 
 
 def supernode(running, *options):

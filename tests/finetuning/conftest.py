@@ -94,14 +94,14 @@ def draw_examples() -> Callable[..., list[Example]]:
     def draw(count: int, seed: int = 0, longest: int = 20) -> list[Example]:
         generator = torch.Generator().manual_seed(seed)
         examples = []
-        for _ in range(count):
+        for row in range(count):
             length = int(torch.randint(4, longest + 1, (), generator=generator))
             prompt = int(torch.randint(1, length - 1, (), generator=generator))
             tokens = torch.randint(2, VOCABULARY, (length,), generator=generator)
             is_target = torch.arange(length) >= prompt
             # An answer in the middle of a conversation is followed by what isn't a target.
             is_target[length - 2] = bool(torch.randint(2, (), generator=generator))
-            examples.append(Example(tokens, is_target, prompt, ""))
+            examples.append(Example(tokens, is_target, prompt, "", row))
         return examples
 
     return draw

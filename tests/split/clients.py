@@ -51,11 +51,11 @@ SIZES = {"alpha": 9, "beta": 6, "gamma": 3}
 def draw(count: int, seed: int) -> list[Example]:
     generator = torch.Generator().manual_seed(seed)
     examples = []
-    for _ in range(count):
+    for row in range(count):
         length = int(torch.randint(4, 21, (), generator=generator))
         prompt = int(torch.randint(1, length - 1, (), generator=generator))
         tokens = torch.randint(2, 64, (length,), generator=generator)
-        examples.append(Example(tokens, torch.arange(length) >= prompt, prompt, ""))
+        examples.append(Example(tokens, torch.arange(length) >= prompt, prompt, "", row))
     return examples
 
 

@@ -10,9 +10,10 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from finetuning.adapters.adapter import State, initial_adapter
+from finetuning.model.left_padding import left_padding
 from finetuning.settings import ModelSettings
 from split.model.loading import load_parts
-from split.model.part import Part, left_padding
+from split.model.part import Part
 from split.model.partition import PARTIES, Partition
 from split.protocol.frames import Padding
 from tests.split.clients import ADAPTER

@@ -21,7 +21,8 @@ from cryptography.hazmat.primitives.serialization import (
 
 from chambers.__main__ import main
 from chambers.site.authority import open_authority
-from tests.chambers.conftest import refused, told
+from tests.chambers.conftest import refused, told, wait_for
+from tests.client_app.worker_process import running_worker
 from tests.conftest import write_rows
 
 
@@ -256,11 +257,28 @@ def test_data_and_model(capsys, site, tmp_path):
     assert "--node-config lacks data-path" in found('name="court"')
     assert "can't be a client's name" in found(f'name="a/b" data-path="{site.data}"')
     assert "must be an absolute path" in found('name="court" data-path="data"')
-    assert "has no train.jsonl" in found(f'name="court" data-path="{tmp_path / "none"}"')
+    assert "none doesn't exist" in found(f'name="court" data-path="{tmp_path / "none"}"')
+    assert "has no train.jsonl" in found(f'name="court" data-path="{tmp_path}"')
     (site.data / "train.jsonl").write_text('{"instruction": "a"}\n')
     assert "train.jsonl" in found(f'name="court" data-path="{site.data}"')
     output = at_institution(capsys, site, 1, "--model", tmp_path / "none")
     assert "no config.json in" in output
+
+
+def test_worker(capsys, site, tmp_path):
+    own = tmp_path / "own"
+    own.mkdir(mode=0o700)
+    node = f'name="court" data-path="{site.data}" worker="{own / "worker.sock"}"'
+    assert "worker: none" in at_institution(capsys, site, 1)
+    output = at_institution(capsys, site, 1, node_config=node)
+    assert f"fix  the worker at {own / 'worker.sock'} is not running (No such file" in output
+    with running_worker(own) as worker:
+        output = at_institution(capsys, site, 1, node_config=node)
+        assert f"ok   the worker at {own / 'worker.sock'} is running" in output
+        wait_for(lambda: "a caller has gone" in worker.log.read_text(), 60)
+        assert "Traceback" not in worker.log.read_text()
+        own.chmod(0o777)
+        assert "every user can write to" in at_institution(capsys, site, 1, node_config=node)
 
 
 def test_options_that_are_missing(capsys, site):

@@ -17,7 +17,7 @@ LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=150)
 
 
 def example_of(tokens, is_target):
-    return Example(torch.tensor(tokens), torch.tensor(is_target), 1, "")
+    return Example(torch.tensor(tokens), torch.tensor(is_target), 1, "", row=0)
 
 
 EXAMPLES = st.lists(

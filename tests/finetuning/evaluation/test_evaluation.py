@@ -44,9 +44,9 @@ def model_and_tokenizer(checkpoint):
 def prompts(lengths: list[int]) -> list[Example]:
     generator = torch.Generator().manual_seed(0)
     examples = []
-    for length in lengths:
+    for row, length in enumerate(lengths):
         tokens = torch.randint(2, 280, (length + 3,), generator=generator)
-        examples.append(Example(tokens, torch.arange(length + 3) >= length, length, ""))
+        examples.append(Example(tokens, torch.arange(length + 3) >= length, length, "", row))
     return examples
 
 

@@ -14,10 +14,10 @@ from finetuning.adapters.adapter import (
 )
 from finetuning.adapters.prefixes import SAVED, BlockPrefixes
 from finetuning.model.base_model import BaseModelError
+from finetuning.model.left_padding import left_padding
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import join_adapters, take_apart
 from split.model.exactness import check_exactness
-from split.model.part import left_padding
 from split.model.partition import PARTIES, Partition
 from split.protocol.frames import Padding
 from tests.split.clients import (

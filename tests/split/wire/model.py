@@ -6,6 +6,7 @@ import torch
 
 from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import MicroBatch
+from finetuning.data.candidates import CandidateBatch
 from finetuning.model.output_head import add_target_gradient, target_loss
 from finetuning.randomness import derive_seed, drawing_from
 from finetuning.training.optimization import squared_norm
@@ -150,6 +151,29 @@ class WireModel:
             lengths = torch.ones_like(lengths)
         self.lane.send(Kind.STEP)
         return tokens
+
+    @torch.no_grad()
+    def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute beginnings once, and their endings after them."""
+        (rows, columns), more = batch.beginnings.shape, batch.endings.shape[1]
+        each = len(batch.endings) // rows
+        left = Padding("left", batch.beginning_lengths)
+        head, tail = KeyValues(self._head, left, columns), KeyValues(self._tail, left, columns)
+        room = each * (columns + more) - columns if each else 1
+        fields = {"side": "left", "new_tokens": room}
+        self._send_hidden(0, head.extend(batch.beginnings), batch.beginning_lengths, fields)
+        computed = [tail.extend(self._receive(Kind.HIDDEN).tensors["hidden"]).flatten(0, 1)]
+        if each:
+            head.repeat(each)
+            tail.repeat(each)
+            fields = {"side": "right", "endings": each}
+            self._send_hidden(1, head.extend(batch.endings), batch.ending_lengths, fields)
+            computed.append(tail.extend(self._receive(Kind.HIDDEN).tensors["hidden"]).flatten(0, 1))
+        self.lane.send(Kind.STEP)
+        chosen = torch.cat(computed)[batch.positions]
+        logits = self._tail.output_head(inputs_embeds=chosen[None], use_cache=False).logits[0]
+        found = logits.log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]
+        return found, logits.argmax(-1) == batch.labels
 
     def end(self) -> None:
         """End the round, or the evaluation."""

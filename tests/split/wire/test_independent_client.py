@@ -10,6 +10,7 @@ import torch
 
 from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import collate
+from finetuning.data.candidates import Continuation, candidate_batches
 from finetuning.settings import ModelSettings
 from finetuning.training.loop import train_round
 from split.model.adapters import take_apart
@@ -141,12 +142,16 @@ def test_a_squared_norm_may_be_a_whole_number(base, beginning):
 
 
 def evaluated(base, beginning, split, client):
-    """Evaluate and generate; return losses, texts and all hidden states that came down."""
+    """Evaluate and generate; return what was computed and all hidden states that came down."""
     parts = take_apart(beginning, partition_of(base, split))
     ends = parts["head"] | parts["tail"]
     batches = [collate(draw(17, 1)[i : i + 3], 0) for i in range(0, 17, 3)]
     tokens = torch.randint(2, 64, (3, 7), generator=torch.Generator().manual_seed(2))
     mask = torch.arange(7) >= torch.tensor([[0], [3], [5]])
+    contexts = [tokens[0], tokens[1, 3:]]
+    groups = [[Continuation(c, tokens[2, n:]) for n in (5, 4, 6)] for c in contexts]
+    # Some with endings, and one without.
+    candidates = candidate_batches([*groups, groups[0][:1]], 0, 0, 60)
     found, hidden = {}, []
     with serving(base, beginning, split) as server:
         models = {"base": None, "global": parts["body"]}
@@ -163,6 +168,8 @@ def evaluated(base, beginning, split, client):
                 model.choose(name, adapters)
                 found[f"{name}/losses"] = torch.tensor(model.summed_losses(batches))
                 found[f"{name}/texts"] = model.generate(tokens, mask.long(), 5, **client.settings)
+                for index, batch in enumerate(candidates):
+                    found[f"{name}/{index}"], _ = model.log_probabilities(batch)
             model.end()
         (account,) = server.finish_lanes()
     assert not account.error
@@ -174,7 +181,7 @@ def test_it_evaluates_and_generates_as_ours_does(base, beginning):
     ours, other = Client("alpha", base, split), WireClient("alpha", base, split)
     ours.settings, other.settings = {"do_sample": False, "eos_token_id": None}, {}
     expected = evaluated(base, beginning, split, ours)
-    assert len([name for name in expected if name.startswith("hidden/")]) == 2 * (6 + 5)
+    assert len([name for name in expected if name.startswith("hidden/")]) == 2 * (6 + 5 + 3)
     assert_equal(evaluated(base, beginning, split, other), expected)
 
 

@@ -6,17 +6,13 @@ frames: the name of an exception, or nothing, and the reply. A frame is its leng
 big-endian, and as many bytes of text or of protobuf. Nothing is pickled.
 """
 
-import hashlib
 import os
 import socket
 import stat
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-import client_app
-import finetuning
-import split
-import strategies
 
 # The largest message that protobuf can serialise; also the limit of a frame.
 MOST_BYTES = 2**31 - 1
@@ -29,21 +25,6 @@ _CREDENTIALS = struct.Struct("3i")
 
 class WorkerError(Exception):
     """The worker can't answer a message; the text completes "the worker …"."""
-
-
-def code_digest() -> str:
-    """Return the SHA-256 digest of the files that answer messages: code, and data beside it.
-
-    It is the same for a checkout, an installed package and the app as Flower installs it.
-    """
-    state = hashlib.sha256()
-    for package in (client_app, finetuning, split, strategies):
-        root = Path(str(package.__file__)).parent
-        for file in sorted(root.rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts:
-                name = f"{root.name}/{file.relative_to(root).as_posix()}"
-                state.update(f"{name}\n{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return state.hexdigest()
 
 
 def refuse_open_folder(path: Path) -> None:
@@ -69,7 +50,7 @@ def peer_uid(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
-def refuse_stranger(connection: socket.socket, path: Path) -> None:
+def _refuse_stranger(connection: socket.socket, path: Path) -> None:
     """Check that the process at the other end is of this user, of the folder's owner, or of root.
 
     Others who may write to the folder could put a socket of their own there.
@@ -81,6 +62,27 @@ def refuse_stranger(connection: socket.socket, path: Path) -> None:
     uid = peer_uid(connection)
     if uid not in {os.getuid(), path.parent.stat().st_uid, 0}:
         raise WorkerError(f"is a process of user {uid}, to whom {path.parent} doesn't belong")
+
+
+@contextmanager
+def connected_worker(path: Path) -> Iterator[socket.socket]:
+    """Connect to the worker at a path, which may not be another user's.
+
+    Raises:
+        WorkerError: There is none, or it is not to be trusted.
+
+    """
+    refuse_open_folder(path)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(TRANSFER_SECONDS)
+        try:
+            connection.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise WorkerError(f"is not running ({error.strerror})") from error
+        except OSError as error:
+            raise WorkerError(f"can't be reached: {error}") from error
+        _refuse_stranger(connection, path)
+        yield connection
 
 
 def send(connection: socket.socket, content: bytes) -> None:

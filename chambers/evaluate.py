@@ -1,0 +1,237 @@
+"""``chambers evaluate``: scores of models on tasks, whole or split with a block server."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from chambers.errors import CommandError
+from chambers.sources import AdapterOptions, BaseModelOptions, option
+from finetuning.data.rows import DataError, find_part
+from finetuning.evaluation.bertscore import Encoder, EncoderError
+from finetuning.tasks.question import Question
+from finetuning.tasks.reading import read_questions
+from finetuning.tasks.tasks import TASKS, Task
+
+if TYPE_CHECKING:
+    from chambers.models import Source
+    from chambers.task_scores import Harness, Scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(BaseModelOptions):
+    """Score models on tasks.
+
+    MODEL_OR_RUN is a base model (a Hugging Face id or a folder), the folder of an exported adapter,
+    or that of a run, of which the global adapter is scored. Beside them the bare base model and
+    the most frequent answer are scored:
+
+    \b
+      chambers evaluate --tasks boolq,cb --data /data/superglue runs/2026-01-31_12-00-00_fl-glm
+
+    With the first and last blocks on this machine, and the middle blocks at a block server:
+
+    \b
+      chambers evaluate --tasks cb --data … --invitation court.json runs/…/adapters/global
+
+    The data's folder has one folder for each task, such as BoolQ, with the file that is scored,
+    such as val.jsonl. A table is written to standard output.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL_OR_RUN]…", show_default=False)
+    ] = None
+    tasks: Annotated[
+        str,
+        option(
+            f"Tasks, separated by commas: {', '.join(TASKS)}; others are lm-evaluation-harness's, "
+            "which need chambers[lm-eval].",
+            "NAMES",
+        ),
+    ]
+    data: Annotated[
+        Path | None,
+        option("Folder with the tasks' files; lm-evaluation-harness's need none.", "FOLDER"),
+    ] = None
+    include: Annotated[
+        Path | None,
+        option("Folder with more tasks for lm-evaluation-harness (YAML).", "FOLDER"),
+    ] = None
+    invitation: Annotated[
+        Path | None, option("Invitation to a block server that has the middle blocks.", "FILE")
+    ] = None
+    limit: Annotated[
+        int | None, option("Score the first rows of each file only; default: all.", "N")
+    ] = None
+    batch_tokens: Annotated[int, option("Padded tokens computed at once; default 4096.", "N")] = (
+        4096
+    )
+    max_length: Annotated[
+        int,
+        option(
+            "Longest prompt of a task with generated answers, in tokens; longer ones lose their "
+            "end. Default 2048.",
+            "N",
+        ),
+    ] = 2048
+    max_new_tokens: Annotated[int, option("Longest generated answer; default 256.", "N")] = 256
+    bertscore: Annotated[
+        str | None,
+        option(
+            "Encoder with which generated answers are also scored by BERTScore; needs "
+            "chambers[bertscore].",
+            "ID_OR_FOLDER",
+        ),
+    ] = None
+    bertscore_layer: Annotated[
+        int | None,
+        option(
+            "Layer of the encoder; default: bert-score's choice for encoders that it knows, else "
+            "the last.",
+            "N",
+        ),
+    ] = None
+    output: Annotated[Path | None, option("Write the scores to this file.", "F.json")] = None
+
+    def __call__(self) -> int:
+        """Score."""
+        chosen = self._tasks()
+        encoder = self._encoder()
+        named = [self._named(text) for text in self.models or [""]]
+        try:
+            questions = {name: self._questions(name, task) for name, task in chosen.items()}
+        except DataError as error:
+            raise CommandError(str(error)) from error
+        from chambers.models import find
+        from chambers.task_scores import Scored, measure, render
+
+        sources: dict[str, Source] = {}
+        for text, options in zip(self.models or [""], named, strict=True):
+            source = find(options, self.invitation)
+            sources.setdefault(source.settings.name, source.bare)
+            if source.adapter is not None:
+                sources[text] = source
+        try:
+            harness = self._harness()
+        except DataError as error:
+            raise CommandError(f"--tasks {self.tasks}: {error}") from error
+        scored = Scored(
+            questions={name: (TASKS[name], own) for name, own in questions.items()},
+            batch_tokens=self.batch_tokens,
+            prompt_length=self.max_length,
+            new_tokens=self.max_new_tokens,
+            encoder=encoder,
+            harness=harness,
+            limit=self.limit,
+        )
+        scores = measure(sources, scored)
+        render(scores)
+        if self.output:
+            self._write(self.output, sources, scores)
+        return 0
+
+    def _tasks(self) -> dict[str, Task]:
+        """Return the tasks by name; refuse invalid options and missing folders."""
+        for name in ("limit", "batch_tokens", "max_length", "max_new_tokens", "bertscore_layer"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise CommandError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        names = self._names()
+        if not names:
+            raise CommandError("--tasks names none")
+        others = [name for name in names if name not in TASKS]
+        if others and find_spec("lm_eval") is None:
+            raise CommandError(
+                f"--tasks {self.tasks}: {others[0]} is none of {', '.join(TASKS)}; tasks of "
+                "lm-evaluation-harness need it: pip install 'chambers[lm-eval]'"
+            )
+        if self.data is None and len(others) < len(names):
+            raise CommandError("--data is missing: the folder with the tasks' files")
+        for name, folder in (("data", self.data), ("include", self.include)):
+            if folder and not folder.is_dir():
+                raise CommandError(f"--{name} {folder}: there is no such folder")
+        if self.output and not self.output.absolute().parent.is_dir():
+            raise CommandError(
+                f"--output {self.output}: there is no folder {self.output.absolute().parent}"
+            )
+        if not self.models and not self.invitation and not self.model:
+            raise CommandError("no model is named: add the folder of a run, or a base model")
+        return {name: TASKS[name] for name in names if name in TASKS}
+
+    def _encoder(self) -> Encoder | None:
+        if self.bertscore is None:
+            return None
+        encoder = Encoder(self.bertscore, self.bertscore_layer)
+        try:
+            encoder.check()
+        except EncoderError as error:
+            raise CommandError(f"--bertscore: {error}") from error
+        return encoder
+
+    def _names(self) -> list[str]:
+        names = [name.strip() for name in self.tasks.split(",") if name.strip()]
+        return [name.lower() if name.lower() in TASKS else name for name in names]
+
+    def _harness(self) -> "Harness | None":
+        names = [name for name in self._names() if name not in TASKS]
+        if not names:
+            return None
+        from finetuning.evaluation.harness import find_tasks
+
+        return names, find_tasks(names, self.include)
+
+    def _named(self, text: str) -> AdapterOptions:
+        """Return the base model and adapter that a word of the command line names."""
+        folder = Path(text).expanduser()
+        adapter: Path | None = None
+        if text and (folder / "adapter_config.json").is_file():
+            adapter = folder
+        elif text and (folder / "base-model.json").is_file():
+            adapter = folder / "adapters" / "global"
+            if not adapter.is_dir():
+                raise CommandError(f"{folder} has no adapters/global: the run finished no round")
+        options = AdapterOptions(
+            model=self.model if adapter or not text else text,
+            adapter=adapter,
+            dtype=self.dtype,
+            quantization=self.quantization,
+        )
+        options.check_folders()
+        return options
+
+    def _questions(self, name: str, task: Task) -> Sequence[Question]:
+        assert self.data is not None
+        folders = sorted(
+            f for f in self.data.iterdir() if f.name.lower() in {task.folder.lower(), name}
+        )
+        folder = folders[0] if folders else self.data
+        file = find_part(folder, task.held_out)
+        if file is None or (not folders and len(self._names()) > 1):
+            raise CommandError(
+                f"{name}: there is no {self.data / task.folder / task.held_out}.jsonl (nor .json, "
+                ".csv or .parquet)"
+            )
+        questions = read_questions(file, task)
+        kept = set(list(dict.fromkeys(question.origin for question in questions))[: self.limit])
+        return [question for question in questions if question.origin in kept]
+
+    def _write(self, file: Path, sources: "dict[str, Source]", scores: "Scores") -> None:
+        content = {
+            "models": {
+                name: {
+                    "base": source.settings.name,
+                    "adapter": str(source.adapter.directory) if source.adapter else None,
+                    "split": source.invitation is not None,
+                }
+                for name, source in sources.items()
+            },
+            "tasks": scores,
+        }
+        try:
+            file.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"--output {file} can't be written: {error.strerror}") from error

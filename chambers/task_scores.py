@@ -1,0 +1,172 @@
+"""The scores of models on tasks, and their table."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from chambers.errors import CommandError
+from chambers.models import Source, opened
+from finetuning.data.rows import DataError
+from finetuning.evaluation.bertscore import Encoder, EncoderError, bertscore
+from finetuning.model.base_model import BaseModelError, load_tokenizer
+from finetuning.model.positions import check_positions
+from finetuning.tasks.question import Question
+from finetuning.tasks.scoring import Model, Prepared, answer, majority_class, prepare, score_answers
+from finetuning.tasks.tasks import TASKS, Task
+
+# By task: the number of questions, the metrics of the most frequent answer, and by model its
+# metrics and seconds.
+Scores = dict[str, dict[str, Any]]
+# Names of tasks, and the harness's manager of tasks.
+Harness = tuple[Sequence[str], Any]
+_MAJORITY = "majority"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What is scored.
+
+    Attributes:
+        questions: Each task and its questions, by name.
+        batch_tokens: Maximal number of padded tokens computed at once.
+        prompt_length: Maximal length of a prompt to generate from, in tokens.
+        new_tokens: Maximal length of a generated answer, in tokens.
+        encoder: Encoder of BERTScore for generated answers; None for no BERTScore.
+        harness: Names and manager of lm-evaluation-harness's tasks, if any.
+        limit: Number of rows of each of those tasks; None for all.
+
+    """
+
+    questions: Mapping[str, tuple[Task, Sequence[Question]]]
+    batch_tokens: int
+    prompt_length: int
+    new_tokens: int
+    encoder: Encoder | None
+    harness: Harness | None
+    limit: int | None
+
+
+def measure(sources: Mapping[str, Source], scored: Scored) -> Scores:
+    """Score models, one after another.
+
+    Raises:
+        CommandError: A question is too long, or a model can't be used.
+
+    """
+    prepared = {name: _prepare(source, scored) for name, source in sources.items()}
+    scores: Scores = {
+        name: {
+            "questions": len(questions),
+            _MAJORITY: majority_class(task, questions),
+            "models": {},
+        }
+        for name, (task, questions) in scored.questions.items()
+    }
+    for model_name, source in sources.items():
+        tokenizer, tasks = prepared[model_name]
+        with opened(source) as model:
+            for name, questions in tasks.items():
+                started = time.perf_counter()
+                answers = answer(
+                    model=model,
+                    tokenizer=tokenizer,
+                    prepared=questions,
+                    most_tokens=min(scored.batch_tokens, source.most_tokens),
+                    new_tokens=scored.new_tokens,
+                )
+                seconds = time.perf_counter() - started
+                metrics = score_answers(questions.task, questions.questions, answers)
+                if scored.encoder is not None and not questions.task.is_cloze:
+                    references = [question.answers[0] for question in questions.questions]
+                    metrics["bertscore"] = _bertscore(answers.texts, references, scored.encoder)
+                scores[name]["models"][model_name] = {**metrics, "seconds": round(seconds, 3)}
+            if scored.harness is not None:
+                for name, found in _harness_scores(model, tokenizer, source, scored).items():
+                    empty = {"questions": found["questions"], _MAJORITY: {}, "models": {}}
+                    scores.setdefault(name, empty)["models"][model_name] = found["metrics"]
+    return scores
+
+
+def _harness_scores(
+    model: Model, tokenizer: Any, source: Source, scored: Scored
+) -> dict[str, dict[str, Any]]:
+    from finetuning.evaluation.harness import HarnessModel, harness_scores, most_positions
+
+    assert scored.harness is not None
+    names, manager = scored.harness
+    seen = HarnessModel(
+        model=model,
+        tokenizer=tokenizer,
+        most_tokens=min(scored.batch_tokens, source.most_tokens),
+        max_length=most_positions(source.directory, tokenizer) - source.columns_before,
+    )
+    try:
+        return harness_scores(seen, names, manager, scored.limit)
+    except DataError as error:
+        raise CommandError(str(error)) from error
+
+
+def render(scores: Scores) -> None:
+    """Print a table of scores, times 100 as papers do, those of the harness as they are."""
+    models = list(next(iter(scores.values()))["models"])
+    table = Table()
+    for column in ("task", "questions", "metric", _MAJORITY, *models):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
+    for name, of_task in scores.items():
+        found = [of_task[_MAJORITY], *of_task["models"].values()]
+        metrics = [metric for metric in of_task["models"][models[0]] if metric != "seconds"]
+        for metric in metrics:
+            values = (_shown(name, v[metric]) if metric in v else "" for v in found)
+            table.add_row(name, str(of_task["questions"] or ""), metric, *values)
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        console.width = 120
+    console.print(table)
+
+
+def _shown(task: str, value: float) -> str:
+    # Not every metric of the harness is within 0..1.
+    return f"{100 * value:.1f}" if task in TASKS else f"{value:.4f}"
+
+
+def _bertscore(texts: Sequence[str], references: Sequence[str], encoder: Encoder) -> float:
+    try:
+        return bertscore(texts, references, encoder)
+    except EncoderError as error:
+        raise CommandError(f"--bertscore: {error}") from error
+
+
+def _prepare(source: Source, scored: Scored) -> tuple[Any, dict[str, Prepared]]:
+    """Convert questions to tokens, and refuse those that don't fit, before weights are read."""
+    try:
+        tokenizer = load_tokenizer(source.directory)
+        prepared = {
+            name: prepare(tokenizer, task, questions, scored.prompt_length)
+            for name, (task, questions) in scored.questions.items()
+        }
+        for questions in prepared.values():
+            _refuse_too_long(source, questions, scored)
+    except (BaseModelError, DataError) as error:
+        raise CommandError(str(error)) from error
+    return tokenizer, prepared
+
+
+def _refuse_too_long(source: Source, questions: Prepared, scored: Scored) -> None:
+    longest, origin = questions.longest
+    row = {"the prefix": source.columns_before} if source.columns_before else {}
+    row[f"the tokens of {origin}"] = longest
+    if not questions.task.is_cloze:
+        row["--max-new-tokens"] = scored.new_tokens
+    check_positions(source.directory, row)
+    for name, most in (
+        ("--batch-tokens allows", scored.batch_tokens),
+        ("the block server allows", source.most_tokens),
+    ):
+        if sum(row.values()) > most:
+            raise CommandError(
+                f"{' and '.join(row)} are {' + '.join(map(str, row.values()))}, and {name} {most}"
+            )

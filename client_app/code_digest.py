@@ -1,0 +1,24 @@
+"""The digest of the code that answers messages, by which a worker and a run's app are compared."""
+
+import hashlib
+from pathlib import Path
+
+import client_app
+import finetuning
+import split
+import strategies
+
+
+def code_digest() -> str:
+    """Return the SHA-256 digest of the files that answer messages: code, and data beside it.
+
+    It is the same for a checkout, an installed package and the app as Flower installs it.
+    """
+    state = hashlib.sha256()
+    for package in (client_app, finetuning, split, strategies):
+        root = Path(str(package.__file__)).parent
+        for file in sorted(root.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                name = f"{root.name}/{file.relative_to(root).as_posix()}"
+                state.update(f"{name}\n{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return state.hexdigest()

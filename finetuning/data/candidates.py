@@ -1,0 +1,199 @@
+"""Candidate answers arranged in batches in which those of one question share their beginning."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from finetuning.data.rows import DataError
+
+# Group of a continuation, its number within the group, and the number of its token.
+Owner = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A candidate answer and what precedes it.
+
+    Attributes:
+        context: (tokens,) int64; at least one.
+        answer: (tokens,) int64; at least one.
+
+    """
+
+    context: torch.Tensor
+    answer: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CandidateBatch:
+    """Texts of which several have the same beginning, which is computed once.
+
+    Attributes:
+        beginnings: (rows, columns) int64, padded on the left.
+        beginning_lengths: (rows,) int64; number of tokens of each without padding.
+        endings: (rows · n, columns) int64, padded on the right; the n of one beginning are
+            adjacent. n can be 0.
+        ending_lengths: (rows · n,) int64.
+        positions: (targets,) int64; indices into the flattened hidden states of the beginnings,
+            followed by those of the endings, of the tokens *before* each target.
+        labels: (targets,) int64; the target tokens.
+        owners: The continuation and token that each target is.
+
+    """
+
+    beginnings: torch.Tensor
+    beginning_lengths: torch.Tensor
+    endings: torch.Tensor
+    ending_lengths: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+    owners: list[Owner]
+
+    @property
+    def endings_each(self) -> int:
+        """Number of endings of each beginning."""
+        return len(self.endings) // len(self.beginnings)
+
+    def tokens_kept(self, columns_before: int) -> int:
+        """Return the padded tokens of each beginning with its endings, prefixes included.
+
+        Every ending has its own copy of the beginning's keys and values.
+        """
+        columns = self.beginnings.shape[1], self.endings.shape[1]
+        return _tokens_kept(self.endings_each, columns_before, *columns)
+
+
+@dataclass
+class _Unit:
+    """One beginning with its endings; targets are (ending, position in the text, label, owner)."""
+
+    beginning: torch.Tensor
+    endings: list[torch.Tensor] = field(default_factory=list)
+    targets: list[tuple[int, int, int, Owner]] = field(default_factory=list)
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Tokens of the beginning, and of the longest ending."""
+        return len(self.beginning), max(map(len, self.endings), default=0)
+
+
+def candidate_batches(
+    groups: Sequence[Sequence[Continuation]], padding: int, columns_before: int, most_tokens: int
+) -> list[CandidateBatch]:
+    """Arrange groups of continuations in batches.
+
+    The longest common beginning of a group's texts is computed once, and so is a text that only
+    differs in its last token from another, which predicts both.
+
+    Args:
+        groups: Continuations that are likely to have a common beginning.
+        padding: The padding token.
+        columns_before: Prefix positions before each row's tokens.
+        most_tokens: Maximal number of padded tokens of a batch, prefixes included.
+
+    Raises:
+        DataError: A text does not fit.
+
+    """
+    units = [
+        unit
+        for number, group in enumerate(groups)
+        for unit in _units(number, group, columns_before, most_tokens)
+    ]
+    # The largest batches come first, so that a lack of memory shows immediately.
+    units.sort(key=lambda unit: (-len(unit.endings), *(-size for size in unit.columns)))
+    chosen: list[list[_Unit]] = []
+    for unit in units:
+        if chosen and len(chosen[-1][0].endings) == len(unit.endings):
+            together = [*chosen[-1], unit]
+            sizes = [other.columns for other in together]
+            columns = max(size for size, _ in sizes), max(size for _, size in sizes)
+            each = _tokens_kept(len(unit.endings), columns_before, *columns)
+            if len(together) * each <= most_tokens:
+                chosen[-1] = together
+                continue
+        chosen.append([unit])
+    return [_batch(units, padding) for units in chosen]
+
+
+def _tokens_kept(endings: int, columns_before: int, beginning: int, ending: int) -> int:
+    return max(endings, 1) * (columns_before + beginning + max(ending, 1))
+
+
+def _units(
+    number: int, group: Sequence[Continuation], columns_before: int, most_tokens: int
+) -> list[_Unit]:
+    """Divide a group's texts into their common beginning and what follows it."""
+    # Nothing is predicted from the last token.
+    texts = [(*c.context.tolist(), *c.answer.tolist()[:-1]) for c in group]
+    distinct = sorted(dict.fromkeys(texts), key=len, reverse=True)
+    longest = len(distinct[0])
+    each = _tokens_kept(1, columns_before, longest, 1)
+    if each > most_tokens:
+        raise DataError(
+            f"a text of {longest} tokens takes {each} with its prefix and answer, and at most "
+            f"{most_tokens} can be computed at once"
+        )
+    shared = len(os.path.commonprefix(distinct))  # noqa: RUF071 - works for all sequences
+    longer = [text for text in distinct if len(text) > shared]
+    if shared and len(longer) > 1:
+        at_once = most_tokens // each
+        chunks = (longer[i : i + at_once] for i in range(0, len(longer), at_once))
+        divided = [(distinct[0][:shared], chunk) for chunk in chunks]
+    else:
+        divided = [(text, []) for text in (distinct[:1] if shared else distinct)]
+    units = []
+    places: dict[tuple[int, ...], tuple[_Unit, int]] = {}
+    for beginning, endings in divided:
+        unit = _Unit(_tensor(beginning), [_tensor(text[len(beginning) :]) for text in endings])
+        units.append(unit)
+        places |= {text: (unit, index) for index, text in enumerate(endings or [beginning])}
+    for candidate, (text, continuation) in enumerate(zip(texts, group, strict=True)):
+        # A text that isn't there is the beginning of all.
+        unit, ending = places.get(text, (units[0], 0))
+        first = len(continuation.context) - 1
+        for token, label in enumerate(continuation.answer.tolist()):
+            unit.targets.append((ending, first + token, label, (number, candidate, token)))
+    return units
+
+
+def _tensor(tokens: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def _batch(units: Sequence[_Unit], padding: int) -> CandidateBatch:
+    pad = torch.nn.utils.rnn.pad_sequence
+    beginnings = pad(
+        [u.beginning for u in units],
+        batch_first=True,
+        padding_value=padding,
+        padding_side="left",
+    )
+    endings = [ending for unit in units for ending in unit.endings]
+    padded = torch.zeros(0, 0, dtype=torch.int64)
+    if endings:
+        padded = pad(endings, batch_first=True, padding_value=padding)
+    positions, labels, owners = [], [], []
+    columns = beginnings.shape[1]
+    for row, unit in enumerate(units):
+        length = len(unit.beginning)
+        for ending, position, label, owner in unit.targets:
+            if position < length:
+                index = row * columns + columns - length + position
+            else:
+                line = row * len(unit.endings) + ending
+                index = beginnings.numel() + line * padded.shape[1] + position - length
+            positions.append(index)
+            labels.append(label)
+            owners.append(owner)
+    return CandidateBatch(
+        beginnings=beginnings,
+        beginning_lengths=torch.tensor([len(unit.beginning) for unit in units]),
+        endings=padded,
+        ending_lengths=torch.tensor([len(ending) for ending in endings], dtype=torch.int64),
+        positions=torch.tensor(positions),
+        labels=torch.tensor(labels),
+        owners=owners,
+    )

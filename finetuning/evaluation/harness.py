@@ -1,0 +1,252 @@
+"""Tasks of lm-evaluation-harness, on any model of ours; imported only where it is installed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+    resolve_max_length,
+)
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from finetuning.data.candidates import Continuation
+from finetuning.data.rows import DataError
+from finetuning.evaluation.generation import GREEDY, batches_by_length, continue_exactly
+from finetuning.evaluation.log_probabilities import log_probabilities
+from finetuning.progress import progress_bar
+from finetuning.tasks.scoring import Model
+
+# The harness's own limits where a task or a model sets none.
+_NEW_TOKENS = 256
+_LENGTH = 2048
+_TEXTS_AT_ONCE = 64
+
+
+class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
+    """A model as the harness sees it, wherever its blocks are computed.
+
+    Texts are tokenized and cut as by the harness's own class for Hugging Face models. What is
+    different is that all continuations of a context are computed together, the context once; over
+    a lane it is sent once.
+
+    Args:
+        model: The model.
+        tokenizer: Tokenizer of the base model.
+        most_tokens: Maximal number of padded tokens of a batch, prefixes included.
+        max_length: Longest text in tokens. Longer ones lose their beginning.
+
+    """
+
+    def __init__(self, model: Model, tokenizer: Any, most_tokens: int, max_length: int) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self._model = model
+        self._most_tokens = most_tokens
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-text token."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context."""
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else int(begin)
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Tokenize a text, with the tokenizer's special tokens where it doesn't begin with them."""
+        options = {}
+        if add_special_tokens is not None:
+            options["add_special_tokens"] = add_special_tokens
+        elif string.startswith(self.tokenizer.decode(self.prefix_token_id)):
+            options["add_special_tokens"] = False
+        tokens: list[int] = self.tokenizer.encode(string, **options)
+        return tokens
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+        """Return the log-probability of whole texts, in windows if they are long."""
+        windows = [
+            [
+                (None, *make_disjoint_window(window))
+                for window in get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+            ]
+            for request in requests
+        ]
+        found = iter(self._loglikelihood_tokens([w for own in windows for w in own]))
+        return [sum(next(found)[0] for _ in own) for own in windows]
+
+    def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+        """Continue contexts up to one of their stop sequences."""
+        # Requests with the same settings share batches.
+        groups: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
+        texts = [""] * len(requests)
+        with progress_bar(total=len(requests), description="generating") as bar:
+            for group in groups.values():
+                settings = normalize_gen_kwargs(requests[group[0]].args[1], _NEW_TOKENS)
+                eos = self.tokenizer.decode(self.eot_token_id)
+                stops = handle_stop_sequences(settings.pop("until", None), eos=eos)
+                new = int(settings.pop("max_gen_toks"))
+                if not 0 < new < self.max_length:
+                    raise DataError(
+                        f"a task generates up to {new} tokens, and the model has {self.max_length}"
+                    )
+                prompts = [
+                    torch.tensor(self.tok_encode(requests[i].args[0])[new - self.max_length :])
+                    for i in group
+                ]
+                for batch in batches_by_length(
+                    lengths=[self._model.columns_before + len(prompt) for prompt in prompts],
+                    size=_TEXTS_AT_ONCE,
+                    new=new,
+                    most=self._most_tokens,
+                ):
+                    answers = continue_exactly(
+                        model=self._model,
+                        tokenizer=self.tokenizer,
+                        prompts=[prompts[i] for i in batch],
+                        max_new=new,
+                        settings=self._settings(settings, stops),
+                    )
+                    for i, text in zip(batch, answers, strict=True):
+                        texts[group[i]] = postprocess_generated_text(text, stops, None)
+                    bar.update(len(batch))
+        return texts
+
+    def _settings(self, settings: Mapping[str, Any], stops: Sequence[str]) -> dict[str, Any]:
+        own = dict(settings) if settings["do_sample"] else dict(GREEDY)
+        return {**own, "stop_strings": list(stops), "tokenizer": self.tokenizer}
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        groups: dict[tuple[int, ...], list[int]] = {}
+        continuations: dict[int, Continuation] = {}
+        for index, (_text, context, answer) in enumerate(requests):
+            if not answer:  # it is part of the context's last token
+                continue
+            if len(answer) > self.max_length:
+                raise DataError(
+                    f"an answer has {len(answer)} tokens, and the model {self.max_length}"
+                )
+            # The last token is predicted and not read.
+            kept = context[max(0, len(context) + len(answer) - self.max_length - 1) :]
+            groups.setdefault(tuple(kept), []).append(index)
+            continuations[index] = Continuation(torch.tensor(kept), torch.tensor(answer))
+        found = log_probabilities(
+            model=self._model,
+            groups=[[continuations[i] for i in group] for group in groups.values()],
+            padding=self.tokenizer.pad_token_id,
+            most_tokens=self._most_tokens,
+        )
+        results = [(0.0, True)] * len(requests)
+        for group, likelihoods in zip(groups.values(), found, strict=True):
+            for index, likelihood in zip(group, likelihoods, strict=True):
+                results[index] = (likelihood.log_probability, likelihood.is_greedy)
+        return results
+
+
+def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
+    """Return the harness's manager of tasks that a folder describes, or of its own tasks too.
+
+    Raises:
+        DataError: There is no task or group of such a name.
+
+    """
+    manager = TaskManager(include_path=folder, include_defaults=False) if folder else None
+    if manager is None or not set(names) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=folder)
+    unknown = sorted(set(names) - set(manager.all_tasks))
+    if unknown:
+        raise DataError(f"{unknown[0]} is not a task of lm-evaluation-harness")
+    return manager
+
+
+def most_positions(directory: Path, tokenizer: Any) -> int:
+    """Return the length that the harness takes a model to have been trained for, in tokens."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return int(resolve_max_length(config, tokenizer, default=_LENGTH))
+
+
+def harness_scores(
+    model: HarnessModel, names: Sequence[str], manager: Any, limit: int | None
+) -> dict[str, dict[str, Any]]:
+    """Score a model on tasks of the harness.
+
+    Nothing of their rows stays behind: neither a copy in the cache of ``datasets``, nor samples in
+    the results.
+
+    Args:
+        model: The model.
+        names: Names of tasks or groups of tasks.
+        manager: See `find_tasks`.
+        limit: Number of rows of each task; None for all.
+
+    Returns:
+        The number of questions and the metrics by task.
+
+    """
+    with _no_copies():
+        found = simple_evaluate(
+            model=model,
+            tasks=list(names),
+            task_manager=manager,
+            limit=limit,
+            bootstrap_iters=0,
+            log_samples=False,
+        )
+    counts = found["n-samples"]
+    return {
+        task: {
+            "questions": counts.get(task, {}).get("effective"),
+            "metrics": {
+                key.removesuffix(",none"): float(value)
+                for key, value in values.items()
+                if isinstance(value, int | float) and "_stderr" not in key and "," in key
+            },
+        }
+        for task, values in found["results"].items()
+    }
+
+
+@contextmanager
+def _no_copies() -> Iterator[None]:
+    """Have the libraries write their caches to a folder that is deleted."""
+    import datasets
+    import evaluate
+
+    places = [
+        (datasets.config, "HF_DATASETS_CACHE"),
+        (datasets.config, "DOWNLOADED_DATASETS_PATH"),
+        (evaluate.config, "HF_METRICS_CACHE"),
+    ]
+    before = [getattr(config, name) for config, name in places]
+    with TemporaryDirectory() as folder:
+        for config, name in places:
+            setattr(config, name, Path(folder) / name)
+        try:
+            yield
+        finally:
+            for (config, name), value in zip(places, before, strict=True):
+                setattr(config, name, value)

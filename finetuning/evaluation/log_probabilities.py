@@ -1,0 +1,79 @@
+"""Log-probabilities of candidate answers, wherever the model's blocks are computed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from finetuning.data.candidates import CandidateBatch, Continuation, candidate_batches
+from finetuning.progress import progress_bar
+
+
+class Scoring(Protocol):
+    """The members that this requires of a model, wherever its blocks are computed."""
+
+    @property
+    def columns_before(self) -> int:
+        """Prefix positions before each row's tokens."""
+        ...
+
+    def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each target's log-probability in nats, and whether no token is likelier."""
+        ...
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """How likely an answer is after its context.
+
+    Attributes:
+        log_probability: Sum over the answer's tokens, in nats (FL-GLM section 4.1.2).
+        is_greedy: Whether greedy decoding would generate it.
+
+    """
+
+    log_probability: float
+    is_greedy: bool
+
+
+def log_probabilities(
+    model: Scoring,
+    groups: Sequence[Sequence[Continuation]],
+    padding: int,
+    most_tokens: int,
+    description: str = "scoring",
+) -> list[list[Likelihood]]:
+    """Compute how likely answers are.
+
+    Args:
+        model: Model with its adapter.
+        groups: Continuations that are likely to have a common beginning, which is computed once,
+            as the candidate answers of a question have.
+        padding: The padding token.
+        most_tokens: Maximal number of padded tokens computed at once, prefixes included.
+        description: Label of the progress bar.
+
+    Returns:
+        The likelihood of each continuation of each group.
+
+    Raises:
+        DataError: A text does not fit into ``most_tokens``.
+
+    """
+    sums = [[0.0] * len(group) for group in groups]
+    greedy = [[True] * len(group) for group in groups]
+    batches = candidate_batches(groups, padding, model.columns_before, most_tokens)
+    with progress_bar(total=sum(map(len, groups)), description=description) as bar:
+        for batch in batches:
+            found, likeliest = model.log_probabilities(batch)
+            for (group, candidate, token), value, is_likeliest in zip(
+                batch.owners, found.tolist(), likeliest.tolist(), strict=True
+            ):
+                sums[group][candidate] += value
+                greedy[group][candidate] &= is_likeliest
+                bar.update(token == 0)
+    return [
+        [Likelihood(*both) for both in zip(*of_group, strict=True)]
+        for of_group in zip(sums, greedy, strict=True)
+    ]

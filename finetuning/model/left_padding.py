@@ -1,0 +1,21 @@
+"""Masks and positions of rows that are padded on the left."""
+
+import inspect
+from typing import Any
+
+import torch
+
+
+def left_padding(backbone: Any, lengths: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
+    """Return the mask, and positions counted from each row's first token, as ``generate`` does.
+
+    Args:
+        backbone: Model to compute with; not all take positions.
+        lengths: (rows,) int64; tokens of each row.
+        columns: Tokens and padding of each row.
+
+    """
+    mask = (torch.arange(columns, device=lengths.device) >= columns - lengths[:, None]).long()
+    if "position_ids" not in inspect.signature(backbone.forward).parameters:
+        return {"attention_mask": mask}
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}

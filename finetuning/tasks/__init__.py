@@ -1,0 +1,1 @@
+"""The papers' tasks: their data, prompts and metrics (``docs/tasks.md``)."""

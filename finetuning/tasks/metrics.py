@@ -1,0 +1,99 @@
+"""The tasks' official metrics, each within 0..1.
+
+All functions take questions, and for each the answer that was chosen or generated.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from finetuning.evaluation.scoring import score
+from finetuning.tasks.question import Question
+
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+
+
+def accuracy(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+    """Return the share of questions that are answered correctly."""
+    return {"accuracy": _mean(p in q.answers for q, p in zip(questions, predictions, strict=True))}
+
+
+def commitment_bank(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+    """Return accuracy and macro-F1: the mean of F1 over classes that are right or predicted."""
+    right = [question.answers[0] for question in questions]
+    classes = sorted({*right, *predictions})
+    f1 = _mean(_f1([r == c for r in right], [p == c for p in predictions]) for c in classes)
+    return {**accuracy(questions, predictions), "f1": f1}
+
+
+def winograd(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+    """Return the share of nouns that are chosen where they are right, and only there."""
+    pairs = zip(questions, predictions, strict=True)
+    return {"accuracy": _mean((p == q.candidates[0]) == bool(q.answers) for q, p in pairs)}
+
+
+def multirc(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+    """Return F1a, of all answers, and EM: the share of questions whose answers are all right."""
+    right = [question.answers[0] == "yes" for question in questions]
+    predicted = [prediction == "yes" for prediction in predictions]
+    groups: dict[str, bool] = {}
+    for question, is_right, is_predicted in zip(questions, right, predicted, strict=True):
+        groups[question.group] = groups.get(question.group, True) and is_right == is_predicted
+    return {"f1a": _f1(right, predicted), "em": _mean(groups.values())}
+
+
+def record(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+    """Return token F1 and exact match, of each question the best over its right answers."""
+    f1, exact = [], []
+    for question, prediction in zip(questions, predictions, strict=True):
+        found = _words(prediction)
+        expected = [_words(answer) for answer in question.answers]
+        f1.append(max((_token_f1(found, words) for words in expected), default=0.0))
+        exact.append(found in expected)
+    return {"f1": _mean(f1), "em": _mean(exact)}
+
+
+def summaries(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+    """Return ROUGE-1, ROUGE-2 and ROUGE-L (FL-GLM section 4.1.2)."""
+    return _chosen(questions, predictions, ("rouge1", "rouge2", "rougeL"))
+
+
+def medical(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+    """Return BLEU-4 and ROUGE (FL-GLM on Huatuo-26M)."""
+    return _chosen(questions, predictions, ("bleu4", "rouge1", "rouge2", "rougeL"))
+
+
+def legal(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+    """Return ROUGE, BLEU-4 and BLEU-N (FedJudge section 4.2.2)."""
+    names = ("rouge1", "rouge2", "rougeL", "bleu4", "bleu_n")
+    return _chosen(questions, predictions, names)
+
+
+def _chosen(
+    questions: Sequence[Question], predictions: Sequence[str], names: Sequence[str]
+) -> dict[str, float]:
+    scores = score(predictions, [question.answers[0] for question in questions])
+    return {name: scores[name] for name in names}
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def _f1(right: Sequence[bool], predicted: Sequence[bool]) -> float:
+    """Return F1 of the positive class; 0 where nothing of it is found."""
+    both = sum(r and p for r, p in zip(right, predicted, strict=True))
+    return 2 * both / (sum(right) + sum(predicted)) if both else 0.0
+
+
+def _words(text: str) -> list[str]:
+    """Return a text's words as SQuAD's evaluation compares them."""
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return _ARTICLE.sub(" ", kept).split()
+
+
+def _token_f1(found: Sequence[str], expected: Sequence[str]) -> float:
+    both = (Counter(found) & Counter(expected)).total()
+    return 2 * both / (len(found) + len(expected)) if both else 0.0

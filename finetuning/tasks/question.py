@@ -1,0 +1,100 @@
+"""A question of a task, and reading what a row says about it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetuning.data.rows import DataError, check_characters
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its right answers.
+
+    Attributes:
+        origin: File and line it was read from. Questions of one line share most of their prompt.
+        prompt: What the model is asked.
+        answers: The right answers; any of them will do. Empty if no candidate is right.
+        candidates: The answers to choose from; empty if an answer is generated.
+        group: What the task's metric counts together, such as a question of MultiRC.
+
+    """
+
+    origin: str
+    prompt: str
+    answers: tuple[str, ...]
+    candidates: tuple[str, ...] = ()
+    group: str = ""
+
+
+def as_object(value: Any, name: str = "a row") -> Mapping[str, Any]:
+    """Check that a JSON value is an object.
+
+    Raises:
+        DataError: It is not.
+
+    """
+    if not isinstance(value, dict):
+        raise DataError(f"{name} must be an object, found {type(value).__name__}")
+    return value
+
+
+def text_of(row: Mapping[str, Any], key: str) -> str:
+    """Return a field that must be text, without the white space around it.
+
+    Raises:
+        DataError: It is missing, empty, or something else.
+
+    """
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"needs text in {key!r}")
+    check_characters(repr(key), value)
+    return value.strip()
+
+
+def list_of(row: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
+    """Return a field that must be a list of objects.
+
+    Raises:
+        DataError: It is missing, empty, or something else.
+
+    """
+    value = row.get(key)
+    if not isinstance(value, list) or not value:
+        raise DataError(f"needs a list in {key!r}")
+    return [as_object(each, f"each of {key!r}") for each in value]
+
+
+def number_of(row: Mapping[str, Any], key: str) -> int:
+    """Return a field that must be a whole number of at least 0.
+
+    Raises:
+        DataError: It is missing, or something else.
+
+    """
+    value = row.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise DataError(f"needs a whole number in {key!r}")
+    return value
+
+
+def label_of(row: Mapping[str, Any], names: Mapping[Any, str]) -> str:
+    """Return the answer that a row's label stands for.
+
+    Args:
+        row: The row.
+        names: Answers by label.
+
+    Raises:
+        DataError: There is no label, as in the test parts that are published, or another one.
+
+    """
+    if "label" not in row:
+        raise DataError("has no 'label' (SuperGLUE's test parts are published without)")
+    label = row["label"]
+    # True equals 1, and would stand for it.
+    found = [name for known, name in names.items() if type(known) is type(label) and known == label]
+    if not found:
+        raise DataError(f"'label' must be {' or '.join(repr(name) for name in names)}")
+    return found[0]

@@ -1,0 +1,60 @@
+"""Read the questions of a task, and rows to train on."""
+
+from pathlib import Path
+
+from finetuning.data.rows import Row, keep_good, parse_rows, read_rows
+from finetuning.settings import DataSettings
+from finetuning.tasks.question import Question
+from finetuning.tasks.tasks import TASKS, Task
+
+
+def read_questions(path: Path, task: Task) -> list[Question]:
+    """Read a task's questions from a file in the task's format.
+
+    Raises:
+        DataError: The file is missing or empty, or rows are malformed: file, line and reason.
+
+    """
+    rows, problems = parse_rows(path, task.held_out, task.convert)
+    kept = keep_good(rows, problems, skip_bad=False, path=path)
+    return task.complete([question for row in kept for question in row])
+
+
+def read_task_rows(path: Path | str, settings: DataSettings) -> list[Row]:
+    """Read training rows, in the format of the task that the settings name, if they name one.
+
+    A question becomes a row with its first right answer. A question without one, as of a wrong noun
+    of WSC, becomes none.
+
+    Args:
+        path: As for `read_rows`.
+        settings: The run's data settings.
+
+    Raises:
+        DataError: The data is missing or empty, or rows are malformed: file, line and reason.
+
+    """
+    if not settings.task:
+        return read_rows(path, skip_bad=settings.skip_bad_rows)
+    task = TASKS[settings.task]
+    rows, problems = parse_rows(
+        path, "train", lambda origin, value: (value, task.convert(origin, value))
+    )
+    return [
+        Row(
+            messages=(
+                {"role": "user", "content": question.prompt},
+                {"role": "assistant", "content": question.answers[0]},
+            ),
+            origin=question.origin,
+            fields={"label": question.answers[0], **value},
+        )
+        for value, questions in keep_good(rows, problems, settings.skip_bad_rows, path)
+        for question in questions
+        if question.answers
+    ]
+
+
+def held_out_part(settings: DataSettings) -> str:
+    """Return the name of the file of held-out rows, without its suffix."""
+    return TASKS[settings.task].held_out if settings.task else "test"

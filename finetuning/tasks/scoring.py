@@ -1,0 +1,239 @@
+"""Answer a task's questions with a model, and score the answers."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from finetuning.data.candidates import Continuation
+from finetuning.data.prompts import prompt_rows
+from finetuning.data.rows import DataError, Row
+from finetuning.data.tokenization import Example, tokenize
+from finetuning.evaluation.generation import (
+    GREEDY,
+    Answering,
+    batches_by_length,
+    continue_prompts,
+)
+from finetuning.evaluation.log_probabilities import Scoring, log_probabilities
+from finetuning.progress import progress_bar
+from finetuning.tasks.question import Question
+from finetuning.tasks.tasks import Task
+
+_NO_LIMIT = 2**31
+# Texts generated together; a larger number only adds padding.
+_TEXTS_AT_ONCE = 64
+
+
+class Model(Answering, Scoring, Protocol):
+    """The members that tasks require of a model, wherever its blocks are computed."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Questions as tokens.
+
+    Attributes:
+        task: The task.
+        questions: Its questions.
+        candidates: The candidates of each question, if the task has any.
+        prompts: The prompt of each question otherwise, (tokens,) int64.
+
+    """
+
+    task: Task
+    questions: Sequence[Question]
+    candidates: list[list[Continuation]]
+    prompts: list[torch.Tensor]
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Tokens of the longest text without a generated answer, and where it comes from."""
+        if self.prompts:
+            lengths = [len(prompt) for prompt in self.prompts]
+        else:
+            lengths = [max(len(c.context) + len(c.answer) for c in own) for own in self.candidates]
+        return max(
+            (length, question.origin)
+            for length, question in zip(lengths, self.questions, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A model's answers to questions.
+
+    Attributes:
+        texts: The chosen candidate, or the generated text, of each question.
+        probabilities: Normalised probability of each question's right candidate (FL-GLM section
+            4.1.2); empty for generated texts, and 0 where no candidate is right.
+
+    """
+
+    texts: list[str]
+    probabilities: list[float]
+
+
+def prepare(
+    tokenizer: Any, task: Task, questions: Sequence[Question], prompt_length: int
+) -> Prepared:
+    """Convert questions to tokens.
+
+    Args:
+        tokenizer: Tokenizer of the base model.
+        task: The task.
+        questions: Its questions.
+        prompt_length: Maximal length of a prompt to generate from, in tokens; longer ones lose
+            their end. Cloze questions are never shortened.
+
+    Raises:
+        DataError: The chat template refuses a question.
+
+    """
+    if task.is_cloze:
+        return Prepared(task, questions, _continuations(questions, tokenizer), [])
+    rows = prompt_rows([question.prompt for question in questions])
+    examples, _ = tokenize(rows, tokenizer, prompt_length)
+    prompts = [example.tokens[: example.prompt_length] for example in examples]
+    return Prepared(task, questions, [], prompts)
+
+
+def answer(
+    model: Model, tokenizer: Any, prepared: Prepared, most_tokens: int, new_tokens: int
+) -> Answers:
+    """Answer questions.
+
+    Of candidates, the one with the largest summed log-probability is chosen (FL-GLM section 4.1.2),
+    the first of several. Without candidates, the answer is generated greedily.
+
+    Args:
+        model: Model with its adapter.
+        tokenizer: Tokenizer of the base model.
+        prepared: The questions.
+        most_tokens: Maximal number of padded tokens of a batch, prefixes and answers included.
+        new_tokens: Maximal length of a generated answer, in tokens.
+
+    Raises:
+        DataError: A question is too long.
+
+    """
+    if prepared.task.is_cloze:
+        return _choose(model, tokenizer.pad_token_id, prepared, most_tokens)
+    return Answers(
+        _generate(
+            model=model,
+            tokenizer=tokenizer,
+            prompts=prepared.prompts,
+            most_tokens=most_tokens,
+            new_tokens=new_tokens,
+        ),
+        [],
+    )
+
+
+def score_answers(task: Task, questions: Sequence[Question], answers: Answers) -> dict[str, float]:
+    """Return the task's metrics, and the mean probability of the right answer where it has one."""
+    metrics = task.metrics(questions, answers.texts)
+    if task.has_words:
+        mean = sum(answers.probabilities) / len(answers.probabilities)
+        metrics["probability"] = mean
+    return metrics
+
+
+def majority_class(task: Task, questions: Sequence[Question]) -> dict[str, float]:
+    """Return the metrics of always giving the most frequent answer; empty without classes."""
+    if not task.has_classes:
+        return {}
+    # A class is a candidate's number; None is that no candidate is right.
+    right = [q.candidates.index(q.answers[0]) if q.answers else None for q in questions]
+    ((most, _),) = Counter(right).most_common(1)
+    return task.metrics(questions, ["" if most is None else q.candidates[most] for q in questions])
+
+
+def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[Continuation]]:
+    """Return the tokens of each question's candidates, as in training but for their end marks."""
+    rows = [
+        Row(
+            messages=(
+                {"role": "user", "content": question.prompt},
+                {"role": "assistant", "content": candidate},
+            ),
+            origin=question.origin,
+            fields={},
+        )
+        for question in questions
+        for candidate in question.candidates
+    ]
+    examples, _ = tokenize(rows, tokenizer, _NO_LIMIT)
+    marks = torch.tensor(sorted(tokenizer.added_tokens_decoder))
+    found = iter(
+        _continuation(row, example, marks) for row, example in zip(rows, examples, strict=True)
+    )
+    return [[next(found) for _ in question.candidates] for question in questions]
+
+
+def _continuation(row: Row, example: Example, marks: torch.Tensor) -> Continuation:
+    answer = example.tokens[example.is_target]
+    others = (~torch.isin(answer, marks)).nonzero()
+    if not len(others):
+        raise DataError(f"{row.origin}: an answer has no tokens")
+    return Continuation(
+        context=example.tokens[: example.prompt_length], answer=answer[: int(others[-1]) + 1]
+    )
+
+
+def _choose(model: Scoring, padding: int, prepared: Prepared, most_tokens: int) -> Answers:
+    # Questions of one line have most of their prompt in common, such as a passage.
+    groups: dict[str, list[int]] = {}
+    for index, question in enumerate(prepared.questions):
+        groups.setdefault(question.origin, []).append(index)
+    found = log_probabilities(
+        model=model,
+        groups=[[c for i in group for c in prepared.candidates[i]] for group in groups.values()],
+        padding=padding,
+        most_tokens=most_tokens,
+    )
+    texts = [""] * len(prepared.questions)
+    probabilities = [0.0] * len(prepared.questions)
+    for group, likelihoods in zip(groups.values(), found, strict=True):
+        values = iter(likelihoods)
+        for index in group:
+            question = prepared.questions[index]
+            sums = [next(values).log_probability for _ in question.candidates]
+            texts[index] = question.candidates[sums.index(max(sums))]
+            shares = torch.tensor(sums, dtype=torch.float64).softmax(0).tolist()
+            pairs = zip(question.candidates, shares, strict=True)
+            probabilities[index] = math.fsum(p for text, p in pairs if text in question.answers)
+    return Answers(texts, probabilities)
+
+
+def _generate(
+    model: Model,
+    tokenizer: Any,
+    prompts: Sequence[torch.Tensor],
+    most_tokens: int,
+    new_tokens: int,
+) -> list[str]:
+    batches = batches_by_length(
+        lengths=[model.columns_before + len(prompt) for prompt in prompts],
+        size=_TEXTS_AT_ONCE,
+        new=new_tokens,
+        most=most_tokens,
+    )
+    texts = [""] * len(prompts)
+    with progress_bar(total=len(prompts), description="generating") as bar:
+        for batch in batches:
+            answers = continue_prompts(
+                model=model,
+                tokenizer=tokenizer,
+                prompts=[prompts[index] for index in batch],
+                max_new=new_tokens,
+                settings=GREEDY,
+            )
+            for index, text in zip(batch, answers, strict=True):
+                texts[index] = text
+            bar.update(len(batch))
+    return texts

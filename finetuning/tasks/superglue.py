@@ -1,0 +1,130 @@
+"""SuperGLUE's eight tasks as cloze questions (FL-GLM appendix B, table 7).
+
+Rows are those of the official JSON Lines. Where the table's blank stands in mid-sentence the answer
+comes last here, because a causal model would not see what follows the blank.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from finetuning.data.rows import DataError
+from finetuning.tasks.question import Question, as_object, label_of, list_of, number_of, text_of
+
+_YES_NO = ("yes", "no")
+_TRUE_FALSE = {True: "yes", False: "no"}
+
+
+def boolq(origin: str, value: Any) -> list[Question]:
+    """Convert a row of BoolQ."""
+    row = as_object(value)
+    passage, question = text_of(row, "passage"), text_of(row, "question").rstrip("?")
+    prompt = f"{passage} Question: {question}? Answer:"
+    return [Question(origin, prompt, (label_of(row, _TRUE_FALSE),), _YES_NO)]
+
+
+def cb(origin: str, value: Any) -> list[Question]:
+    """Convert a row of CommitmentBank."""
+    labels = {"entailment": "yes", "contradiction": "no", "neutral": "maybe"}
+    return _entailment(origin, value, labels)
+
+
+def rte(origin: str, value: Any) -> list[Question]:
+    """Convert a row of RTE."""
+    return _entailment(origin, value, {"entailment": "yes", "not_entailment": "no"})
+
+
+def _entailment(origin: str, value: Any, labels: Mapping[str, str]) -> list[Question]:
+    row = as_object(value)
+    prompt = f'"{text_of(row, "premise")}" "{text_of(row, "hypothesis")}"?'
+    return [Question(origin, prompt, (label_of(row, labels),), tuple(labels.values()))]
+
+
+def copa(origin: str, value: Any) -> list[Question]:
+    """Convert a row of COPA; a cause is asked for with "because" instead of "so"."""
+    row = as_object(value)
+    choices = tuple(text_of(row, key).rstrip(".") for key in ("choice1", "choice2"))
+    words = {"cause": "because", "effect": "so"}
+    if row.get("question") not in words:
+        raise DataError("needs 'cause' or 'effect' in 'question'")
+    premise = text_of(row, "premise").rstrip(".")
+    prompt = f'"{choices[0]}" or "{choices[1]}"? {premise}, {words[row["question"]]}'
+    return [Question(origin, prompt, (label_of(row, dict(enumerate(choices))),), choices)]
+
+
+def wic(origin: str, value: Any) -> list[Question]:
+    """Convert a row of WiC."""
+    row = as_object(value)
+    first, second, word = (text_of(row, key) for key in ("sentence1", "sentence2", "word"))
+    prompt = f'"{first}" / "{second}" Similar sense of "{word}"?'
+    return [Question(origin, prompt, (label_of(row, _TRUE_FALSE),), _YES_NO)]
+
+
+def wsc(origin: str, value: Any) -> list[Question]:
+    """Convert a row of WSC; its noun is the first candidate, and right or not."""
+    row = as_object(value)
+    target = as_object(row.get("target"), "'target'")
+    noun, pronoun = text_of(target, "span1_text"), text_of(target, "span2_text")
+    text, words = text_of(row, "text"), text_of(row, "text").split()
+    first = number_of(target, "span2_index")
+    last = first + len(pronoun.split()) - 1
+    if last >= len(words):
+        raise DataError("'span2_index' is not within 'text'")
+    # Marked, because the same pronoun can be there twice.
+    words[first] = f"*{words[first]}"
+    words[last] = f"{words[last]}*"
+    prompt = f"{' '.join(words)} The pronoun '*{pronoun}*' refers to"
+    is_right = label_of(row, _TRUE_FALSE) == "yes"
+    return [Question(origin, prompt, (noun,) if is_right else (), (noun,), text)]
+
+
+def with_other_nouns(questions: list[Question]) -> list[Question]:
+    """Add to each question of WSC, as candidates, the nouns of others about the same text."""
+    nouns: dict[str, dict[str, str]] = {}
+    for question in questions:
+        (noun,) = question.candidates
+        nouns.setdefault(question.group, {}).setdefault(noun.lower(), noun)
+    completed = []
+    for question in questions:
+        (noun,) = question.candidates
+        others = [n for key, n in nouns[question.group].items() if key != noun.lower()]
+        completed.append(replace(question, candidates=(noun, *others)))
+    return completed
+
+
+def multirc(origin: str, value: Any) -> list[Question]:
+    """Convert a row of MultiRC: a passage, with a question for each answer that may be right."""
+    passage = as_object(as_object(value).get("passage"), "'passage'")
+    text = text_of(passage, "text")
+    questions = []
+    for number, asked in enumerate(list_of(passage, "questions")):
+        question = text_of(asked, "question")
+        for answer in list_of(asked, "answers"):
+            prompt = f"{text} Question: {question} Is it {text_of(answer, 'text')}?"
+            right = (label_of(answer, {1: "yes", 0: "no"}),)
+            questions.append(Question(origin, prompt, right, _YES_NO, f"{origin} {number}"))
+    return questions
+
+
+def record(origin: str, value: Any) -> list[Question]:
+    """Convert a row of ReCoRD: a passage with its entities, and sentences with a blank."""
+    row = as_object(value)
+    passage = as_object(row.get("passage"), "'passage'")
+    text = passage.get("text")
+    if not isinstance(text, str):
+        raise DataError("needs text in 'text' of 'passage'")
+    spans = [(number_of(e, "start"), number_of(e, "end")) for e in list_of(passage, "entities")]
+    # The end is the entity's last character.
+    entities = tuple(dict.fromkeys(text[start : end + 1].strip() for start, end in spans))
+    if not all(entities):
+        raise DataError("an entity of 'passage' is not within its 'text'")
+    shown = text.replace("\n@highlight\n", "\n- ").strip()
+    questions = []
+    for asked in list_of(row, "qas"):
+        query = text_of(asked, "query")
+        if "@placeholder" not in query:
+            raise DataError("a 'query' has no @placeholder")
+        prompt = f"{shown}\n{query.replace('@placeholder', '___')}\nThe blank is"
+        answers = dict.fromkeys(text_of(answer, "text") for answer in list_of(asked, "answers"))
+        questions.append(Question(origin, prompt, tuple(answers), entities))
+    return questions

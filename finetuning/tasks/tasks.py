@@ -1,0 +1,85 @@
+"""All tasks by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetuning.tasks import generated_text, metrics, superglue
+from finetuning.tasks.question import Question
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: how its rows are read, and how its answers are judged.
+
+    Attributes:
+        folder: Usual name of the folder with its files.
+        held_out: Usual name of the file that is evaluated on.
+        convert: Converts a row's origin and value to questions.
+        metrics: Judges answers.
+        complete: Adds to questions what other rows say.
+        is_cloze: Whether an answer is chosen from candidates; otherwise it is generated.
+        has_classes: Whether the candidates have the same meaning in all questions.
+        has_words: Whether the candidates are single words, whose probabilities are normalised.
+
+    """
+
+    folder: str
+    held_out: str
+    convert: Callable[[str, Any], list[Question]]
+    metrics: Callable[[Sequence[Question], Sequence[str]], dict[str, float]]
+    complete: Callable[[list[Question]], list[Question]] = list
+    is_cloze: bool = True
+    has_classes: bool = True
+    has_words: bool = True
+
+
+def _generated(
+    folder: str,
+    held_out: str,
+    convert: Callable[[str, Any], list[Question]],
+    metrics: Callable[[Sequence[Question], Sequence[str]], dict[str, float]],
+) -> Task:
+    return Task(
+        folder=folder,
+        held_out=held_out,
+        convert=convert,
+        metrics=metrics,
+        is_cloze=False,
+        has_classes=False,
+        has_words=False,
+    )
+
+
+TASKS: Mapping[str, Task] = {
+    "boolq": Task("BoolQ", "val", superglue.boolq, metrics.accuracy),
+    "cb": Task("CB", "val", superglue.cb, metrics.commitment_bank),
+    "copa": Task("COPA", "val", superglue.copa, metrics.accuracy, has_words=False),
+    "multirc": Task("MultiRC", "val", superglue.multirc, metrics.multirc),
+    "record": Task(
+        folder="ReCoRD",
+        held_out="val",
+        convert=superglue.record,
+        metrics=metrics.record,
+        has_classes=False,
+        has_words=False,
+    ),
+    "rte": Task("RTE", "val", superglue.rte, metrics.accuracy),
+    "wic": Task("WiC", "val", superglue.wic, metrics.accuracy),
+    "wsc": Task(
+        folder="WSC",
+        held_out="val",
+        convert=superglue.wsc,
+        metrics=metrics.winograd,
+        complete=superglue.with_other_nouns,
+        has_words=False,
+    ),
+    "cnn-dailymail": _generated(
+        "cnn_dailymail", "test", generated_text.cnn_dailymail, metrics.summaries
+    ),
+    "xsum": _generated("xsum", "test", generated_text.xsum, metrics.summaries),
+    "huatuo": _generated("huatuo", "val", generated_text.instruction, metrics.medical),
+    "court": _generated("court", "test", generated_text.instruction, metrics.legal),
+    "consultation": _generated("consultation", "test", generated_text.instruction, metrics.legal),
+    "reasoning": _generated("reasoning", "test", generated_text.instruction, metrics.legal),
+}

@@ -1,0 +1,42 @@
+"""Candidate answers computed with the middle blocks at a server."""
+
+import torch
+
+from finetuning.data.candidates import CandidateBatch
+from split.model.generation import Exchange
+from split.model.key_values import KeyValues
+from split.model.part import Part
+from split.protocol.frames import Padding, Value
+
+
+def hidden_of_candidates(
+    head: Part, tail: Part, batch: CandidateBatch, exchange: Exchange
+) -> torch.Tensor:
+    """Compute beginnings once, and endings with the keys and values of their beginning.
+
+    Args:
+        head: Embedding and first blocks.
+        tail: Last blocks, norm and output head.
+        batch: The texts.
+        exchange: Passes hidden states through the body.
+
+    Returns:
+        (positions, hidden) of all beginnings, then of all endings, after the last block and norm.
+
+    """
+    lengths, columns = batch.beginning_lengths, batch.beginnings.shape[1]
+    padding = Padding("left", lengths)
+    first, last = (KeyValues(part, padding, columns) for part in (head, tail))
+    before = head.columns_before
+    # The tokens for which the body needs room, beside those of the beginnings.
+    new_tokens = batch.tokens_kept(before) - before - columns
+    fields: dict[str, Value] = {"side": "left", "new_tokens": new_tokens}
+    hidden = exchange(0, first.extend(batch.beginnings), lengths, fields)
+    computed = [last.extend(hidden).flatten(0, 1)]
+    if batch.endings_each:
+        for part in (first, last):
+            part.repeat(batch.endings_each)
+        fields = {"side": "right", "endings": batch.endings_each}
+        hidden = exchange(1, first.extend(batch.endings), batch.ending_lengths, fields)
+        computed.append(last.extend(hidden).flatten(0, 1))
+    return torch.cat(computed)

@@ -1,0 +1,31 @@
+"""What a SuperNode's configuration says about the institution: its name, and where its rows are."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from finetuning.data.rows import DataError
+from strategies.messages import is_name
+from strategies.run_config import Scalar
+
+
+def name_and_data_path(node: Mapping[str, Scalar]) -> tuple[str, Path]:
+    """Return an institution's ``name`` and ``data-path``.
+
+    Raises:
+        DataError: One is missing or can't be used.
+
+    """
+    missing = [key for key in ("name", "data-path") if not node.get(key)]
+    if missing:
+        raise DataError(
+            f"--node-config lacks {' and '.join(missing)}; start the SuperNode with, for example, "
+            '--node-config \'name="court" data-path="/data/court"\''
+        )
+    name, path = str(node["name"]), Path(str(node["data-path"])).expanduser()
+    if not is_name(name):
+        raise DataError(
+            f"{name!r} can't be a client's name: at most 64 letters, digits, ' ', '.', '-'"
+        )
+    if not path.is_absolute():
+        raise DataError(f'data-path = "{path}" must be an absolute path')
+    return name, path

@@ -1,0 +1,151 @@
+"""``chambers evaluate``: whole, and split with a server in another process."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.chambers.conftest import refused, told
+
+WORDS = ["the court holds", "goods were never delivered", "this claim is upheld", "who signed"]
+
+
+def write(file, rows):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+HARNESS = """
+task: repeat_local
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {file}}}}}
+output_type: multiple_choice
+validation_split: validation
+doc_to_text: "Premise: {{{{premise}}}} Answer:"
+doc_to_target: "{{{{label}}}}"
+doc_to_choice: [entailment, neutral, contradiction, "neither of them"]
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Rows of several tasks, with folders named as they are published, or as tasks are."""
+    folder = tmp_path_factory.mktemp("superglue")
+    labels = ["entailment", "neutral", "contradiction", "neutral"]
+    write(
+        folder / "CB" / "val.jsonl",
+        [
+            {"premise": words, "hypothesis": "a contract", "label": label}
+            for words, label in zip(WORDS, labels, strict=True)
+        ],
+    )
+    write(
+        folder / "copa" / "val.jsonl",
+        [
+            {
+                **{"premise": words, "choice1": "costs are shared", "choice2": "a town"},
+                **{"question": "effect", "label": number % 2},
+            }
+            for number, words in enumerate(WORDS)
+        ],
+    )
+    answers = [{"text": words, "label": number % 2} for number, words in enumerate(WORDS)]
+    questions = [{"question": f"{words}?", "answers": answers} for words in WORDS[:2]]
+    passage = {"text": " ".join(WORDS), "questions": questions}
+    write(folder / "MultiRC" / "val.jsonl", [{"passage": passage}])
+    write(folder / "xsum" / "test.jsonl", [{"document": w, "summary": w} for w in WORDS])
+    return folder
+
+
+ALL = ("--tasks", "cb,copa,multirc,xsum", "--max-new-tokens", "4")
+
+
+def test_split_scores_are_the_whole_model_s(run_folder, base, served, data, tmp_path, capsys):
+    """Of the base, the global adapter and a personalised one, in one table."""
+    mine = run_folder / "adapters" / "clients" / "alpha"
+    words = ["evaluate", *ALL, "--data", data, "--output", tmp_path / "scores.json"]
+    shown = told(capsys, *words, run_folder, mine)
+    whole = json.loads((tmp_path / "scores.json").read_text())
+    assert list(whole["models"]) == [str(base), str(run_folder), str(mine)]
+    assert whole["models"][str(run_folder)] == {
+        **{"base": str(base), "split": False},
+        **{"adapter": str(run_folder / "adapters" / "global")},
+    }
+    metrics = {name: list(task["models"][str(base)]) for name, task in whole["tasks"].items()}
+    assert metrics == {
+        "cb": ["accuracy", "f1", "probability", "seconds"],
+        "copa": ["accuracy", "seconds"],
+        "multirc": ["f1a", "em", "probability", "seconds"],
+        "xsum": ["rouge1", "rouge2", "rougeL", "seconds"],
+    }
+    assert [task["questions"] for task in whole["tasks"].values()] == [4, 4, 8, 4]
+    assert whole["tasks"]["cb"]["majority"]["accuracy"] == 0.5
+    for name in ("majority", "cb", "multirc", "50.0"):
+        assert name in shown
+    cb = whole["tasks"]["cb"]["models"]
+    assert len({model["probability"] for model in cb.values()}) == 3
+
+    # The invitation's server has the global model and alpha's own.
+    told(capsys, *words, "--invitation", served / "alpha.json", run_folder, mine)
+    split = json.loads((tmp_path / "scores.json").read_text())
+    assert all(model["split"] for model in split["models"].values())
+    for name, task in whole["tasks"].items():
+        for model, scores in task["models"].items():
+            del scores["seconds"], split["tasks"][name]["models"][model]["seconds"]
+            assert split["tasks"][name]["models"][model] == pytest.approx(scores, abs=1e-5)
+
+
+def test_a_base_model_alone_and_a_folder_of_one_task(base, data, tmp_path, capsys):
+    scores = []
+    for folder, words in ((data, [base]), (data / "CB", ["--model", base])):
+        told(
+            capsys,
+            *("evaluate", "--tasks", "CB", "--data", folder, "--limit", "3"),
+            *("--output", tmp_path / "scores.json", *words),
+        )
+        scores.append(json.loads((tmp_path / "scores.json").read_text()))
+        scores[-1]["tasks"]["cb"]["models"][str(base)].pop("seconds")
+    assert scores[0] == scores[1]
+    assert scores[0]["tasks"]["cb"]["questions"] == 3
+
+
+@pytest.mark.slow
+def test_tasks_of_the_harness_over_a_lane(run_folder, base, served, data, tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "repeat.yaml").write_text(HARNESS.format(file=data / "CB" / "val.jsonl"))
+    words = ["evaluate", "--tasks", "repeat_local,cb", "--include", tmp_path, "--data", data]
+    words += ["--output", tmp_path / "scores.json", run_folder]
+    found = []
+    for where in ([], ["--invitation", served / "alpha.json"]):
+        assert "repeat_local" in told(capsys, *words, *where)
+        found.append(json.loads((tmp_path / "scores.json").read_text())["tasks"])
+        for name in (str(base), str(run_folder)):
+            del found[-1]["cb"]["models"][name]["seconds"]
+    whole, split = found
+    assert whole["repeat_local"] == split["repeat_local"]
+    assert whole["repeat_local"]["questions"] == 4
+    assert list(whole["repeat_local"]["models"][str(base)]) == ["acc", "acc_norm"]
+    refusal = refused(capsys, *words[:2], "none_such", *words[3:])
+    assert "none_such is not a task of lm-evaluation-harness" in refusal
+
+
+def test_what_can_t_be_meant_is_refused(run_folder, base, data, tmp_path, capsys):
+    empty = shutil.copytree(run_folder, tmp_path / "run", ignore=shutil.ignore_patterns("adapters"))
+    for words, reason in (
+        (["--tasks", "no-such-task", base], "--tasks no-such-task: no-such-task is "),
+        (["--tasks", "", base], "--tasks names none"),
+        (["--tasks", "cb"], "no model is named"),
+        (["--tasks", "cb", "--data", "/nowhere", base], "--data /nowhere"),
+        (["--tasks", "cb", "--limit", "0", base], "--limit 0"),
+        (["--tasks", "cb", "--output", "/nowhere/f.json", base], "there is no folder /nowhere"),
+        (["--tasks", "rte", base], f"rte: there is no {data}/RTE/val.jsonl"),
+        (["--tasks", "cb", "/nowhere"], "there is no base model in /nowhere"),
+        (["--tasks", "cb", empty], "the run finished no round"),
+        (["--tasks", "xsum", "--bertscore", "/nowhere", base], "--bertscore: "),
+        (["--tasks", "cb", "--batch-tokens", "20", base], "--batch-tokens allows 20"),
+    ):
+        assert reason in refused(capsys, "evaluate", "--data", data, *words), words
+    write(tmp_path / "CB" / "val.jsonl", [{"premise": "a", "hypothesis": "b"}])
+    refusal = refused(capsys, "evaluate", "--tasks", "cb", "--data", tmp_path, base)
+    assert f"{tmp_path}/CB/val.jsonl:1: has no 'label'" in refusal

@@ -1,0 +1,133 @@
+"""A coordinator whose disk is full, or whose ServerApp is killed while it writes a checkpoint."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from flwr.app import Context, RecordDict
+from safetensors import safe_open
+
+from bench.in_process import InProcessGrid
+from chambers.run_status import look
+from finetuning.files import DiskFullError, remove_unfinished, replacing
+from server_app.main import main as server_app
+from tests.conftest import fill
+from tests.server_app.test_resume import NODES, events, final
+from tests.strategies.grids import same
+
+SECONDS = 60
+
+
+def serve(values: dict, grid: InProcessGrid | None = None) -> Path:
+    """Run the ServerApp to its end; return its newest folder of results."""
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
+    server_app(grid or InProcessGrid(values, NODES), context)
+    return newest(values)
+
+
+def newest(values: dict) -> Path:
+    return max(Path(values["output-dir"]).glob("*_fedjudge-base"))
+
+
+def checkpoints(directory: Path) -> list[int]:
+    """Return the rounds after which there is a checkpoint, all of which can be read."""
+    found = []
+    for file in sorted((directory / "checkpoints").glob("round-*")):
+        with safe_open(file, "pt") as content:
+            found.append(json.loads(content.metadata()["checkpoint"])["finished_rounds"])
+            for key in content.keys():  # noqa: SIM118
+                content.get_tensor(key)
+    return found
+
+
+def unfinished(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob(".*") if path.name != ".replies"]
+
+
+class Filling(InProcessGrid):
+    """Fills a disk but for some KiB when the clients have answered a message."""
+
+    def __init__(self, values, disk, about, free):
+        super().__init__(values, NODES)
+        self._disk, self._about, self._free = disk, about, free
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        answered = super().push_messages(messages)
+        number = messages[0].content["config"].get("round")
+        if (messages[0].metadata.message_type, number) == self._about:
+            fill(self._disk, self._free)
+        return answered
+
+
+def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_space(
+    values, tmp_path, small_disk, caplog
+):
+    values |= {"strategy": "fedjudge-base", "adapter.rank": 16, "rounds": 2}
+    here = values | {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
+    unbroken = serve(here)
+    # What doesn't fit is a reply, a personalised adapter, and a checkpoint.
+    for about, free in ((("train", 2), 0), (("train", 2), 90), (("evaluate", 1), 12)):
+        there = values | {
+            "output-dir": str(small_disk / str(free)),
+            "state-path": str(tmp_path / f"{free}-state"),
+        }
+        with pytest.raises(DiskFullError, match=f"no space is left on the disk of {small_disk}"):
+            serve(there, Filling(there, small_disk, about, free))
+        directory = newest(there)
+        assert f'resume = "{directory}"' in caplog.text
+        assert checkpoints(directory) == [0, 1]
+        assert not unfinished(directory)
+        seen = look(directory)
+        assert not seen.is_running and seen.exit_status == 1
+        (small_disk / "ballast").unlink()
+        assert serve(there | {"resume": str(directory)}) == directory
+        assert same(final(unbroken), final(directory))
+        assert events(unbroken) == events(directory)
+
+
+def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(values, tmp_path):
+    # A checkpoint of some megabytes, so that there is time to kill.
+    values |= {"strategy": "fedjudge-base", "rounds": 1, "adapter.rank": 5_000}
+    values |= {"train.local-steps": 1}
+    here = values | {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
+    there = values | {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
+    directory = kill_while_writing(there, "round-0001.safetensors")
+    assert checkpoints(directory) == [0]
+    assert unfinished(directory)
+    assert serve(there | {"resume": str(directory)}) == directory
+    assert not unfinished(directory)
+    assert same(final(serve(here)), final(directory))
+
+
+def kill_while_writing(values: dict, name: str) -> Path:
+    """Run the ServerApp in a process of its own, and kill it while it writes a checkpoint."""
+    process = multiprocessing.get_context("fork").Process(target=serve, args=(values,))
+    process.start()
+    end = time.monotonic() + SECONDS
+    runs, aside = Path(values["output-dir"]), f".{name}.{process.pid}.new"
+    while not list(runs.glob(f"*/checkpoints/{aside}")):
+        assert process.is_alive() and time.monotonic() < end
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    return newest(values)
+
+
+def test_a_folder_whose_replacement_was_interrupted_gets_its_old_content_back(tmp_path):
+    for name in ("adapter", "other"):
+        with replacing(tmp_path / name) as aside:
+            aside.mkdir()
+            (aside / "weights").write_text("old")
+    # As a process leaves them that is killed between two renames, and while it writes.
+    (tmp_path / "adapter").rename(tmp_path / ".adapter.4711.old")
+    shutil.copytree(tmp_path / "other", tmp_path / ".adapter.4711.new")
+    (tmp_path / ".other.4712.new").mkdir()
+    (tmp_path / ".hidden").touch()
+    remove_unfinished(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "other", ".hidden"}
+    assert (tmp_path / "adapter" / "weights").read_text() == "old"
