@@ -1,113 +1,230 @@
-"""The effect of λ in FedJudge-CL: ``python -m bench.continual``.
+"""The effect of the penalty of FedJudge-CL: ``python -m bench.continual FOLDER``.
 
-Runs the demonstration's three clients with several λ and seeds, and prints a line per λ: the
-distance of local adapters from the global one, weighted by importance; the penalty's share of the
-gradient norm; and the held-out losses. λ = 0 is FedJudge-Base, bit for bit.
+    python -m bench.continual FOLDER [--model MODEL] [--seeds 5] [--shares 1 10 50]
+    python -m bench.continual FOLDER --lambdas 0.003 0.03 1 --importance server
+
+Three generated clients of shifted styles train by FedJudge-Base, and by FedJudge-CL with several λ
+and with the importance of either kind. λ is given, or found such that the penalty has a given share
+of the gradient norm: on the first seed, in round 2, without a look at any held-out loss. All runs
+of a seed have the same data, initial adapter, dropout and round 1, in which no penalty applies, so
+that their losses are compared in pairs; intervals are Student's over seeds.
+
+FOLDER has a file for each run; the same command continues where it was interrupted, and writes
+``table.md`` at the end.
 """
 
 import argparse
+import json
 import os
 import statistics
-import tempfile
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from flwr.common.config import flatten_dict, parse_config_args
-from rich.table import Table
 
-from bench.harness import make_table, show
+from bench.continual_cells import Experiment, calibrate, cell, first_round
+from finetuning.files import replacing
+from strategies.run_config import ConfigError, parse_run_config
 
 _PRESET = Path(__file__).parent.parent / "presets" / "demo.toml"
-_CLIENTS = 3
-Event = dict[str, Any]
-
-
-def run(weight: float, seed: int, overrides: list[str]) -> list[Event]:
-    """Run the demonstration with one λ and one seed, and return its events."""
-    import logging
-
-    import torch
-
-    from bench.in_process import run_in_process
-
-    torch.set_num_threads(1)
-    logging.getLogger("flwr").setLevel("WARNING")
-    values = flatten_dict(tomllib.loads(_PRESET.read_text())) | parse_config_args(overrides)
-    values |= {"continual.lambda": weight, "seed": seed, "evaluate.generate": False}
-    with tempfile.TemporaryDirectory() as state:
-        return run_in_process(values, Path(state), _CLIENTS).events
+_HEADINGS = (
+    *("importance", "share wanted", "λ", "share measured", "s"),
+    *("held-out loss, global", "− FedJudge-Base [95 %]"),
+    *("held-out loss, personalised", "− FedJudge-Base [95 %]"),
+)
+Result = dict[str, Any]
+# Importance, share that was wanted if any, and λ.
+Row = tuple[str, float | None, float]
 
 
 def main() -> None:
-    """Run every λ with every seed, one run per core at a time, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lambdas", type=float, nargs="+", default=[0.0, 0.003, 0.03, 1.0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--run-config", default="", help="overrides of presets/demo.toml: 'key=value …'"
-    )
-    arguments = parser.parse_args()
-    overrides = [arguments.run_config] if arguments.run_config else []
-    seeds = range(arguments.seeds)
-    cells = [(weight, seed) for weight in arguments.lambdas for seed in seeds]
-    cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
-        futures = {cell: pool.submit(run, *cell, overrides) for cell in cells}
-        events = {cell: future.result() for cell, future in futures.items()}
-    show(_table(arguments.lambdas, seeds, events))
-
-
-def _table(
-    weights: list[float], seeds: Iterable[int], events: dict[tuple[float, int], list[Event]]
-) -> Table:
-    table = make_table(
-        f"FedJudge-CL, mean ± standard deviation over {len(list(seeds))} seeds",
-        *("λ", "mean J·|δ|", "s", "penalty's share\nof gradient norm"),
-        *("held-out loss\nglobal", "\npersonalised", "global − λ=0\n(same seed)"),
-    )
-    for weight in weights:
-        runs = [events[weight, seed] for seed in seeds]
-        table.add_row(
-            f"{weight:g}",
-            _spread([_train(run, "mean_importance_distance") for run in runs], ".2e"),
-            _spread([_train(run, "importance_distance") for run in runs], ".2f"),
-            _spread([100 * _train(run, "penalty_gradient_share") for run in runs], ".0f") + " %",
-            _spread([_final_loss(run, "global") for run in runs], ".3f"),
-            _spread([_final_loss(run, "personalised") for run in runs], ".3f"),
-            _spread(
-                [
-                    _final_loss(events[weight, seed], "global")
-                    - _final_loss(events[0.0, seed], "global")
-                    for seed in seeds
-                ],
-                "+.3f",
+    """Run what is not in the folder yet, and print the table."""
+    arguments = _arguments()
+    experiment = Experiment(arguments.folder, _settings(arguments))
+    seeds = list(range(arguments.seeds))
+    _claim(experiment)
+    processes = arguments.processes
+    os.environ["TQDM_DISABLE"] = "1"  # for all processes that are started
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    with ProcessPoolExecutor(
+        processes, mp_context=get_context("spawn"), initializer=_use, initargs=(threads,)
+    ) as pool:
+        list(pool.map(partial(first_round, experiment), seeds))
+        rows: list[Row]
+        if arguments.lambdas:
+            rows = [
+                (importance, None, weight)
+                for importance in arguments.importance
+                for weight in arguments.lambdas
+            ]
+        else:
+            shares = [share / 100 for share in arguments.shares]
+            find = partial(calibrate, experiment, seeds[0], shares=shares)
+            found = dict(
+                zip(arguments.importance, pool.map(find, arguments.importance), strict=True)
             )
-            if 0.0 in weights
-            else "-",
-        )
-    return table
+            rows = [
+                (importance, share, found[importance][share])
+                for importance in arguments.importance
+                for share in shares
+            ]
+        weights = [("server", 0.0), *((importance, weight) for importance, _, weight in rows)]
+        futures = {
+            (importance, weight): [
+                pool.submit(cell, experiment, seed, weight, importance) for seed in seeds
+            ]
+            for importance, weight in weights
+        }
+        results = {key: [future.result() for future in own] for key, own in futures.items()}
+    text = table(rows, results)
+    with replacing(experiment.folder / "table.md") as aside:
+        aside.write_text(text)
+    print(text, end="")
 
 
-def _train(events: list[Event], key: str) -> float:
-    """Return a training metric's mean over the clients and rounds that report it."""
-    return float(statistics.mean(e[key] for e in events if e["event"] == "train" and key in e))
+def table(rows: Sequence[Row], results: dict[tuple[str, float], list[Result]]) -> str:
+    """Return the table in Markdown.
+
+    Args:
+        rows: What to show, FedJudge-Base excepted, which comes first.
+        results: Results of `cell` by importance and λ, in the order of seeds; FedJudge-Base's are
+            those of ``("server", 0.0)``.
+
+    """
+    base = results["server", 0.0]
+    lines = [_HEADINGS, ("---",) * len(_HEADINGS), ("–", "–", "0", *_measured(base, base))]
+    for importance, share, weight in rows:
+        wanted = "–" if share is None else f"{100 * share:g} %"
+        measured = _measured(results[importance, weight], base)
+        lines.append((importance, wanted, f"{weight:g}", *measured))
+    seeds = [result["seed"] for result in base]
+    about = f"Means over {len(seeds)} seeds; after ± their standard deviation.\n\n"
+    return about + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _final_loss(events: list[Event], model: str) -> float:
-    """Return the mean of a model's last held-out losses over clients."""
-    losses = {
-        e["client"]: e["loss"] for e in events if e["event"] == "evaluate" and e["model"] == model
-    }
-    return float(statistics.mean(losses.values()))
+def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of paired differences, and its 95 % interval by Student's t.
+
+    Raises:
+        ValueError: There are fewer than two.
+
+    """
+    if len(differences) < 2:
+        raise ValueError("an interval needs at least two pairs")
+    from scipy.stats import t
+
+    mean = statistics.mean(differences)
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    half = float(t.ppf(0.975, len(differences) - 1)) * error
+    return mean, mean - half, mean + half
 
 
-def _spread(values: list[float], form: str) -> str:
+def _measured(own: list[Result], base: list[Result]) -> tuple[str, ...]:
+    """Return the cells from the measured share on."""
+    cells = [
+        f"{100 * statistics.mean(r['share'] for r in own):.1f} %",
+        _spread([r["distance"] for r in own]),
+    ]
+    for model in ("global", "personalised"):
+        losses, before = ([_mean_loss(r, model) for r in each] for each in (own, base))
+        cells.append(_spread(losses))
+        pairs = [loss - other for loss, other in zip(losses, before, strict=True)]
+        cells.append("–" if own is base else _interval(pairs))
+    return tuple(cells)
+
+
+def _mean_loss(result: Result, model: str) -> float:
+    return float(statistics.mean(result[model].values()))
+
+
+def _spread(values: list[float]) -> str:
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):{form}} ± {deviation:{form.lstrip('+')}}"
+    return f"{statistics.mean(values):.3f} ± {deviation:.3f}"
+
+
+def _interval(differences: list[float]) -> str:
+    if len(differences) < 2:
+        return f"{differences[0]:+.4f}"
+    mean, low, high = paired_interval(differences)
+    return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", default="tiny", help="model.name: a folder, id, or tiny")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--shares", type=_share, nargs="+", default=[1.0, 10.0, 50.0], metavar="%")
+    parser.add_argument("--lambdas", type=float, nargs="+", help="λ instead of shares")
+    kinds = ["server", "client"]
+    parser.add_argument("--importance", choices=kinds, nargs="+", default=kinds)
+    parser.add_argument("--preset", type=Path, default=_PRESET)
+    parser.add_argument("--run-config", default="", help="overrides of the preset: 'key=value …'")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--processes", type=int, default=cores, help="runs at the same time")
+    return parser.parse_args()
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 100:
+        raise argparse.ArgumentTypeError("must be between 0 and 100")
+    return value
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the run config of all runs.
+
+    Raises:
+        SystemExit: It is wrong.
+
+    """
+    overrides = parse_config_args([arguments.run_config] if arguments.run_config else [])
+    values = flatten_dict(tomllib.loads(arguments.preset.read_text())) | overrides
+    model = Path(arguments.model)
+    name = str(model.absolute()) if model.is_dir() else arguments.model
+    values |= {"model.name": name, "evaluate.generate": False}
+    values.pop("continual.lambda", None)
+    try:
+        rounds = parse_run_config(values).rounds
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
+    if rounds < 2:
+        raise SystemExit("the penalty applies from round 2 on; give at least two rounds")
+    # Losses after the last round are all that is compared.
+    return values | {"evaluate.every": rounds}
+
+
+def _claim(experiment: Experiment) -> None:
+    """Write the settings to the folder, or compare them.
+
+    Raises:
+        SystemExit: The folder's results have other settings.
+
+    """
+    file, values = experiment.folder / "settings.json", dict(experiment.values)
+    if not file.is_file():
+        with replacing(file) as aside:
+            aside.write_text(json.dumps(values, indent=1) + "\n")
+    before = json.loads(file.read_text())
+    if before != values:
+        odd = sorted(k for k in before.keys() | values.keys() if before.get(k) != values.get(k))
+        raise SystemExit(
+            f"{experiment.folder} has results with other settings ({', '.join(odd)} differ); name "
+            "another folder"
+        )
+
+
+def _use(threads: int) -> None:
+    """Limit the threads of a process."""
+    import torch
+
+    torch.set_num_threads(min(threads, torch.get_num_threads()))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from client_app.main import app as client_app
-from finetuning.adapters.adapter import State, initial_adapter
+from finetuning.adapters.adapter import State
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
-from finetuning.randomness import derive_seed
-from server_app.main import STRATEGIES
+from server_app.main import STRATEGIES, first_adapter
 from strategies.journal import Progress
 from strategies.messages import to_arrays
 from strategies.run_config import Scalar, parse_run_config
@@ -95,6 +94,7 @@ class MemoryJournal:
         events: Lines of ``metrics.jsonl``.
         adapters: The global adapter after each round.
         kept: Each client's personalised adapter.
+        progress: Progress of the run at the last checkpoint.
         status: What the run is doing now.
     """
 
@@ -102,6 +102,7 @@ class MemoryJournal:
         self.events: list[dict[str, Any]] = []
         self.adapters: dict[int, State] = {}
         self.kept: dict[str, State] = {}
+        self.progress = Progress("bench")
         self.status = RunStatus()
         self._scratch = TemporaryDirectory()
 
@@ -128,11 +129,17 @@ class MemoryJournal:
 
     def checkpoint(self, progress: Progress, state: State) -> None:
         """Keep the global adapter."""
+        self.progress = progress
         self.adapters[progress.finished_rounds] = state
 
 
 def run_in_process(
-    values: Mapping[str, Scalar], state_path: Path, clients: int, grid: Grid | None = None
+    values: Mapping[str, Scalar],
+    state_path: Path,
+    clients: int,
+    grid: Grid | None = None,
+    start: tuple[Progress, State] | None = None,
+    rounds: int | None = None,
 ) -> MemoryJournal:
     """Run simulated clients through all rounds.
 
@@ -141,16 +148,18 @@ def run_in_process(
         state_path: Folder of the clients' state.
         clients: Number of clients.
         grid: Grid that connects to the clients; None for a new ``InProcessGrid``.
+        start: Progress and global adapter to continue from; ``state_path`` must have the clients'
+            state at that time. None starts a new run.
+        rounds: Number of the last round; None for that of the run config.
 
     """
     values = {"min-nodes": clients, **values, "state-path": str(state_path)}
     config = parse_run_config(values)
     nodes = {i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)}
-    state, _ = initial_adapter(
-        config.model.name, config.adapter, derive_seed("adapter", config.seed)
-    )
+    base = locate(config.model.name)
     journal = MemoryJournal()
-    kind = STRATEGIES[config.strategy]
-    strategy = kind(config, fingerprint(locate(config.model.name)), Progress("bench"), journal)
-    strategy.start(grid or InProcessGrid(values, nodes), to_arrays(state), config.rounds)
+    progress, state = start or (journal.progress, first_adapter(config, base)[0])
+    strategy = STRATEGIES[config.strategy](config, fingerprint(base), progress, journal)
+    last = config.rounds if rounds is None else rounds
+    strategy.start(grid or InProcessGrid(values, nodes), to_arrays(state), last)
     return journal

@@ -16,7 +16,8 @@ from chambers.actors import count_actors, this_machine
 from chambers.errors import CommandError
 from chambers.sources import option
 from chambers.superlink import CHECKOUT, simulate
-from finetuning.data.rows import FORMATS, DataError, find_part
+from finetuning.adapters.saved import AdapterError, check_folder
+from finetuning.data.rows import FORMATS, DataError, client_folders, find_part
 from finetuning.model.checkpoint import problem_of
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
@@ -24,7 +25,7 @@ from strategies.run_config import ConfigError, RunConfig, Scalar, parse_run_conf
 
 _GENERATED_CLIENTS = 3
 _PATHS_OR_NAMES = {"data.path", "model.name"}
-_PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume"}
+_PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume", "initial-adapter"}
 # "name" or "owner/name", on the Hugging Face hub.
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -68,7 +69,8 @@ class Train:
             values = read_settings(self.settings or [])
             clients = self.clients
             if clients is None:
-                clients = _count_clients(str(values.get("data.path", "")))
+                pooled = bool(values.get("data.pool"))
+                clients = 1 if pooled else _count_clients(str(values.get("data.path", "")))
             if clients < 1:
                 raise CommandError(f"--clients {clients}: must be at least 1")
             values.setdefault("min-nodes", clients)
@@ -138,11 +140,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _count_clients(path: str) -> int:
-    return len(_client_folders(Path(path).expanduser()) if path else []) or _GENERATED_CLIENTS
-
-
-def _client_folders(path: Path) -> list[Path]:
-    return sorted(f for f in path.glob("*") if f.is_dir() and find_part(f, "train"))
+    return len(client_folders(Path(path).expanduser()) if path else []) or _GENERATED_CLIENTS
 
 
 def check_inputs(config: RunConfig, clients: int) -> None:
@@ -163,6 +161,8 @@ def check_inputs(config: RunConfig, clients: int) -> None:
             raise CommandError(problem)
     if config.data.path:
         _check_data(config.data, clients)
+    if config.initial_adapter:
+        _check_adapter(Path(config.initial_adapter).expanduser())
     if config.resume:
         _check_resumable(Path(config.resume).expanduser())
     # Last, because this creates folders.
@@ -179,11 +179,16 @@ def _check_data(settings: DataSettings, clients: int) -> None:
         return
     if not path.exists():
         raise CommandError(f'data.path = "{path}" doesn\'t exist')
-    folders = _client_folders(path)
+    folders = client_folders(path)
     if not folders:
         rows = _check_rows(path, settings)
         if rows is not None and rows < clients:
             raise CommandError(f"{path}: {rows} rows can't be divided among {clients} clients")
+        return
+    if settings.pool:
+        chosen = folders if settings.pool == "*" else [path / n for n in settings.pooled_names]
+        for folder in chosen:
+            _check_rows(folder, settings)
         return
     if clients > len(folders):
         names = ", ".join(folder.name for folder in folders)
@@ -205,6 +210,13 @@ def _check_rows(path: Path, settings: DataSettings) -> int | None:
     if settings.skip_bad_rows or any(file.suffix == ".parquet" for file in files):
         return None
     return sum(len(read_task_rows(file, settings)) for file in files)
+
+
+def _check_adapter(directory: Path) -> None:
+    try:
+        check_folder(directory)
+    except AdapterError as error:
+        raise CommandError(f"initial-adapter: {error}") from error
 
 
 def _check_resumable(directory: Path) -> None:

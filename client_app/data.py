@@ -10,7 +10,14 @@ import numpy as np
 from flwr.common.logger import log
 
 from finetuning.data.partition import partition
-from finetuning.data.rows import FORMATS, DataError, Row, find_part, find_parts, parse_messages
+from finetuning.data.rows import (
+    FORMATS,
+    DataError,
+    Row,
+    client_folders,
+    find_parts,
+    parse_messages,
+)
 from finetuning.generated import STYLES, examples
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
@@ -20,6 +27,8 @@ from strategies.node_config import name_and_data_path
 # Unequal like the sizes of the paper's clients (table 1), and small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
 _GENERATED_TEST = 64
+# The client that has the rows of several, as the baseline in FedJudge's table 2.
+CENTER = "center"
 # "name" or "owner/name".
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -57,16 +66,21 @@ def read_client_data(
     """
     reader = _Reader(settings, seed)
     if "data-path" in node or "partition-id" not in node:
+        if settings.pool:
+            raise DataError(
+                f'data.pool = "{settings.pool}" is for simulations: this SuperNode has rows of its '
+                "own, which no other client can have"
+            )
         return reader.own(node)
     index, count = int(node["partition-id"]), int(node["num-partitions"])
+    if settings.pool:
+        return reader.pool(count)
     if not settings.path:
         return _generated(index, seed)
     path = Path(settings.path).expanduser()
     if not path.is_absolute():
         return reader.share(train=reader.hub_rows(), test=None, index=index, count=count)
-    folders = sorted(
-        folder for folder in path.glob("*") if folder.is_dir() and find_part(folder, "train")
-    )
+    folders = client_folders(path)
     if folders:
         return reader.one_of(folders, index, count)
     return reader.share(*reader.parts(path), index, count)
@@ -115,6 +129,39 @@ class _Reader:
             text = "%d SuperNodes for %d clients: %s won't take part; %s"
             log(WARNING, text, count, len(folders), unused, fix)
         return self.folder(folders[index].name, folders[index])
+
+    def pool(self, count: int) -> ClientData:
+        """Return the rows of several clients as those of one."""
+        setting = f'data.pool = "{self.settings.pool}"'
+        if count != 1:
+            raise DataError(
+                f"{setting} is for one client, and there are {count} SuperNodes; run with "
+                "--federation-config num-supernodes=1"
+            )
+        path = Path(self.settings.path).expanduser()
+        folders = client_folders(path) if self.settings.path and path.is_absolute() else []
+        if self.settings.path and not folders:
+            raise DataError(
+                f"{setting}: {self.settings.path} has no folders of clients; with one SuperNode "
+                "and no data.pool, it has all rows of one data set"
+            )
+        names = [folder.name for folder in folders] or list(STYLES)
+        wanted = names if self.settings.pool == "*" else self.settings.pooled_names
+        odd = sorted(set(wanted) - set(names))
+        if odd or not wanted:
+            which = f"there is no client {', '.join(odd)}" if odd else "it names no client"
+            raise DataError(f"{setting}: {which}; there are {', '.join(names)}")
+        clients = [
+            self.folder(name, folders[names.index(name)])
+            if folders
+            else _generated(names.index(name), self.seed)
+            for name in sorted(set(wanted))
+        ]
+        return ClientData(
+            CENTER,
+            train=[row for client in clients for row in client.train],
+            test=[row for client in clients for row in client.test],
+        )
 
     def folder(self, name: str, path: Path) -> ClientData:
         """Read a client's own folder or file."""

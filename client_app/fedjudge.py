@@ -1,4 +1,4 @@
-"""FedJudge at a client, which has the whole model and exchanges only adapters."""
+"""FedJudge and FedProx at a client, which has the whole model and exchanges only adapters."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,9 +24,11 @@ from finetuning.model.base_model import load_base_model, locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
-from finetuning.training.continual import Penalty, importance
+from finetuning.training.continual import ContinualPenalty, importance
 from finetuning.training.loop import RoundPlan, Stages, TrainingReport, train_round
+from finetuning.training.penalty import Penalty
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
+from finetuning.training.proximal import ProximalPenalty
 from strategies.messages import ARRAYS, IMPORTANCE
 from strategies.run_config import RunConfig
 from strategies.site_policy import PrivacyPolicy
@@ -54,18 +56,7 @@ def train(task: Task) -> tuple[State, Metrics]:
     model.deadline = task.deadline
     load_adapter(model.peft_model, task.arrays[ARRAYS])
     parameters = trainable_parameters(model.peft_model)
-    weights = task.arrays.get(IMPORTANCE)
-    if task.instruction.importance:
-        weights = _importance(model, task.institution, task.config)
-    penalty = None
-    if weights is not None:
-        names = exported_names(model.peft_model)
-        penalty = Penalty(
-            parameters,
-            anchor={name: task.arrays[ARRAYS][names[name]] for name in parameters},
-            importance={name: weights[names[name]] for name in parameters},
-            weight=task.config.continual.weight,
-        )
+    penalty = _penalty(task, model, parameters)
     stages: Stages = model
     if terms := task.site.privacy:
         plan, stages = _privately(task, terms, model, parameters)
@@ -84,9 +75,7 @@ def train(task: Task) -> tuple[State, Metrics]:
     )
     adapter = export_adapter(model.peft_model)
     task.save(adapter, optimizer)
-    count = sum(parameter.numel() for parameter in parameters.values())
-    penalty_metrics = _penalty_metrics(report, task.config.continual.weight, count)
-    return adapter, training_metrics(report) | penalty_metrics
+    return adapter, training_metrics(report) | _penalty_metrics(report, penalty, parameters)
 
 
 def evaluate(task: Task) -> tuple[Metrics, State | None]:
@@ -109,7 +98,7 @@ def evaluate(task: Task) -> tuple[Metrics, State | None]:
             load_adapter(model.peft_model, personalised)
             metrics |= measure(kind="personalised", model=model, tokenizer=tokenizer, task=task)
     load_adapter(model.peft_model, adapter)
-    if instruction.losses and instruction.round > 0:
+    if instruction.losses and (instruction.round > 0 or task.config.initial_adapter):
         metrics |= measure(kind="global", model=model, tokenizer=tokenizer, task=task)
     if instruction.final:
         own = {} if personalised is None else {"personalised": personalised}
@@ -187,14 +176,41 @@ def _importance(model: WholeModel, institution: Institution, config: RunConfig) 
     return {names[name]: value.float().cpu() for name, value in values.items()}
 
 
-def _penalty_metrics(report: TrainingReport, weight: float, parameters: int) -> Metrics:
-    """Return the metrics of the continual-learning penalty with weight λ, if there is one."""
-    s = report.final_distance
-    if s is None:
+def _penalty(
+    task: Task, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
+) -> Penalty | None:
+    """Return the penalty of this round's training, if there is one."""
+    names = exported_names(model.peft_model)
+    anchor = {name: task.arrays[ARRAYS][names[name]] for name in parameters}
+    if task.config.strategy == "fedprox":
+        return ProximalPenalty(parameters, anchor, task.config.fedprox.mu)
+    weights = task.arrays.get(IMPORTANCE)
+    if task.instruction.importance:
+        weights = _importance(model, task.institution, task.config)
+    if weights is None:
+        return None
+    return ContinualPenalty(
+        parameters,
+        anchor=anchor,
+        importance={name: weights[names[name]] for name in parameters},
+        weight=task.config.continual.weight,
+    )
+
+
+def _penalty_metrics(
+    report: TrainingReport,
+    penalty: Penalty | None,
+    parameters: Mapping[str, torch.nn.Parameter],
+) -> Metrics:
+    """Return the penalty after the round, and its share of the gradient during it."""
+    if penalty is None:
         return {}
-    return {
-        "importance-distance": s,
-        "mean-importance-distance": s / parameters,
-        "penalty": weight * (s + s * s),
-        "penalty-gradient-share": report.penalty_gradient_share or 0.0,
+    distance, share = penalty.distance(), report.penalty_gradient_share
+    metrics = {"penalty": penalty.value(), "penalty-gradient-share": share or 0.0}
+    if isinstance(penalty, ProximalPenalty):
+        return metrics | {"distance": distance}
+    count = sum(parameter.numel() for parameter in parameters.values())
+    return metrics | {
+        "importance-distance": distance,
+        "mean-importance-distance": distance / count,
     }

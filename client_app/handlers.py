@@ -59,6 +59,7 @@ class Strategy(Protocol):
 _STRATEGIES: dict[str, Strategy] = {
     "fedjudge-base": fedjudge,
     "fedjudge-cl": fedjudge,
+    "fedprox": fedjudge,
     "fl-glm": fl_glm,
 }
 Handler = Callable[[Message, Context], Message]

@@ -96,6 +96,12 @@ class DataSettings(Section):
         "`train.*`, or a Hugging Face id) that is partitioned. Empty: three generated clients. "
         "In a deployment every SuperNode names its own with `--node-config 'data-path=\"…\"'`.",
     )
+    pool: str = Field(
+        "",
+        description="For centralised training in simulation, with one client: names of clients of "
+        "`data.path`, separated by commas, or `*` for all. The client `center` has their rows "
+        "together, training and held-out ones apart as without it.",
+    )
     task: Literal[
         "",
         "boolq",
@@ -144,6 +150,11 @@ class DataSettings(Section):
     skip_bad_rows: bool = Field(
         False, description="Leave malformed rows out, with a warning, instead of refusing to start."
     )
+
+    @property
+    def pooled_names(self) -> list[str]:
+        """The names in ``pool``, in order."""
+        return [name.strip() for name in self.pool.split(",") if name.strip()]
 
 
 class TrainSettings(Section):
@@ -202,6 +213,17 @@ class ContinualSettings(Section):
         "mean-absolute",
         description="J is the mean over micro-batches of |∂L/∂W|, or |mean of ∂L/∂W|, which is "
         "smaller.",
+    )
+
+
+class FedProxSettings(Section):
+    """The proximal term of FedProx (Li et al., 2020)."""
+
+    mu: NonNegativeFloat = Field(
+        0.0,
+        description="μ of FedProx: μ/2 · ‖W − Ŵ‖² over the adapter's weights W is added to the "
+        'loss, with Ŵ the global adapter just received. Required with `strategy = "fedprox"`; its '
+        "authors tried 0.001 to 1.",
     )
 
 

@@ -4,12 +4,14 @@ import shutil
 import uuid
 from logging import INFO, WARNING
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
-from finetuning.adapters.adapter import initial_adapter
+from finetuning.adapters.adapter import State, initial_adapter
+from finetuning.adapters.saved import read_fitting
 from finetuning.model.base_model import reference
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.positions import check_positions
@@ -23,6 +25,7 @@ from server_app.checkpoint import (
 from server_app.results import Results, new_directory
 from server_app.summary import summary
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL
+from strategies.fedprox import FedProx
 from strategies.fl_glm import FLGLM
 from strategies.journal import Progress
 from strategies.messages import to_arrays
@@ -31,7 +34,12 @@ from strategies.run_folder import METRICS, end_status, running
 
 app = ServerApp()
 
-STRATEGIES = {"fedjudge-base": FedJudgeBase, "fedjudge-cl": FedJudgeCL, "fl-glm": FLGLM}
+STRATEGIES = {
+    "fedjudge-base": FedJudgeBase,
+    "fedjudge-cl": FedJudgeCL,
+    "fedprox": FedProx,
+    "fl-glm": FLGLM,
+}
 
 
 @app.main()
@@ -61,9 +69,7 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
     base = kind.locate_base_model(config)
     check_positions(base, config.row_with_answer)
     digests = fingerprint(base)
-    state, peft_config = initial_adapter(
-        config.model.name, config.adapter, derive_seed("adapter", config.seed), base
-    )
+    state, peft_config = first_adapter(config, base)
     if checkpoint is not None:
         check_base_model(directory, digests)
     results = Results(directory, config, reference(config.model.name, base), peft_config)
@@ -79,6 +85,22 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
         strategy.start(grid, to_arrays(state), config.rounds, timeout=config.reply_timeout)
     finally:
         results.close()
+
+
+def first_adapter(config: RunConfig, base: Path) -> tuple[State, Any]:
+    """Return the global adapter before round 1, and its PEFT configuration.
+
+    Raises:
+        AdapterError: ``initial-adapter`` can't be used.
+        BaseModelError: The adapter's settings don't fit the base model in the directory ``base``.
+
+    """
+    seed = derive_seed("adapter", config.seed)
+    state, peft_config = initial_adapter(config.model.name, config.adapter, seed, base)
+    if config.initial_adapter:
+        folder = Path(config.initial_adapter).expanduser()
+        state = read_fitting(folder, config.adapter, state)
+    return state, peft_config
 
 
 def _show_end(directory: Path, problem: str = "") -> None:

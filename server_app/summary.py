@@ -33,7 +33,8 @@ def summary(directory: Path) -> str:
     text = io.StringIO()
     Console(file=text, width=100, color_system=None).print(table)
     report, adapters = directory / "report.html", directory / "adapters"
-    return f"\n{text.getvalue()}\nReport:   {report}\nAdapters: {adapters}\nResults:  {directory}"
+    trained = f"\nAdapters: {adapters}" if adapters.is_dir() else ""
+    return f"\n{text.getvalue()}\nReport:   {report}{trained}\nResults:  {directory}"
 
 
 def _scores(row: ClientSummary) -> list[float | None]:

@@ -219,7 +219,8 @@ class FLGLM(Rounds):
     def _bodies_of(self, client: str, server_round: int) -> dict[str, tuple[int, State | None]]:
         """Return the body's adapters of each model that a client evaluates, and their rounds."""
         if server_round == 0:
-            return {"base": (0, None)}
+            bodies: dict[str, tuple[int, State | None]] = {"base": (0, None)}
+            return bodies | ({"global": (0, self._body)} if self.config.initial_adapter else {})
         if client not in self._bodies and (kept := self._journal.personalised(client)):
             # In a resumed run, a client's last adapter is taken as that of the last round.
             self._bodies[client] = (server_round, take_apart(kept, self._partition)["body"])

@@ -272,7 +272,8 @@ class Rounds(Strategy):
 
     def _evaluation(self, server_round: int) -> Instruction:
         """Return the evaluation that is due after a round."""
-        final = server_round == self.config.rounds
+        # With ``rounds = 0`` there is nothing new to keep.
+        final = server_round == self.config.rounds > 0
         return replace(
             self._instruction,
             round=server_round,

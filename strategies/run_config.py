@@ -21,6 +21,7 @@ from finetuning.settings import (
     ContinualSettings,
     DataSettings,
     EvaluateSettings,
+    FedProxSettings,
     ModelSettings,
     Section,
     SplitSettings,
@@ -40,12 +41,18 @@ class ConfigError(ValueError):
 class RunConfig(Section):
     """Settings of a run; all that don't concern federation are in sections."""
 
-    strategy: Literal["fedjudge-base", "fedjudge-cl", "fl-glm"] = Field(
+    strategy: Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"] = Field(
         "fedjudge-cl",
-        description="FedJudge with plain averaging, or with the continual-learning penalty; or "
-        "FL-GLM, where the server holds the blocks between.",
+        description="FedJudge with plain averaging (FedAvg), or with the continual-learning "
+        "penalty; FedProx, with a proximal term instead; or FL-GLM, where the server holds the "
+        "blocks between.",
     )
-    rounds: PositiveInt = Field(5, description="Communication rounds (FedJudge section 4.2.3).")
+    rounds: int = Field(
+        5,
+        ge=0,
+        description="Communication rounds (FedJudge section 4.2.3); with 0 models are evaluated "
+        "only.",
+    )
     seed: int = Field(0, ge=0, description="Every random number of the run derives from it.")
     min_nodes: PositiveInt = Field(
         2,
@@ -73,15 +80,22 @@ class RunConfig(Section):
     resume: str = Field(
         "", description="Results folder of an earlier run to resume; an absolute path."
     )
+    initial_adapter: str = Field(
+        "",
+        description="Folder of an adapter in PEFT's format, as runs export it, to begin with "
+        "instead of a random one; an absolute path on the server. It is also evaluated before "
+        "round 1. With `rounds = 0`, it is evaluated on every client's held-out rows.",
+    )
     model: ModelSettings = Field(default_factory=ModelSettings)
     adapter: AdapterSettings = Field(default_factory=AdapterSettings)
     data: DataSettings = Field(default_factory=DataSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
     continual: ContinualSettings = Field(default_factory=ContinualSettings)
+    fedprox: FedProxSettings = Field(default_factory=FedProxSettings)
     split: SplitSettings = Field(default_factory=SplitSettings)
     evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings)
 
-    @field_validator("output_dir", "state_path", "resume")
+    @field_validator("output_dir", "state_path", "resume", "initial_adapter")
     @classmethod
     def _is_absolute(cls, value: str) -> str:
         # A Flower app runs in Flower's own folder, to which a relative path would refer.
@@ -106,6 +120,30 @@ class RunConfig(Section):
                 'adapter.kind = "prefix" excludes model.gradient-checkpointing = true: recomputed '
                 "blocks can't have keys and values before their own; "
                 "lower train.batch-size or data.max-length instead"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pools_for_one_client(self) -> "RunConfig":
+        if self.data.pool and self.min_nodes > 1:
+            raise ValueError(
+                f'data.pool = "{self.data.pool}" makes one client of several, and min-nodes is '
+                f"{self.min_nodes}; set it to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_proximal_term(self) -> "RunConfig":
+        mu = self.fedprox.mu
+        if self.strategy == "fedprox" and mu == 0:
+            raise ValueError(
+                'strategy = "fedprox" needs fedprox.mu > 0, such as 0.01; with 0 it would be '
+                '"fedjudge-base"'
+            )
+        if self.strategy != "fedprox" and mu > 0:
+            why = ": split training has no proximal term" if self.strategy == "fl-glm" else ""
+            raise ValueError(
+                f'fedprox.mu = {mu:g} is for strategy = "fedprox", not "{self.strategy}"{why}'
             )
         return self
 

@@ -173,7 +173,7 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"rounds": 0}, "rounds = 0"),
+        ({"rounds": -1}, "rounds = -1"),
         ({"model.name": "/nowhere"}, "no config.json in /nowhere"),
         ({"min-nodes": 4, "node-timeout": 1.0}, "num-supernodes=4"),
         ({"output-dir": "/proc/nowhere"}, "can't be written to"),

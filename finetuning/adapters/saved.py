@@ -99,6 +99,39 @@ def read_adapter(directory: Path) -> SavedAdapter:
     return SavedAdapter(directory, settings, state, str(found.base_model_name_or_path or ""))
 
 
+def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") -> "State":
+    """Read an exported adapter that a run is to begin with.
+
+    Args:
+        directory: The adapter's folder.
+        settings: The run's adapter settings.
+        expected: An adapter of the run, with the names and shapes that are needed.
+
+    Raises:
+        AdapterError: The folder is no such adapter, or the adapter doesn't fit the run's settings
+            or base model.
+
+    """
+    found = read_adapter(directory)
+    keys = ["kind"] if settings.kind == "prefix" else ["kind", "rank", "alpha"]
+    for key in keys:
+        theirs, ours = getattr(found.settings, key), getattr(settings, key)
+        if theirs != ours:
+            raise AdapterError(
+                f"the adapter in {directory} has {key} {theirs}, and adapter.{key} = {ours}"
+            )
+    shapes, needed = (
+        {name: tuple(value.shape) for name, value in state.items()}
+        for state in (found.state, expected)
+    )
+    if odd := sorted(dict(shapes.items() ^ needed.items())):
+        raise AdapterError(
+            f"the adapter in {directory} doesn't fit: {', '.join(odd[:_SHOWN])} differ in name or "
+            "shape; give the run its base model, and its adapter.targets or adapter.prefix-length"
+        )
+    return {name: value.float() for name, value in found.state.items()}
+
+
 def check_folder(directory: Path) -> None:
     """Check that a folder has an adapter's files, without importing any heavy library.
 

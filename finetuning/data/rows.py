@@ -134,6 +134,11 @@ def find_part(folder: Path, part: str) -> Path | None:
     return found[0] if found else None
 
 
+def client_folders(path: Path) -> list[Path]:
+    """Return the folders with training rows in a folder of clients, in the order of names."""
+    return sorted(f for f in path.glob("*") if f.is_dir() and find_part(f, "train"))
+
+
 def find_parts(path: Path, held_out: str = "test") -> tuple[Path, Path | None]:
     """Return the files of training rows and of held-out rows, if there are any.
 

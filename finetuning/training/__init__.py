@@ -1,1 +1,1 @@
-"""The training loop, its optimizer, and the continual-learning penalty."""
+"""The training loop, its optimizer, and the penalties of FedJudge-CL and FedProx."""

@@ -5,13 +5,13 @@ the paper's Jᵀ|δ| + |δ|ᵀJᵀJ|δ| is s + s² with s = Σ J·|δ| over all 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import WholeModel
+from finetuning.training.penalty import add_gradients
 
 Jacobian = Literal["mean-absolute", "mean-gradient"]
 
@@ -41,21 +41,7 @@ def importance(
     return {name: (value / count).abs() for name, value in total.items()}
 
 
-@dataclass(frozen=True)
-class Pull:
-    """The effect of the penalty in one step.
-
-    Attributes:
-        distance: s, before the step.
-        gradient_share: |penalty's gradient| ÷ (|penalty's gradient| + |loss's gradient|).
-
-    """
-
-    distance: float
-    gradient_share: float
-
-
-class Penalty:
+class ContinualPenalty:
     """λ·(s + s²), whose gradient is added to that of the loss.
 
     Args:
@@ -94,23 +80,12 @@ class Penalty:
         return self.weight * (s + s * s)
 
     @torch.no_grad()
-    def add_gradient(self) -> Pull:
-        """Add λ·(1 + 2s)·J·sign(W − Ŵ) to every parameter's ``.grad``.
+    def add_gradient(self) -> float:
+        """Add λ·(1 + 2s)·J·sign(W − Ŵ) to every ``.grad``; return its share of the gradient norm.
 
         The gradient of |δ| at 0 is taken as 0, as autograd does.
         """
-        s = self.distance()
         if self.weight == 0:
-            return Pull(s, 0.0)
-        slope = self.weight * (1 + 2 * s)
-        ours = theirs = 0.0
-        for w, anchor, j in self._terms:
-            gradient = slope * j * (w - anchor).sign()
-            ours += float(gradient.square().sum())
-            if w.grad is None:
-                w.grad = gradient
-            else:
-                theirs += float(w.grad.square().sum())
-                w.grad += gradient
-        ours, theirs = ours**0.5, theirs**0.5
-        return Pull(s, ours / (ours + theirs) if ours + theirs else 0.0)
+            return 0.0
+        slope = self.weight * (1 + 2 * self.distance())
+        return add_gradients((w, slope * j * (w - anchor).sign()) for w, anchor, j in self._terms)

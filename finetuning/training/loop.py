@@ -12,7 +12,6 @@ from finetuning.data.tokenization import Example
 from finetuning.progress import progress_bar
 from finetuning.randomness import derive_seed
 from finetuning.settings import TrainSettings
-from finetuning.training.continual import Penalty
 from finetuning.training.deadline import DeadlineError
 from finetuning.training.optimization import (
     OptimizerState,
@@ -21,6 +20,7 @@ from finetuning.training.optimization import (
     load_optimizer,
     make_optimizer,
 )
+from finetuning.training.penalty import Penalty
 
 
 class Stages(Protocol):
@@ -71,8 +71,6 @@ class TrainingReport:
         seconds: Wall-clock time of the steps.
         gradient_norm: Mean over steps, before clipping.
         learning_rate: Learning rate of the last step.
-        distance: Mean over steps of the penalty's s, before each update; None without a penalty.
-        final_distance: s after the last step; None without a penalty.
         penalty_gradient_share: Mean over steps; None without a penalty.
 
     """
@@ -83,8 +81,6 @@ class TrainingReport:
     seconds: float
     gradient_norm: float
     learning_rate: float
-    distance: float | None = None
-    final_distance: float | None = None
     penalty_gradient_share: float | None = None
 
 
@@ -108,7 +104,7 @@ def train_round(
         padding: The padding token.
         plan: Order of the examples, and the deadline.
         settings: Optimizer, schedule and batch sizes.
-        penalty: The continual-learning penalty, if any.
+        penalty: The penalty to add to the loss, if any.
         optimizer_state: State to continue from; None starts with a new optimizer.
         description: Label of the progress bar.
 
@@ -130,7 +126,7 @@ def train_round(
     budget = settings.batch_size * max(columns)
     losses: list[float] = []
     norms: list[float] = []
-    pulls = []
+    shares: list[float] = []
     tokens = targets = 0
     started = time.perf_counter()
     with progress_bar(total=len(plan.steps), description=description) as bar:
@@ -151,7 +147,7 @@ def train_round(
             if not loss < float("inf"):
                 raise FloatingPointError(f"the loss of step {index + 1} is {loss}")
             if penalty is not None:
-                pulls.append(penalty.add_gradient())
+                shares.append(penalty.add_gradient())
             norms.append(model.clip(settings.max_gradient_norm))
             optimizer.param_groups[0]["lr"] = rate(plan.first_step + index)
             optimizer.step()
@@ -168,10 +164,6 @@ def train_round(
         seconds=time.perf_counter() - started,
         gradient_norm=sum(norms) / len(norms),
         learning_rate=optimizer.param_groups[0]["lr"],
-        distance=sum(pull.distance for pull in pulls) / len(pulls) if pulls else None,
-        final_distance=penalty.distance() if penalty is not None else None,
-        penalty_gradient_share=(
-            sum(pull.gradient_share for pull in pulls) / len(pulls) if pulls else None
-        ),
+        penalty_gradient_share=sum(shares) / len(shares) if shares else None,
     )
     return report, export_optimizer(optimizer, parameters)

@@ -25,7 +25,7 @@ from tests.conftest import write_rows
     [
         (["train.batchsize=1"], "unknown key; did you mean train.batch-size?"),
         (["strategy=fl-gml"], "strategy = 'fl-gml'"),
-        (["rounds=0"], "rounds = 0"),
+        (["rounds=-1"], "rounds = -1"),
         (["nonsense"], "nonsense is neither KEY=VALUE nor a file of settings"),
         ([str(ROOT / "README.md")], "README.md is not a file of settings"),
         ([str(ROOT / "presets" / "demo.toml"), "rounds=none"], "rounds = 'none'"),
@@ -62,6 +62,8 @@ def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client
         (f"data.path={client_folders}", "has 3 clients (alpha, beta, gamma)"),
         (f"output-dir={tmp_path / 'file' / 'runs'}", "can't be written to"),
         (f"state-path={tmp_path / 'file'}", "can't be written to"),
+        ("data.pool=nobody", "nobody has no train.jsonl"),
+        ("initial-adapter=/nowhere", "initial-adapter: there is no folder /nowhere"),
         ("resume=/nowhere", '/nowhere" is not a folder'),
         (f"resume={tmp_path / 'empty'}", "has no checkpoint"),
     ):

@@ -72,6 +72,45 @@ def test_a_client_folder_without_a_test_part_holds_out_its_own(three_folders):
     assert outputs(simulated(three_folders, 0, 3).test) == numbered("court test", 3)
 
 
+@pytest.mark.parametrize(
+    ("pool", "names"),
+    [("*", ["court", "firm", "hospital"]), ("hospital, court", ["court", "hospital"])],
+)
+def test_pooled_rows_are_those_of_the_clients_with_the_same_held_out(three_folders, pool, names):
+    (three_folders / "hospital" / "test.jsonl").unlink()
+    alone = {client.name: client for client in (simulated(three_folders, i, 3) for i in range(3))}
+    center = simulated(three_folders, 0, 1, pool=pool)
+    assert center.name == "center"
+    for part in ("train", "test"):
+        expected = [text for name in names for text in outputs(getattr(alone[name], part))]
+        assert outputs(getattr(center, part)) == expected
+
+
+def test_generated_clients_are_pooled_too():
+    settings = DataSettings(pool="court,reasoning")
+    center = read_client_data(settings, {"partition-id": 0, "num-partitions": 1}, 4)
+    nodes = [{"partition-id": index, "num-partitions": 3} for index in range(3)]
+    alone = [read_client_data(DataSettings(), node, 4) for node in nodes]
+    chosen = [client for client in alone if client.name in {"court", "reasoning"}]
+    assert len(chosen) == 2
+    assert outputs(center.test) == [text for client in chosen for text in outputs(client.test)]
+
+
+def test_what_can_t_be_pooled_is_refused(three_folders, tmp_path):
+    with pytest.raises(DataError, match=r"for one client.*3 SuperNodes.*num-supernodes=1"):
+        simulated(three_folders, 0, 3, pool="*")
+    with pytest.raises(DataError, match="no client bank; there are court, firm, hospital"):
+        simulated(three_folders, 0, 1, pool="court,bank")
+    with pytest.raises(DataError, match="names no client; there are court, firm, hospital"):
+        simulated(three_folders, 0, 1, pool=",")
+    file = write(tmp_path / "all.jsonl", numbered("row", 9))
+    with pytest.raises(DataError, match="has no folders of clients"):
+        simulated(file, 0, 1, pool="*")
+    node = {"name": "court", "data-path": str(three_folders / "court")}
+    with pytest.raises(DataError, match="this SuperNode has rows of its own"):
+        read_client_data(DataSettings(path=str(three_folders), pool="*"), node, 0)
+
+
 def test_two_formats_of_one_part_are_refused(three_folders):
     write(three_folders / "firm" / "train.json", numbered("firm", 2))
     with pytest.raises(DataError, match=r"firm has train\.jsonl and train\.json; keep one"):

@@ -142,6 +142,20 @@ def test_the_run_s_seed_does_not_determine_a_private_adapter(settings, client_fo
     assert second > first
 
 
+def test_a_proximal_term_spends_no_more_since_it_depends_on_no_row(
+    settings, client_folders, policy
+):
+    spent = []
+    for name, changes in (("base", {}), ("prox", {"strategy": "fedprox", "fedprox.mu": 0.1})):
+        file, own = policy(20.0, name), settings | {"rounds": 1} | changes
+        grid, journal = Sites(own, client_folders, {"alpha": file}), MemoryJournal()
+        start(own, grid, journal)
+        assert set(grid.of(1, "train")[0][METRICS]) == {SIZE}
+        audit = lines(file.with_name("audit.jsonl"))
+        spent.append([e["epsilon"] for e in audit if e["event"] == "privacy"])
+    assert spent[0] == spent[1] and len(spent[0]) == 1
+
+
 def test_a_run_that_epsilon_does_not_suffice_for_is_refused_at_its_start(
     settings, client_folders, policy
 ):

@@ -7,7 +7,7 @@ from finetuning.adapters.adapter import initial_adapter
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
-from strategies.fedjudge import FedJudgeBase, FedJudgeCL
+from server_app.main import STRATEGIES
 from strategies.journal import Progress
 from strategies.messages import to_arrays
 from strategies.run_config import parse_run_config
@@ -20,7 +20,7 @@ def start(values: dict, grid, journal: MemoryJournal):
     state, _ = initial_adapter(
         config.model.name, config.adapter, derive_seed("adapter", config.seed)
     )
-    kind = FedJudgeCL if config.strategy == "fedjudge-cl" else FedJudgeBase
+    kind = STRATEGIES[config.strategy]
     strategy = kind(config, fingerprint(locate(config.model.name)), Progress("test"), journal)
     strategy.start(grid, to_arrays(state), config.rounds)
     return strategy

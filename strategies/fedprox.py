@@ -1,0 +1,7 @@
+"""FedProx (Li et al., 2020): averaging by data size, with a proximal term in local training."""
+
+from strategies.rounds import Rounds
+
+
+class FedProx(Rounds):
+    """The server's part is FedAvg's; clients add μ/2 · ‖W − Ŵ‖² to their loss in every round."""

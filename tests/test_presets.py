@@ -1,0 +1,52 @@
+"""Presets: valid alone and combined as documented, and those for baselines run."""
+
+import tomllib
+from itertools import product
+from pathlib import Path
+
+import pytest
+from flwr.common.config import flatten_dict
+
+from bench.in_process import run_in_process
+from strategies.run_config import parse_run_config
+
+PRESETS = Path(__file__).parent.parent / "presets"
+BASELINES = sorted((PRESETS / "baselines").glob("*.toml"))
+SPLIT = {"fedbert", "fl-glm-client-batch", "fl-glm-hierarchical", "fl-glm-serial"}
+
+
+def read(preset: Path) -> dict:
+    return flatten_dict(tomllib.loads(preset.read_text()))
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS.rglob("*.toml")), ids=lambda p: p.stem)
+def test_presets_are_valid(preset):
+    parse_run_config(read(preset))
+
+
+def test_baselines_are_valid_after_the_demonstration_s_and_the_papers_settings():
+    for whole, baseline in product(("demo", "fedjudge"), BASELINES):
+        if baseline.stem not in SPLIT:
+            parse_run_config(read(PRESETS / f"{whole}.toml") | read(baseline))
+    for split, name in product(("demo-split", "fl-glm"), SPLIT):
+        parse_run_config(
+            read(PRESETS / f"{split}.toml") | read(PRESETS / "baselines" / f"{name}.toml")
+        )
+
+
+@pytest.mark.parametrize("name", ["bare", "center", "center-client", "fedbert"])
+def test_baselines_run(values, deep_checkpoint, tmp_path, name):
+    chosen = read(PRESETS / "baselines" / f"{name}.toml")
+    own = values | {"rounds": 1, "train.local-steps": 1, "model.name": str(deep_checkpoint)}
+    if chosen.get("data.pool") == "court":
+        chosen["data.pool"] = "alpha"  # the test's clients have other names
+    clients = 1 if "data.pool" in chosen else 3
+    journal = run_in_process(own | chosen, tmp_path, clients)
+    rounds = chosen.get("rounds", 1)
+    trained = [e["client"] for e in journal.events if e["event"] == "train"]
+    names = ["center"] if clients == 1 else ["alpha", "beta", "gamma"]
+    assert trained == names * rounds
+    evaluated = {
+        (e["client"], e["model"], e["round"]) for e in journal.events if e["event"] == "evaluate"
+    }
+    assert {(name, "global" if rounds else "base", rounds) for name in names} <= evaluated
