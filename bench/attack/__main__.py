@@ -34,7 +34,7 @@ def main() -> None:
         nargs="+",
         default=[GENERATED],
         help="'generated', or folders of texts (see bench/attack/texts.py); all attacks are made "
-        "on the first, and on others those that depend on the number of head blocks",
+        "on the first, and on others those that depend on the head blocks, with one seed",
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("runs/attack"))
@@ -47,8 +47,9 @@ def main() -> None:
     for number, data in enumerate(arguments.data):
         texts = _texts(data, directory, sizes)
         attacked = Attacked(directory, texts, sizes)
-        record["covered"][texts.name] = texts.covered
-        for cell in cells_of(texts.name, settings["blocks"], arguments.seeds, complete=not number):
+        record["covered"][texts.name] = texts.covered(sizes.texts, sizes.longest)
+        seeds = 1 if number else arguments.seeds
+        for cell in cells_of(texts.name, settings["blocks"], seeds, complete=not number):
             file = arguments.output / f"{cell.name}.json"
             record["cells"].append(_measured(cell, attacked, file, settings))
     if arguments.document:

@@ -47,6 +47,7 @@ class Attacked:
         self._sizes = sizes
         # Cells that share a head follow each other.
         self._head = functools.lru_cache(maxsize=2)(self._load_head)
+        self._colluding = functools.lru_cache(maxsize=1)(self._colluding_outputs)
         self._search = functools.lru_cache(maxsize=1)(self._prepare_search)
         self._trained = functools.lru_cache(self._train)
 
@@ -97,11 +98,8 @@ class Attacked:
 
     def _decode(self, cell: Cell, rows: Sequence[Tensor]) -> list[Tensor]:
         """Train a decoder on the colluding client, and read the attacked texts."""
-        colluding = self._texts.colluding[: self._sizes.texts]
         known = self._texts.known_of_colluding
-        training = [example.tokens[: known + self._sizes.longest] for example in colluding]
-        # The colluding client has a head of its own, without the attacked client's adapter.
-        given = [row[known:] for row in head_outputs(self._head(cell.head_blocks, False), training)]
+        given = self._colluding(cell.head_blocks)
         attacked = head_outputs(self._head(cell.head_blocks, cell.tuned), rows)
         read = [row[self._texts.known :] for row in attacked]
         if cell.seen == "sealed records":
@@ -117,11 +115,20 @@ class Attacked:
         assert cell.attack in ("linear", "transformer")
         decoder = train_decoder(
             seen=given,
-            texts=[row[known:] for row in training],
+            texts=[row[known:] for row in self._training_rows()],
             training=DecoderTraining(cell.attack),
             seed=cell.seed,
         )
         return decoder.read(read)
+
+    def _training_rows(self) -> list[Tensor]:
+        return self._texts.training_rows(self._sizes.texts, self._sizes.longest)
+
+    def _colluding_outputs(self, head_blocks: int) -> list[Tensor]:
+        """Compute the colluding client's hidden states, after the tokens that all begin with."""
+        # Its head is its own, without the attacked client's adapter.
+        outputs = head_outputs(self._head(head_blocks, False), self._training_rows())
+        return [row[self._texts.known_of_colluding :] for row in outputs]
 
     def _scores(self, found: Sequence[Tensor], rows: Sequence[Tensor]) -> dict[str, float]:
         """Compare what was read with the texts, after the tokens that all begin with."""

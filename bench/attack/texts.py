@@ -52,11 +52,17 @@ class Texts:
         """Tokens that all texts of the colluding client begin with."""
         return _common(self.colluding)
 
-    @property
-    def covered(self) -> float:
-        """Share of the attacked texts' tokens that occur in the colluding client's texts."""
-        have = torch.cat([example.tokens for example in self.colluding])
-        read = torch.cat([example.tokens[self.known :] for example in self.attacked])
+    def training_rows(self, count: int, longest: int) -> list[torch.Tensor]:
+        """Cut ``count`` of the colluding client's texts like the attacked ones."""
+        length = self.known_of_colluding + longest
+        return [example.tokens[:length] for example in self.colluding[:count]]
+
+    def covered(self, count: int, longest: int) -> float:
+        """Share of the attacked tokens that occur in ``training_rows``, all cut alike."""
+        known = self.known_of_colluding
+        have = torch.cat([row[known:] for row in self.training_rows(count, longest)])
+        end = self.known + longest
+        read = torch.cat([example.tokens[self.known : end] for example in self.attacked])
         return float(torch.isin(read, have).float().mean())
 
     @property

@@ -20,9 +20,10 @@ of the training rows collude, validation rows are attacked. The attacker gets {t
 colluding client, and reads the first {longest} tokens that come after what all attacked texts
 begin with (the template and the instruction). Scores are those of
 `finetuning/evaluation/scoring.py` times 100, with the share of tokens read correctly; they are
-means ± standard deviations over {seeds} seeds, which choose texts and first weights. A decoder
-can only produce tokens that occur in the colluding client's text. This share of the attacked
-tokens does: {covered}. All cells took {minutes} minutes of a busy machine's core.
+means ± standard deviations over {seeds} seeds, which choose texts and first weights (no
+deviation: one seed). A decoder
+can only produce tokens that occur in its training texts. This share of the attacked tokens does:
+{covered}. All cells took {minutes} minutes of a busy machine's core.
 
 **What the attacks see** has gone through the program's own head, noise, encoding and encryption
 (`bench/attack/observed.py`). Unless a table says otherwise, the wire is bfloat16, and the client
