@@ -11,7 +11,7 @@ from split.protocol.frames import WireType
 
 Attack = Literal["linear", "transformer", "search", "optimisation", "gradient", "loss"]
 HEAD_BLOCKS = (0, 1, 2, 3, 6)
-NOISE = (0.1, 0.3, 1.0, 3.0)
+NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
 TUNED = (1, 3)  # head blocks of clients with an adapter of their own
 
 
