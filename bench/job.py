@@ -271,7 +271,11 @@ def load_body(job: Job, split: SplitSettings) -> Part:
 
 
 def open_model(
-    ends: Mapping[PartyName, Part], invitation: Invitation, job: Job, split: SplitSettings
+    ends: Mapping[PartyName, Part],
+    invitation: Invitation,
+    job: Job,
+    split: SplitSettings,
+    noise: float = 0.0,
 ) -> SplitModel:
     """Open a lane to the block server, and return a split model that uses it."""
     limits = Limits(job.shape.hidden, split.wire_dtype, job.shape.tokens, window=split.window)
@@ -282,7 +286,11 @@ def open_model(
         resume_timeout=split.resume_timeout,
     )
     return SplitModel(
-        head=ends["head"], tail=ends["tail"], lane=lane, frame_timeout=split.frame_timeout
+        head=ends["head"],
+        tail=ends["tail"],
+        lane=lane,
+        frame_timeout=split.frame_timeout,
+        noise=noise,
     )
 
 

@@ -60,8 +60,9 @@ class SplitPolicy(_Table):
         0.0,
         ge=0,
         description="Standard deviation of the noise that is added to hidden states before they "
-        "leave, relative to the root mean square of each token's. It makes text harder to recover "
-        "and costs accuracy; no ε follows from it.",
+        "leave, relative to the root mean square of each token's. It makes text a little harder "
+        "to recover, costs accuracy, and isn't added to gradients; no ε follows from it "
+        "(`attack.md` has its effect).",
     )
 
 

@@ -1,7 +1,6 @@
 """The stages of a step when the middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from finetuning.model.output_head import (
     target_log_probabilities,
     target_loss,
 )
-from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new, normal
+from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.training.optimization import squared_norm
+from split.client.noise import add_noise
 from split.lane.lane import Lane
 from split.model.candidates import hidden_of_candidates
 from split.model.generation import Generation
@@ -285,7 +285,7 @@ class SplitModel:
             Kind.HIDDEN,
             self._step,
             index,
-            {"hidden": self._with_noise(hidden.detach()), "lengths": batch.lengths},
+            {"hidden": add_noise(hidden.detach(), self._noise), "lengths": batch.lengths},
             {"side": "right", **counts},
         )
         return hidden
@@ -293,19 +293,11 @@ class SplitModel:
     def _through_body(
         self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: dict[str, Value]
     ) -> torch.Tensor:
-        tensors = {"hidden": self._with_noise(hidden), "lengths": lengths}
+        tensors = {"hidden": add_noise(hidden, self._noise), "lengths": lengths}
         self.lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
         # Generations of other clients may have to end before there is room for this one.
         frame = self._receive(Kind.HIDDEN, None if index else self._deadline, micro_batch=index)
         return _of_shape(frame, "hidden", hidden.shape)
-
-    def _with_noise(self, hidden: torch.Tensor) -> torch.Tensor:
-        if not self._noise:
-            return hidden
-        deviation = self._noise * hidden.float().square().mean(-1, keepdim=True).sqrt()
-        # Not from a seed, which the server knows too.
-        drawn = normal(hidden.numel(), os.urandom).view_as(hidden).to(deviation)
-        return hidden + (deviation * drawn).to(hidden)
 
     def _pipeline(
         self,

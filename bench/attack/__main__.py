@@ -1,0 +1,96 @@
+"""How much of a client's text can be read from what it sends: ``python -m bench.attack``.
+
+Repeats the attack of FL-GLM section 4.3.3, in which a decoder is trained on a colluding client's
+hidden states and text and reads another client's, and then attacks as somebody would who knows the
+public model. Each cell of the tables is a file in the output folder; cells that exist are not
+computed again. The document, its figures and the record that they are made of are written to
+``--document``.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.attack.cells import Cell, Sizes, cells_of
+from bench.attack.measuring import Attacked
+from bench.attack.report import markdown, write_document
+from bench.attack.texts import GENERATED, Texts, generated_texts, texts_in
+from finetuning.files import replacing
+from finetuning.model.base_model import load_tokenizer, locate
+
+
+def main() -> None:
+    """Measure what is missing, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="tiny", help="as model.name")
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=[GENERATED],
+        help="'generated', or folders of texts (see bench/attack/texts.py); all attacks are made "
+        "on the first, and on others those that depend on the head blocks, with one seed",
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("runs/attack"))
+    parser.add_argument("--document", type=Path, help="folder for attack.md, such as docs")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    directory, sizes = locate(arguments.model), Sizes()
+    settings = _described(arguments.model, directory, sizes)
+    record: dict[str, Any] = {**settings, "covered": {}, "cells": []}
+    for number, data in enumerate(arguments.data):
+        texts = _texts(data, directory, sizes)
+        attacked = Attacked(directory, texts, sizes)
+        record["covered"][texts.name] = texts.covered(sizes.texts, sizes.longest)
+        seeds = 1 if number else arguments.seeds
+        for cell in cells_of(texts.name, settings["blocks"], seeds, complete=not number):
+            file = arguments.output / f"{cell.name}.json"
+            record["cells"].append(_measured(cell, attacked, file, settings))
+    if arguments.document:
+        write_document(record, arguments.document)
+    print(markdown(record))
+
+
+def _described(name: str, directory: Path, sizes: Sizes) -> dict[str, Any]:
+    config = json.loads((directory / "config.json").read_text())
+    return {
+        "model": name if name == "tiny" else directory.name,
+        "blocks": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "vocabulary": config["vocab_size"],
+        "versions": {library: version(library) for library in ("torch", "transformers")},
+        "sizes": asdict(sizes),
+    }
+
+
+def _texts(data: str, directory: Path, sizes: Sizes) -> Texts:
+    tokenizer = load_tokenizer(directory)
+    if data == GENERATED:
+        return generated_texts(tokenizer, sizes.texts)
+    return texts_in(Path(data), tokenizer, sizes.texts)
+
+
+def _measured(cell: Cell, attacked: Attacked, file: Path, settings: dict[str, Any]) -> Any:
+    """Return a cell's settings and result, from its file if it is there with these settings."""
+    if file.is_file():
+        found = json.loads(file.read_text())
+        if found["settings"] == settings:
+            return found["cell"]
+    started = time.perf_counter()
+    result = attacked.measure(cell)
+    seconds = time.perf_counter() - started
+    print(f"{file.stem}: {seconds:.1f} s", flush=True)
+    measured = asdict(cell) | {"result": result, "seconds": round(seconds, 1)}
+    with replacing(file) as aside:
+        aside.write_text(json.dumps({"settings": settings, "cell": measured}))
+    return measured
+
+
+if __name__ == "__main__":
+    main()

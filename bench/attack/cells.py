@@ -1,0 +1,122 @@
+"""The cells of the attack's tables, and what each of them measures."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from bench.attack.observed import Seen
+from split.protocol.frames import WireType
+
+Attack = Literal["linear", "transformer", "search", "optimisation", "gradient", "loss"]
+HEAD_BLOCKS = (0, 1, 2, 3, 6)
+NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
+TUNED = (1, 3)  # head blocks of clients with an adapter of their own
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is trained and read in each cell.
+
+    Attributes:
+        texts: Texts of the colluding client that a decoder is trained on.
+        longest: Most tokens of a text that are attacked, after those that all texts begin with.
+        decoded: Texts that a decoder reads.
+        searched: Texts that the search reads.
+        optimised: Texts that the optimisation reads.
+        optimisation_steps: Its steps.
+        labelled: Texts whose labels are read from gradients.
+        labels: Labels to read of each.
+        steps: Steps of training with noise.
+        measured: Held-out examples whose loss is measured.
+        most_candidates: Most candidates of the search for a token.
+
+    """
+
+    texts: int = 150
+    longest: int = 48
+    decoded: int = 30
+    searched: int = 2
+    optimised: int = 1
+    optimisation_steps: int = 100
+    labelled: int = 1
+    labels: int = 12
+    steps: int = 8
+    measured: int = 12
+    most_candidates: int = 4096
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement.
+
+    Attributes:
+        data: Name of the texts.
+        attack: A decoder (linear or Transformer), the search through the public head, optimisation,
+            labels from gradients; or what noise costs in loss.
+        head_blocks: Blocks at the client, before what it sends.
+        tail_blocks: Blocks at the client, after what it receives.
+        wire: Type in which hidden states and gradients travel.
+        noise: ``split.noise``.
+        seen: What the attacker sees; "nothing" is random numbers in their place.
+        tuned: Whether the client's head has an adapter that the attacker doesn't have.
+        seed: Seed of the attack and of the choice of texts.
+
+    """
+
+    data: str
+    attack: Attack
+    head_blocks: int = 1
+    tail_blocks: int = 1
+    wire: WireType = "bfloat16"
+    noise: float = 0.0
+    seen: Seen = "hidden states"
+    tuned: bool = False
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """A name for its file."""
+        digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
+        return f"{self.data}-{self.attack}-{digest}"
+
+
+def cells_of(data: str, blocks: int, seeds: int, complete: bool) -> Iterator[Cell]:
+    """Yield the cells for some texts, those that share a head together.
+
+    Args:
+        data: Name of the texts.
+        blocks: Blocks of the model, one of which stays at the end and one in the middle.
+        seeds: Number of seeds of each cell; training with noise has one.
+        complete: Whether to measure more than the decoders and the search by head blocks.
+
+    """
+    heads = [head for head in HEAD_BLOCKS if head + 2 <= blocks]
+    by_seed: list[dict[str, Any]] = []
+    for head in heads:
+        by_seed += [
+            {"attack": kind, "head_blocks": head} for kind in ("linear", "transformer", "search")
+        ]
+        if complete and head:
+            by_seed.append({"attack": "optimisation", "head_blocks": head})
+    if complete:
+        both: tuple[Attack, ...] = ("transformer", "search")
+        by_seed += [{"attack": k, "wire": wire} for wire in ("float32", "int8") for k in both]
+        by_seed += [{"attack": k, "noise": noise} for noise in NOISE for k in both]
+        by_seed += [
+            {"attack": "transformer", "seen": seen} for seen in ("sealed records", "nothing")
+        ]
+        by_seed += [
+            {"attack": "gradient"},
+            {"attack": "gradient", "wire": "int8"},
+            {"attack": "gradient", "tail_blocks": 2},
+            {"attack": "gradient", "noise": 1.0},
+        ]
+        by_seed += [
+            {"attack": k, "head_blocks": head, "tuned": True} for head in TUNED for k in both
+        ]
+        by_seed += [{"attack": "loss", "noise": noise} for noise in (0.0, *NOISE)]
+    for settings in by_seed:
+        for seed in range(1 if settings["attack"] == "loss" else seeds):
+            yield Cell(data=data, seed=seed, **settings)

@@ -1,0 +1,140 @@
+"""A decoder that learns to read hidden states from a colluding client (FL-GLM section 4.3.3).
+
+It is trained on pairs of that client's hidden states and text, and then reads another client's. As
+in the paper, it is a single linear layer or a Transformer of a single block, which sees a whole
+text's hidden states at once. It can only produce tokens that occur in the colluding client's text:
+it can't have learned any others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+DecoderKind = Literal["linear", "transformer"]
+_HEADS = 4
+_MOST_COLUMNS = 256
+_MAXIMUM_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class DecoderTraining:
+    """How a decoder is trained.
+
+    Attributes:
+        kind: Kind of the decoder.
+        passes: Number of passes over the colluding client's texts.
+        rows: Texts of an optimizer step.
+        width: Width of a Transformer's block.
+        learning_rate: Peak learning rate of AdamW; it falls linearly to zero.
+
+    """
+
+    kind: DecoderKind
+    passes: int = 4
+    rows: int = 16
+    width: int = 256
+    learning_rate: float = 2e-3
+
+
+class Decoder(nn.Module):
+    """Predicts the token at each position from a text's hidden states.
+
+    Args:
+        training: Kind and width.
+        seen: Hidden states of the colluding client, (tokens, features) of each text.
+        vocabulary: Tokens that it can produce, (tokens,) int64.
+
+    """
+
+    def __init__(
+        self, training: DecoderTraining, seen: Sequence[Tensor], vocabulary: Tensor
+    ) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        # Some of a model's features are a thousand times as large as others.
+        everything = torch.cat(list(seen))
+        self._mean = everything.mean(0)
+        self._deviation = everything.std(0) + 1e-6
+        features = everything.shape[1]
+        self._block: nn.Module | None = None
+        if training.kind == "linear":
+            self._output = nn.Linear(features, len(vocabulary))
+            return
+        self._input = nn.Linear(features, training.width)
+        self._positions = nn.Embedding(_MOST_COLUMNS, training.width)
+        nn.init.normal_(self._positions.weight, std=0.02)
+        self._block = nn.TransformerEncoderLayer(
+            d_model=training.width,
+            nhead=_HEADS,
+            dim_feedforward=2 * training.width,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+        )
+        self._norm = nn.LayerNorm(training.width)
+        self._output = nn.Linear(training.width, len(vocabulary))
+
+    def forward(self, seen: Tensor, padding: Tensor) -> Tensor:
+        """Return logits over the vocabulary, (rows, columns, tokens of the vocabulary).
+
+        Args:
+            seen: (rows, columns, features).
+            padding: (rows, columns) bool, true for padding.
+
+        """
+        scaled = (seen - self._mean) / self._deviation
+        if self._block is None:
+            return self._output(scaled)  # type: ignore[no-any-return]
+        states = self._input(scaled) + self._positions.weight[: seen.shape[1]]
+        states = self._block(states, src_key_padding_mask=padding)
+        return self._output(self._norm(states))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def read(self, seen: Sequence[Tensor]) -> list[Tensor]:
+        """Return the most probable tokens of each text."""
+        found = []
+        for row in seen:
+            logits = self(row[None], torch.zeros(1, len(row), dtype=torch.bool))
+            found.append(self.vocabulary[logits[0].argmax(-1)])
+        return found
+
+
+def train_decoder(
+    seen: Sequence[Tensor], texts: Sequence[Tensor], training: DecoderTraining, seed: int
+) -> Decoder:
+    """Train a decoder on the colluding client's hidden states and tokens.
+
+    Args:
+        seen: (tokens, features) of each text.
+        texts: (tokens,) int64 of each text.
+        training: How it is trained.
+        seed: Seed of its first weights and of the order of the texts.
+
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = torch.unique(torch.cat(list(texts)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        decoder = Decoder(training, seen, vocabulary)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=training.learning_rate)
+    orders = [torch.randperm(len(texts), generator=generator) for _ in range(training.passes)]
+    groups = [group for order in orders for group in torch.split(order, training.rows)]
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(groups))
+    for group in groups:
+        inputs = pad_sequence([seen[i] for i in group], batch_first=True)
+        tokens = pad_sequence([texts[i] for i in group], batch_first=True, padding_value=-1)
+        padding = tokens == -1
+        labels = torch.searchsorted(vocabulary, tokens[~padding])
+        loss = cross_entropy(decoder(inputs, padding)[~padding], labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(decoder.parameters(), _MAXIMUM_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return decoder

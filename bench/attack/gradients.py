@@ -1,0 +1,142 @@
+"""Reading a client's answers from the gradients that it sends.
+
+In training a client sends the gradient of its loss with respect to what the server has sent it: the
+tail's input. The server knows that input, and the tail's public weights. The tail is causal, so the
+gradient at a token depends on its own label and on later ones. Answers can therefore be read from
+their end: once later labels are known, what they contribute is subtracted, and what is left tells
+the label. The head, its number of blocks and ``split.noise`` make no difference to that.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from finetuning.data.batching import MicroBatch
+from finetuning.model.output_head import add_target_gradient
+from split.model.key_values import KeyValues
+from split.model.part import Part
+from split.protocol.frames import Padding
+
+_SHORTLIST = 64
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the server has of a text in a step of training.
+
+    Attributes:
+        given: What it has sent to the tail, (tokens, hidden).
+        gradient: What it has received for it, (tokens, hidden).
+        positions: Tokens before each target, (targets,) int64.
+        scale: What each target's loss is multiplied by.
+
+    """
+
+    given: Tensor
+    gradient: Tensor
+    positions: Tensor
+    scale: float
+
+
+def client_gradient(tail: Part, given: Tensor, batch: MicroBatch) -> Tensor:
+    """Compute the gradient that a client sends for a text, as `SplitModel.accumulate` does.
+
+    Args:
+        tail: The client's tail.
+        given: Hidden states from the server, (1, tokens, hidden).
+        batch: The text and its targets.
+
+    """
+    middle = given.clone().requires_grad_()
+    add_target_gradient(
+        head=tail.output_head,
+        hidden=tail(middle, Padding("right", batch.lengths)),
+        batch=batch,
+        scale=1 / len(batch.labels),
+    )
+    assert middle.grad is not None  # a text has targets
+    return middle.grad
+
+
+def read_labels(tail: Part, sent: Sent, count: int) -> Tensor:
+    """Return the last ``count`` labels of a text, (count,) int64.
+
+    Args:
+        tail: The public tail; its output head must be a matrix without scaling or capping.
+        sent: What the server has.
+        count: Number of labels to read.
+
+    """
+    tail.train(False)
+    matrix = tail.model.get_output_embeddings().weight.detach().float()
+    given = sent.given[None].clone().requires_grad_()
+    output = tail(given, Padding("right", torch.tensor([given.shape[1]])))
+    probable = _probable_rows(tail, output.detach()[0, sent.positions], matrix)
+    # Gradient of the loss with respect to the tail's output, as far as labels are known.
+    known = torch.zeros_like(output)
+    positions = [int(position) for position in sent.positions[-count:]]
+    before = _Before(tail, sent.given, positions[0])
+    labels: list[int] = []
+    for position, row in zip(positions[::-1], probable[-count:].flip(0), strict=True):
+        known[0, position] = sent.scale * row
+        (computed,) = torch.autograd.grad(output, given, known, retain_graph=True)
+        # The gradient of the label's logit: all that the label adds.
+        difference = (computed[0, position] - sent.gradient[position]) / sent.scale
+        label = _nearest(matrix, before.jacobian(position), difference)
+        known[0, position] -= sent.scale * matrix[label]
+        labels.append(label)
+    return torch.tensor(labels[::-1])
+
+
+def _probable_rows(tail: Part, output: Tensor, matrix: Tensor) -> Tensor:
+    """Return the mean of the matrix's rows, weighted by the predicted probabilities."""
+    with torch.no_grad():
+        logits = tail.output_head(inputs_embeds=output[None], use_cache=False).logits[0]
+        rows: Tensor = logits.float().softmax(-1) @ matrix
+        return rows
+
+
+class _Before:
+    """The tail's keys and values for the tokens before a position, which moves to the left.
+
+    Args:
+        tail: The public tail.
+        given: The tail's input, (tokens, hidden).
+        first: Leftmost position.
+
+    """
+
+    def __init__(self, tail: Part, given: Tensor, first: int) -> None:
+        self._given = given[None]
+        self._kept = KeyValues(tail, Padding("left", torch.tensor([first])), first)
+        with torch.no_grad():
+            self._kept.extend(self._given[:, :first])
+            for position in range(first, len(given)):
+                self._kept.extend(self._given[:, position : position + 1])
+
+    def jacobian(self, position: int) -> Tensor:
+        """Return the derivative of a token's output by its own input, (output, input)."""
+        self._return_to(position)
+        token = self._given[:, position : position + 1].clone().requires_grad_()
+        output = self._kept.extend(token)
+        self._return_to(position)
+        directions = torch.eye(output.shape[-1])[:, None, None]
+        (rows,) = torch.autograd.grad(output, token, directions, is_grads_batched=True)
+        jacobian: Tensor = rows[:, 0, 0]
+        return jacobian
+
+    def _return_to(self, position: int) -> None:
+        if self._kept.cache is not None:
+            self._kept.cache.crop(position - self._kept.columns)
+        self._kept.columns = position
+
+
+def _nearest(matrix: Tensor, jacobian: Tensor, difference: Tensor) -> int:
+    """Return the token whose logit has the gradient that is nearest to the one found."""
+    solved = torch.linalg.lstsq(jacobian.T, difference[:, None], driver="gelsd").solution[:, 0]
+    similarity = normalize(matrix, dim=-1) @ solved
+    candidates = similarity.topk(min(_SHORTLIST, len(matrix))).indices
+    distances = (matrix[candidates] @ jacobian - difference).norm(dim=-1)
+    return int(candidates[distances.argmin()])

@@ -1,0 +1,211 @@
+"""Measure cells: put the attack, what it sees and its score together."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.attack.cells import Cell, Sizes
+from bench.attack.decoder import DecoderTraining, train_decoder
+from bench.attack.gradients import Sent, client_gradient, read_labels
+from bench.attack.noisy_training import ADAPTER, NoisyRun, train_with_noise
+from bench.attack.observed import as_received, as_sealed, head_outputs
+from bench.attack.optimisation import invert
+from bench.attack.public_head import PublicHead
+from bench.attack.texts import Texts
+from finetuning.adapters.adapter import load_state
+from finetuning.data.batching import collate
+from finetuning.evaluation.scoring import score
+from finetuning.settings import ModelSettings, SplitSettings
+from split.model.adapters import take_apart
+from split.model.loading import load_parts
+from split.model.part import Part
+from split.model.partition import PartyName, partition_of
+from split.protocol.frames import Padding
+
+_FLOAT32 = ModelSettings(dtype="float32")
+_SCORES = ("rouge1", "rouge2", "rougeL", "bleu4")
+# With an adapter at the client, no candidate comes near enough to end the search.
+_MOST_WITHOUT_ADAPTER = 64
+
+
+class Attacked:
+    """A client's texts, and the attacks on them.
+
+    Args:
+        directory: Directory of the checkpoint.
+        texts: Texts of the colluding and of the attacked client.
+        sizes: How much is trained and read.
+
+    """
+
+    def __init__(self, directory: Path, texts: Texts, sizes: Sizes) -> None:
+        self._directory = directory
+        self._texts = texts
+        self._sizes = sizes
+        # Cells that share a head follow each other.
+        self._head = functools.lru_cache(maxsize=2)(self._load_head)
+        self._colluding = functools.lru_cache(maxsize=1)(self._colluding_outputs)
+        self._search = functools.lru_cache(maxsize=1)(self._prepare_search)
+        self._trained = functools.lru_cache(self._train)
+
+    def measure(self, cell: Cell) -> dict[str, float]:
+        """Return the scores of a cell's attack, or a loss cell's losses."""
+        match cell.attack:
+            case "loss":
+                run = self._trained(cell.noise)
+                return {"loss_before": run.loss_before, "loss_after": run.loss_after}
+            case "gradient":
+                return self._labels(cell)
+            case "linear" | "transformer":
+                rows = self._attacked(cell, self._sizes.decoded)
+                return self._scores(self._decode(cell, rows), rows)
+            case "search":
+                rows = self._attacked(cell, self._sizes.searched)
+                search = self._search(cell.head_blocks)
+                received = self._received(cell, rows)
+                readings = [
+                    search.read(
+                        received=row,
+                        wire=cell.wire,
+                        noise=cell.noise,
+                        most=_MOST_WITHOUT_ADAPTER if cell.tuned else self._sizes.most_candidates,
+                    )
+                    for row in received
+                ]
+                return self._scores([reading.tokens for reading in readings], rows)
+            case "optimisation":
+                rows = self._attacked(cell, self._sizes.optimised)
+                found = invert(
+                    head=self._head(cell.head_blocks, False),
+                    beginning=self._texts.beginning,
+                    received=self._received(cell, rows),
+                    steps=self._sizes.optimisation_steps,
+                    seed=cell.seed,
+                )
+                return self._scores(found, rows)
+
+    def _attacked(self, cell: Cell, count: int) -> list[Tensor]:
+        return self._texts.attacked_rows(count, self._sizes.longest, cell.seed)
+
+    def _received(self, cell: Cell, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the server has of texts, after the tokens that all begin with."""
+        outputs = head_outputs(self._head(cell.head_blocks, cell.tuned), rows)
+        own = [row[self._texts.known :] for row in outputs]
+        return as_received(own, cell.wire, cell.noise)
+
+    def _decode(self, cell: Cell, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Train a decoder on the colluding client, and read the attacked texts."""
+        known = self._texts.known_of_colluding
+        given = self._colluding(cell.head_blocks)
+        attacked = head_outputs(self._head(cell.head_blocks, cell.tuned), rows)
+        read = [row[self._texts.known :] for row in attacked]
+        if cell.seen == "sealed records":
+            given, read = as_sealed(given, cell.wire), as_sealed(read, cell.wire)
+        elif cell.seen == "nothing":
+            generator = torch.Generator().manual_seed(cell.seed)
+            given, read = (
+                [torch.randn(row.shape, generator=generator) for row in part]
+                for part in (given, read)
+            )
+        else:
+            given, read = (as_received(part, cell.wire, cell.noise) for part in (given, read))
+        assert cell.attack in ("linear", "transformer")
+        decoder = train_decoder(
+            seen=given,
+            texts=[row[known:] for row in self._training_rows()],
+            training=DecoderTraining(cell.attack),
+            seed=cell.seed,
+        )
+        return decoder.read(read)
+
+    def _training_rows(self) -> list[Tensor]:
+        return self._texts.training_rows(self._sizes.texts, self._sizes.longest)
+
+    def _colluding_outputs(self, head_blocks: int) -> list[Tensor]:
+        """Compute the colluding client's hidden states, after the tokens that all begin with."""
+        # Its head is its own, without the attacked client's adapter.
+        outputs = head_outputs(self._head(head_blocks, False), self._training_rows())
+        return [row[self._texts.known_of_colluding :] for row in outputs]
+
+    def _scores(self, found: Sequence[Tensor], rows: Sequence[Tensor]) -> dict[str, float]:
+        """Compare what was read with the texts, after the tokens that all begin with."""
+        texts = [row[self._texts.known :] for row in rows]
+        scores = score(
+            [self._texts.text_of(row) for row in found], [self._texts.text_of(row) for row in texts]
+        )
+        return {name: scores[name] for name in _SCORES} | {"tokens": _equal_share(found, texts)}
+
+    def _labels(self, cell: Cell) -> dict[str, float]:
+        """Read the ends of answers from gradients, of one text per step."""
+        parts = self._load(cell.head_blocks, cell.tail_blocks, ("head", "body", "tail"))
+        chosen = self._texts.choose(self._sizes.labelled, cell.seed)
+        found, labels = [], []
+        for example in chosen:
+            batch = collate([example], self._texts.padding)
+            padding = Padding("right", batch.lengths)
+            sent = self._received_whole(cell, parts["head"], batch.tokens[0])
+            with torch.no_grad():
+                (given,) = as_received([parts["body"](sent[None], padding)[0]], cell.wire)
+            gradient = client_gradient(parts["tail"], given[None], batch)[0]
+            count = min(self._sizes.labels, len(batch.labels))
+            step = Sent(
+                given=given,
+                gradient=as_received([gradient], cell.wire)[0],
+                positions=batch.positions,
+                scale=1 / len(batch.labels),
+            )
+            found.append(read_labels(parts["tail"], step, count))
+            labels.append(batch.labels[-count:])
+        pairs = ([self._texts.text_of(row) for row in each] for each in (found, labels))
+        scores = score(*pairs)
+        return {name: scores[name] for name in _SCORES} | {"tokens": _equal_share(found, labels)}
+
+    def _received_whole(self, cell: Cell, head: Part, tokens: Tensor) -> Tensor:
+        return as_received(head_outputs(head, [tokens]), cell.wire, cell.noise)[0]
+
+    def _load(
+        self, head_blocks: int, tail_blocks: int, parties: Sequence[PartyName]
+    ) -> dict[PartyName, Part]:
+        partition = partition_of(
+            self._directory, SplitSettings(head_blocks=head_blocks, tail_blocks=tail_blocks)
+        )
+        parts = load_parts(
+            settings=_FLOAT32, directory=self._directory, partition=partition, parties=parties
+        )
+        for part in parts.values():
+            part.train(False)
+        return parts
+
+    def _load_head(self, head_blocks: int, tuned: bool) -> Part:
+        head = self._load(head_blocks, 1, ("head",))["head"]
+        if tuned:
+            head.attach(ADAPTER)
+            load_state(
+                head.trainable(), take_apart(self._trained(0.0).adapter, head.partition)["head"]
+            )
+        return head
+
+    def _prepare_search(self, head_blocks: int) -> PublicHead:
+        return PublicHead(
+            head=self._head(head_blocks, False),
+            vocabulary=len(self._texts.tokenizer),
+            beginning=self._texts.beginning,
+        )
+
+    def _train(self, noise: float) -> NoisyRun:
+        return train_with_noise(
+            directory=self._directory,
+            training=self._texts.own,
+            held_out=self._texts.attacked[: self._sizes.measured],
+            steps=self._sizes.steps,
+            noise=noise,
+            padding=self._texts.padding,
+        )
+
+
+def _equal_share(found: Sequence[Tensor], texts: Sequence[Tensor]) -> float:
+    """Return the share of tokens that were read correctly."""
+    return float((torch.cat(list(found)) == torch.cat(list(texts))).float().mean())

@@ -1,0 +1,130 @@
+"""What noise on hidden states costs: a split model's held-out loss, before and after training.
+
+Client and block server are the program's own, in one process and connected by real lanes.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.job import LIFETIME, SEED, Job, Shape, join, load_body, load_ends, open_model, serving
+from finetuning.adapters.adapter import State
+from finetuning.data.tokenization import Example
+from finetuning.evaluation.held_out import held_out_loss
+from finetuning.settings import AdapterSettings, SplitSettings
+from finetuning.training.loop import train_round
+from split.client.split_model import SplitModel
+from split.model.adapters import join_adapters, take_apart
+from split.model.partition import PartyName
+from split.protocol.invitation import Invitation
+
+_CLIENT = "attacked"
+_ROWS = 4
+_LEARNING_RATE = 1e-3
+ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="")
+
+
+@dataclass(frozen=True)
+class NoisyRun:
+    """The result of training with noise.
+
+    Attributes:
+        loss_before: Held-out loss of the base model, with the noise.
+        loss_after: That of the trained model, with the noise.
+        adapter: The trained adapter of the whole model.
+
+    """
+
+    loss_before: float
+    loss_after: float
+    adapter: State
+
+
+def train_with_noise(
+    directory: Path,
+    training: Sequence[Example],
+    held_out: Sequence[Example],
+    steps: int,
+    noise: float,
+    padding: int,
+) -> NoisyRun:
+    """Train a split model of a client with one block at each end.
+
+    Args:
+        directory: Directory of the checkpoint.
+        training: The client's examples.
+        held_out: Examples whose loss is measured.
+        steps: Optimizer steps of 4 rows.
+        noise: Noise on all hidden states that the client sends.
+        padding: The padding token.
+
+    """
+    split = SplitSettings(head_blocks=1, tail_blocks=1)
+    job = _job(directory, list(training), list(held_out), steps)
+    body, ends = load_body(job, split), load_ends(job, split)
+    initial = take_apart(job.state(), body.partition)
+
+    @contextmanager
+    def lane(invitation: Invitation) -> Iterator[SplitModel]:
+        model = open_model(ends=ends, invitation=invitation, job=job, split=split, noise=noise)
+        try:
+            yield model
+            model.end()
+        finally:
+            model.lane.close()
+
+    with serving(body=body, job=job, split=split, clients=1) as server:
+
+        def loss(round_number: int, parts: dict[PartyName, State]) -> float:
+            models = {"measured": parts["body"]}
+            with lane(
+                server.invite_to_evaluate(
+                    client=_CLIENT, round_number=round_number, models=models, lifetime=LIFETIME
+                )
+            ) as model:
+                model.choose("measured", parts["head"] | parts["tail"])
+                return held_out_loss(model, held_out, padding, _ROWS).loss
+
+        loss_before = loss(0, initial)
+        server.finish_lanes()
+        server.begin_round({_CLIENT: len(training)}, SEED)
+        with lane(
+            server.invite_to_train(client=_CLIENT, round_number=1, seed=SEED, lifetime=LIFETIME)
+        ) as model:
+            join(model, job)
+            train_round(
+                model=model,
+                parameters=model.parameters,
+                examples=training,
+                padding=padding,
+                plan=job.place(),
+                settings=job.train,
+            )
+            own = {name: value.detach().clone() for name, value in model.parameters.items()}
+        server.finish_lanes()
+        adapter = join_adapters([own, server.end_round({_CLIENT: 1.0})])
+        loss_after = loss(1, take_apart(adapter, body.partition))
+    return NoisyRun(loss_before, loss_after, adapter)
+
+
+def _job(directory: Path, training: list[Example], held_out: list[Example], steps: int) -> Job:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory)
+    shape = Shape(
+        hidden=config.hidden_size,
+        blocks=config.num_hidden_layers,
+        vocabulary=config.vocab_size,
+        rows=_ROWS,
+        columns=max(len(example.tokens) for example in (*training, *held_out)),
+        micro_batches=1,
+    )
+    return Job(
+        directory=directory,
+        shape=shape,
+        steps=steps,
+        examples=lambda _: training,
+        adapter=ADAPTER,
+        learning_rate=_LEARNING_RATE,
+    )

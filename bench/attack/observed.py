@@ -1,0 +1,87 @@
+"""What others see of the hidden states that a client sends.
+
+Everything on the way is the program's own code: head, noise, wire and encryption. The server sees
+hidden states as the wire leaves them. A peer on the network sees sealed records.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from split.client.noise import add_noise
+from split.model.part import Part
+from split.protocol.frames import Frame, Kind, Limits, Padding, WireType
+from split.protocol.payload import Outgoing, describe
+from split.protocol.records import HEADER_BYTES, TAG_BYTES, Opener, Sealer
+
+Seen = Literal["hidden states", "sealed records", "nothing"]
+_ROWS_AT_ONCE = 16
+
+
+@torch.no_grad()
+def head_outputs(head: Part, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Compute a head's hidden states, (tokens, hidden) of each row of tokens."""
+    head.train(False)
+    found = []
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        group = rows[first : first + _ROWS_AT_ONCE]
+        lengths = torch.tensor([len(row) for row in group])
+        hidden = head(pad_sequence(list(group), batch_first=True), Padding("right", lengths))
+        found += [row[:length] for row, length in zip(hidden, lengths, strict=True)]
+    return found
+
+
+def as_received(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) -> list[Tensor]:
+    """Return hidden states as the server decrypts them; they get the noise before they are sent."""
+    received = []
+    for tokens in hidden:
+        frame, limits = _frame(add_noise(tokens[None], noise), wire)
+        key = os.urandom(32)
+        opener = Opener(key, limits)
+        for record in _seal(frame, limits, key):
+            opened = opener.open(record)
+        assert opened is not None  # the last record completes the frame
+        received.append(opened.tensors["hidden"][0].float())
+    return received
+
+
+def as_sealed(hidden: Sequence[Tensor], wire: WireType) -> list[Tensor]:
+    """Return the encrypted bytes of each token as numbers, (tokens, bytes of a token).
+
+    The format says where in a frame each token's numbers are, so a peer on the network can find
+    their bytes. The key is new for every frame, as for every stream of a lane.
+    """
+    seen = []
+    for tokens in hidden:
+        frame, limits = _frame(tokens[None], wire)
+        content = b"".join(
+            record[HEADER_BYTES:-TAG_BYTES] for record in _seal(frame, limits, os.urandom(32))
+        )
+        _, description = describe(frame, limits)
+        entry = next(entry for entry in description.entries if entry.name == "hidden")
+        begin, end = description.start + entry.begin, description.start + entry.end
+        numbers = torch.frombuffer(bytearray(content[begin:end]), dtype=torch.uint8)
+        seen.append(numbers.view(len(tokens), -1).float() / 127.5 - 1)
+    return seen
+
+
+def _frame(hidden: Tensor, wire: WireType) -> tuple[Frame, Limits]:
+    rows, columns, width = hidden.shape
+    limits = Limits(hidden=width, wire_dtype=wire, maximum_tokens=rows * columns)
+    frame = Frame(
+        kind=Kind.HIDDEN,
+        step=0,
+        micro_batch=0,
+        tensors={"hidden": hidden, "lengths": torch.full((rows,), columns)},
+        fields={"side": "right"},
+    )
+    return frame, limits
+
+
+def _seal(frame: Frame, limits: Limits, key: bytes) -> Iterator[bytes]:
+    content = Outgoing(frame, limits).write()
+    return Sealer(key).seal(kind=frame.kind, step=0, micro_batch=0, acknowledged=0, content=content)

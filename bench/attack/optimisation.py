@@ -1,0 +1,60 @@
+"""Inversion by optimisation: look for embeddings from which the public head computes the same.
+
+Embeddings of a whole text are changed by gradient descent until the head's hidden states equal the
+received ones, and each is then replaced by the nearest token of the vocabulary. VFLAIR attacks
+split models in this way. Unlike the search in `bench.attack.public_head`, it needs no causal head.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.nn.utils.rnn import pad_sequence
+
+from split.model.part import Part
+
+
+def invert(
+    head: Part,
+    beginning: Tensor,
+    received: Sequence[Tensor],
+    steps: int,
+    seed: int,
+    learning_rate: float = 0.3,
+) -> list[Tensor]:
+    """Return the tokens of each text.
+
+    Args:
+        head: The public head.
+        beginning: Tokens that all texts begin with, (known,) int64.
+        received: (tokens, hidden) of each text, after the known beginning.
+        steps: Steps of Adam.
+        seed: Seed of the first embeddings.
+        learning_rate: Of the embeddings, relative to the table's standard deviation.
+
+    """
+    head.train(False)
+    table = head.model.get_input_embeddings().weight.detach().float()
+    scale = table.std()
+    hidden = pad_sequence(list(received), batch_first=True)
+    lengths = torch.tensor([len(row) for row in received])
+    present = torch.arange(hidden.shape[1]) < lengths[:, None]
+    size = hidden.square().sum(-1).clamp(min=1e-9)
+    known = table[beginning].expand(len(received), -1, -1)
+    generator = torch.Generator().manual_seed(seed)
+    guess = table.mean(0) + scale * torch.randn(hidden.shape, generator=generator)
+    guess.requires_grad_()
+    optimizer = torch.optim.Adam([guess], lr=learning_rate * float(scale))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        # Padding is on the right, where causal attention does not look.
+        output = head.model.base_model(
+            inputs_embeds=torch.cat([known, guess], dim=1), use_cache=False
+        ).last_hidden_state[:, len(beginning) :]
+        distance = (output - hidden).square().sum(-1) / size
+        (guess.grad,) = torch.autograd.grad(distance[present].sum(), guess)
+        optimizer.step()
+        schedule.step()
+    similarity = normalize(guess.detach(), dim=-1) @ normalize(table, dim=-1).T
+    return [row[:length] for row, length in zip(similarity.argmax(-1), lengths, strict=True)]

@@ -1,0 +1,265 @@
+"""The document of the attack, made of its record alone."""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.attack.wording import ADAPTER, GRADIENTS, INTRODUCTION, NOISE, SEALED, WIRE
+
+RECORD = "attack.json"
+DOCUMENT = "attack.md"
+_BLOCKS_FIGURE = "attack-head-blocks.png"
+_NOISE_FIGURE = "attack-noise.png"
+_SCORES = {
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "bleu4": "BLEU-4",
+    "tokens": "tokens",
+}
+_ATTACKS = {
+    "linear": "decoder, linear",
+    "transformer": "decoder, Transformer",
+    "optimisation": "optimisation",
+    "search": "search",
+    "gradient": "labels from gradients",
+}
+_DEFAULTS = {
+    "head_blocks": 1,
+    "tail_blocks": 1,
+    "wire": "bfloat16",
+    "noise": 0.0,
+    "seen": "hidden states",
+    "tuned": False,
+}
+# FL-GLM, table 4, in percent: ROUGE-1, ROUGE-2, ROUGE-L, BLEU-4.
+_PAPER = {0: (33.29, 7.05, 26.73, 28.57), 1: (0.14, 0.002, 0.47, 0.34)}
+Record = dict[str, Any]
+CellRecord = dict[str, Any]
+
+
+def write_document(record: Record, folder: Path) -> None:
+    """Write the record, the document and its figures into a folder."""
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / DOCUMENT).write_text(markdown(record), encoding="utf-8")
+    _draw_blocks(record, folder / _BLOCKS_FIGURE)
+    _draw_noise(record, folder / _NOISE_FIGURE)
+
+
+def markdown(record: Record) -> str:
+    """Return the document."""
+    sizes = record["sizes"]
+    first, *_ = record["covered"]
+    seeds = 1 + max(cell["seed"] for cell in record["cells"])
+    minutes = sum(cell["seconds"] for cell in record["cells"]) / 60
+    covered = ", ".join(f"{name} {share:.0%}" for name, share in record["covered"].items())
+    return "\n".join(
+        [
+            INTRODUCTION.format(
+                model=record["model"],
+                blocks=record["blocks"],
+                hidden=record["hidden"],
+                vocabulary=f"{record['vocabulary']:,}",
+                versions=", ".join(f"{name} {v}" for name, v in record["versions"].items()),
+                seeds=seeds,
+                minutes=f"{minutes:.0f}",
+                covered=covered,
+                **sizes,
+            ),
+            *(line for name in record["covered"] for line in _by_head_blocks(record, name)),
+            f"![ROUGE-1 by number of head blocks]({_BLOCKS_FIGURE})\n",
+            WIRE,
+            *_table(
+                ("wire", "attack", *_SCORES.values()),
+                (
+                    (wire, _ATTACKS[attack], *_scores(record, first, attack, wire=wire))
+                    for wire in ("float32", "bfloat16", "int8")
+                    for attack in ("transformer", "search")
+                ),
+            ),
+            NOISE.format(**sizes),
+            *_noise_table(record, first),
+            f"![ROUGE-1 and held-out loss by noise]({_NOISE_FIGURE})\n",
+            SEALED,
+            *_table(
+                ("the decoder sees", *_SCORES.values()),
+                (
+                    (seen, *_scores(record, first, "transformer", seen=seen))
+                    for seen in ("hidden states", "sealed records", "nothing")
+                ),
+            ),
+            ADAPTER.format(**sizes),
+            *_table(
+                ("head blocks", "client's head", "attack", *_SCORES.values()),
+                (
+                    (
+                        str(blocks),
+                        "with its adapter" if tuned else "public",
+                        _ATTACKS[attack],
+                        *_scores(record, first, attack, head_blocks=blocks, tuned=tuned),
+                    )
+                    for blocks in _values(record, first, "head_blocks", tuned=True)
+                    for attack in ("transformer", "search")
+                    for tuned in (False, True)
+                ),
+            ),
+            GRADIENTS.format(**sizes),
+            *_table(
+                ("tail blocks", "wire", "`split.noise`", *_SCORES.values()),
+                (
+                    (
+                        str(tail),
+                        wire,
+                        f"{noise:g}",
+                        *_scores(
+                            record, first, "gradient", tail_blocks=tail, wire=wire, noise=noise
+                        ),
+                    )
+                    for tail, wire, noise in sorted(
+                        {
+                            (cell["tail_blocks"], cell["wire"], cell["noise"])
+                            for cell in record["cells"]
+                            if cell["attack"] == "gradient"
+                        }
+                    )
+                ),
+            ),
+        ]
+    )
+
+
+def _by_head_blocks(record: Record, data: str) -> list[str]:
+    """Return the table of all attacks that depend on the number of head blocks."""
+    rows: list[tuple[str, ...]] = []
+    for attack in ("linear", "transformer", "optimisation", "search"):
+        for blocks in _values(record, data, "head_blocks", attack=attack):
+            scores = _scores(record, data, attack, head_blocks=blocks)
+            rows.append((_ATTACKS[attack], str(blocks) if blocks else "0 (embedding)", *scores))
+    for blocks, figures in _PAPER.items():
+        kind = "linear" if blocks == 0 else "Transformer"
+        rows.append((f"*the paper's, {kind}*", str(blocks), *(f"{x:g}" for x in figures), "–"))
+    headings = ("attack", "head blocks", *_SCORES.values())
+    return [f"Texts: {data}.\n", *_table(headings, rows)]
+
+
+def _noise_table(record: Record, data: str) -> list[str]:
+    rows = []
+    for noise in _values(record, data, "noise", attack="loss"):
+        (loss,) = _cells(record, data, "loss", noise=noise)
+        rows.append(
+            (
+                f"{noise:g}",
+                f"{loss['result']['loss_before']:.3f}",
+                f"{loss['result']['loss_after']:.3f}",
+                *(
+                    _spread(_cells(record, data, attack, noise=noise), score)
+                    for attack in ("transformer", "search")
+                    for score in ("rouge1", "bleu4", "tokens")
+                ),
+            )
+        )
+    names = ("ROUGE-1", "BLEU-4", "tokens")
+    headings = (
+        *("`split.noise`", "loss, base model", "loss, trained"),
+        *(f"{attack}: {name}" for attack in ("decoder", "search") for name in names),
+    )
+    return _table(headings, rows)
+
+
+def _cells(record: Record, data: str, attack: str, **settings: Any) -> list[CellRecord]:
+    """Return the cells, one per seed, with these settings and otherwise the usual ones."""
+    wanted = {"data": data, "attack": attack, **_DEFAULTS, **settings}
+    return [cell for cell in record["cells"] if wanted.items() <= cell.items()]
+
+
+def _values(record: Record, data: str, name: str, **settings: Any) -> list[Any]:
+    """Return all values of a setting among cells with the given settings."""
+    wanted = {"data": data, **settings}
+    return sorted({cell[name] for cell in record["cells"] if wanted.items() <= cell.items()})
+
+
+def _scores(record: Record, data: str, attack: str, **settings: Any) -> list[str]:
+    cells = _cells(record, data, attack, **settings)
+    return [_spread(cells, score) for score in _SCORES]
+
+
+def _spread(cells: Sequence[CellRecord], score: str) -> str:
+    """Format a score's mean and standard deviation over seeds, in percent."""
+    values = [100 * cell["result"][score] for cell in cells]
+    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{deviation}"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return [*(f"| {' | '.join(line)} |" for line in lines), ""]
+
+
+def _draw_blocks(record: Record, file: Path) -> None:
+    """Draw ROUGE-1 of each attack by the number of head blocks, a panel for each data."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(record["covered"])
+    figure, panels = pyplot.subplots(
+        1, len(names), figsize=(4.5 * len(names), 3.4), sharey=True, squeeze=False
+    )
+    for panel, data in zip(panels[0], names, strict=True):
+        for attack in ("linear", "transformer", "optimisation", "search"):
+            blocks = _values(record, data, "head_blocks", attack=attack)
+            cells = [_cells(record, data, attack, head_blocks=number) for number in blocks]
+            _draw(panel, blocks, cells, _ATTACKS[attack])
+        chance = _cells(record, data, "transformer", seen="nothing")
+        if chance:
+            level = statistics.mean(100 * cell["result"]["rouge1"] for cell in chance)
+            panel.axhline(level, color="grey", linestyle=":", label="chance")
+        panel.set(title=data, xlabel="head blocks", ylim=(0, 104))
+    panels[0][0].set_ylabel("ROUGE-1, %")
+    panels[0][0].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_noise(record: Record, file: Path) -> None:
+    """Draw ROUGE-1 by noise, and beside it the held-out loss."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    data, *_ = record["covered"]
+    noises = _values(record, data, "noise", attack="loss")
+    figure, (scores, losses) = pyplot.subplots(1, 2, figsize=(9, 3.4))
+    for attack in ("transformer", "search"):
+        cells = [_cells(record, data, attack, noise=noise) for noise in noises]
+        _draw(scores, noises, cells, _ATTACKS[attack])
+    scores.set(ylabel="ROUGE-1, %", ylim=(0, 104))
+    for key, label in (("loss_before", "base model"), ("loss_after", "trained")):
+        values = [_cells(record, data, "loss", noise=n)[0]["result"][key] for n in noises]
+        losses.plot(noises, values, "o-", label=label)
+    losses.set_ylabel("held-out loss, nats per token")
+    for panel in (scores, losses):
+        panel.set_xscale("symlog", linthresh=0.1)
+        panel.set_xlabel("split.noise")
+        panel.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw(panel: Any, values: Sequence[Any], cells: Sequence[list[CellRecord]], label: str) -> None:
+    """Draw the mean ROUGE-1 of the cells of each value, with its standard deviation."""
+    found = [[100 * cell["result"]["rouge1"] for cell in each] for each in cells]
+    panel.errorbar(
+        values,
+        [statistics.mean(each) for each in found],
+        yerr=[statistics.stdev(each) if len(each) > 1 else 0.0 for each in found],
+        marker="o",
+        capsize=3,
+        label=label,
+    )

@@ -1,0 +1,158 @@
+"""The texts of two clients: one that colludes with the attacker, and one that is attacked."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetuning.data.rows import Row, parse_messages, parse_rows, read_rows, refuse_malformed
+from finetuning.data.tokenization import Example, tokenize
+from finetuning.generated import examples
+
+GENERATED = "generated"
+_COLLUDING, _ATTACKED = "court", "consultation"
+_LONGEST = 192  # tokens of an example; its input loses its end first
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Tokenized texts.
+
+    Attributes:
+        name: Name of the data.
+        tokenizer: Tokenizer of the base model.
+        colluding: Texts of the client that gives the attacker its text and hidden states.
+        attacked: Held-out texts of the client whose text the attacker wants to read.
+        own: Other texts of that client, on which it trains.
+
+    """
+
+    name: str
+    tokenizer: Any
+    colluding: Sequence[Example]
+    attacked: Sequence[Example]
+    own: Sequence[Example]
+
+    @property
+    def known(self) -> int:
+        """Tokens that all attacked texts begin with: the template's and the instruction's."""
+        return _common(self.attacked)
+
+    @property
+    def beginning(self) -> torch.Tensor:
+        """The tokens that all attacked texts begin with, (known,) int64."""
+        return self.attacked[0].tokens[: self.known]
+
+    @property
+    def known_of_colluding(self) -> int:
+        """Tokens that all texts of the colluding client begin with."""
+        return _common(self.colluding)
+
+    def training_rows(self, count: int, longest: int) -> list[torch.Tensor]:
+        """Cut ``count`` of the colluding client's texts like the attacked ones."""
+        length = self.known_of_colluding + longest
+        return [example.tokens[:length] for example in self.colluding[:count]]
+
+    def covered(self, count: int, longest: int) -> float:
+        """Share of the attacked tokens that occur in ``training_rows``, all cut alike."""
+        known = self.known_of_colluding
+        have = torch.cat([row[known:] for row in self.training_rows(count, longest)])
+        end = self.known + longest
+        read = torch.cat([example.tokens[self.known : end] for example in self.attacked])
+        return float(torch.isin(read, have).float().mean())
+
+    @property
+    def padding(self) -> int:
+        """The padding token."""
+        return int(self.tokenizer.pad_token_id)
+
+    def choose(self, count: int, seed: int) -> list[Example]:
+        """Choose attacked texts."""
+        return random.Random(seed).sample(list(self.attacked), count)
+
+    def attacked_rows(self, count: int, longest: int, seed: int) -> list[torch.Tensor]:
+        """Choose attacked texts and cut them ``longest`` tokens after the known ones."""
+        return [example.tokens[: self.known + longest] for example in self.choose(count, seed)]
+
+    def text_of(self, tokens: torch.Tensor) -> str:
+        """Return tokens as text, without the template's marks."""
+        text: str = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        return text
+
+
+def generated_texts(tokenizer: Any, count: int) -> Texts:
+    """Generate the demonstration's clients: the court colludes, the consultancy is attacked."""
+
+    def rows(style: str, number: int, split: Any) -> list[Row]:
+        found = examples(style, number, 0, split)
+        return [Row(parse_messages(row), style, row) for row in found]
+
+    return _texts(
+        name=GENERATED,
+        tokenizer=tokenizer,
+        colluding=rows(_COLLUDING, count, "train"),
+        attacked=rows(_ATTACKED, count, "test"),
+        own=rows(_ATTACKED, count, "train"),
+    )
+
+
+def texts_in(folder: Path, tokenizer: Any, count: int) -> Texts:
+    """Read the texts of two clients.
+
+    Args:
+        folder: Folder with ``colluding/train.jsonl``, ``attacked/train.jsonl`` and
+            ``attacked/test.jsonl`` in a form that `read_rows` takes; or with SuperGLUE's
+            ``train.jsonl`` and ``val.jsonl`` of BoolQ, of which the first half of the training part
+            colludes and the rest is the attacked client's.
+        tokenizer: Tokenizer of the base model.
+        count: Most rows of each part.
+
+    Raises:
+        DataError: Rows are missing or malformed: file, line and reason.
+
+    """
+    if (folder / "val.jsonl").is_file():
+        training = _boolq(folder / "train.jsonl")
+        half = len(training) // 2
+        parts = training[:half], _boolq(folder / "val.jsonl"), training[half:]
+    else:
+        files = ("colluding/train.jsonl", "attacked/test.jsonl", "attacked/train.jsonl")
+        colluding, attacked, own = (read_rows(folder / file) for file in files)
+        parts = colluding, attacked, own
+    colluding, attacked, own = (part[:count] for part in parts)
+    return _texts(
+        name=folder.name, tokenizer=tokenizer, colluding=colluding, attacked=attacked, own=own
+    )
+
+
+def _boolq(file: Path) -> list[Row]:
+    def parse(origin: str, value: Any) -> Row:
+        messages = parse_messages(
+            {
+                "instruction": value["passage"],
+                "input": value["question"],
+                "output": "yes" if value["label"] else "no",
+            }
+        )
+        return Row(messages, origin, value)
+
+    rows, problems = parse_rows(file, "train", parse)
+    refuse_malformed(problems, len(rows), "download it again")
+    return rows
+
+
+def _texts(
+    name: str, tokenizer: Any, colluding: list[Row], attacked: list[Row], own: list[Row]
+) -> Texts:
+    parts = [tokenize(rows, tokenizer, _LONGEST)[0] for rows in (colluding, attacked, own)]
+    return Texts(name, tokenizer, *parts)
+
+
+def _common(examples: Sequence[Example]) -> int:
+    """Return the number of tokens that all examples begin with."""
+    columns = zip(*(example.tokens.tolist() for example in examples), strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

@@ -1,0 +1,80 @@
+"""The sentences of the attack's document; every figure in it comes from the record."""
+
+INTRODUCTION = """\
+# How much text can be read from what a client sends
+
+This page is written by `python -m bench.attack --model FOLDER --data … --document docs` from
+[`attack.json`](attack.json); a test compares the two. [`security.md`](security.md) says what
+follows from it.
+
+Split learning (FL-GLM) sends hidden states instead of text. Section 4.3.3 of the paper trains a
+decoder on the hidden states and the text of a client that colludes with the server, lets it read
+another client's hidden states, and finds that it fails as soon as the client has one block. This
+measurement repeats that, and adds what the paper leaves out: an attacker who knows the public
+model, gradients, noise, and what a peer on the network sees.
+
+**Model**: {model} ({blocks} blocks, hidden size {hidden}, vocabulary {vocabulary}), {versions}.
+**Texts**: those of two clients. *generated* are the demonstration's clients: the court colludes,
+the consultancy is attacked. *BoolQ*, the paper's data, has English passages and questions: half
+of the training rows collude, validation rows are attacked. The attacker gets {texts} texts of the
+colluding client, and reads the first {longest} tokens that come after what all attacked texts
+begin with (the template and the instruction). Scores are those of
+`finetuning/evaluation/scoring.py` times 100, with the share of tokens read correctly; they are
+means ± standard deviations over {seeds} seeds, which choose texts and first weights (no
+deviation: one seed). A decoder
+can only produce tokens that occur in its training texts. This share of the attacked tokens does:
+{covered}. All cells took {minutes} minutes of a busy machine's core.
+
+**What the attacks see** has gone through the program's own head, noise, encoding and encryption
+(`bench/attack/observed.py`). Unless a table says otherwise, the wire is bfloat16, and the client
+has one block, no noise, and the public weights.
+
+## Attacks on hidden states, by head blocks
+
+- *decoder*: one linear layer, or a Transformer of one block over the whole text (the paper's
+  F⁻¹), trained on the colluding client. It reads {decoded} texts.
+- *optimisation*: embeddings are changed by {optimisation_steps} steps of Adam until the public
+  head computes what was received, and replaced by the nearest tokens. It reads {optimised} texts.
+- *search*: token by token, the one with which the public head computes what was received, given
+  the tokens found so far; without blocks it looks up the nearest embedding. The {most_candidates}
+  most similar tokens and the 512 most frequent ones are tried at most. It reads {searched}
+  texts.
+"""
+
+WIRE = """\
+## Wire types
+"""
+
+NOISE = """\
+## Noise
+
+`split.noise` is added to all hidden states that the client sends, in training too. *Loss* is the
+consultancy's held-out loss in nats per token, with the noise, of the base model and after
+training with LoRA ({steps} steps of 4 rows, one run each). The decoder is trained on hidden
+states with the same noise.
+"""
+
+SEALED = """\
+## What a peer on the network sees
+
+The same decoder, trained on pairs of texts and encrypted records. *Nothing* is chance: random
+numbers, from which a decoder can learn what texts look like and how long they are.
+"""
+
+ADAPTER = """\
+## Adapters that the attacker doesn't have
+
+The attacked client's head has an adapter after {steps} steps of training; the decoder was trained
+on, and the search computes with, the public head. (The server gets the adapter at the next
+average, so this is the case between averages.) The search tries 64 similar and 512 frequent
+tokens, since none fits exactly.
+"""
+
+GRADIENTS = """\
+## Labels from gradients
+
+In training, the client sends the gradient of its loss with respect to the hidden states that the
+server sent it. From it, and the tail's public weights, the last {labels} tokens of an answer are
+read, {labelled} text per seed. Neither the head nor `split.noise` makes a difference: the server
+knows exactly what it has sent.
+"""

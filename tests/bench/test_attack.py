@@ -1,0 +1,97 @@
+"""The attack on hidden states and gradients, and the document that it writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.attack.decoder import DecoderTraining, train_decoder
+from bench.attack.gradients import Sent, client_gradient, read_labels
+from bench.attack.observed import as_received, as_sealed, head_outputs
+from bench.attack.public_head import PublicHead
+from bench.attack.report import DOCUMENT, RECORD, markdown
+from finetuning.data.batching import collate
+from finetuning.data.tokenization import Example
+from finetuning.settings import ModelSettings, SplitSettings
+from split.model.loading import load_parts
+from split.model.partition import PARTIES, partition_of
+from split.protocol.frames import Padding
+
+DOCS = Path(__file__).parents[2] / "docs"
+VOCABULARY = 320
+BEGINNING = torch.tensor([5, 6, 7])
+
+
+def parts_of(checkpoint, head_blocks=1, tail_blocks=1):
+    split = SplitSettings(head_blocks=head_blocks, tail_blocks=tail_blocks)
+    partition = partition_of(checkpoint, split)
+    return load_parts(ModelSettings(dtype="float32"), checkpoint, partition, PARTIES)
+
+
+def texts(count, length, seed, vocabulary=VOCABULARY):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(2, vocabulary, (count, length), generator=generator)
+    return [torch.cat([BEGINNING, row]) for row in drawn]
+
+
+@pytest.mark.parametrize("head_blocks", [0, 1, 2])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+def test_whoever_knows_the_head_reads_everything(deep_checkpoint, head_blocks, wire):
+    head = parts_of(deep_checkpoint, head_blocks)["head"]
+    search = PublicHead(head, VOCABULARY, BEGINNING)
+    rows = texts(2, 12, seed=0)
+    for row, hidden in zip(rows, head_outputs(head, rows), strict=True):
+        own = hidden[len(BEGINNING) :]
+        reading = search.read(as_received([own], wire)[0], wire, noise=0.0, most=VOCABULARY)
+        assert torch.equal(reading.tokens, row[len(BEGINNING) :])
+        assert reading.certain == len(own)
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+def test_a_decoder_reads_hidden_states_and_nothing_in_sealed_records(deep_checkpoint, wire):
+    head = parts_of(deep_checkpoint)["head"]
+    kinds = 16
+    colluding, attacked = texts(100, 20, 1, kinds + 2), texts(40, 20, 2, kinds + 2)
+    chance = 1 / kinds
+
+    def share_read(seen) -> float:
+        decoder = train_decoder(
+            seen(head_outputs(head, colluding), wire), colluding, DecoderTraining("linear"), seed=0
+        )
+        found = decoder.read(seen(head_outputs(head, attacked), wire))
+        # Texts begin with the same tokens, whose places are known.
+        pairs = zip(found, attacked, strict=True)
+        equal = torch.cat([(a == b)[len(BEGINNING) :] for a, b in pairs])
+        return float(equal.float().mean())
+
+    assert share_read(as_received) > 0.95
+    # 800 tokens: five standard deviations are 0.043.
+    assert abs(share_read(as_sealed) - chance) < 0.043
+
+
+@pytest.mark.parametrize(("tail_blocks", "wire"), [(0, "int8"), (1, "bfloat16"), (2, "float32")])
+def test_the_gradient_tells_the_labels(deep_checkpoint, tail_blocks, wire):
+    parts = parts_of(deep_checkpoint, tail_blocks=tail_blocks)
+    for part in parts.values():
+        part.train(False)
+    (row,) = texts(1, 12, seed=3)
+    targets = torch.arange(len(row)) >= 7
+    batch = collate([Example(tokens=row, is_target=targets, prompt_length=7, reference="")], 0)
+    with torch.no_grad():
+        padding = Padding("right", batch.lengths)
+        middle = parts["body"](parts["head"](batch.tokens, padding), padding)
+    (given,) = as_received([middle[0]], wire, noise=0.5)
+    gradient = client_gradient(parts["tail"], given[None], batch)
+    sent = Sent(
+        given=given,
+        gradient=as_received([gradient[0]], wire)[0],
+        positions=batch.positions,
+        scale=1 / len(batch.labels),
+    )
+    assert torch.equal(read_labels(parts["tail"], sent, len(batch.labels)), batch.labels)
+
+
+def test_the_document_equals_its_record():
+    record = json.loads((DOCS / RECORD).read_text(encoding="utf-8"))
+    assert (DOCS / DOCUMENT).read_text(encoding="utf-8") == markdown(record)
