@@ -42,7 +42,7 @@ CellRecord = dict[str, Any]
 
 def write_document(record: Record, folder: Path) -> None:
     """Write the record, the document and its figures into a folder."""
-    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / RECORD).write_text(_one_cell_a_line(record), encoding="utf-8")
     (folder / DOCUMENT).write_text(markdown(record), encoding="utf-8")
     _draw_blocks(record, folder / _BLOCKS_FIGURE)
     _draw_noise(record, folder / _NOISE_FIGURE)
@@ -128,6 +128,13 @@ def markdown(record: Record) -> str:
             ),
         ]
     )
+
+
+def _one_cell_a_line(record: Record) -> str:
+    """Return the record as JSON whose lines can be compared."""
+    settings = json.dumps({**record, "cells": []}, indent=1)
+    cells = ",\n  ".join(json.dumps(cell) for cell in record["cells"])
+    return settings.replace('"cells": []', f'"cells": [\n  {cells}\n ]') + "\n"
 
 
 def _by_head_blocks(record: Record, data: str) -> list[str]:
@@ -219,7 +226,7 @@ def _draw_blocks(record: Record, file: Path) -> None:
             panel.axhline(level, color="grey", linestyle=":", label="chance")
         panel.set(title=data, xlabel="head blocks", ylim=(0, 104))
     panels[0][0].set_ylabel("ROUGE-1, %")
-    panels[0][0].legend(fontsize="small")
+    panels[0][0].legend(fontsize="small", loc="center right")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
@@ -245,6 +252,7 @@ def _draw_noise(record: Record, file: Path) -> None:
     losses.set_ylabel("held-out loss, nats per token")
     for panel in (scores, losses):
         panel.set_xscale("symlog", linthresh=0.1)
+        panel.set_xlim(-0.01, 1.2 * max(noises))
         panel.set_xlabel("split.noise")
         panel.legend(fontsize="small")
     figure.tight_layout()

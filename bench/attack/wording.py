@@ -14,31 +14,34 @@ measurement repeats that, and adds what the paper leaves out: an attacker who kn
 model, gradients, noise, and what a peer on the network sees.
 
 **Model**: {model} ({blocks} blocks, hidden size {hidden}, vocabulary {vocabulary}), {versions}.
-**Texts**: those of two clients. *generated* are the demonstration's clients: the court colludes,
-the consultancy is attacked. *BoolQ*, the paper's data, has English passages and questions: half
-of the training rows collude, validation rows are attacked. The attacker gets {texts} texts of the
-colluding client, and reads the first {longest} tokens that come after what all attacked texts
-begin with (the template and the instruction). Scores are those of
-`finetuning/evaluation/scoring.py` times 100, with the share of tokens read correctly; they are
-means ± standard deviations over {seeds} seeds, which choose texts and first weights (no
-deviation: one seed). A decoder
-can only produce tokens that occur in its training texts. This share of the attacked tokens does:
-{covered}. All cells took {minutes} minutes of a busy machine's core.
+
+**Texts** of two clients. *generated* are the demonstration's: the court colludes, the consultancy
+is attacked. *BoolQ*, the paper's data, has English passages and questions: half of the training
+rows collude, validation rows are attacked. The attacker has {texts} texts of the colluding client.
+What all attacked texts begin with (the template and the instruction) is known, and the {longest}
+tokens after it are read.
+
+**Scores** are those of `finetuning/evaluation/scoring.py` in percent, and the share of tokens that
+were read correctly: means ± standard deviations over {seeds} seeds, which choose texts and first
+weights; without a deviation there was one seed. All cells took {minutes} minutes on a busy core.
 
 **What the attacks see** has gone through the program's own head, noise, encoding and encryption
 (`bench/attack/observed.py`). Unless a table says otherwise, the wire is bfloat16, and the client
-has one block, no noise, and the public weights.
+has one block at each end, no noise, and the public weights.
 
 ## Attacks on hidden states, by head blocks
 
 - *decoder*: one linear layer, or a Transformer of one block over the whole text (the paper's
-  F⁻¹), trained on the colluding client. It reads {decoded} texts.
-- *optimisation*: embeddings are changed by {optimisation_steps} steps of Adam until the public
-  head computes what was received, and replaced by the nearest tokens. It reads {optimised} texts.
+  F⁻¹), trained on the colluding client. It can only produce tokens that occur in its training
+  texts. Their share of the attacked tokens, the most that it can read, is: {covered}.
+- *optimisation*: embeddings are changed by Adam, {optimisation_steps} steps, until the public head
+  computes what was received, and then replaced by the nearest tokens.
 - *search*: token by token, the one with which the public head computes what was received, given
-  the tokens found so far; without blocks it looks up the nearest embedding. The {most_candidates}
-  most similar tokens and the 512 most frequent ones are tried at most. It reads {searched}
-  texts.
+  the tokens found so far; without blocks it looks up the nearest embedding. It tries the most
+  similar tokens (up to {most_candidates}) and the 512 most frequent ones.
+
+With each seed the decoder reads {decoded} texts, the optimisation {optimised} and the search
+{searched}.
 """
 
 WIRE = """\
@@ -64,9 +67,9 @@ numbers, from which a decoder can learn what texts look like and how long they a
 ADAPTER = """\
 ## Adapters that the attacker doesn't have
 
-The attacked client's head has an adapter after {steps} steps of training; the decoder was trained
-on, and the search computes with, the public head. (The server gets the adapter at the next
-average, so this is the case between averages.) The search tries 64 similar and 512 frequent
+The attacked client's head has an adapter after {steps} steps of training (first row of the table
+of noise); the decoder was trained on, and the search computes with, the public head. (The server
+gets the adapter at the next average, so this is the case between averages.) The search tries 64 similar and 512 frequent
 tokens, since none fits exactly.
 """
 
@@ -74,7 +77,7 @@ GRADIENTS = """\
 ## Labels from gradients
 
 In training, the client sends the gradient of its loss with respect to the hidden states that the
-server sent it. From it, and the tail's public weights, the last {labels} tokens of an answer are
-read, {labelled} text per seed. Neither the head nor `split.noise` makes a difference: the server
+server sent it. From it, and the tail's public weights, the last {labels} tokens of answers are
+read; texts per seed: {labelled}. Neither the head nor `split.noise` makes a difference: the server
 knows exactly what it has sent.
 """
