@@ -42,8 +42,8 @@ class ModelSettings(Section):
     name: str = Field(
         "tiny",
         min_length=1,
-        description="Base model: a Hugging Face id, the absolute path of a directory, or `tiny`, "
-        "the embedded default that is built and pre-trained on first use.",
+        description="Base model: a Hugging Face id, the absolute path of a directory or of a GGUF "
+        "file, or `tiny`, the embedded default that is built and pre-trained on first use.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

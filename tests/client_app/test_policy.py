@@ -14,6 +14,7 @@ from finetuning.model.fingerprint import digest
 from strategies.messages import ARRAYS, CONFIG, LANE, METRICS
 from strategies.run_config import parse_run_config
 from strategies.site_policy import PolicyError, SitePolicy, policy_table, read_policy
+from tests.gguf_files import write_gguf
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -257,3 +258,19 @@ def test_a_lane_to_another_server_is_refused(site, deep_checkpoint):
         "the site's policy refuses a lane to unix:/run/docker.sock (not in its coordinators)"
     )
     assert not site.lines("lane")
+
+
+def test_a_gguf_file_is_allowed_by_its_folder_and_by_its_digest(site, checkpoint):
+    file = write_gguf(checkpoint, site.folder / "model.gguf")
+    model = {"model.name": str(file)}
+    reply = site.ask("query", changed=model)
+    found = dict(
+        zip(reply.content[CONFIG]["tensors"], reply.content[CONFIG]["digests"], strict=True)
+    )
+    site.decide(f'base-models = ["{digest(found)}"]\n')
+    assert "problem" not in site.ask("query", changed=model).content[CONFIG]
+    # A process that has read it notices that it was replaced.
+    write_gguf(checkpoint, file, "Q8_0")
+    assert "not in its base-models" in site.refusal("query", None, model)
+    Path(site.node["policy"]).write_text('paths = ["/elsewhere"]')
+    assert "not in its hub-models or paths" in site.refusal("query", None, model)

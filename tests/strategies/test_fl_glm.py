@@ -19,6 +19,7 @@ from finetuning.model.base_model import BaseModelError
 from strategies import live_status, participants
 from strategies.participants import RefusedError
 from strategies.run_config import ConfigError, parse_run_config
+from tests.gguf_files import write_gguf
 
 
 @pytest.fixture
@@ -52,6 +53,16 @@ def test_clients_and_server_learn(split_values, tmp_path, schedule):
     assert not [e for e in lanes if e["error"]]
     trained = [e for e in lanes if e["purpose"] == "train"]
     assert len(trained) == 9 and all(e["steps"] > 0 and e["bytes_up"] > 0 for e in trained)
+
+
+def test_a_gguf_file_trains_as_its_checkpoint_does(split_values, deep_checkpoint, tmp_path):
+    file = write_gguf(deep_checkpoint, tmp_path / "model.gguf")
+    values = split_values | {"rounds": 1, "train.local-steps": 1}
+    losses = [
+        [e["loss"] for e in run(values | {"model.name": str(name)}, folder).events if "loss" in e]
+        for name, folder in ((deep_checkpoint, tmp_path / "one"), (file, tmp_path / "other"))
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 3 * 4
 
 
 def test_both_schedules_agree_on_one_client(split_values, tmp_path):
