@@ -35,6 +35,7 @@ class Example:
         is_target: (length,) bool; true for the tokens of answers and their end marks.
         prompt_length: Number of tokens before the last answer that has tokens left.
         reference: That answer as text.
+        question: The turn before that answer as text, as far as it is in the tokens.
 
     """
 
@@ -42,6 +43,7 @@ class Example:
     is_target: torch.Tensor
     prompt_length: int
     reference: str
+    question: str = ""
 
 
 @dataclass(frozen=True)
@@ -268,14 +270,20 @@ def _example(conversation: _Conversation, tokens: _Tokens, max_length: int) -> E
     is_target[:1] = False
     if not is_target.any():
         return None
-    answers = [turn["content"] for turn in conversation.messages if turn["role"] == "assistant"]
-    prompt_length, reference = next(
-        (max(first, 1), answer)
-        for (first, after), answer in zip(tokens.spans[::-1], answers[::-1], strict=False)
+    turns = conversation.messages
+    answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+    prompt_length, last = next(
+        (max(first, 1), index)
+        for (first, after), index in zip(tokens.spans[::-1], answers[::-1], strict=False)
         if first < min(after, max_length)
     )
-    input_ids = torch.tensor(tokens.input_ids[:max_length], dtype=torch.int64)
-    return Example(input_ids, is_target, prompt_length, reference)
+    return Example(
+        tokens=torch.tensor(tokens.input_ids[:max_length], dtype=torch.int64),
+        is_target=is_target,
+        prompt_length=prompt_length,
+        reference=turns[last]["content"],
+        question=turns[last - 1]["content"] if last else "",
+    )
 
 
 def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conversation | None:
