@@ -33,7 +33,9 @@ def _answers(events: Sequence[Event]) -> list[Table]:
     tables = []
     for client, own in questions(events).items():
         for question in own:
-            table = Table(title=f"A held-out question of {client}", show_header=False, width=100)
+            table = Table(title=f"A held-out question of {client}", show_header=False)
+            table.add_column(width=12)
+            table.add_column(width=81)
             rows = {"question": question.text, "reference": question.reference}
             for name, text in {**rows, **question.answers}.items():
                 # As Text, since plain strings are markup.
