@@ -78,11 +78,11 @@ def _all_at_once(config: RunConfig) -> bool:
 
 
 def _weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of a client's frozen weights; 0 if the checkpoint isn't a folder here."""
-    directory = Path(config.model.name)
-    if config.model.name == "tiny" or not directory.is_dir():
+    """Return the bytes of a client's frozen weights; 0 if the checkpoint isn't here."""
+    checkpoint = Path(config.model.name)
+    if config.model.name == "tiny" or not checkpoint.exists():
         return 0
     split = config.strategy == "fl-glm"
     blocks = config.split.head_blocks + config.split.tail_blocks if split else None
     width = 2 if config.model.dtype == "bfloat16" else 4
-    return width * client_parameters(directory, blocks)
+    return width * client_parameters(checkpoint, blocks)

@@ -32,7 +32,7 @@ class BaseModelOptions:
     """Options of each command that loads a base model."""
 
     model: Annotated[
-        str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_FOLDER")
+        str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_PATH")
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"] | None,
@@ -86,13 +86,13 @@ class AdapterOptions(BaseModelOptions):
         known = [config.get("model.name"), offered, adapter.base if adapter else ""]
         names = [str(name) for name in ([self.model] if self.model else known) if name]
         if not names:
-            raise CommandError("no base model is named: add --model NAME_OR_FOLDER")
+            raise CommandError("no base model is named: add --model NAME_OR_PATH")
         # A folder that another party named need not be here; one's own adapter may name another.
         name = next((name for name in names if not _is_missing(name)), names[0])
         if _is_missing(name):
             raise _no_base_model(name)
         here = Path(name).expanduser()
-        if name != "tiny" and here.is_dir():
+        if name != "tiny" and here.exists():
             name = os.path.abspath(here)  # noqa: PTH100 - resolving would undo links of hub caches
         return ModelSettings(
             name=name,
@@ -204,11 +204,10 @@ def split_adapter(adapter: SavedAdapter, partition: "Partition") -> "dict[PartyN
 
 def _is_missing(name: str) -> bool:
     path = Path(name).expanduser()
-    return path.is_absolute() and not path.is_dir()
+    return path.is_absolute() and not path.exists()
 
 
 def _no_base_model(name: str) -> CommandError:
     return CommandError(
-        f"there is no base model in {name} on this machine; name another with --model "
-        "NAME_OR_FOLDER"
+        f"there is no base model in {name} on this machine; name another with --model NAME_OR_PATH"
     )

@@ -155,7 +155,7 @@ def check_inputs(config: RunConfig, clients: int) -> None:
     if name != "tiny":
         path = Path(name).expanduser()
         if not path.is_absolute() and not _HUB_ID.fullmatch(name):
-            raise CommandError(f'model.name = "{name}": there is no such folder')
+            raise CommandError(f'model.name = "{name}": there is no such file or folder')
         problem = problem_of(name, path) if path.is_absolute() else None
         if problem is not None:
             raise CommandError(problem)

@@ -16,6 +16,7 @@ import numpy as np
 from filelock import FileLock
 from flwr.app import Array, ArrayRecord, Message
 
+from strategies.answers import answers_of
 from strategies.messages import ARRAYS, config_of, metrics_of
 
 _LOCK_SECONDS = 60.0
@@ -110,6 +111,8 @@ def describe(message: Message, reply: Message) -> dict[str, Any]:
     content |= {key: config[key] for key in ("base", "withheld") if key in config}
     if "digests" in config:
         content["digests"] = len(config["digests"])
+    if answers := answers_of(reply):
+        content["answers"] = len(answers)
     if arrays is not None:
         received = message.content.array_records.get(ARRAYS, ArrayRecord())
         trained = message.metadata.message_type.partition(".")[0] == "train"

@@ -1,6 +1,7 @@
 """Evaluation of a model on a client's held-out data, for all strategies."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from client_app.task import Metrics, Task
@@ -10,46 +11,70 @@ from finetuning.evaluation.held_out import generate_answers, held_out_loss
 from finetuning.model.base_model import reference
 from finetuning.model.whole_model import WholeModel
 from split.client.split_model import SplitModel
+from strategies.answers import Answer
 from strategies.messages import LARGEST_METRIC
 
 
-def measure(kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Task) -> Metrics:
-    """Measure a model's held-out loss, and score its answers if the run config says so.
+@dataclass
+class Evaluation:
+    """The results of an evaluate message.
 
-    Args:
-        kind: ``base``, ``global`` or ``personalised``.
-        model: The model, whole or with its middle blocks at the server, with the adapter to
-            measure.
-        tokenizer: Tokenizer of the base model.
-        task: The client's held-out data and the run's settings.
-
-    Returns:
-        Metrics named ``<kind>.<metric>``.
+    Attributes:
+        metrics: Metrics named ``<model>.<metric>``.
+        answers: Answers that are sent as text.
+        importance: J at the global adapter, if it was requested.
 
     """
-    settings, test = task.config.evaluate, task.institution.test
-    held_out = held_out_loss(
-        model=model, examples=test, padding=task.institution.padding, batch_size=settings.batch_size
-    )
-    metrics: Metrics = {
-        "loss": held_out.loss,
-        "perplexity": min(held_out.perplexity, LARGEST_METRIC),
-        "examples": len(test),
-        "target-tokens": held_out.target_tokens,
-    }
-    if settings.generate:
-        from finetuning.evaluation.scoring import score
 
-        examples = test[: settings.generate_examples]
-        answers = generate_answers(
+    metrics: Metrics = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
+    importance: State | None = None
+
+    def measure(
+        self, kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Task
+    ) -> None:
+        """Measure a model's held-out loss, and score its answers if the run config says so.
+
+        Answers are kept as text before the first round and after the last, if the run config asks
+        for it.
+
+        Args:
+            kind: ``base``, ``global`` or ``personalised``.
+            model: The model, whole or with its middle blocks at the server, with the adapter to
+                measure.
+            tokenizer: Tokenizer of the base model.
+            task: The client's held-out data and the run's settings.
+
+        """
+        settings, test = task.config.evaluate, task.institution.test
+        held_out = held_out_loss(
             model=model,
-            tokenizer=tokenizer,
-            examples=examples,
+            examples=test,
+            padding=task.institution.padding,
             batch_size=settings.batch_size,
-            max_new=settings.max_new_tokens,
         )
-        metrics |= score(answers, [example.reference for example in examples])
-    return {f"{kind}.{name}": value for name, value in metrics.items()}
+        metrics: Metrics = {
+            "loss": held_out.loss,
+            "perplexity": min(held_out.perplexity, LARGEST_METRIC),
+            "examples": len(test),
+            "target-tokens": held_out.target_tokens,
+        }
+        if settings.generate:
+            from finetuning.evaluation.scoring import score
+
+            examples = test[: settings.generate_examples]
+            answers = generate_answers(
+                model=model,
+                tokenizer=tokenizer,
+                examples=examples,
+                batch_size=settings.batch_size,
+                max_new=settings.max_new_tokens,
+            )
+            metrics |= score(answers, [example.reference for example in examples])
+            if task.instruction.round == 0 or task.instruction.final:
+                shown = list(zip(examples, answers, strict=True))[: settings.shown]
+                self.answers += [Answer(kind, e.question, e.reference, text) for e, text in shown]
+        self.metrics |= {f"{kind}.{name}": value for name, value in metrics.items()}
 
 
 def save_final_adapters(task: Task, adapters: Mapping[str, State], peft_config: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from client_app.evaluation import measure, save_final_adapters
+from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.institution import Institution
 from client_app.kept import keep_one
 from client_app.task import Metrics, Task, training_metrics
@@ -78,35 +78,33 @@ def train(task: Task) -> tuple[State, Metrics]:
     return adapter, training_metrics(report) | _penalty_metrics(report, penalty, parameters)
 
 
-def evaluate(task: Task) -> tuple[Metrics, State | None]:
+def evaluate(task: Task) -> Evaluation:
     """Evaluate those of the base, global and personalised models that are due.
 
-    Returns:
-        Metrics named ``<model>.<metric>``, and J at the global adapter if it was requested.
-
+    J is computed at the global adapter, if it was requested.
     """
     instruction, adapter = task.instruction, task.arrays[ARRAYS]
     model, tokenizer = _model_of(task)
     model.deadline = task.deadline
     personalised = task.state.adapter(instruction.round)
-    metrics: Metrics = {}
+    result = Evaluation()
     if instruction.losses:
         if instruction.round == 0:
             with model.without_adapter():
-                metrics |= measure(kind="base", model=model, tokenizer=tokenizer, task=task)
+                result.measure(kind="base", model=model, tokenizer=tokenizer, task=task)
         elif personalised is not None:
             load_adapter(model.peft_model, personalised)
-            metrics |= measure(kind="personalised", model=model, tokenizer=tokenizer, task=task)
+            result.measure(kind="personalised", model=model, tokenizer=tokenizer, task=task)
     load_adapter(model.peft_model, adapter)
     if instruction.losses and (instruction.round > 0 or task.config.initial_adapter):
-        metrics |= measure(kind="global", model=model, tokenizer=tokenizer, task=task)
+        result.measure(kind="global", model=model, tokenizer=tokenizer, task=task)
     if instruction.final:
         own = {} if personalised is None else {"personalised": personalised}
         peft_config = model.peft_model.peft_config["default"]
         save_final_adapters(task, {"global": adapter} | own, peft_config)
-    if not instruction.importance:
-        return metrics, None
-    return metrics, _importance(model, task.institution, task.config)
+    if instruction.importance:
+        result.importance = _importance(model, task.institution, task.config)
+    return result
 
 
 def _privately(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from client_app.evaluation import measure, save_final_adapters
+from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.kept import keep_one
 from client_app.task import Metrics, Task, training_metrics
 from finetuning.adapters.adapter import State, initial_adapter, load_state
@@ -96,28 +96,24 @@ def train(task: Task) -> tuple[State, Metrics]:
     }
 
 
-def evaluate(task: Task) -> tuple[Metrics, State | None]:
+def evaluate(task: Task) -> Evaluation:
     """Evaluate models on held-out data, with the body at the server.
 
     After the last round the adapters of the whole model are saved: the message has the body's.
-
-    Returns:
-        Metrics named ``<model>.<metric>``, and None: there is no J in FL-GLM.
-
     """
     config, rounds = task.config, models_of(task.message)
     adapters: dict[str, State | None] = {"base": None, "global": task.arrays[ARRAYS]}
     personalised = task.state.adapter(rounds.get("personalised", 0))
     if personalised is not None:
         adapters["personalised"] = personalised
-    metrics: Metrics = {}
+    result = Evaluation()
     if task.instruction.losses:
         tokenizer = load_tokenizer(task.institution.directory)
         with _split_model(task) as model:
             for kind in rounds:
                 if kind in adapters:
                     model.choose(kind, adapters[kind])
-                    metrics |= measure(kind=kind, model=model, tokenizer=tokenizer, task=task)
+                    result.measure(kind=kind, model=model, tokenizer=tokenizer, task=task)
             model.end()
     if task.instruction.final:
         whole = {
@@ -130,7 +126,7 @@ def evaluate(task: Task) -> tuple[Metrics, State | None]:
             name=config.model.name, settings=config.adapter, seed=0, directory=directory
         )
         save_final_adapters(task, whole, peft_config)
-    return metrics, None
+    return result
 
 
 @keep_one

@@ -14,6 +14,7 @@ from flwr.common.logger import log
 
 from client_app import fedjudge, fl_glm
 from client_app.audit import AuditError
+from client_app.evaluation import Evaluation
 from client_app.institution import Institution, open_institution
 from client_app.site import Site, open_site
 from client_app.state import ClientState
@@ -25,6 +26,7 @@ from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import digest
 from finetuning.training.deadline import DeadlineError
 from split.protocol.errors import LaneError
+from strategies.answers import ANSWERS, answers_record
 from strategies.messages import (
     SIZE,
     Instruction,
@@ -51,8 +53,8 @@ class Strategy(Protocol):
         """Train for one round; return the local adapter and metrics."""
         ...
 
-    def evaluate(self, task: Task) -> tuple[Metrics, State | None]:
-        """Return metrics named ``<model>.<metric>``, and J if it was requested."""
+    def evaluate(self, task: Task) -> Evaluation:
+        """Measure the models that are due, and compute J if it was requested."""
         ...
 
 
@@ -152,8 +154,11 @@ def train(message: Message, context: Context, site: Site) -> Message:
 def evaluate(message: Message, context: Context, site: Site) -> Message:
     """Evaluate models on held-out data, and compute J if the message requests it."""
     task = _task(message, context, site)
-    metrics, importance = _STRATEGIES[task.config.strategy].evaluate(task)
-    return _reply(task, metrics, importance)
+    result = _STRATEGIES[task.config.strategy].evaluate(task)
+    reply = _reply(task, result.metrics, result.importance)
+    if result.answers:
+        reply.content[ANSWERS] = answers_record(result.answers)
+    return reply
 
 
 def _open(context: Context, site: Site) -> tuple[RunConfig, Institution]:

@@ -34,7 +34,7 @@ class Institution:
         directory: Directory of the base model.
         fingerprint: Fingerprint of the base model, or of the parts that are held here, as computed
             here.
-        model_files: Stamps of the base model's files.
+        model_files: Stamps of the base model's files, and of the GGUF file that they come from.
         data_files: Stamps of the institution's own files.
 
     """
@@ -70,7 +70,7 @@ def open_institution(
     items = tuple(sorted(node.items()))
     institution = _open(config, items, base_model)
     stamped = institution.model_files, institution.data_files
-    if stamped != (stamps(institution.directory), _data_files(node)):
+    if stamped != (_model_files(config, institution.directory), _data_files(node)):
         _open.cache_clear()
         institution = _open(config, items, base_model)
     return institution
@@ -79,6 +79,11 @@ def open_institution(
 def release_data() -> None:
     """Release the data of all clients."""
     _open.cache_clear()
+
+
+def _model_files(config: RunConfig, directory: Path) -> Stamps:
+    source = Path(config.model.name).expanduser()
+    return stamps(directory) + (stamps(source) if source.is_file() else ())
 
 
 def _data_files(node: Mapping[str, Scalar]) -> Stamps:
@@ -94,7 +99,7 @@ def _open(
 ) -> Institution:
     directory, digests = base_model(config)
     # Before the files are read: a change from now on is noticed.
-    model_files, data_files = stamps(directory), _data_files(dict(node))
+    model_files, data_files = _model_files(config, directory), _data_files(dict(node))
     data = read_client_data(config.data, dict(node), config.seed)
     tokenizer = load_tokenizer(directory)
     parts, divided = {}, {}

@@ -33,6 +33,12 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
     _at_most("train.local-steps", config.train.local_steps, "most-steps", policy.most_steps)
     generates = config.evaluate.generate
     _require(policy.generation or not generates, "evaluate.generate = true", "generation = false")
+    shown = config.evaluate.shown
+    _require(
+        policy.show_answers or not shown,
+        f"evaluate.show-answers = {config.evaluate.show_answers}",
+        "show-answers = false",
+    )
     if policy.privacy.epsilon is not None:
         _check_privacy(config)
     if config.strategy == "fl-glm":
@@ -188,6 +194,11 @@ def _check_privacy(config: RunConfig) -> None:
         config.strategy != "fedjudge-cl" or config.continual.importance == "server",
         'continual.importance = "client"',
         "privacy.epsilon: the site's own importance has no noise, and would steer its training",
+    )
+    _require(
+        not config.evaluate.shown,
+        f"evaluate.show-answers = {config.evaluate.show_answers}",
+        "privacy.epsilon: they are text of single rows",
     )
     _require(
         config.train.optimizer_state == "reset",

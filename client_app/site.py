@@ -25,11 +25,13 @@ class Site:
     Attributes:
         policy: The institution's policy, if it has one.
         about: Client, kind of message, run and round, for the audit log.
+        is_simulated: Whether this is one of the clients of a simulation.
 
     """
 
     policy: SitePolicy | None
     about: Mapping[str, Any]
+    is_simulated: bool
 
     def check_run(self, config: RunConfig) -> None:
         """Check a run config before anything that it names is looked at.
@@ -40,6 +42,12 @@ class Site:
         """
         if self.policy:
             checks.check_run(self.policy, config)
+        elif config.evaluate.shown and not self.is_simulated:
+            raise PolicyError(
+                f"evaluate.show-answers = {config.evaluate.show_answers}: text of rows leaves a "
+                "site only if its policy has show-answers = true, and this SuperNode's "
+                "--node-config names no policy"
+            )
 
     def check_institution(self, config: RunConfig, institution: Institution) -> None:
         """Check the base model and a round's size.
@@ -166,15 +174,15 @@ def open_site(message: Message, node: Mapping[str, Scalar]) -> Site:
         about |= {"run": instruction.lineage, "round": instruction.round}
     except InstructionError:
         pass  # it is refused later, with a line in the log
-    path = node.get("policy")
+    path, is_simulated = node.get("policy"), "partition-id" in node
     if path is None:
-        if "partition-id" not in node:
+        if not is_simulated:
             log(
                 WARNING,
                 "This SuperNode's --node-config names no policy, so whatever the coordinator asks "
                 "is done; see docs/policy.md",
             )
-        return Site(None, about)
+        return Site(None, about, is_simulated)
     if not isinstance(path, str):
         raise PolicyError(f"policy = {path!r} in --node-config must be the path of a file")
-    return Site(read_policy(path), about)
+    return Site(read_policy(path), about, is_simulated)

@@ -42,8 +42,8 @@ class ModelSettings(Section):
     name: str = Field(
         "tiny",
         min_length=1,
-        description="Base model: a Hugging Face id, the absolute path of a directory, or `tiny`, "
-        "the embedded default that is built and pre-trained on first use.",
+        description="Base model: a Hugging Face id, the absolute path of a directory or of a GGUF "
+        "file, or `tiny`, the embedded default that is built and pre-trained on first use.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -240,7 +240,19 @@ class EvaluateSettings(Section):
     generate_examples: PositiveInt = Field(
         32, description="At most this many held-out examples are answered."
     )
+    show_answers: int = Field(
+        0,
+        ge=0,
+        description="Of the held-out questions that `evaluate.generate` answers, the number per "
+        "client that the report shows, with the reference and the answers of all models. Their "
+        "text is sent to the coordinator: in a deployment, each site's policy must allow it.",
+    )
     max_new_tokens: PositiveInt = Field(256, description="Longest generated answer, in tokens.")
+
+    @property
+    def shown(self) -> int:
+        """Number of answers of each model that a client sends as text."""
+        return min(self.show_answers, self.generate_examples) if self.generate else 0
 
 
 class SplitSettings(Section):

@@ -29,6 +29,7 @@ _MAY_CHANGE = {
     "evaluate.batch-size",
     "evaluate.generate",
     "evaluate.generate-examples",
+    "evaluate.show-answers",
     "evaluate.max-new-tokens",
     "split.window",
     "split.activation-budget",

@@ -19,6 +19,7 @@ p, caption, thead, figcaption { color: var(--faint); text-align: left } b { disp
 table { border-collapse: collapse; margin: .8rem 0; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: left }
 td, figcaption, li { overflow-wrap: anywhere } .wide { overflow-x: auto }
+.texts { width: 100% } .texts th { width: 7rem; vertical-align: top }
 .number { text-align: right; white-space: nowrap } .best { background: var(--best) }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(18rem, 1fr)) }
 .plots { grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)) }
@@ -44,6 +45,17 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 {% endfor %}{% endfor %}</tr>{% endfor %}
 </table></div>
 {% else %}<p>No client has been evaluated yet.</p>{% endfor %}
+{% for client, own in questions.items() %}
+{% if loop.first %}<h2>Answers to held-out questions</h2>{% endif %}
+
+{% for question in own %}
+<table class="texts"><caption>{{ name(client) }}: {{ question.text }}</caption>
+<tr><th scope="row">reference</th><td>{{ question.reference }}</td></tr>
+{% for model in models if model in question.answers %}
+<tr><th scope="row">{{ model }}</th><td>{{ question.answers[model] }}</td></tr>
+{% endfor %}
+</table>
+{% endfor %}{% endfor %}
 {% for title, charts in panels.items() if charts %}
 <h2>{{ title }}</h2>
 <p>Solid: global model. Dashed, hollow markers: personalised. Dotted: base.</p>

@@ -21,13 +21,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from finetuning.files import replacing
+from server_app.answers import questions
 from server_app.page import PAGE
+from strategies.answers import MODELS
 from strategies.run_folder import METRICS, Event, read_events
 
 Curve = dict[int, float]  # a value per round
 Looks = Mapping[str, tuple[str, str, str]]  # client: colour, marker, marker as a character
-
-_MODELS = ("base", "global", "personalised")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def write_report(directory: Path) -> Path:
 def summary_rows(events: Iterable[Event]) -> list[ClientSummary]:
     """Return the last known losses and ROUGE-L of every client, in the order of names."""
     return [
-        ClientSummary(client, *(models[m].get(key) for key in ("loss", "rougeL") for m in _MODELS))
+        ClientSummary(client, *(models[m].get(key) for key in ("loss", "rougeL") for m in MODELS))
         for client, models in _latest(events).items()
     ]
 
@@ -72,7 +72,7 @@ def _latest(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
     latest: dict[str, dict[str, Event]] = {}
     for event in events:
         if event["event"] in ("train", "evaluate"):
-            models = latest.setdefault(event["client"], {model: {} for model in _MODELS})
+            models = latest.setdefault(event["client"], {model: {} for model in MODELS})
             # Text isn't generated in every round: show an older score rather than none.
             known = {key: value for key, value in event.items() if value is not None}
             models.get(event.get("model", ""), {}).update(known)
@@ -93,9 +93,10 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
         latest=latest,
         looks=looks,
         withheld={e["client"]: e["withheld"] for e in events if "withheld" in e},
-        models=_MODELS,
+        models=MODELS,
         tables=[columns for columns in (_LOSSES, _SCORES) if _known(events, list(columns)[1])],
         cells=_cells,
+        questions=questions(events),
         panels={title: _panels(events, key, title, looks) for key, title in _PANELS},
         plots=plots,
         rounds=[rounds[number] for number in sorted(rounds)],
@@ -119,7 +120,7 @@ def _cells(models: Mapping[str, Event], key: str) -> list[tuple[str, bool]]:
     """Return for each model the text of its table cell and whether it is the best one."""
     known = _known(models.values(), key)
     best = (min if key in _LOSSES else max)(known) if len(known) > 1 else None
-    values = (models[model].get(key) for model in _MODELS)
+    values = (models[model].get(key) for model in MODELS)
     return [("-", False) if v is None else (f"{v:,.3f}", v == best) for v in values]
 
 
@@ -196,8 +197,8 @@ def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict
     limits = (min(values) - margin, max(values) + margin)
     panels = {}
     for client, look in looks.items():
-        curves = {model: _curve(evaluated, key, client=client, model=model) for model in _MODELS}
-        panels[client] = _plot(f"{title} of {client}", curves, dict.fromkeys(_MODELS, look), limits)
+        curves = {model: _curve(evaluated, key, client=client, model=model) for model in MODELS}
+        panels[client] = _plot(f"{title} of {client}", curves, dict.fromkeys(MODELS, look), limits)
     return panels
 
 

@@ -4,6 +4,7 @@ import json
 import platform
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from logging import WARNING
 from pathlib import Path
@@ -19,6 +20,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
 from finetuning.files import filling, remove_unfinished, replacing
+from finetuning.model.gguf_file import origin_of
 from server_app.checkpoint import Checkpoint, save_checkpoint
 from server_app.report import write_report
 from split.protocol.errors import printable
@@ -53,11 +55,13 @@ class Results:
 
     def describe(self, fingerprint: Mapping[str, str]) -> None:
         """Write the resolved config, the versions and the base model's fingerprint."""
+        origin = origin_of(Path(self._base))
+        base = {"loaded from": self._base} | ({"gguf": asdict(origin)} if origin else {})
         versions = {"python": platform.python_version()} | {p: version(p) for p in _PACKAGES}
         for name, content in (
             ("config.json", self._config.flat()),
             ("versions.json", versions),
-            ("base-model.json", {"loaded from": self._base, "digests": dict(fingerprint)}),
+            ("base-model.json", {**base, "digests": dict(fingerprint)}),
         ):
             with replacing(self.directory / name) as aside:
                 aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -1,25 +1,59 @@
-"""The last lines of a run: a table of the results, and where they are."""
+"""The last lines of a run: tables of its answers and results, and where they are."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from server_app.answers import questions
 from server_app.report import ClientSummary, summary_rows
-from strategies.run_folder import METRICS, read_events
+from split.protocol.errors import printable
+from strategies.answers import MODELS
+from strategies.run_folder import METRICS, Event, read_events
+
+_MOST_CHARACTERS = 400  # of a text in the terminal
 
 
 def summary(directory: Path) -> str:
-    """Return a run's table: held-out loss per client and model, and ROUGE-L if known."""
-    rows = summary_rows(read_events(directory / METRICS))
+    """Return a run's tables: answers if there are any, and losses per client and model."""
+    events = read_events(directory / METRICS)
+    text = io.StringIO()
+    console = Console(file=text, width=100, color_system=None)
+    for table in (*_answers(events), _results(summary_rows(events))):
+        console.print(table)
+    report, adapters = directory / "report.html", directory / "adapters"
+    trained = f"\nAdapters: {adapters}" if adapters.is_dir() else ""
+    return f"\n{text.getvalue()}\nReport:   {report}{trained}\nResults:  {directory}"
+
+
+def _answers(events: Sequence[Event]) -> list[Table]:
+    """Return a table for each held-out question: its reference, and each model's answer."""
+    tables = []
+    for client, own in questions(events).items():
+        for question in own:
+            table = Table(title=f"A held-out question of {client}", show_header=False)
+            table.add_column(width=12)
+            table.add_column(width=81)
+            rows = {"question": question.text, "reference": question.reference}
+            for name, text in {**rows, **question.answers}.items():
+                # As Text, since plain strings are markup.
+                table.add_row(name, Text(printable(text, _MOST_CHARACTERS)), end_section=True)
+            tables.append(table)
+    return tables
+
+
+def _results(rows: Sequence[ClientSummary]) -> Table:
+    """Return the table of held-out loss per client and model, and of ROUGE-L if known."""
     scored = any(score is not None for row in rows for score in _scores(row))
     what = "Held-out loss and ROUGE-L" if scored else "Held-out loss"
     table = Table(title=f"{what} (the lowest loss of a client is in brackets)")
     table.add_column("client")
-    for model in ("base", "global", "personalised"):
+    for model in MODELS:
         table.add_column(f"loss\n{model}", justify="right")
-    for model in ("base", "global", "personalised") if scored else ():
+    for model in MODELS if scored else ():
         table.add_column(f"ROUGE-L\n{model}", justify="right")
     for row in rows:
         losses = [row.base_loss, row.global_loss, row.personalised_loss]
@@ -30,11 +64,7 @@ def summary(directory: Path) -> str:
             *(_bracketed(loss, loss == best) for loss in losses),
             *("-" if score is None else f"{score:.3f}" for score in scores),
         )
-    text = io.StringIO()
-    Console(file=text, width=100, color_system=None).print(table)
-    report, adapters = directory / "report.html", directory / "adapters"
-    trained = f"\nAdapters: {adapters}" if adapters.is_dir() else ""
-    return f"\n{text.getvalue()}\nReport:   {report}{trained}\nResults:  {directory}"
+    return table
 
 
 def _scores(row: ClientSummary) -> list[float | None]:

@@ -6,6 +6,7 @@ from typing import Any
 from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
+from strategies.answers import MODELS
 from strategies.messages import METRICS, SIZE
 
 
@@ -21,7 +22,7 @@ def averages(metrics: list[Mapping[str, Any]]) -> MetricRecord:
 def evaluation_events(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split metrics like ``global.loss`` into one event for each evaluated model."""
     events = []
-    for model in ("base", "global", "personalised"):
+    for model in MODELS:
         prefix = f"{model}."
         own = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
         if own:

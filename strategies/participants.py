@@ -236,6 +236,7 @@ class Participants:
             base=self.base,
             reference=reference,
             minimum=minimum,
+            answers=self._config.evaluate.shown,
         )
         return participant.name, reason and printable(reason)
 

@@ -13,6 +13,7 @@ from flwr.app import Array, ArrayRecord, Message
 
 from finetuning.model.fingerprint import differences
 from split.protocol.errors import printable
+from strategies.answers import answers_problem
 from strategies.messages import (
     ARRAYS,
     LARGEST_METRIC,
@@ -39,6 +40,7 @@ def reason_to_refuse(
     base: str,
     reference: ArrayRecord | None,
     minimum: float = -math.inf,
+    answers: int = 0,
 ) -> str | None:
     """Return why a reply can't be used, or None if it can.
 
@@ -49,12 +51,14 @@ def reason_to_refuse(
         base: Digest of the run's base model.
         reference: Names and shapes that the reply's arrays must have; None if it has none.
         minimum: Smallest value that the arrays may have.
+        answers: Maximal number of answers that it may have as text, of each model.
 
     """
     return (
         problem_of(reply)
         or _identity_problem(reply, name, base)
         or _metrics_problem(metrics_of(reply), examples)
+        or answers_problem(reply, answers)
         or _arrays_problem(reply.content.array_records.get(ARRAYS), reference, minimum)
     )
 

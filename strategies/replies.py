@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord
 from safetensors.torch import load_file, save_file
 
 from finetuning.files import filling
+from strategies.answers import Answer
 from strategies.messages import State, from_arrays
 
 
@@ -20,6 +21,7 @@ class Replies:
 
     Attributes:
         metrics: Metrics of valid replies by client.
+        answers: Answers that clients have sent as text, by client.
         left_out: Reasons for leaving others out by client.
         withheld: Reasons of those whose policy keeps metrics to themselves, by client.
 
@@ -28,6 +30,7 @@ class Replies:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.metrics: dict[str, Mapping[str, Any]] = {}
+        self.answers: dict[str, list[Answer]] = {}
         self.left_out: dict[str, str] = {}
         self.withheld: dict[str, str] = {}
 

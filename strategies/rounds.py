@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from finetuning.model.base_model import locate
+from strategies.answers import answer_events, answers_of
 from strategies.journal import Journal, Progress
 from strategies.live_status import LiveStatus
 from strategies.messages import (
@@ -226,6 +227,8 @@ class Rounds(Strategy):
                     self._journal.record(
                         {**event, "event": "evaluate", "round": server_round, "client": name}
                     )
+                for event in answer_events(collected.answers[name]):
+                    self._journal.record({**event, "round": server_round, "client": name})
             self._use_importance(collected)
             measured = collected.measured
         return averages(measured) if measured else None
@@ -246,6 +249,7 @@ class Rounds(Strategy):
                     # Arrays that were not requested have not been checked either.
                     arrays = None if reference is None else reply.content.array_records[ARRAYS]
                     collected.add(name, metrics_of(reply), arrays)
+                    collected.answers[name] = answers_of(reply)
                     if withheld := withheld_of(reply):
                         collected.withheld[name] = withheld
                         log(WARNING, "%s: %s", name, withheld)

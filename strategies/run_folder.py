@@ -25,6 +25,7 @@ Event = dict[str, Any]  # a line of metrics.jsonl
 _NEEDS = {
     "train": {"client", "round"},
     "evaluate": {"client", "round", "model"},
+    "answers": {"client", "round", "model", "answers"},
     "round": {"round"},
     "evaluation-missing": {"round", "left_out"},
     "lane": {"client", "round", "purpose"},

@@ -163,6 +163,12 @@ class SitePolicy(_Table):
         description="Whether answers to own held-out rows are generated and their scores reported "
         "(`evaluate.generate`).",
     )
+    show_answers: bool = Field(
+        False,
+        description="Whether own held-out questions are sent to the coordinator as text, with "
+        "their reference answers and the generated ones (`evaluate.show-answers`). Nothing else "
+        "that leaves contains text of rows. It is of single rows, whatever `fewest-examples` says.",
+    )
     audit_log: str = Field(
         "",
         description="File of the audit log; an absolute path. Absent: `audit.jsonl` in the user's "

@@ -34,5 +34,8 @@ def test_everyone_gains_from_the_demo(tmp_path, left_over, preset, settings):
     for client in ("court", "consultation", "reasoning"):
         assert losses[client, "global"] < losses[client, "base"]
         assert losses[client, "personalised"] <= losses[client, "global"]
-    assert "run finished:completed" in (tmp_path / "output").read_text()
+    output = (tmp_path / "output").read_text()
+    assert "run finished:completed" in output
+    shown = "A held-out question of consultation" in output
+    assert shown == ("evaluate.generate=false" not in settings)
     assert not left_over()

@@ -52,7 +52,7 @@ class Check:
     ] = None
     node_config: Annotated[str, option("The SuperNode's configuration.", "KEY=VALUE…")] = ""
     model: Annotated[
-        str, option("Base model of the planned run, which must be here.", "NAME_OR_FOLDER")
+        str, option("Base model of the planned run, which must be here.", "NAME_OR_PATH")
     ] = ""
     coordinator: Annotated[
         Path | None, option("Check the coordinator, with its certificates.", "FOLDER")

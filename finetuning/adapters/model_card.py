@@ -1,8 +1,11 @@
 """The README.md of a saved adapter."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from huggingface_hub import ModelCardData
+
+from finetuning.model.gguf_file import origin_of
 
 
 def model_card(
@@ -33,6 +36,8 @@ def model_card(
         tags=[_TAGS[str(config.get("adapter.kind", "lora"))], "federated-learning"],
     )
     data = "\n".join(f"| {client} | {size} |" for client, size in sizes.items())
+    origin = origin_of(Path(directory))
+    stored = f" (GGUF, {origin.quantization}; SHA-256 {origin.sha256})" if origin else ""
     settings = "\n".join(f"{key} = {value!r}" for key, value in config.items() if key not in _PATHS)
     return f"""---
 {metadata.to_yaml()}
@@ -42,7 +47,7 @@ def model_card(
 
 Trained on text that did not leave its owners, with Chambers.
 
-- Base model: `{base}`
+- Base model: `{base}`{stored}
 - Rounds: {rounds}
 
 | client | training examples |

@@ -36,6 +36,7 @@ class Example:
         prompt_length: Number of tokens before the last answer that has tokens left.
         reference: That answer as text.
         row: Index of the row that it is made of; a template can make several examples of one.
+        question: The turn before that answer as text, as far as it is in the tokens.
 
     """
 
@@ -44,6 +45,7 @@ class Example:
     prompt_length: int
     reference: str
     row: int
+    question: str = ""
 
 
 @dataclass(frozen=True)
@@ -273,14 +275,21 @@ def _example(
     is_target[:1] = False
     if not is_target.any():
         return None
-    answers = [turn["content"] for turn in conversation.messages if turn["role"] == "assistant"]
-    prompt_length, reference = next(
-        (max(first, 1), answer)
-        for (first, after), answer in zip(tokens.spans[::-1], answers[::-1], strict=False)
+    turns = conversation.messages
+    answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+    prompt_length, last = next(
+        (max(first, 1), index)
+        for (first, after), index in zip(tokens.spans[::-1], answers[::-1], strict=False)
         if first < min(after, max_length)
     )
-    input_ids = torch.tensor(tokens.input_ids[:max_length], dtype=torch.int64)
-    return Example(input_ids, is_target, prompt_length, reference, row)
+    return Example(
+        tokens=torch.tensor(tokens.input_ids[:max_length], dtype=torch.int64),
+        is_target=is_target,
+        prompt_length=prompt_length,
+        reference=turns[last]["content"],
+        row=row,
+        question=turns[last - 1]["content"] if last else "",
+    )
 
 
 def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conversation | None:

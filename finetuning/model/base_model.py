@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from finetuning.model.checkpoint import WEIGHTS, problem_of
+from finetuning.model.gguf_file import GGUFError, checkpoint_of
 from finetuning.model.tiny import build_tiny
 from finetuning.settings import ModelSettings
 
@@ -52,10 +53,12 @@ class BaseModel:
 def locate(name: str) -> Path:
     """Return the directory of a checkpoint: ``tiny``, an absolute path, or a Hugging Face id.
 
-    ``tiny`` is built on first use, and the safetensors files of an id are downloaded on first use.
+    ``tiny`` is built on first use, a GGUF file is converted on first use, and the safetensors files
+    of an id are downloaded on first use.
 
     Raises:
-        BaseModelError: There is no such checkpoint, or it is not in safetensors format.
+        BaseModelError: There is no such checkpoint, it is neither a GGUF file nor in safetensors
+            format, or it can't be converted.
 
     """
     if name == "tiny":
@@ -63,6 +66,11 @@ def locate(name: str) -> Path:
     path = Path(name).expanduser()
     if not path.is_absolute():
         path = fetch(name)
+    elif path.is_file():
+        try:
+            return checkpoint_of(path)
+        except GGUFError as error:
+            raise BaseModelError(f'model.name = "{name}": {error}') from error
     problem = problem_of(name, path)
     if problem is not None:
         raise BaseModelError(problem)
@@ -70,7 +78,10 @@ def locate(name: str) -> Path:
 
 
 def reference(name: str, directory: Path) -> str:
-    """Return a base model's Hugging Face id, or its directory if it has none."""
+    """Return a base model's Hugging Face id, or its directory if it has none.
+
+    That of a GGUF file is in the cache.
+    """
     is_id = name != "tiny" and not Path(name).expanduser().is_absolute()
     return name if is_id else str(directory)
 

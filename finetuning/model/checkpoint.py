@@ -1,27 +1,36 @@
-"""What can be known of a checkpoint's folder before any heavy library is imported."""
+"""What can be known of a checkpoint before any heavy library is imported."""
 
 import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+
+from finetuning.model.gguf_file import GGUFError, read_header
 
 # The names that `save_pretrained` gives; other files beside them hold the same weights again.
 WEIGHTS = "model*.safetensors"
 
 
 def problem_of(name: str, path: Path) -> str | None:
-    """Return why a folder can't be the base model, or None if it can.
+    """Return why a folder or a GGUF file can't be the base model, or None if no reason is known.
 
     Args:
         name: ``model.name``.
-        path: The folder.
+        path: The folder or file.
 
     """
+    if path.is_file():
+        try:
+            read_header(path)
+        except (GGUFError, OSError) as error:
+            return f'model.name = "{name}": {error}'
+        return None
     if not (path / "config.json").is_file():
         return (
             f'model.name = "{name}": no config.json in {path}; it must be a checkpoint directory '
-            "in Hugging Face format"
+            "in Hugging Face format, or a GGUF file"
         )
     if not any(path.glob(WEIGHTS)):
         return (
@@ -31,24 +40,31 @@ def problem_of(name: str, path: Path) -> str | None:
     return None
 
 
-def client_parameters(directory: Path, blocks: int | None = None) -> int:
-    """Count the parameters that a client holds, from the headers of the safetensors files.
+def client_parameters(checkpoint: Path, blocks: int | None = None) -> int:
+    """Count the parameters that a client holds, from the headers of its files.
 
     Args:
-        directory: Directory of the checkpoint.
+        checkpoint: Directory of the checkpoint, or a GGUF file.
         blocks: Number of blocks at the client; None for the whole model.
 
     """
     counts: Counter[int | None] = Counter()
-    for file in directory.glob(WEIGHTS):
-        with file.open("rb") as content:
-            header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
-        for tensor, description in header.items():
-            if tensor != "__metadata__":
-                number = re.search(r"\.(\d+)\.", tensor)
-                key = int(number[1]) if number else None
-                counts[key] += math.prod(description["shape"])
+    for tensor, count in _tensors(checkpoint):
+        number = re.search(r"\.(\d+)\.", tensor)
+        counts[int(number[1]) if number else None] += count
     ends = counts.pop(None, 0)
     if blocks is None or not counts:
         return ends + counts.total()
     return ends + counts.total() * min(blocks, len(counts)) // len(counts)
+
+
+def _tensors(checkpoint: Path) -> Iterator[tuple[str, int]]:
+    """Yield the name and the number of weights of every tensor."""
+    if checkpoint.is_file():
+        yield from read_header(checkpoint).weights.items()
+    for file in checkpoint.glob(WEIGHTS):
+        with file.open("rb") as content:
+            header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
+        for tensor, description in header.items():
+            if tensor != "__metadata__":
+                yield tensor, math.prod(description["shape"])

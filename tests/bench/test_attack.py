@@ -77,7 +77,9 @@ def test_the_gradient_tells_the_labels(deep_checkpoint, tail_blocks, wire):
         part.train(False)
     (row,) = texts(1, 12, seed=3)
     targets = torch.arange(len(row)) >= 7
-    batch = collate([Example(tokens=row, is_target=targets, prompt_length=7, reference="")], 0)
+    batch = collate(
+        [Example(tokens=row, is_target=targets, prompt_length=7, reference="", row=0)], 0
+    )
     with torch.no_grad():
         padding = Padding("right", batch.lengths)
         middle = parts["body"](parts["head"](batch.tokens, padding), padding)

@@ -21,6 +21,7 @@ from split.model.partition import partition_of
 from strategies.run_config import parse_run_config
 from tests.chambers.conftest import CLIENTS, ROOT, refused, serve, told, write_run
 from tests.conftest import write_checkpoint
+from tests.gguf_files import write_gguf
 
 QUESTIONS = ["the court holds that", "which goods were never delivered before winter came", "a"]
 NEW = ("--max-new-tokens", "12")
@@ -79,6 +80,16 @@ def test_the_whole_model_says_what_peft_s_own_says(run_folder, base, capsys):
     assert shown == "".join(text + "\n" for text in expected)
     bare = told(capsys, "generate", "--model", base, *NEW, *QUESTIONS)
     assert bare != shown
+
+
+def test_a_gguf_file_says_what_its_checkpoint_says(base, tmp_path, capsys, monkeypatch):
+    write_gguf(base, tmp_path / "model.gguf")
+    monkeypatch.chdir(tmp_path)
+    words = ["generate", *NEW, *QUESTIONS, "--model"]
+    assert told(capsys, *words, "model.gguf") == told(capsys, *words, base)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    refusal = refused(capsys, *words, tmp_path / "model.gguf")
+    assert "model.gguf is damaged or incomplete" in refusal
 
 
 def test_prompts_are_those_of_training(base, tmp_path):

@@ -53,7 +53,8 @@ def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client
     (tmp_path / "clients" / "one" / "test.jsonl").write_text('{"instruction": "a"}\n')
     for setting, reason in (
         ("model.name=/nowhere", "no config.json in /nowhere"),
-        ("model.name=./nowhere", "there is no such folder"),
+        ("model.name=./nowhere", "there is no such file or folder"),
+        (f"model.name={tmp_path / 'file'}", "is not a GGUF file"),
         (f"model.name={tmp_path / 'empty'}", "no config.json in"),
         ("data.path=/nowhere", "/nowhere\" doesn't exist"),
         ("data.path=nowhere/rows.jsonl", "there is no such file or folder"),

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from client_app.policy import check_run
 from finetuning.model.fingerprint import digest
+from strategies.answers import ANSWERS
 from strategies.messages import ARRAYS, CONFIG, LANE, METRICS
 from strategies.run_config import parse_run_config
 from strategies.site_policy import PolicyError, SitePolicy, policy_table, read_policy
 from tests.finetuning.data.templates import THINKING
+from tests.gguf_files import write_gguf
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -74,6 +76,7 @@ def test_any_text_is_a_policy_or_is_refused_in_words(tmp_path_factory, text):
 
 DIGEST = "0" * 64
 SPLIT = {"strategy": "fl-glm", "train.batch-size": 1}
+SHOWING = {"evaluate.generate": True, "evaluate.show-answers": 1}
 LANES = "[split]\nallowed = true\nfewest-head-blocks = 2"
 REFUSED_RUNS = [
     ('strategies = ["fedjudge-base"]', {}, 'strategy = "fedjudge-cl" (not in its strategies)'),
@@ -89,6 +92,12 @@ REFUSED_RUNS = [
         "too few of its rows (fewest-examples = 4)",
     ),
     ("", {"evaluate.generate": True}, "evaluate.generate = true (generation = false)"),
+    ("generation = true", SHOWING, "evaluate.show-answers = 1 (show-answers = false)"),
+    (
+        "generation = true\nshow-answers = true\n[privacy]\nepsilon = 8.0",
+        SHOWING,
+        "evaluate.show-answers = 1 (privacy.epsilon: they are text of single rows)",
+    ),
     ("", {"model.name": "/etc"}, 'model.name = "/etc" (not in its hub-models or paths)'),
     ("", {"model.name": "owner/model"}, "(not in its hub-models or paths)"),
     ("", {"data.path": "/etc"}, 'data.path = "/etc" (not in its paths)'),
@@ -295,3 +304,31 @@ def test_a_lane_to_another_server_is_refused(site, deep_checkpoint):
         "the site's policy refuses a lane to unix:/run/docker.sock (not in its coordinators)"
     )
     assert not site.lines("lane")
+
+
+def test_a_gguf_file_is_allowed_by_its_folder_and_by_its_digest(site, checkpoint):
+    file = write_gguf(checkpoint, site.folder / "model.gguf")
+    model = {"model.name": str(file)}
+    reply = site.ask("query", changed=model)
+    found = dict(
+        zip(reply.content[CONFIG]["tensors"], reply.content[CONFIG]["digests"], strict=True)
+    )
+    site.decide(f'base-models = ["{digest(found)}"]\n')
+    assert "problem" not in site.ask("query", changed=model).content[CONFIG]
+    # A process that has read it notices that it was replaced.
+    write_gguf(checkpoint, file, "Q8_0")
+    assert "not in its base-models" in site.refusal("query", None, model)
+    Path(site.node["policy"]).write_text('paths = ["/elsewhere"]')
+    assert "not in its hub-models or paths" in site.refusal("query", None, model)
+
+
+def test_text_of_rows_leaves_only_if_a_policy_opens_it(site):
+    changed = SHOWING | {"evaluate.max-new-tokens": 4}
+    site.decide("generation = true\nshow-answers = true")
+    reply = site.ask("evaluate", changed=changed, round=0, losses=True)
+    assert reply.content[ANSWERS]["model"] == ["base"]
+    assert site.lines("reply")[-1]["answers"] == 1
+    assert ANSWERS not in site.ask("evaluate", changed=changed, losses=True).content
+    del site.node["policy"]
+    for kind in ("query", "train", "evaluate"):
+        assert "this SuperNode's --node-config names no policy" in site.refusal(kind, None, changed)

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from server_app.report import ClientSummary, summary_rows, write_report
+from server_app.summary import summary
 from strategies.run_folder import read_events
 
 CONFIG = {"strategy": "fedjudge-cl", "rounds": 3, "model.name": "tiny", "continual.lambda": 0.125}
@@ -119,6 +120,41 @@ def test_page_shows_results_rounds_and_configuration(run):
     assert "continual.lambda0.125" in text.replace(" 0.125", "0.125")
     for heading in ("Held-out loss", "Held-out ROUGE-L", "Training loss", "s = Σ J", "Penalty's"):
         assert heading in text
+
+
+def answers(round_number, model, text, question="Is it void?", client="court"):
+    shown = {"question": question, "reference": "It is [bold]not[/bold].", "text": text}
+    return {
+        "event": "answers",
+        "round": round_number,
+        "client": client,
+        "model": model,
+        "answers": [shown],
+    }
+
+
+ANSWERS = [
+    answers(0, "base", HOSTILE),
+    answers(1, "global", "an older one"),
+    answers(2, "global", "\x1b[2J " + "no" * 500),
+    answers(2, "personalised", "It is not."),
+]
+
+
+def test_answers_stand_side_by_side_in_page_and_terminal(run):
+    directory = run([*EVENTS, *ANSWERS])
+    page = "".join(check(write_report(directory)).text.split())
+    expected = f"court: Is it void? reference It is [bold]not[/bold]. base {HOSTILE} global"
+    assert "".join(expected.split()) in page and "older" not in page
+    shown = summary(directory)
+    assert shown.index("A held-out question of court") < shown.index("Held-out loss")
+    assert "\x1b" not in shown and "older" not in shown
+    cells = [line.split("│")[1:3] for line in shown.splitlines() if line.startswith("│ ")]
+    names = [name.strip() for name, _ in cells if name.strip()]
+    assert names[:5] == ["question", "reference", "base", "global", "personalised"]
+    text = "".join(text.strip() for _, text in cells)
+    assert r"It is [bold]not[/bold].<script>" in text and r"\x1b[2Jnono" in text
+    assert text.count("no") < 250 and "…" in text
 
 
 def test_page_is_escaped_accessible_and_stands_alone(run):

@@ -17,8 +17,10 @@ from client_app import fl_glm
 from client_app.institution import open_institution
 from finetuning.model.base_model import BaseModelError
 from strategies import live_status, participants
+from strategies.messages import one_line
 from strategies.participants import RefusedError
 from strategies.run_config import ConfigError, parse_run_config
+from tests.gguf_files import write_gguf
 
 
 @pytest.fixture
@@ -52,6 +54,16 @@ def test_clients_and_server_learn(split_values, tmp_path, schedule):
     assert not [e for e in lanes if e["error"]]
     trained = [e for e in lanes if e["purpose"] == "train"]
     assert len(trained) == 9 and all(e["steps"] > 0 and e["bytes_up"] > 0 for e in trained)
+
+
+def test_a_gguf_file_trains_as_its_checkpoint_does(split_values, deep_checkpoint, tmp_path):
+    file = write_gguf(deep_checkpoint, tmp_path / "model.gguf")
+    values = split_values | {"rounds": 1, "train.local-steps": 1}
+    losses = [
+        [e["loss"] for e in run(values | {"model.name": str(name)}, folder).events if "loss" in e]
+        for name, folder in ((deep_checkpoint, tmp_path / "one"), (file, tmp_path / "other"))
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 3 * 4
 
 
 def test_both_schedules_agree_on_one_client(split_values, tmp_path):
@@ -106,6 +118,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
 
     names = ["rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
     answering = {"generate": True, "generate-examples": 4, "batch-size": 3, "max-new-tokens": 12}
+    answering["show-answers"] = 2
     values = split_values | {f"evaluate.{key}": value for key, value in answering.items()}
     # So many steps that the random model generates some of the words.
     values |= {"adapter.rank": 16, "train.epochs": 8, "train.learning-rate": 2e-2}
@@ -115,6 +128,11 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
         (e["client"], e["model"]): {name: e[name] for name in names}
         for e in journal.events
         if e["event"] == "evaluate" and e["round"] in (0, 2)
+    }
+    shown = {
+        (e["client"], e["model"]): [answer["text"] for answer in e["answers"]]
+        for e in journal.events
+        if e["event"] == "answers"
     }
     config = parse_run_config(values)
     for partition, client in enumerate(("alpha", "beta", "gamma")):
@@ -131,6 +149,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
                 answers = generate_answers(WholeModel(model), tokenizer, examples, 3, 12)
             scores = score(answers, [example.reference for example in examples])
             assert {name: scores[name] for name in names} == measured[client, kind]
+            assert shown[client, kind] == [one_line(answer) for answer in answers[:2]]
     assert max(scores["rouge1"] for scores in measured.values()) > 0
 
 

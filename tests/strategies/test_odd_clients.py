@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 
 from bench.in_process import MemoryJournal
 from strategies.messages import ARRAYS, METRICS, SIZE
@@ -132,6 +132,7 @@ ODD = {
     "text for a number": (with_metric("loss", [1.0, 2.0]), "loss"),
     "more arrays": (with_more("more", ArrayRecord()), "more than was requested"),
     "more metrics": (with_more("a", MetricRecord({SIZE: 10**9})), "more than was requested"),
+    "text": (with_more("answers", ConfigRecord()), "answers that were not requested"),
     "silence": (lambda reply: None, "no reply within"),
 }
 

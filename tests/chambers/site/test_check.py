@@ -21,9 +21,12 @@ from cryptography.hazmat.primitives.serialization import (
 
 from chambers.__main__ import main
 from chambers.site.authority import open_authority
+from finetuning.model.base_model import locate
+from finetuning.model.fingerprint import digest, fingerprint
 from tests.chambers.conftest import refused, told, wait_for
 from tests.client_app.worker_process import running_worker
 from tests.conftest import write_rows
+from tests.gguf_files import write_gguf
 
 
 @contextmanager
@@ -250,7 +253,7 @@ def test_policy(capsys, site):
     assert "most-round: unknown key" in at_institution(capsys, site, 1)
 
 
-def test_data_and_model(capsys, site, tmp_path):
+def test_data_and_model(capsys, site, checkpoint, tmp_path):
     def found(node_config):
         return at_institution(capsys, site, 1, node_config=node_config)
 
@@ -263,6 +266,9 @@ def test_data_and_model(capsys, site, tmp_path):
     assert "train.jsonl" in found(f'name="court" data-path="{site.data}"')
     output = at_institution(capsys, site, 1, "--model", tmp_path / "none")
     assert "no config.json in" in output
+    file = write_gguf(checkpoint, tmp_path / "model.gguf")
+    output = at_institution(capsys, site, 1, "--model", file)
+    assert f"model: {file} has the digest {digest(fingerprint(locate(str(file))))}" in output
 
 
 def test_worker(capsys, site, tmp_path):

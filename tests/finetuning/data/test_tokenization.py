@@ -169,6 +169,7 @@ def test_many_rows_come_in_their_order(tokenizer_of):
     rows = [question(f"q{n}", f"answer {n}") for n in range(2300)]
     examples, _ = tokenize(rows, tokenizer, 100)
     assert [example.reference for example in examples] == [f"answer {n}" for n in range(2300)]
+    assert all(f"q{n}" in example.question for n, example in enumerate(examples))
     assert target_texts(tokenizer, examples[2222]) == ["answer 2222<|im_end|>"]
 
 

@@ -1,0 +1,192 @@
+"""A GGUF file as base model: read once, and kept in the cache as a safetensors checkpoint.
+
+All weights are dequantised to float32. The checkpoint is then used as any other is: fingerprints,
+the parts of a split model and bitsandbytes read its tensors by name.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from finetuning.files import cache_directory, replacing, stamps
+
+_ORIGIN = "gguf.json"
+_MAGIC = b"GGUF"
+# What the libraries raise for a file that ends early or is damaged.
+_DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError)
+_SHOWN_NAMES = 3
+
+
+class GGUFError(ValueError):
+    """A file can't be used as a GGUF checkpoint; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says about its tensors.
+
+    Attributes:
+        architecture: GGUF's name of the architecture.
+        weights: Number of weights of each tensor.
+        quantization: Types of all tensors with more than one dimension, from that of the most
+            weights to that of the fewest, such as ``Q4_1, Q8_0``.
+
+    """
+
+    architecture: str
+    weights: dict[str, int]
+    quantization: str
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The GGUF file that a checkpoint in the cache was read from.
+
+    Attributes:
+        file: Name of the file, without its folder.
+        sha256: Digest of its content.
+        quantization: Types of its weights; see `Header`.
+
+    """
+
+    file: str
+    sha256: str
+    quantization: str
+
+
+def checkpoint_of(file: Path) -> Path:
+    """Return the directory of a checkpoint with a GGUF file's weights; write it on first use.
+
+    It is in the cache under the digest of the file's content. Concurrent processes wait for the one
+    that writes it. Writing needs memory for the whole model in float32.
+
+    Raises:
+        GGUFError: The file can't be used, or the checkpoint can't be written.
+
+    """
+    try:
+        digest = _digest(file)
+        target = cache_directory() / f"gguf-{digest[:16]}"
+        with FileLock(target.with_suffix(".lock")):
+            if not (target / _ORIGIN).is_file():
+                header = read_header(file)
+                with replacing(target) as aside:
+                    _convert(file, header, aside)
+                    origin = Origin(file.name, digest, header.quantization)
+                    (aside / _ORIGIN).write_text(json.dumps(asdict(origin), indent=1) + "\n")
+    except OSError as error:
+        raise GGUFError(
+            f"{file} can't be read, or its weights can't be kept in {cache_directory()}: {error}; "
+            "CHAMBERS_CACHE names another folder for them"
+        ) from error
+    return target
+
+
+def origin_of(directory: Path) -> Origin | None:
+    """Return the GGUF file that a checkpoint was read from, or None if it wasn't."""
+    file = directory / _ORIGIN
+    return Origin(**json.loads(file.read_text())) if file.is_file() else None
+
+
+def read_header(file: Path) -> Header:
+    """Read a GGUF file's header, and check that all of its tensors are there.
+
+    Raises:
+        GGUFError: It isn't a GGUF file, or it is damaged.
+        OSError: It can't be read.
+
+    """
+    from gguf import GGUFReader
+
+    with file.open("rb") as content:
+        if content.read(len(_MAGIC)) != _MAGIC:
+            raise GGUFError(
+                f"{file} is not a GGUF file; a base model is a GGUF file, a checkpoint directory "
+                "in Hugging Face format, or a Hugging Face id"
+            )
+    with _explained(file, "is damaged or incomplete", "download it again"):
+        reader = GGUFReader(file)
+        field = reader.get_field("general.architecture")
+        if field is None:
+            raise ValueError("it names no architecture")
+        weights = {tensor.name: math.prod(map(int, tensor.shape)) for tensor in reader.tensors}
+        by_type: dict[str, int] = {}
+        for tensor in reader.tensors:
+            if len(tensor.shape) > 1:
+                kind = tensor.tensor_type.name
+                by_type[kind] = by_type.get(kind, 0) + weights[tensor.name]
+        kinds = sorted(by_type, key=lambda kind: -by_type[kind])
+        return Header(str(field.contents()), weights, ", ".join(kinds))
+
+
+def _digest(file: Path) -> str:
+    """Return the SHA-256 digest of a file's content, which is read again only after a change."""
+    key = hashlib.sha256(json.dumps(stamps(file.resolve())).encode()).hexdigest()
+    cached = cache_directory() / "gguf-digests" / key
+    if not cached.is_file():
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        with replacing(cached) as aside:
+            aside.write_text(digest)
+    return cached.read_text()
+
+
+def _convert(file: Path, header: Header, directory: Path) -> None:
+    """Save a GGUF file's weights, configuration and tokenizer in Hugging Face format."""
+    import torch
+    from transformers import AutoTokenizer
+
+    model, missing = _read_model(file, header)
+    if missing:
+        raise GGUFError(
+            f"{file} lacks {len(missing)} of the model's tensors, "
+            f"{', '.join(missing[:_SHOWN_NAMES])} among them; if it is one of several files, join "
+            "them with llama-gguf-split --merge"
+        )
+    settings = model.config.to_dict()
+    settings.pop("quantization_config", None)
+    # Saved as it is, the model would be described as quantised.
+    with torch.device("meta"):
+        plain = type(model)(type(model.config).from_dict(settings))
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.save_pretrained(directory)
+    with _explained(file, "has no tokenizer that transformers can read", _INSTEAD):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer.save_pretrained(directory)
+
+
+_INSTEAD = "use the checkpoint in safetensors format that it was made from"
+
+
+def _read_model(file: Path, header: Header) -> tuple[Any, list[str]]:
+    """Read a GGUF file by ``transformers``; return the model and the names of absent tensors."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    problem = f"has the architecture {header.architecture}, which transformers can't read from GGUF"
+    with _explained(file, problem, _INSTEAD):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    return model, sorted(report["missing_keys"])
+
+
+@contextmanager
+def _explained(file: Path, problem: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except (*_DAMAGE, NotImplementedError, RuntimeError) as error:
+        raise GGUFError(f"{file} {problem} ({type(error).__name__}: {error}); {advice}") from error

@@ -1,0 +1,35 @@
+"""The answers that clients have sent as text, by question."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from strategies.run_folder import Event
+
+
+@dataclass
+class Question:
+    """A held-out question of a client.
+
+    Attributes:
+        text: The question.
+        reference: The answer that was hoped for.
+        answers: Each model's last known answer.
+
+    """
+
+    text: str
+    reference: str
+    answers: dict[str, str] = field(default_factory=dict)
+
+
+def questions(events: Iterable[Event]) -> dict[str, list[Question]]:
+    """Return the questions of every client that has sent some, in the order of names."""
+    found: dict[str, dict[tuple[str, str], Question]] = {}
+    for event in events:
+        if event["event"] == "answers":
+            own = found.setdefault(event["client"], {})
+            for answer in event["answers"]:
+                key = answer["question"], answer["reference"]
+                question = own.setdefault(key, Question(*key))
+                question.answers[event["model"]] = answer["text"]
+    return {client: list(own.values()) for client, own in sorted(found.items())}

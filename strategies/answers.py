@@ -1,0 +1,91 @@
+"""Answers to held-out questions, which clients send as text if run config and policy allow it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import ConfigRecord, Message
+
+from strategies.messages import one_line
+
+ANSWERS = "answers"
+MODELS = ("base", "global", "personalised")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer to a held-out question; texts are single lines of bounded length.
+
+    Attributes:
+        model: ``base``, ``global`` or ``personalised``.
+        question: The question.
+        reference: The answer that was hoped for.
+        text: The answer that was generated.
+
+    """
+
+    model: str
+    question: str
+    reference: str
+    text: str
+
+
+_FIELDS = ("model", "question", "reference", "text")
+
+
+def answers_record(answers: Sequence[Answer]) -> ConfigRecord:
+    """Return answers as a ConfigRecord: one list for each field."""
+    return ConfigRecord({f: [one_line(getattr(a, f)) for a in answers] for f in _FIELDS})
+
+
+def answers_problem(reply: Message, most: int) -> str | None:
+    """Return why a reply's answers can't be used, or None if they can.
+
+    Args:
+        reply: Reply to a train or evaluate message.
+        most: Maximal number of answers of each model.
+
+    """
+    record = _record(reply)
+    if record is None:
+        return None
+    if not most:
+        return "it sent answers that were not requested"
+    columns = list(record.values())
+    texts = all(isinstance(c, list) and all(isinstance(v, str) for v in c) for c in columns)
+    if set(record) != set(_FIELDS) or not texts or len({len(column) for column in columns}) > 1:
+        return "its answers are not texts with their questions and references"
+    models = record["model"]
+    if not set(models) <= set(MODELS) or any(models.count(model) > most for model in MODELS):
+        return f"its answers are not at most {most} of each of the models {', '.join(MODELS)}"
+    return None
+
+
+def answers_of(reply: Message) -> list[Answer]:
+    """Read the answers from a reply that has been checked; empty if it has none."""
+    record = _record(reply)
+    if record is None:
+        return []
+    rows = zip(*(record[field] for field in _FIELDS), strict=True)
+    return [Answer(*map(one_line, row)) for row in rows]
+
+
+def answer_events(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Return one event of ``metrics.jsonl`` for each model that answered."""
+    return [
+        {
+            "event": "answers",
+            "model": model,
+            "answers": [
+                {"question": a.question, "reference": a.reference, "text": a.text}
+                for a in answers
+                if a.model == model
+            ],
+        }
+        for model in MODELS
+        if any(a.model == model for a in answers)
+    ]
+
+
+def _record(reply: Message) -> Mapping[str, Any] | None:
+    return reply.content.config_records.get(ANSWERS)
