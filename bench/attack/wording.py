@@ -54,7 +54,7 @@ NOISE = """\
 `split.noise` is added to all hidden states that the client sends, in training too. *Loss* is the
 consultancy's held-out loss in nats per token, with the noise, of the base model and after
 training with LoRA ({steps} steps of 4 rows, one run each). The decoder is trained on hidden
-states with the same noise.
+states with the same noise, and the search knows its scale.
 """
 
 SEALED = """\
@@ -69,8 +69,8 @@ ADAPTER = """\
 
 The attacked client's head has an adapter after {steps} steps of training (first row of the table
 of noise); the decoder was trained on, and the search computes with, the public head. (The server
-gets the adapter at the next average, so this is the case between averages.) The search tries 64 similar and 512 frequent
-tokens, since none fits exactly.
+gets the adapter at the next average, so this is the case between averages.) The search tries 64
+similar and 512 frequent tokens, since none fits exactly.
 """
 
 GRADIENTS = """\
