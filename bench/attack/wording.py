@@ -34,14 +34,13 @@ has one block at each end, no noise, and the public weights.
 - *decoder*: one linear layer, or a Transformer of one block over the whole text (the paper's
   F⁻¹), trained on the colluding client. It can only produce tokens that occur in its training
   texts. Their share of the attacked tokens, the most that it can read, is: {covered}.
-- *optimisation*: embeddings are changed by Adam, {optimisation_steps} steps, until the public head
-  computes what was received, and then replaced by the nearest tokens.
+- *optimisation*: Adam changes embeddings in {optimisation_steps} steps, so that the public head
+  computes from them what was received; each is then replaced by the nearest token.
 - *search*: token by token, the one with which the public head computes what was received, given
   the tokens found so far; without blocks it looks up the nearest embedding. It tries the most
   similar tokens (up to {most_candidates}) and the 512 most frequent ones.
 
-With each seed the decoder reads {decoded} texts, the optimisation {optimised} and the search
-{searched}.
+Texts read with each seed: decoder {decoded}, optimisation {optimised}, search {searched}.
 """
 
 WIRE = """\
