@@ -226,7 +226,7 @@ def _draw_blocks(record: Record, file: Path) -> None:
             panel.axhline(level, color="grey", linestyle=":", label="chance")
         panel.set(title=data, xlabel="head blocks", ylim=(0, 104))
     panels[0][0].set_ylabel("ROUGE-1, %")
-    panels[0][0].legend(fontsize="small", loc="center right")
+    panels[0][0].legend(fontsize="small", loc="upper right", bbox_to_anchor=(1, 0.95), ncols=2)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     pyplot.close(figure)

@@ -34,14 +34,13 @@ has one block at each end, no noise, and the public weights.
 - *decoder*: one linear layer, or a Transformer of one block over the whole text (the paper's
   F⁻¹), trained on the colluding client. It can only produce tokens that occur in its training
   texts. Their share of the attacked tokens, the most that it can read, is: {covered}.
-- *optimisation*: embeddings are changed by Adam, {optimisation_steps} steps, until the public head
-  computes what was received, and then replaced by the nearest tokens.
+- *optimisation*: Adam changes embeddings in {optimisation_steps} steps, so that the public head
+  computes from them what was received; each is then replaced by the nearest token.
 - *search*: token by token, the one with which the public head computes what was received, given
   the tokens found so far; without blocks it looks up the nearest embedding. It tries the most
   similar tokens (up to {most_candidates}) and the 512 most frequent ones.
 
-With each seed the decoder reads {decoded} texts, the optimisation {optimised} and the search
-{searched}.
+Texts read with each seed: decoder {decoded}, optimisation {optimised}, search {searched}.
 """
 
 WIRE = """\
@@ -54,7 +53,7 @@ NOISE = """\
 `split.noise` is added to all hidden states that the client sends, in training too. *Loss* is the
 consultancy's held-out loss in nats per token, with the noise, of the base model and after
 training with LoRA ({steps} steps of 4 rows, one run each). The decoder is trained on hidden
-states with the same noise.
+states with the same noise, and the search knows its scale.
 """
 
 SEALED = """\
@@ -69,8 +68,8 @@ ADAPTER = """\
 
 The attacked client's head has an adapter after {steps} steps of training (first row of the table
 of noise); the decoder was trained on, and the search computes with, the public head. (The server
-gets the adapter at the next average, so this is the case between averages.) The search tries 64 similar and 512 frequent
-tokens, since none fits exactly.
+gets the adapter at the next average, so this is the case between averages.) The search tries 64
+similar and 512 frequent tokens, since none fits exactly.
 """
 
 GRADIENTS = """\
