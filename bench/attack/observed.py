@@ -39,7 +39,8 @@ def as_received(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) ->
     """Return hidden states as the server decrypts them; they get the noise before they are sent."""
     received = []
     for tokens in hidden:
-        frame, limits = _frame(add_noise(tokens[None], noise), wire)
+        sent = add_noise(tokens[None], noise) if noise else tokens[None]
+        frame, limits = _frame(sent, wire)
         key = os.urandom(32)
         opener = Opener(key, limits)
         for record in _seal(frame, limits, key):

@@ -12,12 +12,9 @@ def add_noise(hidden: torch.Tensor, noise: float) -> torch.Tensor:
 
     Args:
         hidden: (rows, columns, hidden).
-        noise: Standard deviation relative to the root mean square of each token's numbers; with 0
-            the hidden states are returned as they are.
+        noise: Standard deviation relative to the root mean square of each token's numbers.
 
     """
-    if not noise:
-        return hidden
     deviation = noise * hidden.float().square().mean(-1, keepdim=True).sqrt()
     # Not from a seed, which the server knows too.
     drawn = normal(hidden.numel(), os.urandom).view_as(hidden).to(deviation)

@@ -285,7 +285,7 @@ class SplitModel:
             Kind.HIDDEN,
             self._step,
             index,
-            {"hidden": add_noise(hidden.detach(), self._noise), "lengths": batch.lengths},
+            {"hidden": self._with_noise(hidden.detach()), "lengths": batch.lengths},
             {"side": "right", **counts},
         )
         return hidden
@@ -293,11 +293,14 @@ class SplitModel:
     def _through_body(
         self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: dict[str, Value]
     ) -> torch.Tensor:
-        tensors = {"hidden": add_noise(hidden, self._noise), "lengths": lengths}
+        tensors = {"hidden": self._with_noise(hidden), "lengths": lengths}
         self.lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
         # Generations of other clients may have to end before there is room for this one.
         frame = self._receive(Kind.HIDDEN, None if index else self._deadline, micro_batch=index)
         return _of_shape(frame, "hidden", hidden.shape)
+
+    def _with_noise(self, hidden: torch.Tensor) -> torch.Tensor:
+        return add_noise(hidden, self._noise) if self._noise else hidden
 
     def _pipeline(
         self,

@@ -137,7 +137,8 @@ def test_a_slow_reader_gets_the_rest(run_folder, tmp_path, capsys):
 def test_a_cut_after_the_last_text_changes_nothing(run_folder, tmp_path):
     with serve(run_folder, log=tmp_path / "log") as (process, _):
         words = generating(run_folder, tmp_path / "invitations" / "alpha.json")
-        source = models.find(parse(list(map(str, words))))
+        options = parse(list(map(str, words)))
+        source = models.find(options, options.invitation)
         with models.opened(source):
             process.kill()
             process.wait(20)
