@@ -166,15 +166,20 @@ class Side:
         return [each.user + each.system for each in times]
 
 
-def ratios(one: Side, other: Side) -> list[str]:
-    """Format one side's time ÷ the other's, in the order of ``RATIOS``.
+def compared_with(one: Side, other: Side) -> dict[str, float]:
+    """Return one side's time ÷ the other's, by the names in ``RATIOS``.
 
     The last one is the median of the ratios within a round of turns, which is hardly affected if
     the machine is slower for some minutes.
     """
     values = [a / b for a, b in zip(one.summary(), other.summary(), strict=True)]
     both = zip(one.seconds[one.warm_up :], other.seconds[other.warm_up :], strict=True)
-    return [f"{value:.3f}" for value in (*values, median(a / b for a, b in both))]
+    return dict(zip(RATIOS, (*values, median(a / b for a, b in both)), strict=True))
+
+
+def ratios(one: Side, other: Side) -> list[str]:
+    """Format one side's time ÷ the other's, in the order of ``RATIOS``."""
+    return [f"{value:.3f}" for value in compared_with(one, other).values()]
 
 
 def make_table(title: str, *headings: str) -> Table:

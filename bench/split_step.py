@@ -1,6 +1,6 @@
 """What splitting a training step costs, compared with the whole model in one process.
 
-    python -m bench.split_step [--pairs 15] [--wire bfloat16]
+    python -m bench.split_step [--pairs 15] [--wire bfloat16] [--record FILE]
 
 Every configuration has its own processes, which stay for the whole run and take one optimizer step
 in turn; two steps warm up. Each process has one torch thread and is bound to its cores. A step is
@@ -11,19 +11,22 @@ are user and system time of all processes of a configuration, the proxy among th
 
 The run fails if the losses of the first steps differ by more than 1e-4 from the whole model's:
 those of the measured lanes with ``--wire float32``, with other wires those of a lane that trains
-these steps alone, before anything is measured.
+these steps alone, before anything is measured. ``--record docs/recorded/split_step.json`` also
+writes the result as JSON, of which ``python -m bench.pictures`` makes a picture.
 """
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 from rich.table import Table
 
-from bench.harness import RATIOS, WARM_UP, Side, make_table, ratios, show
+from bench.harness import RATIOS, WARM_UP, Side, compared_with, make_table, ratios, show
 from bench.job import SEED, Job, Shape, random_job
 from bench.parties import Split, Whole, alternate
 from finetuning.settings import SplitSettings
@@ -131,12 +134,22 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in pairs)
 
 
+def recorded(whole: Whole, sides: Sequence[Split], pairs: int, wire: str) -> dict[str, Any]:
+    """Return each configuration's times, and their ratios to the whole model's, for a JSON file."""
+    result = []
+    for side in (whole, *sides):
+        times = dict(zip(("median", "minimum", "cpu"), side.summary(), strict=True))
+        result.append({"name": side.name, "seconds": times, "ratios": compared_with(side, whole)})
+    return {"pairs": pairs, "wire": wire, "sides": result}
+
+
 def main() -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15, help="steps that are measured")
     parser.add_argument("--wire", choices=get_args(WireType), default="bfloat16")
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
+    parser.add_argument("--record", type=Path, help="file for the result as JSON")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     shape = Shape(hidden=arguments.hidden)
@@ -155,6 +168,9 @@ def main() -> None:
         show(f"largest difference of the first {_COMPARED} losses, wire float32: {own:.1e}")
     if not own <= _TOLERANCE:
         raise SystemExit(f"the losses differ by more than {_TOLERANCE}")
+    if arguments.record:
+        result = recorded(whole, sides, arguments.pairs, arguments.wire)
+        arguments.record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
