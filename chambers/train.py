@@ -77,6 +77,7 @@ class Train:
             config = parse_run_config(values)
             if config.min_nodes > clients:
                 raise CommandError(f"min-nodes = {config.min_nodes}, and --clients {clients}")
+            _check_model(config.model.name)
             actors = count_actors(config, clients, this_machine())
             check_inputs(config, clients)
         except (ConfigError, DataError) as error:
@@ -144,21 +145,13 @@ def _count_clients(path: str) -> int:
 
 
 def check_inputs(config: RunConfig, clients: int) -> None:
-    """Check everything the run needs on this machine, before anything is started.
+    """Check the data, adapters and folders the run needs on this machine, before it starts.
 
     Raises:
         CommandError: Something is missing or can't be written to.
         DataError: Rows are malformed; the message names files and lines.
 
     """
-    name = config.model.name
-    if name != "tiny":
-        path = Path(name).expanduser()
-        if not path.is_absolute() and not _HUB_ID.fullmatch(name):
-            raise CommandError(f'model.name = "{name}": there is no such file or folder')
-        problem = problem_of(name, path) if path.is_absolute() else None
-        if problem is not None:
-            raise CommandError(problem)
     if config.data.path:
         _check_data(config.data, clients)
     if config.initial_adapter:
@@ -169,6 +162,17 @@ def check_inputs(config: RunConfig, clients: int) -> None:
     for key, text in (("output-dir", config.output_dir), ("state-path", config.state_path)):
         if text:
             _check_writable(key, Path(text).expanduser())
+
+
+def _check_model(name: str) -> None:
+    if name == "tiny":
+        return
+    path = Path(name).expanduser()
+    if not path.is_absolute() and not _HUB_ID.fullmatch(name):
+        raise CommandError(f'model.name = "{name}": there is no such file or folder')
+    problem = problem_of(name, path) if path.is_absolute() else None
+    if problem is not None:
+        raise CommandError(problem)
 
 
 def _check_data(settings: DataSettings, clients: int) -> None:
