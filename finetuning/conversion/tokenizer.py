@@ -106,7 +106,7 @@ def _encoder(proto: Any, file: Path) -> Any:
     if proto.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     tokenizer.decoder = decoders.Sequence(steps)
-    # As with every fast tokenizer, these are found in texts, and what follows one starts a new word.
+    # As with every fast tokenizer, these are found in texts, and what follows starts a new word.
     for kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
         tokens = [p.piece for p in proto.pieces if p.type == kind]
         special = kind != _USER_DEFINED
