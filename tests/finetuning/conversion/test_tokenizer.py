@@ -3,7 +3,7 @@
 from itertools import chain
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 
@@ -35,10 +35,13 @@ def test_it_encodes_and_decodes_as_sentencepiece_does(sentencepiece_model, form)
     model = sentencepiece_model(**FORMS[form])
     original = SentencePieceProcessor(model_file=str(model))
     converted = convert_tokenizer(model, plan_baichuan(BAICHUAN))
+    # A fast tokenizer finds these in a text, where SentencePiece reads them as characters.
+    found = [str(token) for token in converted.added_tokens_decoder.values()]
 
     @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
     @given(SEVERAL)
     def check(text):
+        assume(not any(token in text for token in found))
         ids = converted(text, add_special_tokens=False).input_ids
         assert ids == original.encode(text)
         if original.unk_id() not in ids:
