@@ -27,8 +27,8 @@ class Evaluate(BaseModelOptions):
     """Score models on tasks.
 
     MODEL_OR_RUN is a base model (a Hugging Face id or a folder), the folder of an exported adapter,
-    or that of a run, of which the global adapter is scored. Beside them the bare base model and
-    the most frequent answer are scored:
+    or that of a run, whose global adapter is scored. The bare base model and the most frequent
+    answer are scored beside them:
 
     \b
       chambers evaluate --tasks boolq,cb --data /data/superglue runs/2026-01-31_12-00-00_fl-glm

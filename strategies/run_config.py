@@ -210,7 +210,7 @@ class RunConfig(Section):
 
     def flat(self) -> dict[str, Scalar]:
         """Return the configuration as Flower writes it: dotted kebab-case keys to scalars."""
-        return {key: value for key, _, value in _leaves(self)}
+        return {key: value for key, _, value in leaves(self)}
 
 
 def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
@@ -224,7 +224,7 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
             value, and what is allowed.
 
     """
-    fields = {key: field for key, field, _ in _leaves(RunConfig())}
+    fields = {key: field for key, field, _ in leaves(RunConfig())}
     mistakes = [_unknown(key, value, fields) for key, value in values.items() if key not in fields]
     nested: dict[str, Any] = {}
     for dotted in values.keys() & fields.keys():
@@ -254,19 +254,19 @@ def configuration_table() -> str:
         "| key | default | allowed | meaning |",
         "|---|---|---|---|",
     ]
-    for key, field, value in _leaves(RunConfig()):
+    for key, field, value in leaves(RunConfig()):
         shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
         meaning = str(field.description).replace("|", "\\|")
         lines.append(f"| `{key}` | `{shown}` | {_allowed(field)} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
-def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Scalar]]:
+def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
     """Yield dotted key, field and value of every setting, sections last."""
     for name, field in type(section).model_fields.items():
         key, value = prefix + str(field.alias), getattr(section, name)
         if isinstance(value, BaseModel):
-            yield from _leaves(value, key + ".")
+            yield from leaves(value, key + ".")
         else:
             yield key, field, value
 

@@ -5,7 +5,6 @@ in ``docs/policy.md`` is generated from these models.
 """
 
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +21,7 @@ from pydantic import (
 )
 
 from finetuning.settings import kebab_case
+from strategies.run_config import leaves
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -229,20 +229,10 @@ def policy_table() -> str:
     """Return the table of all keys in ``docs/policy.md``."""
     lines = ["| key | default | meaning |", "|---|---|---|"]
     lines += [
-        f"| `{key}` | {_shown(value)} | {description} |"
-        for key, value, description in _leaves(SitePolicy())
+        f"| `{key}` | {_shown(value)} | {field.description} |"
+        for key, field, value in leaves(SitePolicy())
     ]
     return "\n".join(lines) + "\n"
-
-
-def _leaves(table: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield key, default and description of every key."""
-    for name, field in type(table).model_fields.items():
-        key, value = prefix + str(field.alias), getattr(table, name)
-        if isinstance(value, BaseModel):
-            yield from _leaves(value, key + ".")
-        else:
-            yield key, value, str(field.description)
 
 
 def _shown(value: Any) -> str:

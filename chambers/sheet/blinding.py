@@ -111,7 +111,7 @@ def blind(
         questions: Questions with the answers of all models.
         models: Names of the models.
         annotators: Number of sheets.
-        seed: What orders and ids are drawn from; whoever knows it and the answers can tell models.
+        seed: What orders and ids are drawn from; it must stay secret, since it reveals the models.
 
     """
     sheets: list[Sheet] = []

@@ -98,7 +98,7 @@ table { border-collapse: collapse } th, td { padding: .2rem .6rem; vertical-alig
 <button id="next">Next without scores</button><button id="save">Save</button></header>
 <p>Score each answer by itself. The answers to a question are in random order, a different one for
 each question. What you choose is kept in this browser. "Save" writes a file; hand it in when all
-answers are scored. <label class="load">To go on elsewhere, load a saved file:
+answers are scored. <label class="load">To continue elsewhere, load a saved file:
 <input id="load" type="file" accept=".csv"></label></p>
 <table><thead><tr><th>Score</th>{% for name in criteria %}<th>{{ name|capitalize }}</th>{% endfor %}
 </tr></thead>

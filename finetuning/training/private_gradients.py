@@ -1,8 +1,9 @@
 """Gradients with differential privacy for single rows (DP-SGD, algorithm 1 of Abadi et al., 2016).
 
 A step takes each row with a probability of its own, clips the gradient of each row's loss, and adds
-Gaussian noise to their sum. The randomness must be secret: whoever can repeat it can subtract the
-noise. It comes from the operating system and not from the run's seed, which the coordinator knows.
+Gaussian noise to their sum. The randomness must be secret: anyone who can repeat it can subtract
+the noise. It comes from the operating system and not from the run's seed, which the coordinator
+knows.
 """
 
 import math
