@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -334,4 +335,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # So that the deployment ends too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()
