@@ -182,7 +182,8 @@ def _status(superlink: SuperLink) -> str:
     """Ask for the run's status; the exit status of ``flwr run --stream`` doesn't show it."""
     listing = subprocess.run(
         ["flwr", "ls", "--format", "json"],
-        env=superlink.environment,
+        # Without colours, which FORCE_COLOR asks for in a notebook.
+        env=superlink.environment | {"FORCE_COLOR": ""},
         check=False,
         capture_output=True,
         text=True,

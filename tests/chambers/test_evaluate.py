@@ -112,7 +112,6 @@ def test_a_base_model_alone_and_a_folder_of_one_task(base, data, tmp_path, capsy
 
 @pytest.mark.slow
 def test_tasks_of_the_harness_over_a_lane(run_folder, base, served, data, tmp_path, capsys):
-    pytest.importorskip("lm_eval")
     (tmp_path / "repeat.yaml").write_text(HARNESS.format(file=data / "CB" / "val.jsonl"))
     words = ["evaluate", "--tasks", "repeat_local,cb", "--include", tmp_path, "--data", data]
     words += ["--output", tmp_path / "scores.json", run_folder]

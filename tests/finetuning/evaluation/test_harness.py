@@ -9,11 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
-pytest.importorskip("lm_eval")
-
 from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM
 
 from finetuning.evaluation.harness import HarnessModel, find_tasks, harness_scores
 from finetuning.model.base_model import load_tokenizer
