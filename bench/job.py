@@ -23,7 +23,7 @@ from finetuning.adapters.adapter import (
 )
 from finetuning.data.tokenization import Example
 from finetuning.model.base_model import loading_arguments, prepare
-from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
+from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import RoundPlan
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
@@ -34,6 +34,7 @@ from split.model.partition import PartyName, partition_of
 from split.protocol.frames import Limits
 from split.protocol.invitation import Invitation
 from split.server.block_server import BlockServer
+from split.settings import SplitSettings
 
 ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0, targets="q_proj,k_proj,v_proj")
 FLOAT32 = ModelSettings(dtype="float32")

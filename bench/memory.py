@@ -56,10 +56,10 @@ from bench.job import (
     serving,
 )
 from bench.parties import serve_clients, train_clients
-from finetuning.settings import SplitSettings
 from finetuning.training.loop import train_round
 from split.client.split_model import SplitModel
 from split.protocol.invitation import Invitation
+from split.settings import SplitSettings
 
 _MINIATURE = Shape(hidden=64, blocks=3, vocabulary=64, rows=1, columns=8, micro_batches=1)
 _LANES = 8

@@ -29,10 +29,10 @@ from bench.proxy import forward
 from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import WholeModel
-from finetuning.settings import SplitSettings
 from finetuning.training.loop import Stages, train_round
 from split.model.part import Part
 from split.model.partition import PartyName
+from split.settings import SplitSettings
 
 _MEMORY, _ACCOUNTS = "memory", "accounts"
 

@@ -35,8 +35,8 @@ from bench.job import (
 from bench.proxy import forward
 from finetuning.evaluation.generation import Answering
 from finetuning.model.whole_model import WholeModel
-from finetuning.settings import SplitSettings
 from split.model.adapters import take_apart
+from split.settings import SplitSettings
 
 _ROWS, _PROMPT, _NEW = 8, 64, 64
 _DELAY, _GIGABITS = 0.02, 1.0

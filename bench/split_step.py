@@ -29,8 +29,8 @@ from rich.table import Table
 from bench.harness import RATIOS, WARM_UP, Side, compared_with, make_table, ratios, show
 from bench.job import SEED, Job, Shape, random_job
 from bench.parties import Split, Whole, alternate
-from finetuning.settings import SplitSettings
 from split.protocol.frames import WireType
+from split.settings import SplitSettings
 
 _COMPARED = 3  # steps whose losses must be equal
 _TOLERANCE = 1e-4
