@@ -33,7 +33,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from bench.harness import Worker, make_table, show
-from bench.memory import Memory
+from bench.memory_use import Memory
 from server_app.results import Results
 from strategies.fedjudge import FedJudgeBase
 from strategies.journal import Progress

@@ -28,9 +28,10 @@ import torch
 from rich.table import Table
 
 from bench.harness import RATIOS, WARM_UP, make_table, ratios, show
-from bench.job import SEED, Job, Shape, random_job
+from bench.job import Job, random_job
 from bench.parties import Split, Whole, alternate
 from bench.schedules import SCHEDULES, TARGETS, check, start
+from bench.shape import SEED, Shape
 from finetuning.settings import ModelSettings
 from split.settings import SplitSettings
 

@@ -15,8 +15,9 @@ from typing import get_args
 import torch
 
 from bench.harness import make_table, show
-from bench.job import SEED, Job, Shape, as_examples, random_job
+from bench.job import Job, as_examples, random_job
 from bench.parties import Split, Whole
+from bench.shape import SEED, Shape
 from finetuning.data.tokenization import Example
 from finetuning.settings import AdapterSettings
 from split.protocol.frames import WireType

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.job import LIFETIME, SEED, Job, Shape, join, load_body, load_ends, open_model, serving
+from bench.job import LIFETIME, Job, join, load_body, load_ends, open_model, serving
+from bench.shape import SEED, Shape
 from finetuning.adapters.adapter import State
 from finetuning.data.tokenization import Example
 from finetuning.evaluation.held_out import held_out_loss
