@@ -26,14 +26,13 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Message
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
-from flwr.supercore.task_identity import TaskIdentity
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from bench.harness import Worker, make_table, show
-from bench.memory import Memory
+from bench.in_process import InProcessGrid
+from bench.memory_use import Memory
 from server_app.results import Results
 from strategies.fedjudge import FedJudgeBase
 from strategies.journal import Progress
@@ -69,7 +68,7 @@ def draw_adapter(blocks: int, seed: int) -> State:
     }
 
 
-class RandomClients(Grid):
+class RandomClients(InProcessGrid):
     """Clients whose replies are made when they are pulled.
 
     Args:
@@ -82,27 +81,10 @@ class RandomClients(Grid):
     """
 
     def __init__(self, clients: int, blocks: int) -> None:
-        TaskIdentity.run_id = TaskIdentity.task_id = 1
-        TaskIdentity.node_id = 0
-        self._clients, self._blocks = clients, blocks
+        super().__init__({}, {node: {} for node in range(1, clients + 1)})
+        self._blocks = blocks
         self._messages: dict[str, Message] = {}
         self.seconds = 0.0
-
-    def set_run(self, run: Any) -> None:
-        """Do nothing: there is one run."""
-
-    @property
-    def run(self) -> Any:
-        """Raise: there is no run outside this process."""
-        raise NotImplementedError
-
-    def create_message(self, *_: Any, **__: Any) -> Message:
-        """Raise: messages are made by their constructor."""
-        raise NotImplementedError
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return all SuperNodes: they are always connected."""
-        return list(range(1, self._clients + 1))
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Keep the messages."""

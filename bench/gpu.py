@@ -28,10 +28,12 @@ import torch
 from rich.table import Table
 
 from bench.harness import RATIOS, WARM_UP, make_table, ratios, show
-from bench.job import SEED, Job, Shape, random_job
+from bench.job import Job, random_job
 from bench.parties import Split, Whole, alternate
 from bench.schedules import SCHEDULES, TARGETS, check, start
-from finetuning.settings import ModelSettings, SplitSettings
+from bench.shape import SEED, Shape
+from finetuning.settings import ModelSettings
+from split.settings import SplitSettings
 
 SIZES = {
     "tiny": Shape(hidden=64, blocks=4, vocabulary=128),

@@ -119,7 +119,9 @@ class MemoryJournal:
         """Keep an event."""
         self.events.append(dict(event))
 
-    def keep_personalised(self, client: str, state: State, round_number: int, size: int) -> None:
+    def keep_personalised(
+        self, client: str, state: State, round_number: int, size: int, file: Path | None = None
+    ) -> None:
         """Keep a client's adapter."""
         self.kept[client] = state
 

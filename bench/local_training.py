@@ -23,7 +23,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, logging
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from bench.harness import RATIOS, Side, ratios, show
-from bench.job import SEED, Job, Shape, load_whole, random_job
+from bench.job import Job, load_whole, random_job
+from bench.shape import SEED, Shape
 from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.tokenization import Example
 from finetuning.model.whole_model import WholeModel

@@ -14,25 +14,16 @@ from typing import Any
 import torch
 
 from bench.harness import Side, Worker, ask_all
-from bench.job import (
-    LIFETIME,
-    SEED,
-    Job,
-    join,
-    load_body,
-    load_ends,
-    load_whole,
-    open_model,
-    serving,
-)
+from bench.job import LIFETIME, Job, join, load_body, load_ends, load_whole, open_model, serving
 from bench.proxy import forward
+from bench.shape import SEED
 from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import WholeModel
-from finetuning.settings import SplitSettings
 from finetuning.training.loop import Stages, train_round
 from split.model.part import Part
 from split.model.partition import PartyName
+from split.settings import SplitSettings
 
 _MEMORY, _ACCOUNTS = "memory", "accounts"
 

@@ -33,11 +33,12 @@ from typing import get_args
 from rich.table import Table
 
 from bench.harness import RATIOS, WARM_UP, make_table, ratios, show
-from bench.job import SEED, Job, Shape, random_examples, random_job
+from bench.job import Job, random_examples, random_job
 from bench.parties import Split, Whole, alternate
+from bench.shape import SEED, Shape
 from finetuning.data.tokenization import Example
-from finetuning.settings import SplitSettings
 from split.protocol.frames import WireType
+from split.settings import SplitSettings
 
 SCHEDULES = ("client-batch", "hierarchical", "serial")
 TARGETS = {"client-batch": "≥ 0.97"}

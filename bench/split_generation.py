@@ -22,9 +22,7 @@ from rich.table import Table
 from bench.harness import RATIOS, Side, Worker, make_table, ratios, show
 from bench.job import (
     LIFETIME,
-    SEED,
     Job,
-    Shape,
     load_body,
     load_ends,
     load_whole,
@@ -33,10 +31,11 @@ from bench.job import (
     serving,
 )
 from bench.proxy import forward
+from bench.shape import SEED, Shape
 from finetuning.evaluation.generation import Answering
 from finetuning.model.whole_model import WholeModel
-from finetuning.settings import SplitSettings
 from split.model.adapters import take_apart
+from split.settings import SplitSettings
 
 _ROWS, _PROMPT, _NEW = 8, 64, 64
 _DELAY, _GIGABITS = 0.02, 1.0

@@ -27,10 +27,11 @@ from typing import Any, get_args
 from rich.table import Table
 
 from bench.harness import RATIOS, WARM_UP, Side, compared_with, make_table, ratios, show
-from bench.job import SEED, Job, Shape, random_job
+from bench.job import Job, random_job
 from bench.parties import Split, Whole, alternate
-from finetuning.settings import SplitSettings
+from bench.shape import SEED, Shape
 from split.protocol.frames import WireType
+from split.settings import SplitSettings
 
 _COMPARED = 3  # steps whose losses must be equal
 _TOLERANCE = 1e-4

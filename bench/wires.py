@@ -15,11 +15,13 @@ from typing import get_args
 import torch
 
 from bench.harness import make_table, show
-from bench.job import SEED, Job, Shape, as_examples, random_job
+from bench.job import Job, as_examples, random_job
 from bench.parties import Split, Whole
+from bench.shape import SEED, Shape
 from finetuning.data.tokenization import Example
-from finetuning.settings import AdapterSettings, SplitSettings
+from finetuning.settings import AdapterSettings
 from split.protocol.frames import WireType
+from split.settings import SplitSettings
 
 _SHAPE = Shape(hidden=256, blocks=6, vocabulary=1000, columns=128)
 _LAST = 10  # steps whose mean loss is compared

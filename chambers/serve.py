@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from chambers.errors import CommandError
 from chambers.sources import AdapterOptions, RunFolder, option
-from finetuning.settings import SplitSettings
+from split.settings import SplitSettings
 
 _DAY_SECONDS = 24 * 60 * 60.0
 _MOST_DAYS = 3650

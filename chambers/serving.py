@@ -20,7 +20,7 @@ from finetuning.adapters.adapter import State
 from finetuning.adapters.saved import SavedAdapter
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import PARTIES_SHARE, fingerprint
-from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings
+from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import body_digest
 from split.model.devices import body_devices
 from split.model.exactness import check_exactness
@@ -28,6 +28,7 @@ from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.partition import Partition, partition_of
 from split.protocol.standing_invitation import StandingInvitation
 from split.server.model_server import ModelServer
+from split.settings import SplitSettings
 from strategies.messages import is_name
 
 _RUN = "chambers serve"

@@ -11,7 +11,7 @@ from finetuning.adapters.adapter import State, initial_adapter, load_state
 from finetuning.files import Stamps
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.fingerprint import fingerprint
-from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings
+from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.training.loop import train_round
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
@@ -21,6 +21,7 @@ from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.part import Part
 from split.model.partition import PartyName, partition_of
 from split.protocol.frames import Limits
+from split.settings import SplitSettings
 from strategies.messages import ARRAYS, BODY, invitation_of, models_of
 from strategies.run_config import RunConfig
 

@@ -16,7 +16,7 @@ from finetuning.data.rows import Row, parse_messages
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.generated import examples
 from finetuning.model.base_model import load_tokenizer, locate
-from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
+from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import RoundPlan, train_round
 from split.client.split_model import ClientRound, SplitModel
 from split.lane.dialling import open_lane
@@ -25,6 +25,7 @@ from split.model.loading import load_parts
 from split.model.partition import partition_of
 from split.protocol.frames import Limits
 from split.server.block_server import BlockServer
+from split.settings import SplitSettings
 
 SEED = 0
 STEPS = 6

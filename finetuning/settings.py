@@ -1,10 +1,10 @@
-"""Settings of fine-tuning and split learning, one validated section each.
+"""Settings of fine-tuning, one validated section each.
 
 Every field has its description and bounds here and nowhere else: the run configuration, its
-error messages and ``docs/configuration.md`` are all generated from these models.
+error messages and ``docs/configuration.md`` are all generated from these models and those of
+``split/settings.py``.
 """
 
-import re
 from typing import Literal
 
 from pydantic import (
@@ -14,8 +14,6 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    ValidationInfo,
-    field_validator,
 )
 
 
@@ -253,110 +251,3 @@ class EvaluateSettings(Section):
     def shown(self) -> int:
         """Number of answers of each model that a client sends as text."""
         return min(self.show_answers, self.generate_examples) if self.generate else 0
-
-
-class SplitSettings(Section):
-    """Split learning (FL-GLM sections 3.1 to 3.3)."""
-
-    schedule: Literal["serial", "client-batch", "hierarchical"] = Field(
-        "serial",
-        description="How clients share the server's blocks: one after another, all at once with "
-        "their micro-batches stacked, or each with adapters of its own that are averaged.",
-    )
-    head_blocks: int = Field(
-        1,
-        ge=0,
-        description="Blocks at the clients after the embedding. With both `head-blocks` and "
-        "`tail-blocks` 0, the split is FedBERT's.",
-    )
-    tail_blocks: int = Field(1, ge=0, description="Blocks at the clients before the output head.")
-    window: PositiveInt = Field(
-        4,
-        description="Micro-batches of a step in flight at once; changes the speed, not the result.",
-    )
-    wire_dtype: Literal["float32", "bfloat16", "int8"] = Field(
-        "bfloat16",
-        description="Data type of hidden states and gradients on the network; int8 has a scale per "
-        "token.",
-    )
-    average_every: int = Field(
-        0,
-        ge=0,
-        description="Steps after which `hierarchical` averages all adapters within a round; 0 "
-        "averages them only at the end of a round.",
-    )
-    activation_budget: PositiveInt = Field(
-        16384,
-        description="Padded tokens of all clients, prefixes included, whose activations, or keys "
-        "and values of generated text, the server holds at once. Lower it if the server runs out "
-        "of memory.",
-    )
-    body_devices: str = Field(
-        "",
-        description="Devices for the server's blocks, such as `cuda:0,cuda:1`, or `cpu` alone. "
-        "Blocks are spread over them in order, in proportion to their free memory. Empty: all GPUs "
-        "of the server, or the CPU if it has none.",
-    )
-    listen: str = Field(
-        "127.0.0.1:0",
-        description="Address and port of the block server; port 0 chooses a free one.",
-    )
-    advertise: str = Field(
-        "",
-        description="Address and port at which clients reach the block server; empty: `listen`.",
-    )
-    key_exchange: Literal["ml-kem-768-x25519", "rsa-3072"] = Field(
-        "ml-kem-768-x25519",
-        description="Encryption of the lanes' secrets: HPKE with a post-quantum hybrid, or the "
-        "paper's RSA with OAEP.",
-    )
-    rotate_keys_every: PositiveInt = Field(
-        1, description="Rounds after which the server generates a new key."
-    )
-    share_cap: float = Field(
-        10.0,
-        ge=1,
-        description="With `client-batch`, how many times the median of the other clients' "
-        "gradients one client's may be: per predicted token in the server's blocks, and as the "
-        "norm that it reports. A larger one is scaled down; a smaller one is not changed.",
-    )
-    join_timeout: PositiveFloat = Field(
-        120.0, description="Seconds that clients averaged together wait for each other to join."
-    )
-    gather_timeout: PositiveFloat = Field(
-        60.0,
-        description="Seconds after which `client-batch` continues without clients that all others "
-        "are waiting for.",
-    )
-    resume_timeout: PositiveFloat = Field(
-        30.0,
-        description="Seconds within which a lane that the network has cut must be "
-        "resumed; with `client-batch` the others wait no longer than `gather-timeout` for it.",
-    )
-    frame_timeout: PositiveFloat = Field(
-        300.0, description="Seconds that client and server wait for each other within a step."
-    )
-
-    @property
-    def body_device_names(self) -> list[str]:
-        """The devices in ``body_devices``, in order."""
-        return [name.strip() for name in self.body_devices.split(",") if name.strip()]
-
-    @field_validator("body_devices")
-    @classmethod
-    def _are_devices(cls, value: str) -> str:
-        names = [name.strip() for name in value.split(",")] if value.strip() else []
-        are_gpus = all(re.fullmatch(r"cuda:\d+", name) for name in names)
-        if len(set(names)) < len(names) or not (are_gpus or names == ["cpu"]):
-            raise ValueError("must be GPUs, each once, like cuda:0,cuda:1; or cpu; or empty")
-        return value
-
-    @field_validator("listen", "advertise")
-    @classmethod
-    def _is_address(cls, value: str, info: ValidationInfo) -> str:
-        host, _, port = value.rpartition(":")
-        if value and not (host and port.isdecimal() and int(port) < 2**16):
-            raise ValueError("must be an address and a port, like 127.0.0.1:8900 or [::1]:8900")
-        if info.field_name == "listen" and not value:
-            raise ValueError("must be an address and a port; 127.0.0.1:0 chooses a free one")
-        return value

@@ -49,6 +49,7 @@ class Results:
         self._base = base
         self._peft_config = peft_config
         self._sizes: dict[str, int] = {}
+        self._global_round = 0  # whose global adapter has been saved
         self._metrics = directory / METRICS
         with filling(directory):
             self._tensorboard = EventFileWriter(str(directory / "tensorboard"))
@@ -106,11 +107,19 @@ class Results:
             Event(step=event["round"], wall_time=time.time(), summary=Summary(value=values))
         )
 
-    def keep_personalised(self, client: str, state: State, round_number: int, size: int) -> None:
+    def keep_personalised(
+        self, client: str, state: State, round_number: int, size: int, file: Path | None = None
+    ) -> None:
         """Save a client's personalised adapter under ``adapters/clients``."""
         self._sizes[client] = size
         title = f"Personalised adapter of {client}"
-        self._save_adapter(f"clients/{client}", state, title, {client: size}, round_number)
+        self._save_adapter(
+            folder=f"clients/{client}",
+            state=state if file is None else file,
+            title=title,
+            sizes={client: size},
+            rounds=round_number,
+        )
 
     def personalised(self, client: str) -> State | None:
         """Return a client's last saved personalised adapter, or None."""
@@ -125,8 +134,15 @@ class Results:
 
         """
         rounds = progress.finished_rounds
-        if rounds > 0:
-            self._save_adapter("global", state, "Global adapter", self._sizes, rounds)
+        if rounds > self._global_round:  # there is another checkpoint when it has been evaluated
+            self._save_adapter(
+                folder="global",
+                state=state,
+                title="Global adapter",
+                sizes=self._sizes,
+                rounds=rounds,
+            )
+            self._global_round = rounds
         recorded = self._metrics.stat().st_size if self._metrics.exists() else 0
         checkpoint = Checkpoint(progress, state, sizes=self._sizes, metrics_bytes=recorded)
         save_checkpoint(self.directory, checkpoint)
@@ -135,7 +151,7 @@ class Results:
         write_report(self.directory)
 
     def _save_adapter(
-        self, folder: str, state: State, title: str, sizes: Mapping[str, int], rounds: int
+        self, folder: str, state: State | Path, title: str, sizes: Mapping[str, int], rounds: int
     ) -> None:
         card = model_card(
             title=title,

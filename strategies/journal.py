@@ -45,8 +45,20 @@ class Journal(Protocol):
         """Append an event to ``metrics.jsonl``."""
         ...
 
-    def keep_personalised(self, client: str, state: State, round_number: int, size: int) -> None:
-        """Save a client's personalised adapter: its local adapter after the round's training."""
+    def keep_personalised(
+        self, client: str, state: State, round_number: int, size: int, file: Path | None = None
+    ) -> None:
+        """Save a client's personalised adapter: its local adapter after the round's training.
+
+        Args:
+            client: Name of the client.
+            state: The adapter.
+            round_number: The round.
+            size: Number of the client's training examples.
+            file: A safetensors file below ``scratch`` that has the adapter already, if there is
+                one; it may be moved.
+
+        """
         ...
 
     def personalised(self, client: str) -> State | None:

@@ -49,11 +49,15 @@ class Replies:
         self.metrics[name] = dict(metrics)
         if arrays is not None:
             with filling(self._folder.parent):
-                save_file(from_arrays(arrays), self._file(name))
+                save_file(from_arrays(arrays), self.file(name), metadata={"format": "pt"})
 
     def state(self, name: str) -> State:
         """Return a copy of a reply's arrays."""
-        return dict(load_file(self._file(name)))
+        return dict(load_file(self.file(name)))
+
+    def file(self, name: str) -> Path:
+        """Return the file with a reply's arrays; it may be moved once they have been read."""
+        return self._folder / f"{name}.safetensors"
 
     def sort(self) -> None:
         """Sort by name, so that sums don't depend on the order of arrival."""
@@ -68,6 +72,3 @@ class Replies:
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _file(self, name: str) -> Path:
-        return self._folder / f"{name}.safetensors"

@@ -162,12 +162,15 @@ class Rounds(Strategy):
             for name in collected.metrics:
                 state = collected.state(name)
                 mean.add(state, sizes[name])
+                personalised = self._personalised(name, state)
                 self._journal.keep_personalised(
                     client=name,
-                    state=self._personalised(name, state),
+                    state=personalised,
                     round_number=server_round,
                     size=sizes[name],
+                    file=collected.file(name) if personalised is state else None,
                 )
+                del state, personalised  # before the next one is read
             names = list(collected.metrics)
             self._average({name: sizes[name] for name in names})
             log(INFO, "Averaged the adapters of %s", ", ".join(names))

@@ -24,9 +24,9 @@ from finetuning.settings import (
     FedProxSettings,
     ModelSettings,
     Section,
-    SplitSettings,
     TrainSettings,
 )
+from split.settings import SplitSettings
 
 Scalar = str | int | float | bool
 

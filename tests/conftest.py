@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -97,15 +98,24 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a disk of 2 MiB, which ``fill`` fills."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    with mounted(folder, "2m"):
+        yield folder
+
+
+@contextmanager
+def mounted(folder: Path, size: str) -> Iterator[None]:
+    """Mount a disk of a size within the block; skip the test where this isn't permitted."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     try:
-        mounted = subprocess.run(command, check=False, capture_output=True, text=True)
+        result = subprocess.run(command, check=False, capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("there is no mount on this system")
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting is not permitted: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    if result.returncode != 0:
+        pytest.skip(f"mounting is not permitted: {result.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(disk: Path, free: int = 0) -> None:

@@ -18,12 +18,13 @@ from bench.attack.texts import Texts
 from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import collate
 from finetuning.evaluation.scoring import score
-from finetuning.settings import ModelSettings, SplitSettings
+from finetuning.settings import ModelSettings
 from split.model.adapters import take_apart
 from split.model.loading import load_parts
 from split.model.part import Part
 from split.model.partition import PartyName, partition_of
 from split.protocol.frames import Padding
+from split.settings import SplitSettings
 
 _FLOAT32 = ModelSettings(dtype="float32")
 _SCORES = ("rouge1", "rouge2", "rougeL", "bleu4")

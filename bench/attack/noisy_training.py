@@ -8,16 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.job import LIFETIME, SEED, Job, Shape, join, load_body, load_ends, open_model, serving
+from bench.job import LIFETIME, Job, join, load_body, load_ends, open_model, serving
+from bench.shape import SEED, Shape
 from finetuning.adapters.adapter import State
 from finetuning.data.tokenization import Example
 from finetuning.evaluation.held_out import held_out_loss
-from finetuning.settings import AdapterSettings, SplitSettings
+from finetuning.settings import AdapterSettings
 from finetuning.training.loop import train_round
 from split.client.split_model import SplitModel
 from split.model.adapters import join_adapters, take_apart
 from split.model.partition import PartyName
 from split.protocol.invitation import Invitation
+from split.settings import SplitSettings
 
 _CLIENT = "attacked"
 _ROWS = 4

@@ -210,19 +210,24 @@ def load_state(
 
 
 def save_adapter(
-    directory: Path, state: Mapping[str, torch.Tensor], config: Any, card: str
+    directory: Path, state: Mapping[str, torch.Tensor] | Path, config: Any, card: str
 ) -> None:
     """Write an adapter that ``PeftModel.from_pretrained(base, directory)`` loads.
 
     Args:
         directory: Replaced as a whole; an interrupted write leaves the old content.
-        state: Tensors under PEFT's saved names.
+        state: Tensors under PEFT's saved names, or a safetensors file with them on the same disk,
+            which is moved.
         config: PEFT configuration of the adapter.
         card: Markdown of the model card, with its metadata block.
 
     """
     with replacing(directory) as aside:
         aside.mkdir(parents=True)
-        save_file(dict(state), aside / "adapter_model.safetensors", metadata={"format": "pt"})
+        file = aside / "adapter_model.safetensors"
+        if isinstance(state, Path):
+            state.rename(file)
+        else:
+            save_file(dict(state), file, metadata={"format": "pt"})
         config.save_pretrained(aside)
         (aside / "README.md").write_text(card, encoding="utf-8")

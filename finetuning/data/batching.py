@@ -107,6 +107,22 @@ def micro_batches(
     return groups
 
 
+def split_rows(batch: MicroBatch, most: int) -> list[MicroBatch]:
+    """Divide a micro-batch into ones of at most so many rows, each padded to its longest row."""
+    row, column = batch.positions // batch.tokens.shape[1], batch.positions % batch.tokens.shape[1]
+    parts = []
+    for first in range(0, len(batch.tokens), most):
+        rows = slice(first, first + most)
+        lengths = batch.lengths[rows]
+        longest = int(lengths.max())
+        own = (first <= row) & (row < first + most)
+        positions = (row[own] - first) * longest + column[own]
+        parts.append(
+            MicroBatch(batch.tokens[rows, :longest], lengths, positions, batch.labels[own])
+        )
+    return parts
+
+
 def _steps_per_epoch(examples: int, settings: TrainSettings) -> int:
     return math.ceil(examples / (settings.batch_size * settings.accumulation))
 

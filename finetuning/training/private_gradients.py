@@ -13,9 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from finetuning.data.batching import MicroBatch
+from finetuning.data.batching import MicroBatch, split_rows
 from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import RandomBytes, normal, uniform
+
+# Memory of the gradients of the rows that are computed at once; those of one row may take more.
+ROW_GRADIENT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class PrivateGradients:
         parameters: The adapter's weights by name.
         noise: Norm and noise.
         random_bytes: Source of the noise.
+        most_bytes: Memory for gradients of single rows. A micro-batch with more of them is computed
+            in groups of rows.
 
     """
 
@@ -51,11 +56,14 @@ class PrivateGradients:
         parameters: Mapping[str, torch.nn.Parameter],
         noise: Noise,
         random_bytes: RandomBytes = os.urandom,
+        most_bytes: int = ROW_GRADIENT_BYTES,
     ) -> None:
         self._model = model
         self._parameters = parameters
         self._noise = noise
         self._random_bytes = random_bytes
+        of_a_row = sum(p.numel() * p.element_size() for p in parameters.values())
+        self._rows_at_once = max(1, most_bytes // of_a_row)
 
     @property
     def columns_before(self) -> int:
@@ -82,15 +90,20 @@ class PrivateGradients:
         }
         losses = []
         for batch in batches:
-            with torch.enable_grad():
-                gradients, loss = self._model.row_gradients(batch)
-            for name, clipped in clipped_sums(gradients, noise.row_norm).items():
-                sums[name] += clipped
+            loss = sum(self._add_rows(rows, sums) for rows in split_rows(batch, self._rows_at_once))
             # An infinite loss must not end the round, which others would notice.
             losses.append(loss if math.isfinite(loss) else 0.0)
         for name, parameter in self._parameters.items():
             parameter.grad = sums[name] / noise.expected_rows
         return losses
+
+    def _add_rows(self, batch: MicroBatch, sums: Mapping[str, torch.Tensor]) -> float:
+        """Add the clipped gradients of a group of rows to the sums; return its loss in nats."""
+        with torch.enable_grad():
+            gradients, loss = self._model.row_gradients(batch)
+        for name, clipped in clipped_sums(gradients, self._noise.row_norm).items():
+            sums[name].add_(clipped)
+        return loss
 
     def clip(self, maximum: float) -> float:
         """Scale the private gradient down to the maximum norm, unless it is 0.

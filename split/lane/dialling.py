@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -114,52 +115,43 @@ def _keep_open(
     resume_timeout: float,
 ) -> None:
     """Read a lane's streams, one after another, until the lane ends."""
-    # Whatever its threads wait for then.
+    with _failing_at(deadline, lane):
+        while True:
+            opened = time.monotonic()
+            lane.read(connection.stream, connection.records)
+            connection.stream.release()
+            if lane.ended:
+                return
+            if time.monotonic() >= deadline - RETRY_SECONDS:
+                return lane.fail(LaneDeadlineError("the lane's time is over (round-timeout)"))
+            # The server has confirmed this stream, so it knows its ticket.
+            invitation = replace(invitation, ticket=connection.stream.resumption)
+            _LOG.warning("%r was cut; opening another stream", lane)
+            if not connection.stream.worn_out:
+                lane.wait_ended(opened + RETRY_SECONDS - time.monotonic())
+            try:
+                connection = _dial_until(
+                    lane=lane, invitation=invitation, deadline=deadline, patience=resume_timeout
+                )
+            except Exception as error:
+                # Only our own errors' words are for people.
+                reason = str(error) if isinstance(error, LaneError) else type(error).__name__
+                words = f"the lane was cut, and could not be resumed: {reason}"
+                return lane.fail(LaneCutError(words))
+            _attach(lane, connection)
+
+
+@contextmanager
+def _failing_at(deadline: float, lane: Lane) -> Iterator[None]:
+    """End the lane at its deadline, whatever the block and the lane's threads wait for then."""
     over = LaneDeadlineError("the lane's time is over (round-timeout)")
     limit = threading.Timer(max(0.0, deadline - time.monotonic()), lane.fail, [over])
     limit.daemon = True
     limit.start()
     try:
-        _replace_streams(
-            lane=lane,
-            invitation=invitation,
-            connection=connection,
-            deadline=deadline,
-            resume_timeout=resume_timeout,
-        )
+        yield
     finally:
         limit.cancel()
-
-
-def _replace_streams(
-    lane: Lane,
-    invitation: Invitation,
-    connection: _Connection,
-    deadline: float,
-    resume_timeout: float,
-) -> None:
-    while True:
-        opened = time.monotonic()
-        lane.read(connection.stream, connection.records)
-        connection.stream.release()
-        if lane.ended:
-            return
-        if time.monotonic() >= deadline - RETRY_SECONDS:
-            return lane.fail(LaneDeadlineError("the lane's time is over (round-timeout)"))
-        # The server has confirmed this stream, so it knows its ticket.
-        invitation = replace(invitation, ticket=connection.stream.resumption)
-        _LOG.warning("%r was cut; opening another stream", lane)
-        if not connection.stream.worn_out:
-            lane.wait_ended(opened + RETRY_SECONDS - time.monotonic())
-        try:
-            connection = _dial_until(
-                lane=lane, invitation=invitation, deadline=deadline, patience=resume_timeout
-            )
-        except Exception as error:
-            # Only our own errors' words are for people.
-            reason = str(error) if isinstance(error, LaneError) else type(error).__name__
-            return lane.fail(LaneCutError(f"the lane was cut, and could not be resumed: {reason}"))
-        _attach(lane, connection)
 
 
 def _attach(lane: Lane, connection: _Connection) -> None:

@@ -14,8 +14,8 @@ import torch
 from accelerate.utils import send_to_device
 
 from finetuning.model.base_model import BaseModelError
-from finetuning.settings import SplitSettings
 from split.model.partition import Partition, PartyName, blocks_of, part_class
+from split.settings import SplitSettings
 
 
 def body_devices(settings: SplitSettings) -> list[str]:

@@ -19,7 +19,7 @@ from finetuning.model.base_model import (
     prepare,
 )
 from finetuning.model.checkpoint import WEIGHTS
-from finetuning.settings import ModelSettings, SplitSettings
+from finetuning.settings import ModelSettings
 from split.model.checkpoint import Checkpoint, StoredTensor, compared, same
 from split.model.devices import device_map, hand_over
 from split.model.part import Part
@@ -33,6 +33,7 @@ from split.model.partition import (
     partition_of,
     tensors_of_part,
 )
+from split.settings import SplitSettings
 
 _INDEX = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"

@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from finetuning.model.base_model import BaseModelError
-from finetuning.settings import SplitSettings
+from split.settings import SplitSettings
 
 PartyName = Literal["head", "body", "tail"]
 PARTIES: tuple[PartyName, ...] = ("head", "body", "tail")

@@ -15,11 +15,11 @@ from pydantic import (
 )
 
 from finetuning.files import write_secret
-from finetuning.settings import SplitSettings
 from split.protocol.frames import WireType
 from split.protocol.invitation import Invitation
 from split.protocol.keys import KeyExchange
 from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, SECRET_BYTES, Identity, Ticket
+from split.settings import SplitSettings
 
 _ROUND = 0  # of every lane that is opened with such an invitation
 

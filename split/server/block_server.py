@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from finetuning.adapters.adapter import State
-from finetuning.settings import AdapterSettings, SplitSettings, TrainSettings
+from finetuning.settings import AdapterSettings, TrainSettings
 from split.lane.lane import Lane
 from split.lane.listening import LaneServer
 from split.model.part import Part
@@ -25,6 +25,7 @@ from split.server.round_plan import largest_plan, round_limits
 from split.server.schedules.make_schedule import make_schedule
 from split.server.session import Account
 from split.server.training_session import TrainingSession
+from split.settings import SplitSettings
 
 # What an invitation allows: to train, or to evaluate models.
 Grant = RoundPlan | Models

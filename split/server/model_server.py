@@ -5,7 +5,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from finetuning.settings import AdapterSettings, SplitSettings
+from finetuning.settings import AdapterSettings
 from split.lane.lane import Lane
 from split.lane.listening import LaneServer
 from split.model.part import Part
@@ -16,6 +16,7 @@ from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
 from split.server.compute import ComputeThread
 from split.server.evaluation_session import EvaluationSession, Models
+from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
 _MOST_LANES = 256

@@ -1,8 +1,9 @@
 """Limits of what a client trains in a round, from the run's configuration."""
 
 from finetuning.data.batching import steps_per_round
-from finetuning.settings import SplitSettings, TrainSettings
+from finetuning.settings import TrainSettings
 from split.protocol.training import RoundLimits, RoundPlan
+from split.settings import SplitSettings
 
 
 def largest_plan(

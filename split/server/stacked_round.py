@@ -27,7 +27,6 @@ from contextlib import suppress
 import torch
 
 from finetuning.randomness import derive_seed
-from finetuning.settings import SplitSettings
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
@@ -36,6 +35,7 @@ from split.server.compute import ComputeThread, Job, Priority
 from split.server.session import Session
 from split.server.share_cap import ShareCap
 from split.server.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
+from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
 

@@ -13,10 +13,11 @@ from bench.attack.public_head import PublicHead
 from bench.attack.report import DOCUMENT, RECORD, markdown
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
-from finetuning.settings import ModelSettings, SplitSettings
+from finetuning.settings import ModelSettings
 from split.model.loading import load_parts
 from split.model.partition import PARTIES, partition_of
 from split.protocol.frames import Padding
+from split.settings import SplitSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 VOCABULARY = 320

@@ -5,9 +5,10 @@ import shutil
 import pytest
 from sentencepiece import SentencePieceTrainer
 
-from finetuning.settings import ModelSettings, SplitSettings
+from finetuning.settings import ModelSettings
 from split.model.exactness import check_exactness
 from split.model.partition import partition_of
+from split.settings import SplitSettings
 from tests.chambers.conftest import refused, told
 from tests.conftest import WORDS
 from tests.finetuning.conversion.originals import (

@@ -72,7 +72,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_space(
     here = values | {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
     unbroken = serve(here)
     # What doesn't fit is a reply, a personalised adapter, and a checkpoint.
-    for about, free in ((("train", 2), 0), (("train", 2), 90), (("evaluate", 1), 12)):
+    for about, free in ((("train", 2), 0), (("train", 2), 76), (("evaluate", 1), 12)):
         there = values | {
             "output-dir": str(small_disk / str(free)),
             "state-path": str(tmp_path / f"{free}-state"),

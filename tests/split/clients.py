@@ -22,7 +22,7 @@ from finetuning.data.tokenization import Example
 from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import derive_seed
-from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings, TrainSettings
+from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import RoundPlan, train_round
 from finetuning.training.optimization import learning_rate, make_optimizer
 from split.client.split_model import ClientRound, SplitModel
@@ -36,6 +36,7 @@ from split.protocol.frames import Kind, Limits
 from split.server.block_server import BlockServer
 from split.server.body_adapters import Activations
 from split.server.stacked_micro_batch import StackedMicroBatch
+from split.settings import SplitSettings
 
 STEPS = 20
 LONGEST = 4 * 20

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from finetuning.settings import SplitSettings
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
@@ -13,6 +12,7 @@ from split.server.schedules.join_barrier import JoinBarrier
 from split.server.schedules.shared_adapters import SharedAdapters
 from split.server.session import Session
 from split.server.stacked_round import StackedRound
+from split.settings import SplitSettings
 
 
 @dataclass(frozen=True)

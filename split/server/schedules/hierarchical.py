@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from finetuning.adapters.adapter import State
-from finetuning.settings import SplitSettings
 from split.protocol.errors import ProtocolError
 from split.protocol.frames import check_size
 from split.protocol.training import RoundPlan
@@ -18,6 +17,7 @@ from split.server.body_adapters import BodyAdapters, SeparateTrainer
 from split.server.compute import ComputeThread
 from split.server.schedules.join_barrier import JoinBarrier
 from split.server.session import Session
+from split.settings import SplitSettings
 
 _POLL_SECONDS = 1.0
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 
 from finetuning.adapters.adapter import State
-from finetuning.settings import SplitSettings
 from split.model.partition import PartyName
 from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
@@ -11,6 +10,7 @@ from split.server.schedules.client_batch import ClientBatch
 from split.server.schedules.hierarchical import Hierarchical
 from split.server.schedules.schedule import Schedule
 from split.server.schedules.serial import Serial
+from split.settings import SplitSettings
 
 
 def make_schedule(

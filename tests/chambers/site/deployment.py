@@ -149,12 +149,13 @@ class Coordinator:
             | {"FLWR_HOME": str(self.folder / "flower"), "FLWR_SUPERGRID_API_URL": self.hub}
         )
 
-    def start(self) -> None:
+    def start(self, *options: str) -> None:
         self.superlink = start(
             *("flower-superlink", "--host", "127.0.0.1", "--port", str(self.port)),
             *("--ssl-ca-certfile", "authority.pem", "--ssl-certfile", "server.pem"),
             *("--ssl-keyfile", "server.key", "--enable-supernode-auth"),
             *("--database", "state/superlink.db", "--disable-runtime-dependency-installation"),
+            *options,
             folder=self.folder,
             environment=self.environment,
             log=self.folder / "superlink.log",
@@ -192,7 +193,12 @@ class Coordinator:
         file = self.folder / "run-config.toml"
         file.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in config.items()))
         _, log = self.command("flwr", "run", app, "deployment", "--stream", "--run-config", file)
-        return self._listed("ls", "deployment")["runs"][0]["status"], log
+        return self.runs()[0]["status"], log
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Return the runs, the newest first."""
+        runs: list[dict[str, Any]] = self._listed("ls", "deployment")["runs"]
+        return runs
 
     def _listed(self, *words: str) -> dict[str, Any]:
         _, output = self.command("flwr", *words, "--format", "json")
@@ -217,14 +223,19 @@ class Institution:
         return self.folder / "node"
 
     @contextmanager
-    def supernode(self, node_config: str = 'name="court"'):
-        """Run it with a home and a folder for temporary files that nobody else uses."""
+    def supernode(self, node_config: str = 'name="court"', superlink: str = ""):
+        """Run it with a home and a folder for temporary files that nobody else uses.
+
+        Args:
+            node_config: Its node config.
+            superlink: Address of the proxy, if there is one.
+        """
         trusted = ("--trusted-entities", "trusted.yaml")
         temporary = self.folder / "home" / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
         own = {"HOME": str(self.folder / "home"), "TMPDIR": str(temporary), "CHAMBERS_CACHE": ""}
         process = start(
-            *("flower-supernode", "--superlink", self.coordinator.address),
+            *("flower-supernode", "--superlink", superlink or self.coordinator.address),
             *("--root-certificates", "authority.pem", "--auth-supernode-private-key", "node"),
             *("--host", "127.0.0.1", "--port", str(free_port()), "--node-config", node_config),
             *(trusted if (self.folder / "trusted.yaml").exists() else ()),

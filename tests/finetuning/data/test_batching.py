@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetuning.data.batching import collate, micro_batches, plan_round, steps_per_round
+from finetuning.data.batching import (
+    collate,
+    micro_batches,
+    plan_round,
+    split_rows,
+    steps_per_round,
+)
 from finetuning.data.tokenization import Example
 from finetuning.settings import TrainSettings
 
@@ -50,6 +56,14 @@ def test_positions_and_labels_agree_with_a_naive_loop(examples, padding):
     for example, (tokens, is_target) in zip(examples, before, strict=True):
         assert torch.equal(example.tokens, tokens)
         assert torch.equal(example.is_target, is_target)
+
+
+@given(EXAMPLES, st.integers(1, 7))
+def test_parts_of_a_micro_batch_are_those_of_their_rows(examples, most):
+    parts = split_rows(collate(examples, 0), most)
+    for first, part in zip(range(0, len(examples), most), parts, strict=True):
+        expected = collate(examples[first : first + most], 0)
+        assert all(torch.equal(value, vars(part)[name]) for name, value in vars(expected).items())
 
 
 @given(LENGTHS, st.integers(1, 2000), st.randoms(use_true_random=False))

@@ -2,6 +2,8 @@
 
 import math
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -128,6 +130,49 @@ def test_a_step_is_the_clipped_sum_plus_noise_of_the_formula(
     private.accumulate([], seed=0)
     values = torch.cat([p.grad.flatten() for p in parameters.values()])
     assert values.std() == pytest.approx(0.5 * bound / 4, rel=0.1)
+
+
+@pytest.mark.parametrize("settings", [LORA, PREFIX], ids=["lora", "prefix"])
+def test_rows_in_groups_have_the_sum_of_all_at_once(random_model, draw_examples, settings):
+    model = with_effect(random_model(), settings)
+    examples = sorted(draw_examples(9), key=lambda example: -len(example.tokens))
+    # A group without a target: rows of which no output fits.
+    examples[4:6] = [replace(e, is_target=torch.zeros_like(e.is_target)) for e in examples[4:6]]
+    batch = collate(examples, 0)
+    parameters = trainable_parameters(model)
+    one_row = 4 * sum(p.numel() for p in parameters.values())
+    sums, losses = {}, {}
+    for rows in (9, 2, 1, 0):
+        private = PrivateGradients(
+            WholeModel(model), parameters, Noise(0.0, 0.5, 1.0), most_bytes=rows * one_row
+        )
+        (losses[rows],) = private.accumulate([batch], seed=0)
+        sums[rows] = {name: p.grad for name, p in parameters.items()}
+    for rows in (2, 1, 0):
+        assert losses[rows] == pytest.approx(losses[9], rel=1e-6)
+        for name, expected in sums[9].items():
+            torch.testing.assert_close(sums[rows][name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_memory_does_not_grow_with_the_rows_of_a_micro_batch(random_model, draw_examples):
+    model = with_effect(random_model(), LORA.model_copy(update={"rank": 2_600}))
+    parameters = trainable_parameters(model)
+    one_row = 4 * sum(p.numel() for p in parameters.values())
+    assert one_row > 3.9e6
+    private = PrivateGradients(
+        WholeModel(model), parameters, Noise(0.0, 1.0, 1.0), most_bytes=4 * one_row
+    )
+    private.accumulate([collate(draw_examples(4, longest=8), 0)], seed=0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident("VmRSS")
+    private.accumulate([collate(draw_examples(64, longest=8), 0)], seed=0)
+    assert resident("VmHWM") - before < 16 * one_row
+
+
+def resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
 
 
 def test_rows_without_a_gradient_or_with_an_infinite_one_disturb_nothing():

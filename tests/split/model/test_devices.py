@@ -12,12 +12,13 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from pydantic import ValidationError
 
 from finetuning.model.base_model import BaseModelError
-from finetuning.settings import AdapterSettings, ModelSettings, SplitSettings
+from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.devices import body_devices, device_map, hand_over, spread
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
 from split.model.partition import Partition, blocks_of, outline
 from split.protocol.frames import Padding
+from split.settings import SplitSettings
 from tests.split.bodies import DROPOUT, load_body, train_branches
 from tests.split.conftest import LENGTHS
 

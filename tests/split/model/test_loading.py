@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import split.model.checkpoint
 from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.model.fingerprint import differences, fingerprint
-from finetuning.settings import ModelSettings, SplitSettings
+from finetuning.settings import ModelSettings
 from split.model.checkpoint import Checkpoint, compared
 from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.partition import (
@@ -26,6 +26,7 @@ from split.model.partition import (
     part_class,
     tensors_of_part,
 )
+from split.settings import SplitSettings
 from tests.split.conftest import (
     load_all,
 )

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from finetuning.model.base_model import BaseModelError, load_base_model
-from finetuning.settings import ModelSettings, SplitSettings
+from finetuning.settings import ModelSettings
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, tensors_of
 from split.model.partition import (
@@ -20,6 +20,7 @@ from split.model.partition import (
     partition_of,
 )
 from split.protocol.frames import Padding
+from split.settings import SplitSettings
 from tests.split.conftest import (
     ARCHITECTURES,
     LENGTHS,

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load, save
 
 from finetuning.adapters.adapter import State
-from finetuning.settings import SplitSettings
 from split.protocol.errors import LaneBusyError, LaneCutError
 from split.protocol.frames import Kind
 from split.protocol.invitation import Invitation
+from split.settings import SplitSettings
 from tests.split.clients import SIZES, Client, serving, split_settings, train_together
 from tests.split.hostile import (
     MEMBERS,

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from finetuning.adapters.adapter import State
-from finetuning.settings import SplitSettings
 from split.protocol.frames import Kind
 from split.server.block_server import BlockServer
+from split.settings import SplitSettings
 from tests.split.clients import (
     SIZES,
     Client,

@@ -1,0 +1,84 @@
+"""The memory that a process uses: resident, of tensors, and what autograd keeps."""
+
+import gc
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class Memory:
+    """The growth of the process's resident memory since the construction of this object."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        self._baseline = _status("VmRSS")
+
+    def peak(self) -> int:
+        """Return the largest growth so far, in bytes."""
+        return _status("VmHWM") - self._baseline
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the memory of tensors; each storage counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class SavedTensors:
+    """Counts what autograd keeps for backward passes.
+
+    Args:
+        parameters: Parameters of the model; they do not count.
+
+    Attributes:
+        peak: Largest number of bytes kept at once.
+
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
+        self._users: Counter[int] = Counter()
+        self._bytes = self.peak = 0
+
+    def counting(self) -> saved_tensors_hooks:
+        """Count the tensors saved by forward passes in the ``with`` block."""
+        return saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> "_Saved":
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            if not self._users[storage.data_ptr()]:
+                self._bytes += storage.nbytes()
+                self.peak = max(self.peak, self._bytes)
+            self._users[storage.data_ptr()] += 1
+        return _Saved(tensor, self)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Count a saved tensor as released."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            self._users[storage.data_ptr()] -= 1
+            if not self._users[storage.data_ptr()]:
+                self._bytes -= storage.nbytes()
+
+
+@dataclass
+class _Saved:
+    """A saved tensor; autograd releases it after its backward pass."""
+
+    tensor: torch.Tensor
+    owner: SavedTensors
+
+    def __del__(self) -> None:
+        self.owner.forget(self.tensor)
