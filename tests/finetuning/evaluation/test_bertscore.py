@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("bert_score")
-
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 
 from finetuning.evaluation.bertscore import Encoder, EncoderError, bertscore
