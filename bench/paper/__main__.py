@@ -9,10 +9,10 @@ MODELS has a folder for each base model, named like the last part of its Hugging
 that are not there come from the hub.
 
 Every measurement is a file in ``FOLDER/SIZE/cells``. The same command continues where it was
-interrupted. Each table is written to ``FOLDER/SIZE`` as Markdown and CSV, and each figure as SVG, as
-soon as all of its measurements are there. ``--document`` writes the record of all measurements and
-``reproduction.md`` into a folder; with ``--render`` nothing is run, and they are written from the
-record that is there.
+interrupted. Each table is written to ``FOLDER/SIZE`` as Markdown and CSV, and each figure as SVG,
+as soon as all of its measurements are there. ``--document`` writes the record of all measurements
+and ``reproduction.md`` into a folder; with ``--render`` nothing is run, and they are written from
+the record that is there.
 """
 
 import argparse

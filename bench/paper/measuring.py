@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 from bench.paper.cells import AttackCell, Cell, CellFolder, Record, Result, TaskCell, TimeCell
