@@ -1,0 +1,1 @@
+"""Tables and figures of both papers, run again: ``python -m bench.paper``."""

@@ -1,0 +1,131 @@
+"""Tables of own results with the papers' figures beside them, in Markdown and CSV."""
+
+import csv
+import io
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bench.markdown import table
+
+NOT_RUN = "Not run yet."
+
+
+@dataclass(frozen=True)
+class Value:
+    """One entry of a table.
+
+    Attributes:
+        own: Own results, one per seed; empty if it was not run.
+        published: The paper's figure; None if it has none.
+        reason: Why it was not run, where it can't be.
+        published_deviation: The standard deviation that the paper gives, if any.
+        quoted: Whether it is a figure of the literature, which is not to be run.
+
+    """
+
+    own: Sequence[float] = ()
+    published: float | None = None
+    reason: str = ""
+    published_deviation: float | None = None
+    quoted: bool = False
+
+    def text(self, digits: int) -> str:
+        """Return the mean ± standard deviation, and the paper's figure in italics."""
+        parts = []
+        if self.own:
+            deviation = f" ± {statistics.stdev(self.own):.{digits}f}" if len(self.own) > 1 else ""
+            parts.append(f"{statistics.mean(self.own):.{digits}f}{deviation}")
+        elif not self.quoted:
+            parts.append("not run")
+        if self.published is not None:
+            deviation = f" ± {self.published_deviation}" if self.published_deviation else ""
+            parts.append(f"*{self.published}{deviation}*")
+        return " · ".join(parts) or "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a paper.
+
+    Attributes:
+        title: Its title.
+        columns: Headings, first those of the labels of rows.
+        rows: Labels and values of each row.
+        notes: Sentences below it.
+        digits: Digits of own figures after the decimal point.
+
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[Sequence[str], Sequence[Value]]]
+    notes: Sequence[str] = ()
+    digits: int = 1
+
+    def markdown(self) -> str:
+        """Return the table with its title and notes, or what to know if nothing of it was run."""
+        values = [value for _, own in self.rows for value in own if not value.quoted]
+        lines = [f"**{self.title}**", ""]
+        if any(value.own for value in values):
+            rows = ([*labels, *(v.text(self.digits) for v in own)] for labels, own in self.rows)
+            lines += table(self.columns, rows)
+            lines += [f"Not run: {reason}.\n" for reason in self._reasons()]
+        else:
+            lines += [f"Not run: {reason}.\n" for reason in self._reasons()] or [NOT_RUN, ""]
+        return "\n".join([*lines, *(f"{note}\n" for note in self.notes)])
+
+    def csv(self) -> str:
+        """Return a line for each figure."""
+        file = io.StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        names = ("column", "mean", "standard deviation", "seeds", "paper", "paper's deviation")
+        for labels, values in self.rows:
+            if not file.tell():
+                headings = (heading or "row" for heading in self.columns[: len(labels)])
+                writer.writerow([*headings, *names, "note"])
+            for column, value in zip(self.columns[len(labels) :], values, strict=True):
+                own = value.own
+                numbers = (
+                    statistics.mean(own) if own else None,
+                    statistics.stdev(own) if len(own) > 1 else None,
+                    len(own),
+                    value.published,
+                    value.published_deviation,
+                )
+                note = "quoted" if value.quoted else "" if own else value.reason or "not run"
+                writer.writerow([*labels, column, *numbers, note])
+        return file.getvalue()
+
+    def _reasons(self) -> list[str]:
+        """Return each reason for figures that are missing, with the rows that it concerns."""
+        found: dict[str, list[str]] = {}
+        for labels, values in self.rows:
+            for reason in {value.reason: None for value in values if value.reason}:
+                found.setdefault(reason, []).append(", ".join(filter(None, labels)))
+        return [
+            reason if len(rows) == len(self.rows) else f"{'; '.join(rows)}: {reason}"
+            for reason, rows in found.items()
+        ]
+
+
+@dataclass(frozen=True)
+class Document:
+    """What an artefact consists of.
+
+    Attributes:
+        tables: Its tables.
+        figures: SVG by name, without suffix.
+        text: Further Markdown, such as answers side by side.
+
+    """
+
+    tables: Sequence[Table] = ()
+    figures: dict[str, str] = field(default_factory=dict)
+    text: str = ""
+
+    def markdown(self, pictures: str = "") -> str:
+        """Return tables, figures and text; ``pictures`` is the folder of the figures, with a /."""
+        images = [f"![{name}]({pictures}{name}.svg)\n" for name in self.figures]
+        parts = [*(each.markdown() for each in self.tables), *images, self.text]
+        return "\n".join(filter(None, parts)) or f"{NOT_RUN}\n"
