@@ -1,1 +1,1 @@
-"""Tables and figures of both papers, run again: ``python -m bench.paper``."""
+"""Tables and figures of both papers by command: ``python -m bench.paper``."""

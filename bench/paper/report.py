@@ -1,4 +1,4 @@
-"""``docs/reproduction.md``, made of recorded cells alone, and the files of a single artefact."""
+"""``docs/reproduction.md``, made of recorded cells alone."""
 
 import json
 from collections import Counter
@@ -10,8 +10,7 @@ from bench import continual_table
 from bench.paper.artefact import Artefact
 from bench.paper.cells import Record, Results, name_of
 from bench.paper.sizes import NAMES, Size, read_size
-from bench.paper.tables import Document
-from finetuning.files import replacing
+from bench.paper.tables import write_text
 
 DOCUMENT = "reproduction.md"
 _CONTINUAL = "recorded/continual.json"
@@ -20,8 +19,7 @@ _INTRODUCTION = """\
 
 This page is written by `python -m bench.paper --all --document docs` from the results in
 [`recorded/paper/`](recorded/paper); a test compares the two. Each section has the command that runs
-it. A size can be run on another machine by the same commands; what has been measured is not measured
-again.
+it.
 
 - A figure is the mean over seeds ± their standard deviation. *Figures in italics are the paper's.*
 - **Small models show directions, and make no claim about the papers' scores.** With so few seeds,
@@ -38,22 +36,12 @@ _ABOUT = {
 }
 
 
-def write_files(folder: Path, name: str, document: Document) -> None:
-    """Write an artefact's tables as Markdown and CSV, and its pictures."""
-    _write(folder / f"{name}.md", document.markdown())
-    for number, table in enumerate(document.tables, start=1):
-        suffix = f"-{number}" if len(document.tables) > 1 else ""
-        _write(folder / f"{name}{suffix}.csv", table.csv())
-    for picture, svg in document.figures.items():
-        _write(folder / f"{picture}.svg", svg)
-
-
 def write_record(docs: Path, size: str, records: Iterable[Record]) -> None:
     """Add cells to those that are recorded of a size; a cell replaces its older result."""
     cells = {name_of(record["cell"]): record for record in read_record(docs, size)}
     cells |= {name_of(record["cell"]): record for record in records}
     lines = (json.dumps(cells[name], ensure_ascii=False) for name in sorted(cells))
-    _write(_record(docs, size), "".join(f"{line}\n" for line in lines))
+    write_text(_record(docs, size), "".join(f"{line}\n" for line in lines))
 
 
 def read_record(docs: Path, size: str) -> list[Record]:
@@ -64,12 +52,12 @@ def read_record(docs: Path, size: str) -> list[Record]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def write_document(docs: Path, artefacts: Sequence[Artefact]) -> None:
+def write_reproduction(docs: Path, artefacts: Sequence[Artefact]) -> None:
     """Write the document and its pictures from what is recorded."""
     text, pictures = reproduction(docs, artefacts)
-    _write(docs / DOCUMENT, text)
+    write_text(docs / DOCUMENT, text)
     for name, svg in pictures.items():
-        _write(docs / name, svg)
+        write_text(docs / name, svg)
 
 
 def reproduction(docs: Path, artefacts: Sequence[Artefact]) -> tuple[str, Mapping[str, str]]:
@@ -135,8 +123,3 @@ def _continual(file: Path) -> str:
 
 def _record(docs: Path, size: str) -> Path:
     return docs / "recorded" / "paper" / f"{size}.jsonl"
-
-
-def _write(file: Path, text: str) -> None:
-    with replacing(file) as aside:
-        aside.write_text(text, encoding="utf-8")

@@ -5,8 +5,10 @@ import io
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from bench.markdown import table
+from finetuning.files import replacing
 
 NOT_RUN = "Not run yet."
 
@@ -129,3 +131,25 @@ class Document:
         images = [f"![{name}]({pictures}{name}.svg)\n" for name in self.figures]
         parts = [*(each.markdown() for each in self.tables), *images, self.text]
         return "\n".join(filter(None, parts)) or f"{NOT_RUN}\n"
+
+
+def write_document(file: Path, document: Document) -> None:
+    """Write a document as Markdown, its tables as CSV, and its figures as SVG beside them.
+
+    Args:
+        file: Where, without suffix. Tables are numbered if there are several.
+        document: The document.
+
+    """
+    write_text(file.with_name(f"{file.name}.md"), document.markdown())
+    for number, each in enumerate(document.tables, start=1):
+        suffix = f"-{number}" if len(document.tables) > 1 else ""
+        write_text(file.with_name(f"{file.name}{suffix}.csv"), each.csv())
+    for name, svg in document.figures.items():
+        write_text(file.with_name(f"{name}.svg"), svg)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with replacing(file) as aside:
+        aside.write_text(text, encoding="utf-8")
