@@ -12,7 +12,7 @@ from bench.paper.cells import Result, TimeCell
 from bench.paper.sizes import Size
 from bench.paper.sources import Sources
 from bench.paper.task_data import write_rows
-from bench.paper.task_training import PATIENT
+from bench.paper.task_settings import PATIENT
 from strategies.run_config import Scalar
 
 _TASK = "record"
