@@ -9,8 +9,8 @@ MODELS has a folder for each base model, named like the last part of its Hugging
 that are not there come from the hub.
 
 Every measurement is a file in ``FOLDER/SIZE/cells``. The same command continues where it was
-interrupted. Each table is written to ``FOLDER/SIZE`` as Markdown and CSV, and each figure as SVG, as
-soon as all of its measurements are there. ``--document`` writes the record of all measurements and
+interrupted. Each table is written to ``FOLDER/SIZE`` as Markdown and CSV, and each figure as SVG,
+as soon as all of its measurements are there. ``--document`` writes the record of all measurements and
 ``reproduction.md`` into a folder; with ``--render`` nothing is run, and they are written from the
 record that is there.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench.paper.artefact import Artefact
 from bench.paper.artefacts import ARTEFACTS
-from bench.paper.cells import Cell, CellFolder, Record, Results, described, name_of
+from bench.paper.cells import Cell, CellFolder, Record, Results, SheetsCell, described, name_of
 from bench.paper.measuring import Measuring
 from bench.paper.sizes import NAMES, Size, read_size
 from bench.paper.sources import SourceError, Sources
@@ -39,9 +39,11 @@ def main() -> None:
     chosen = _chosen(arguments)
     folder = arguments.folder / arguments.size
     cells = _cells_of(chosen, size)
+    if arguments.all and not arguments.sheets:
+        cells = [cell for cell in cells if not isinstance(cell, SheetsCell)]
     measuring = Measuring(
         size=size,
-        sources=Sources(arguments.data, arguments.models),
+        sources=Sources(arguments.data, arguments.models, tuple(arguments.sheets)),
         folder=CellFolder(folder / "cells"),
         processes=arguments.processes,
     )
@@ -114,6 +116,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="of the results")
     parser.add_argument("--data", type=Path, help="folder with the tasks' files")
     parser.add_argument("--models", type=Path, help="folder with base models")
+    parser.add_argument(
+        "--sheets",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="key.json and the filled sheets of a human evaluation, for fedjudge-table5",
+    )
     parser.add_argument("--seeds", type=int, help="number of seeds, instead of the size's")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--document", type=Path, help="folder for reproduction.md, such as docs")

@@ -23,6 +23,7 @@ class Value:
         reason: Why it was not run, where it can't be.
         published_deviation: The standard deviation that the paper gives, if any.
         quoted: Whether it is a figure of the literature, which is not to be run.
+        digits: Digits of own results after the decimal point.
 
     """
 
@@ -31,13 +32,15 @@ class Value:
     reason: str = ""
     published_deviation: float | None = None
     quoted: bool = False
+    digits: int = 1
 
-    def text(self, digits: int) -> str:
+    def text(self) -> str:
         """Return the mean ± standard deviation, and the paper's figure in italics."""
         parts = []
         if self.own:
-            deviation = f" ± {statistics.stdev(self.own):.{digits}f}" if len(self.own) > 1 else ""
-            parts.append(f"{statistics.mean(self.own):.{digits}f}{deviation}")
+            several = len(self.own) > 1
+            deviation = f" ± {statistics.stdev(self.own):.{self.digits}f}" if several else ""
+            parts.append(f"{statistics.mean(self.own):.{self.digits}f}{deviation}")
         elif not self.quoted:
             parts.append("not run")
         if self.published is not None:
@@ -55,7 +58,6 @@ class Table:
         columns: Headings, first those of the labels of rows.
         rows: Labels and values of each row.
         notes: Sentences below it.
-        digits: Digits of own figures after the decimal point.
 
     """
 
@@ -63,14 +65,13 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[tuple[Sequence[str], Sequence[Value]]]
     notes: Sequence[str] = ()
-    digits: int = 1
 
     def markdown(self) -> str:
         """Return the table with its title and notes, or what to know if nothing of it was run."""
         values = [value for _, own in self.rows for value in own if not value.quoted]
         lines = [f"**{self.title}**", ""]
         if any(value.own for value in values):
-            rows = ([*labels, *(v.text(self.digits) for v in own)] for labels, own in self.rows)
+            rows = ([*labels, *(value.text() for value in own)] for labels, own in self.rows)
             lines += table(self.columns, rows)
             lines += [f"Not run: {reason}.\n" for reason in self._reasons()]
         else:
