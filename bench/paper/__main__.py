@@ -10,9 +10,9 @@ that are not there come from the hub.
 
 Every measurement is a file in ``FOLDER/SIZE/cells``. The same command continues where it was
 interrupted. Each table is written to ``FOLDER/SIZE`` as Markdown and CSV, and each figure as SVG,
-as soon as all of its measurements are there. ``--document`` writes the record of all measurements and
-``reproduction.md`` into a folder; with ``--render`` nothing is run, and they are written from the
-record that is there.
+as soon as all of its measurements are there. ``--document`` writes the record of all measurements
+and ``reproduction.md`` into a folder; with ``--render`` nothing is run, and they are written from
+the record that is there.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from bench.paper.artefact import Artefact
 from bench.paper.artefacts import ARTEFACTS
 from bench.paper.cells import Cell, CellFolder, Record, Results, SheetsCell, described, name_of
 from bench.paper.measuring import Measuring
+from bench.paper.report import read_record, write_record, write_reproduction
 from bench.paper.sizes import NAMES, Size, read_size
 from bench.paper.sources import SourceError, Sources
 from bench.paper.tables import write_document
@@ -37,6 +38,9 @@ def main() -> None:
     arguments = _arguments()
     size = _size(arguments)
     chosen = _chosen(arguments)
+    if arguments.render:
+        _render(arguments, chosen)
+        return
     folder = arguments.folder / arguments.size
     cells = _cells_of(chosen, size)
     if arguments.all and not arguments.sheets:
@@ -55,6 +59,7 @@ def main() -> None:
     missing = [cell for cell in cells if known[cell] is None]
     print(f"{len(records)} of {len(cells)} measurements are in {folder}", flush=True)
     done = _write_complete(chosen, size=size, records=records, folder=folder, done=set())
+    _record(arguments, records)
     started = time.monotonic()
     for number, (cell, record) in enumerate(measuring.run(missing), start=1):
         records.append(record)
@@ -66,6 +71,25 @@ def main() -> None:
             flush=True,
         )
         done = _write_complete(chosen, size=size, records=records, folder=folder, done=done)
+        _record(arguments, [record])
+
+
+def _record(arguments: argparse.Namespace, records: list[Record]) -> None:
+    """Add measurements to the record, and write the document, if they are wanted."""
+    if arguments.document and records:
+        write_record(arguments.document, arguments.size, records)
+        write_reproduction(arguments.document, ARTEFACTS)
+
+
+def _render(arguments: argparse.Namespace, artefacts: Sequence[Artefact]) -> None:
+    """Write what the record has."""
+    if arguments.document is None:
+        raise SystemExit("--render needs --document, the folder with the record, such as docs")
+    results = Results(read_record(arguments.document, arguments.size))
+    for artefact in artefacts:
+        document = artefact.document(read_size(arguments.size), results)
+        write_document(arguments.folder / arguments.size / artefact.name, document)
+    write_reproduction(arguments.document, ARTEFACTS)
 
 
 def _write_complete(

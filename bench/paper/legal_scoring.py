@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from bench.paper.fedjudge import CLIENTS
+from bench.paper.legal import CLIENTS
 from bench.paper.sizes import FedJudge
 from bench.paper.sources import SourceError, Sources
 from client_app.kept import keep_one

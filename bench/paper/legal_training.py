@@ -12,7 +12,7 @@ from flwr.common.config import flatten_dict
 
 from bench.in_process import MemoryJournal, run_in_process
 from bench.paper.cells import LegalCell, Result
-from bench.paper.fedjudge import ASKED, CENTER_CLIENTS, CLIENTS, MODELS
+from bench.paper.legal import ASKED, CENTER_CLIENTS, CLIENTS, MODELS
 from bench.paper.legal_scoring import LegalScoring, encoder_digest
 from bench.paper.sizes import FedJudge, Size
 from bench.paper.sources import Sources

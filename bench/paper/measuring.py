@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
 
+from bench.paper import task_settings
 from bench.paper.cells import (
     AttackCell,
     Cell,
@@ -34,9 +35,7 @@ def settings_of(cell: Cell, size: Size, sources: Sources) -> dict[str, Any]:
     """
     match cell:
         case TaskCell():
-            from bench.paper import task_training
-
-            return task_training.settings_of(cell, size, sources)
+            return task_settings.settings_of(cell, size, sources)
         case TimeCell():
             from bench.paper import training_times
 

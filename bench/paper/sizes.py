@@ -32,6 +32,7 @@ class AdapterTraining(Section):
     """An adapter and how fast it learns: settings as in the run config."""
 
     learning_rate: PositiveFloat
+    max_gradient_norm: NonNegativeFloat = 0.0
     prefix_length: PositiveInt = 128
     rank: PositiveInt = 8
     alpha: PositiveInt = 16
