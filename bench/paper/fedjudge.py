@@ -88,8 +88,8 @@ def _about_training(size: Size) -> str:
         f"{size.models.chinese} in place of Baichuan-7B. A client has {rows} and trains {steps} of "
         f"{own.batch_size * own.accumulation} rows in each of {own.rounds} rounds; Center, which "
         f"has the rows of all clients, takes {len(CLIENTS)} times as many steps. Every model "
-        f"answers {asked} held-out rows of each client in at most {own.new_tokens} tokens. BERTScore: "
-        f"{encoder}, not rescaled; the paper doesn't name its encoder."
+        f"answers {asked} held-out rows of each client in at most {own.new_tokens} tokens. "
+        f"BERTScore: {encoder}, not rescaled; the paper doesn't name its encoder."
     )
 
 

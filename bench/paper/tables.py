@@ -23,7 +23,7 @@ class Value:
         reason: Why it was not run, where it can't be.
         published_deviation: The standard deviation that the paper gives, if any.
         quoted: Whether it is a figure of the literature, which is not to be run.
-        digits: Digits of own results after the decimal point.
+        digits: Digits of own results after the decimal point; None for the table's.
 
     """
 
@@ -32,15 +32,15 @@ class Value:
     reason: str = ""
     published_deviation: float | None = None
     quoted: bool = False
-    digits: int = 1
+    digits: int | None = None
 
-    def text(self) -> str:
+    def text(self, digits: int) -> str:
         """Return the mean ± standard deviation, and the paper's figure in italics."""
         parts = []
         if self.own:
-            several = len(self.own) > 1
-            deviation = f" ± {statistics.stdev(self.own):.{self.digits}f}" if several else ""
-            parts.append(f"{statistics.mean(self.own):.{self.digits}f}{deviation}")
+            digits = digits if self.digits is None else self.digits
+            deviation = f" ± {statistics.stdev(self.own):.{digits}f}" if len(self.own) > 1 else ""
+            parts.append(f"{statistics.mean(self.own):.{digits}f}{deviation}")
         elif not self.quoted:
             parts.append("not run")
         if self.published is not None:
@@ -58,6 +58,7 @@ class Table:
         columns: Headings, first those of the labels of rows.
         rows: Labels and values of each row.
         notes: Sentences below it.
+        digits: Digits of own results after the decimal point.
 
     """
 
@@ -65,13 +66,16 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[tuple[Sequence[str], Sequence[Value]]]
     notes: Sequence[str] = ()
+    digits: int = 1
 
     def markdown(self) -> str:
         """Return the table with its title and notes, or what to know if nothing of it was run."""
         values = [value for _, own in self.rows for value in own if not value.quoted]
         lines = [f"**{self.title}**", ""]
         if any(value.own for value in values):
-            rows = ([*labels, *(value.text() for value in own)] for labels, own in self.rows)
+            rows = (
+                [*labels, *(value.text(self.digits) for value in own)] for labels, own in self.rows
+            )
             lines += table(self.columns, rows)
             lines += [f"Not run: {reason}.\n" for reason in self._reasons()]
         else:
@@ -104,7 +108,7 @@ class Table:
         """Return each reason for figures that are missing, with the rows that it concerns."""
         found: dict[str, list[str]] = {}
         for labels, values in self.rows:
-            for reason in {value.reason: None for value in values if value.reason}:
+            for reason in {v.reason: None for v in values if v.reason and not v.own}:
                 found.setdefault(reason, []).append(", ".join(filter(None, labels)))
         return [
             reason if len(rows) == len(self.rows) else f"{'; '.join(rows)}: {reason}"
