@@ -120,6 +120,7 @@ class MemoryJournal:
         events: Lines of ``metrics.jsonl``.
         adapters: The global adapter after each round.
         kept: Each client's personalised adapter.
+        personalised_by_round: Each client's personalised adapter after each round.
         progress: Progress of the run at the last checkpoint.
         status: What the run is doing now.
     """
@@ -128,6 +129,7 @@ class MemoryJournal:
         self.events: list[dict[str, Any]] = []
         self.adapters: dict[int, State] = {}
         self.kept: dict[str, State] = {}
+        self.personalised_by_round: dict[int, dict[str, State]] = {}
         self.progress = Progress("bench")
         self.status = RunStatus()
         self._scratch = TemporaryDirectory()
@@ -148,6 +150,7 @@ class MemoryJournal:
     def keep_personalised(self, client: str, state: State, round_number: int, size: int) -> None:
         """Keep a client's adapter."""
         self.kept[client] = state
+        self.personalised_by_round.setdefault(round_number, {})[client] = state
 
     def personalised(self, client: str) -> State | None:
         """Return a client's adapter."""

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench.paper.artefact import Artefact
 from bench.paper.artefacts import ARTEFACTS
-from bench.paper.cells import Cell, CellFolder, Record, Results, described, name_of
+from bench.paper.cells import Cell, CellFolder, Record, Results, SheetsCell, described, name_of
 from bench.paper.measuring import Measuring
 from bench.paper.report import read_record, write_record, write_reproduction
 from bench.paper.sizes import NAMES, Size, read_size
@@ -43,9 +43,11 @@ def main() -> None:
         return
     folder = arguments.folder / arguments.size
     cells = _cells_of(chosen, size)
+    if arguments.all and not arguments.sheets:
+        cells = [cell for cell in cells if not isinstance(cell, SheetsCell)]
     measuring = Measuring(
         size=size,
-        sources=Sources(arguments.data, arguments.models),
+        sources=Sources(arguments.data, arguments.models, tuple(arguments.sheets)),
         folder=CellFolder(folder / "cells"),
         processes=arguments.processes,
     )
@@ -138,6 +140,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="of the results")
     parser.add_argument("--data", type=Path, help="folder with the tasks' files")
     parser.add_argument("--models", type=Path, help="folder with base models")
+    parser.add_argument(
+        "--sheets",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="key.json and the filled sheets of a human evaluation, for fedjudge-table5",
+    )
     parser.add_argument("--seeds", type=int, help="number of seeds, instead of the size's")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--document", type=Path, help="folder for reproduction.md, such as docs")

@@ -16,6 +16,15 @@ from typing import Any, ClassVar, Literal, Protocol
 from finetuning.files import replacing
 
 Method = Literal["bare", "centralised", "serial", "client-batch", "hierarchical"]
+LegalMethod = Literal[
+    "bare",
+    "center",
+    "center-client1",
+    "center-client2",
+    "center-client3",
+    "fedjudge-base",
+    "fedjudge-cl",
+]
 Result = dict[str, Any]
 # A cell's file: ``cell``, ``settings``, ``versions``, ``result`` and ``seconds``.
 Record = dict[str, Any]
@@ -96,6 +105,37 @@ class AttackCell:
     model: str
     decoder: Literal["linear", "transformer"]
     head_blocks: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LegalCell:
+    """The scores of a method's models on the rows of FedJudge's three clients.
+
+    Attributes:
+        model: The base model's id.
+        method: The bare base model, centralised training on the rows of all clients or of one, or a
+            strategy, which has a global model and one for each client.
+        seed: Seed of the run.
+
+    """
+
+    kind: ClassVar[str] = "legal"
+    model: str
+    method: LegalMethod
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SheetsCell:
+    """What annotators have scored (FedJudge section 4.3.3).
+
+    Attributes:
+        seed: There is one measurement.
+
+    """
+
+    kind: ClassVar[str] = "sheets"
     seed: int = 0
 
 

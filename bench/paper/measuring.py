@@ -10,7 +10,17 @@ from multiprocessing import get_context
 from typing import Any
 
 from bench.paper import task_settings
-from bench.paper.cells import AttackCell, Cell, CellFolder, Record, Result, TaskCell, TimeCell
+from bench.paper.cells import (
+    AttackCell,
+    Cell,
+    CellFolder,
+    LegalCell,
+    Record,
+    Result,
+    SheetsCell,
+    TaskCell,
+    TimeCell,
+)
 from bench.paper.sizes import Size
 from bench.paper.sources import Sources
 
@@ -34,6 +44,14 @@ def settings_of(cell: Cell, size: Size, sources: Sources) -> dict[str, Any]:
             from bench.paper import attacks
 
             return attacks.settings_of(cell, sources)
+        case LegalCell():
+            from bench.paper import legal_training
+
+            return legal_training.settings_of(cell, size, sources)
+        case SheetsCell():
+            from bench.paper import filled_sheets
+
+            return filled_sheets.settings_of(sources)
     raise TypeError(f"unknown kind of cell: {cell}")
 
 
@@ -52,6 +70,14 @@ def measure(cell: Cell, size: Size, sources: Sources) -> Result:
             from bench.paper import attacks
 
             return attacks.measure(cell, sources)
+        case LegalCell():
+            from bench.paper import legal_training
+
+            return legal_training.measure(cell, size, sources)
+        case SheetsCell():
+            from bench.paper import filled_sheets
+
+            return filled_sheets.measure(sources)
     raise TypeError(f"unknown kind of cell: {cell}")
 
 

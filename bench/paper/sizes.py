@@ -3,7 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from finetuning.settings import Section
 
@@ -114,6 +114,53 @@ class FLGLM(Section):
     time: TimedTraining
 
 
+class FedJudge(Section):
+    """Settings of FedJudge's tables and figures.
+
+    Attributes:
+        dtype: ``model.dtype``.
+        rows: Training rows of each client at most; 0 for all.
+        rounds: Communication rounds; centralised training has as many.
+        local_steps: Optimizer steps of a client in a round; 0 for an epoch. Center, which has the
+            rows of three clients, takes three times as many.
+        batch_size: ``train.batch-size``.
+        accumulation: ``train.accumulation``.
+        max_length: ``data.max-length``; inputs of longer rows lose their end.
+        learning_rate: ``train.learning-rate``.
+        max_gradient_norm: ``train.max-gradient-norm``.
+        rank: ``adapter.rank``.
+        alpha: ``adapter.alpha``.
+        targets: ``adapter.targets``.
+        weight: λ of FedJudge-CL.
+        importance_examples: ``continual.importance-examples``.
+        questions: Held-out rows of each client that are answered and whose loss is measured; 0 for
+            all.
+        new_tokens: Longest answer, in tokens.
+        encoder: BERTScore's encoder, by its Hugging Face id; empty for no BERTScore.
+        encoder_layer: The layer that it compares.
+
+    """
+
+    dtype: str
+    rows: NonNegativeInt
+    rounds: PositiveInt
+    local_steps: NonNegativeInt
+    batch_size: PositiveInt
+    accumulation: PositiveInt
+    max_length: PositiveInt
+    learning_rate: PositiveFloat
+    max_gradient_norm: NonNegativeFloat
+    rank: PositiveInt
+    alpha: PositiveInt
+    targets: str
+    weight: NonNegativeFloat
+    importance_examples: PositiveInt
+    questions: NonNegativeInt
+    new_tokens: PositiveInt
+    encoder: str = ""
+    encoder_layer: PositiveInt | None = None
+
+
 class Size(Section):
     """One size.
 
@@ -121,12 +168,14 @@ class Size(Section):
         seeds: Number of seeds of each cell that depends on one.
         models: The base models.
         fl_glm: FL-GLM's tables and figures.
+        fedjudge: FedJudge's tables and figures.
 
     """
 
     seeds: PositiveInt
     models: Models
     fl_glm: FLGLM
+    fedjudge: FedJudge
 
 
 def read_size(name: str, file: Path = _FILE) -> Size:

@@ -22,11 +22,14 @@ class Sources:
         data: Folder with the tasks' folders, in it or in ``superglue/`` and ``legal/``.
         models: Folder with a folder for each base model, named like the last part of its id; models
             that are not there come from the Hugging Face hub or its cache.
+        sheets: The key of a human evaluation and the sheets that annotators have filled in
+            (``docs/human-evaluation.md``); empty if there are none.
 
     """
 
     data: Path | None = None
     models: Path | None = None
+    sheets: tuple[Path, ...] = ()
 
     def model(self, identifier: str) -> str:
         """Return a base model's name for ``model.name``: its folder, or its id."""

@@ -23,6 +23,7 @@ class Value:
         reason: Why it was not run, where it can't be.
         published_deviation: The standard deviation that the paper gives, if any.
         quoted: Whether it is a figure of the literature, which is not to be run.
+        digits: Digits of own results after the decimal point; None for the table's.
 
     """
 
@@ -31,11 +32,13 @@ class Value:
     reason: str = ""
     published_deviation: float | None = None
     quoted: bool = False
+    digits: int | None = None
 
     def text(self, digits: int) -> str:
         """Return the mean ± standard deviation, and the paper's figure in italics."""
         parts = []
         if self.own:
+            digits = digits if self.digits is None else self.digits
             deviation = f" ± {statistics.stdev(self.own):.{digits}f}" if len(self.own) > 1 else ""
             parts.append(f"{statistics.mean(self.own):.{digits}f}{deviation}")
         elif not self.quoted:
@@ -55,7 +58,7 @@ class Table:
         columns: Headings, first those of the labels of rows.
         rows: Labels and values of each row.
         notes: Sentences below it.
-        digits: Digits of own figures after the decimal point.
+        digits: Digits of own results after the decimal point.
 
     """
 
@@ -70,7 +73,9 @@ class Table:
         values = [value for _, own in self.rows for value in own if not value.quoted]
         lines = [f"**{self.title}**", ""]
         if any(value.own for value in values):
-            rows = ([*labels, *(v.text(self.digits) for v in own)] for labels, own in self.rows)
+            rows = (
+                [*labels, *(value.text(self.digits) for value in own)] for labels, own in self.rows
+            )
             lines += table(self.columns, rows)
             lines += [f"Not run: {reason}.\n" for reason in self._reasons()]
         else:
@@ -103,7 +108,7 @@ class Table:
         """Return each reason for figures that are missing, with the rows that it concerns."""
         found: dict[str, list[str]] = {}
         for labels, values in self.rows:
-            for reason in {value.reason: None for value in values if value.reason}:
+            for reason in {v.reason: None for v in values if v.reason and not v.own}:
                 found.setdefault(reason, []).append(", ".join(filter(None, labels)))
         return [
             reason if len(rows) == len(self.rows) else f"{'; '.join(rows)}: {reason}"
