@@ -17,15 +17,15 @@ the record that is there.
 
 import argparse
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from bench.paper.artefact import Artefact
 from bench.paper.artefacts import ARTEFACTS
-from bench.paper.cells import Cell, CellFolder, Record, Results, SheetsCell, described, name_of
+from bench.paper.cells import Cell, CellFolder, Record, Results, SheetsCell, name_of
 from bench.paper.measuring import Measuring
+from bench.paper.progress import seconds_left
 from bench.paper.report import read_record, write_record, write_reproduction
 from bench.paper.sizes import NAMES, Size, read_size
 from bench.paper.sources import SourceError, Sources
@@ -55,18 +55,33 @@ def main() -> None:
         known = measuring.known(cells)
     except (SourceError, BaseModelError) as error:
         raise SystemExit(str(error)) from error
+    try:
+        _run(measuring, known, arguments, chosen)
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; the same command continues") from None
+
+
+def _run(
+    measuring: Measuring,
+    known: Mapping[Cell, Record | None],
+    arguments: argparse.Namespace,
+    chosen: Sequence[Artefact],
+) -> None:
+    """Measure what is missing, and write what becomes complete."""
+    size, folder = _size(arguments), arguments.folder / arguments.size
     records = [record for record in known.values() if record is not None]
-    missing = [cell for cell in cells if known[cell] is None]
-    print(f"{len(records)} of {len(cells)} measurements are in {folder}", flush=True)
+    missing = [cell for cell, record in known.items() if record is None]
+    print(f"{len(records)} of {len(known)} measurements are in {folder}", flush=True)
     done = _write_complete(chosen, size=size, records=records, folder=folder, done=set())
     _record(arguments, records)
-    started = time.monotonic()
-    for number, (cell, record) in enumerate(measuring.run(missing), start=1):
+    remaining = dict.fromkeys(missing)
+    for cell, record in measuring.run(missing):
         records.append(record)
-        left = (time.monotonic() - started) / number * (len(missing) - number)
-        name = name_of(described(cell))
+        del remaining[cell]
+        left = seconds_left(list(remaining), records, arguments.processes)
         print(
-            f"{name}, seed {cell.seed}: {record['seconds']:g} s; {number} of {len(missing)}, "
+            f"{name_of(record['cell'])}, seed {cell.seed}: {record['seconds']:g} s; "
+            f"{len(missing) - len(remaining)} of {len(missing)}, "
             f"about {timedelta(seconds=round(left))} left",
             flush=True,
         )
@@ -149,10 +164,21 @@ def _arguments() -> argparse.Namespace:
         help="key.json and the filled sheets of a human evaluation, for fedjudge-table5",
     )
     parser.add_argument("--seeds", type=int, help="number of seeds, instead of the size's")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=_processes(),
+        help="measurements at the same time, which share the cores (or the GPU)",
+    )
     parser.add_argument("--document", type=Path, help="folder for reproduction.md, such as docs")
     parser.add_argument("--render", action="store_true", help="write documents and run nothing")
     return parser.parse_args()
+
+
+def _processes() -> int:
+    import torch
+
+    return 1 if torch.cuda.is_available() else min(2, len(os.sched_getaffinity(0)))
 
 
 if __name__ == "__main__":

@@ -182,8 +182,8 @@ def _answers(size: Size, results: Results) -> Document:
         return Document()
     parts = [
         "The paper shows answers to held-out questions. Rows of these data sets are not shown "
-        "here, since it is not clear that they may be passed on; the questions are our own. Answers "
-        f"are the first seed's, and end after {size.fedjudge.new_tokens} tokens.\n",
+        "here, since it is not clear that they may be passed on; the questions are our own. "
+        f"Answers are the first seed's, and end after {size.fedjudge.new_tokens} tokens.\n",
     ]
     for figure, (client, question) in enumerate(ASKED.items(), start=4):
         number = CLIENTS.index(client) + 1

@@ -134,7 +134,12 @@ class Measuring:
                     work = (cell, self._size, self._sources, self._folder)
                     waiting[pool.submit(_measured, *work)] = cell
                 for done in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    yield waiting.pop(done), done.result()
+                    cell = waiting.pop(done)
+                    try:
+                        yield cell, done.result()
+                    except Exception as error:
+                        error.add_note(f"while measuring {cell}")
+                        raise
 
 
 def _measured(cell: Cell, size: Size, sources: Sources, folder: CellFolder) -> Record:

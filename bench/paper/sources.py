@@ -1,10 +1,12 @@
 """Where base models and the tasks' files are found."""
 
+import functools
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from finetuning.data.rows import DataError, find_part
+from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest, fingerprint
 from finetuning.tasks.tasks import TASKS
@@ -79,5 +81,10 @@ class Sources:
 
     def data_digest(self, task: str) -> str:
         """Return a digest of a task's files."""
-        content = b"".join(sha256(file.read_bytes()).digest() for file in self.parts(task))
-        return sha256(content).hexdigest()[:16]
+        digests = (_file_digest(file, stamps(file)) for file in self.parts(task))
+        return sha256(b"".join(digests)).hexdigest()[:16]
+
+
+@functools.cache
+def _file_digest(file: Path, _stamps: Stamps) -> bytes:
+    return sha256(file.read_bytes()).digest()

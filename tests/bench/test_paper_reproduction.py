@@ -15,7 +15,7 @@ from bench.paper.report import DOCUMENT, read_record, reproduction, write_record
 from bench.paper.sizes import read_size
 from bench.paper.tables import NOT_RUN
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 FEDJUDGE = [artefact for artefact in ARTEFACTS if artefact.name.startswith("fedjudge")]
 
 
