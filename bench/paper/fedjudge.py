@@ -181,9 +181,9 @@ def _answers(size: Size, results: Results) -> Document:
     if not found:
         return Document()
     parts = [
-        "The paper shows answers to held-out questions. The rows of these data sets may not be "
-        "published, so that the questions here are our own. Answers end after "
-        f"{size.fedjudge.new_tokens} tokens; the first seed's.\n",
+        "The paper shows answers to held-out questions. Rows of these data sets are not shown "
+        "here, since it is not clear that they may be passed on; the questions are our own. "
+        f"Answers are the first seed's, and end after {size.fedjudge.new_tokens} tokens.\n",
     ]
     for figure, (client, question) in enumerate(ASKED.items(), start=4):
         number = CLIENTS.index(client) + 1

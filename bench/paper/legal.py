@@ -19,7 +19,7 @@ MODELS: Mapping[LegalMethod, tuple[str, ...]] = {
     "fedjudge-base": ("FedJudge-Base", "Base-Client1", "Base-Client2", "Base-Client3"),
     "fedjudge-cl": ("FedJudge-CL", "CL-Client1", "CL-Client2", "CL-Client3"),
 }
-# What figures 4 and 5 ask. The questions are our own, since the data's rows may not be published.
+# What figures 4 and 5 ask. The questions are our own: it is not clear that rows may be passed on.
 ASKED: Mapping[str, str] = {
     "consultation": "假设你是一名律师，请回答以下向你咨询的问题：\n"
     "租房合同到期后，房东以墙面有钉孔为由不退还押金，我应该怎么办？",

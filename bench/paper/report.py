@@ -17,17 +17,22 @@ _CONTINUAL = "recorded/continual.json"
 _INTRODUCTION = """\
 # Tables and figures of both papers, run again
 
-This page is written by `python -m bench.paper --all --document docs` from the results in
-[`recorded/paper/`](recorded/paper); a test compares the two. Each section has the command that runs
-it.
+This page is written by the following command from the results in
+[`recorded/paper/`](recorded/paper), and a test compares the two:
+
+```
+python -m bench.paper --all --small --data DATA --models MODELS --document docs
+```
+
+DATA has the tasks' published files ([`tasks.md`](tasks.md)), MODELS a folder for each base model,
+unless they come from the Hugging Face hub. Each section names the command that runs it alone.
 
 - A figure is the mean over seeds ± their standard deviation. *Figures in italics are the paper's.*
 - **Small models show directions, and make no claim about the papers' scores.** With so few seeds,
   steps and rows, a difference smaller than the deviations beside it shows nothing.
 - [`sizes.toml`](../bench/paper/sizes.toml) has everything in which the sizes differ, and
   [`published.toml`](../bench/paper/published.toml) the papers' figures.
-- [`papers.md`](papers.md) maps the papers' methods to code, and [`tasks.md`](tasks.md) has prompts
-  and scores.
+- [`papers.md`](papers.md) maps the papers' methods to code.
 """
 _ABOUT = {
     "small": "Small: two cores",
@@ -91,9 +96,12 @@ def _section(artefact: Artefact, size_name: str, size: Size, results: Results) -
     cells = artefact.cells(size)
     found = [record for record in map(results.record, cells) if record is not None]
     minutes = sum(record["seconds"] for record in found) / 60
-    took = f" {len(found)} of {len(cells)} measurements, {minutes:.0f} minutes." if cells else ""
-    command = f"`python -m bench.paper {artefact.name} --{size_name}`"
-    return f"### {artefact.title}\n\n{command}.{took}\n"
+    parts = [f"`python -m bench.paper {artefact.name} --{size_name}`"]
+    if cells:
+        parts.append(f"{len(found)} of {len(cells)} measurements")
+    if found:
+        parts.append(f"{minutes:.0f} minutes")
+    return f"### {artefact.title}\n\n{', '.join(parts)}.\n"
 
 
 def _summary(size: Size, records: Sequence[Record]) -> str:

@@ -5,6 +5,7 @@ import io
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 
 from bench.markdown import table
@@ -28,9 +29,9 @@ class Value:
     """
 
     own: Sequence[float] = ()
-    published: float | None = None
+    published: Decimal | None = None
     reason: str = ""
-    published_deviation: float | None = None
+    published_deviation: Decimal | None = None
     quoted: bool = False
     digits: int | None = None
 
