@@ -100,8 +100,8 @@ def _about_penalty(size: Size, found: Sequence[Result]) -> list[str]:
         return []
     share = statistics.mean(result["penalty_share"] for result in found)
     return [
-        f"FedJudge-CL has λ = {size.fedjudge.weight:g}, with which the penalty was {share:.0%} of "
-        "the gradient norm."
+        f"FedJudge-CL has λ = {size.fedjudge.weight:g}, with which the penalty was "
+        f"{100 * share:.0f} % of the gradient norm."
     ]
 
 
