@@ -40,14 +40,15 @@ def measure(cell: TaskCell, size: Size, sources: Sources) -> Result:
     model_settings = ModelSettings(name=name, dtype=size.fl_glm.dtype)  # type: ignore[arg-type]
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        tokenizer = load_tokenizer(locate(name))
         data = write_task(
             task_name=cell.task,
             parts=sources.parts(cell.task),
-            tokenizer=tokenizer,
+            model=locate(name),
             training=training,
+            clients=cell.clients,
             folder=folder,
         )
+        tokenizer = load_tokenizer(locate(name))
         questions = data.prepared.questions
         result: Result = {
             "questions": len(questions),

@@ -54,7 +54,7 @@ def measure(cell: TimeCell, size: Size, sources: Sources) -> Result:
         split = {"split.schedule": cell.method}
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write_rows(_TASK, sources.parts(_TASK), folder)
+        write_rows(_TASK, sources.parts(_TASK), cell.clients, folder)
         values = {
             "strategy": "fl-glm" if split else "fedjudge-base",
             "rounds": _ROUNDS,
