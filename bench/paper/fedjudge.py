@@ -49,6 +49,8 @@ def _cells_of_answers(size: Size) -> list[LegalCell]:
 def _tables(size: Size, results: Results) -> Document:
     """Return tables 2 and 3: a table for each client's rows."""
     found = {method: results.of_seeds(cells_of(size, method)) for method in MODELS}
+    if not any(found.values()):
+        return Document()
     rows = [(name, found[method]) for method, names in MODELS.items() for name in names]
     tables = [
         Table(
@@ -98,8 +100,8 @@ def _about_penalty(size: Size, found: Sequence[Result]) -> list[str]:
         return []
     share = statistics.mean(result["penalty_share"] for result in found)
     return [
-        f"FedJudge-CL has λ = {size.fedjudge.weight:g}, with which the penalty was {share:.0%} of "
-        "the gradient norm."
+        f"FedJudge-CL has λ = {size.fedjudge.weight:g}, with which the penalty was "
+        f"{100 * share:.0f} % of the gradient norm."
     ]
 
 

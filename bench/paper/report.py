@@ -17,8 +17,8 @@ _CONTINUAL = "recorded/continual.json"
 _INTRODUCTION = """\
 # Tables and figures of both papers, run again
 
-This page is written by the following command from the results in
-[`recorded/paper/`](recorded/paper), and a test compares the two:
+This page is written by the following command from the results in `recorded/paper/` and
+`recorded/continual.json`, and a test compares it with them:
 
 ```
 python -m bench.paper --all --small --data DATA --models MODELS --document docs

@@ -120,7 +120,8 @@ class FedJudge(Section):
     Attributes:
         dtype: ``model.dtype``.
         rows: Training rows of each client at most; 0 for all.
-        rounds: Communication rounds; centralised training has as many.
+        rounds: Communication rounds; centralised training has as many. No penalty applies in the
+            first.
         local_steps: Optimizer steps of a client in a round; 0 for an epoch. Center, which has the
             rows of three clients, takes three times as many.
         batch_size: ``train.batch-size``.
@@ -143,7 +144,7 @@ class FedJudge(Section):
 
     dtype: str
     rows: NonNegativeInt
-    rounds: PositiveInt
+    rounds: int = Field(ge=2)
     local_steps: NonNegativeInt
     batch_size: PositiveInt
     accumulation: PositiveInt
