@@ -30,7 +30,6 @@ from bench.paper.report import read_record, write_record, write_reproduction
 from bench.paper.sizes import NAMES, Size, read_size
 from bench.paper.sources import SourceError, Sources
 from bench.paper.tables import write_document
-from finetuning.model.base_model import BaseModelError
 
 
 def main() -> None:
@@ -53,7 +52,7 @@ def main() -> None:
     )
     try:
         known = measuring.known(cells)
-    except (SourceError, BaseModelError) as error:
+    except SourceError as error:
         raise SystemExit(str(error)) from error
     try:
         _run(measuring, known, arguments, chosen)

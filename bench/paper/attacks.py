@@ -19,13 +19,12 @@ def settings_of(cell: AttackCell, sources: Sources) -> dict[str, Any]:
     """Return everything that a cell's result depends on.
 
     Raises:
-        SourceError: The data is missing.
-        BaseModelError: The model is missing.
+        SourceError: Data or the model is missing.
 
     """
     return {
-        "model": sources.model_digest(cell.model),
         "data": sources.data_digest(_TASK),
+        "model": sources.model_digest(cell.model),
         "attack": asdict(attack.Sizes()),
     }
 

@@ -43,8 +43,7 @@ def settings_of(cell: LegalCell, size: Size, sources: Sources) -> dict[str, Any]
     """Return everything that a cell's result depends on, except the libraries' versions.
 
     Raises:
-        SourceError: Data or the encoder is missing.
-        BaseModelError: The model is missing.
+        SourceError: Data, the model or the encoder is missing.
 
     """
     return {

@@ -29,8 +29,7 @@ def settings_of(cell: Cell, size: Size, sources: Sources) -> dict[str, Any]:
     """Return everything that a cell's result depends on, except the libraries' versions.
 
     Raises:
-        SourceError: Its data is missing.
-        BaseModelError: Its model is missing.
+        SourceError: Data or the model is missing.
 
     """
     match cell:

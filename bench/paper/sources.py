@@ -7,7 +7,7 @@ from pathlib import Path
 
 from finetuning.data.rows import DataError, find_part
 from finetuning.files import Stamps, stamps
-from finetuning.model.base_model import locate
+from finetuning.model.base_model import BaseModelError, locate
 from finetuning.model.fingerprint import digest, fingerprint
 from finetuning.tasks.tasks import TASKS
 
@@ -42,10 +42,16 @@ class Sources:
         """Return a digest of a base model's weights and configuration.
 
         Raises:
-            BaseModelError: The model can't be found.
+            SourceError: The model can't be found.
 
         """
-        return digest(fingerprint(locate(self.model(identifier))))[:16]
+        try:
+            directory = locate(self.model(identifier))
+        except BaseModelError as error:
+            where = f"--models {self.models}" if self.models else "a folder that --models names"
+            folder = identifier.rpartition("/")[2]
+            raise SourceError(f"there is no {folder} in {where}: {error}") from error
+        return digest(fingerprint(directory))[:16]
 
     def folder(self, name: str) -> Path:
         """Return a folder of the data by its name, in any case.

@@ -73,7 +73,7 @@ def write_task(
     _write(folder / f"{task.held_out}.jsonl", _few_of_all_labels(test, clients))
     scored = folder / "scored.jsonl"
     _write(scored, _first(test, training.questions))
-    settings = DataSettings(task=task_name)  # type: ignore[arg-type]
+    settings = DataSettings(task=task_name)
     questions = read_questions(scored, task)
     held_out, _ = tokenize(read_task_rows(scored, settings), tokenizer, training.max_length)
     return TaskData(

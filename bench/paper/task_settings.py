@@ -27,13 +27,12 @@ def settings_of(cell: TaskCell, size: Size, sources: Sources) -> dict[str, Any]:
     """Return everything that a cell's result depends on.
 
     Raises:
-        SourceError: Its data is missing.
-        BaseModelError: Its model is missing.
+        SourceError: Data or the model is missing.
 
     """
     settings: dict[str, Any] = {
-        "model": sources.model_digest(cell.model),
         "data": sources.data_digest(cell.task),
+        "model": sources.model_digest(cell.model),
         "dtype": size.fl_glm.dtype,
         "training": training_of(cell.task, size).model_dump(by_alias=True),
     }

@@ -37,7 +37,7 @@ def measure(cell: TaskCell, size: Size, sources: Sources) -> Result:
     """
     training = training_of(cell.task, size)
     name = sources.model(cell.model)
-    model_settings = ModelSettings(name=name, dtype=size.fl_glm.dtype)  # type: ignore[arg-type]
+    model_settings = ModelSettings(name=name, dtype=size.fl_glm.dtype)
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         data = write_task(

@@ -24,13 +24,12 @@ def settings_of(size: Size, sources: Sources) -> dict[str, Any]:
     """Return everything that a cell's result depends on.
 
     Raises:
-        SourceError: The data is missing.
-        BaseModelError: The model is missing.
+        SourceError: Data or the model is missing.
 
     """
     return {
-        "model": sources.model_digest(size.fl_glm.time.model),
         "data": sources.data_digest(_TASK),
+        "model": sources.model_digest(size.fl_glm.time.model),
         "dtype": size.fl_glm.dtype,
         "training": size.fl_glm.time.model_dump(by_alias=True, exclude={"repetitions"}),
     }
