@@ -125,10 +125,11 @@ def _difference(own: Sequence[Result], base: Sequence[Result]) -> list[str]:
 
 def _mean_loss(result: Result, method: LegalMethod, numbers: Sequence[int]) -> float:
     """Return the mean over the clients of one model's loss each; 0 is the global model."""
-    return statistics.mean(
-        result["scores"][MODELS[method][number]][client]["loss"]
+    losses = [
+        float(result["scores"][MODELS[method][number]][client]["loss"])
         for number, client in zip(numbers, CLIENTS, strict=True)
-    )
+    ]
+    return statistics.mean(losses)
 
 
 def _training_process(size: Size, results: Results) -> Document:
