@@ -110,24 +110,26 @@ def _difference(own: Sequence[Result], base: Sequence[Result]) -> list[str]:
     if len(own) < 2 or len(base) < 2:
         return []
     parts = []
-    for kind, names in (("global", (0, 0, 0)), ("own personalised", (1, 2, 3))):
-        losses = [
-            [
-                statistics.mean(
-                    result["scores"][MODELS[method][number]][client]["loss"]
-                    for number, client in zip(names, CLIENTS, strict=True)
-                )
-                for result in found
-            ]
-            for method, found in (("fedjudge-cl", own), ("fedjudge-base", base))
+    for kind, numbers in (("global", (0, 0, 0)), ("own personalised", (1, 2, 3))):
+        pairs = [
+            _mean_loss(one, "fedjudge-cl", numbers) - _mean_loss(other, "fedjudge-base", numbers)
+            for one, other in zip(own, base, strict=True)
         ]
-        pairs = [one - other for one, other in zip(*losses, strict=True)]
         mean, low, high = paired_interval(pairs)
         parts.append(f"{mean:+.4f} [{low:+.4f}, {high:+.4f}] with the {kind} model")
     return [
         "FedJudge-CL − FedJudge-Base, held-out loss over the three clients, paired by seed, with "
         f"the 95 % interval: {'; '.join(parts)}."
     ]
+
+
+def _mean_loss(result: Result, method: LegalMethod, numbers: Sequence[int]) -> float:
+    """Return the mean over the clients of one model's loss each; 0 is the global model."""
+    losses = [
+        float(result["scores"][MODELS[method][number]][client]["loss"])
+        for number, client in zip(numbers, CLIENTS, strict=True)
+    ]
+    return statistics.mean(losses)
 
 
 def _training_process(size: Size, results: Results) -> Document:

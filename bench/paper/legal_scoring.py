@@ -1,6 +1,6 @@
 """Scores of models on the held-out rows of FedJudge's clients (section 4.2.2)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +14,15 @@ from finetuning.data.rows import read_rows
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.evaluation.bertscore import Encoder, EncoderError, bertscore
 from finetuning.evaluation.generation import GREEDY, continue_prompts
-from finetuning.evaluation.held_out import generate_answers, held_out_loss
+from finetuning.evaluation.held_out import held_out_loss
 from finetuning.evaluation.scoring import score
 from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.tasks.scoring import Prepared, answer
+from finetuning.tasks.tasks import TASKS
 
-_ANSWERED_AT_ONCE = 16
+_MOST_TOKENS = 16384  # of prompts and answers that are computed at once
 
 
 class LegalScoring:
@@ -37,7 +39,7 @@ class LegalScoring:
         self._settings = settings
         self._encoder = _encoder(settings, sources)
         self._model, self._tokenizer = _load(
-            ModelSettings(name=model, dtype=settings.dtype),  # type: ignore[arg-type]
+            ModelSettings(name=model, dtype=settings.dtype),
             AdapterSettings(rank=settings.rank, alpha=settings.alpha, targets=settings.targets),
         )
         self._examples = {client: self._read(client, sources) for client in CLIENTS}
@@ -52,21 +54,41 @@ class LegalScoring:
             load_adapter(self._model.peft_model, state)
             yield
 
-    def scores(self, client: str) -> dict[str, float]:
-        """Return the held-out ``loss`` in nats, ROUGE, BLEU and ``bertscore``, within 0..1."""
-        examples, settings = self._examples[client], self._settings
+    def scores(self, clients: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Answer the rows of clients, and measure their loss.
+
+        Returns:
+            By client the held-out ``loss`` in nats, and ROUGE, BLEU and ``bertscore``, within 0..1.
+
+        """
+        # All rows at once: a step of generation takes little longer with more of them.
+        answered = answer(
+            model=self._model,
+            tokenizer=self._tokenizer,
+            prepared=self._prepared(clients),
+            most_tokens=_MOST_TOKENS,
+            new_tokens=self._settings.new_tokens,
+        )
+        texts = iter(answered.texts)
+        return {
+            client: self._score(
+                self._examples[client], [next(texts) for _ in self._examples[client]]
+            )
+            for client in clients
+        }
+
+    def _prepared(self, clients: Sequence[str]) -> Prepared:
+        examples = [example for client in clients for example in self._examples[client]]
+        prompts = [example.tokens[: example.prompt_length] for example in examples]
+        # The clients' tasks differ in nothing but their rows.
+        return Prepared(TASKS[clients[0]], questions=[], candidates=[], prompts=prompts)
+
+    def _score(self, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, float]:
         loss = held_out_loss(
             model=self._model,
             examples=examples,
             padding=self._tokenizer.pad_token_id,
-            batch_size=settings.batch_size,
-        )
-        texts = generate_answers(
-            model=self._model,
-            tokenizer=self._tokenizer,
-            examples=examples,
-            batch_size=_ANSWERED_AT_ONCE,
-            max_new=settings.new_tokens,
+            batch_size=self._settings.batch_size,
         )
         references = [example.reference for example in examples]
         scores = {"loss": loss.loss, **score(texts, references)}
@@ -74,16 +96,15 @@ class LegalScoring:
             scores["bertscore"] = bertscore(texts, references, self._encoder)
         return scores
 
-    def answer(self, question: str) -> str:
-        """Answer a question."""
-        (text,) = continue_prompts(
+    def answers(self, questions: Sequence[str]) -> list[str]:
+        """Answer questions."""
+        return continue_prompts(
             model=self._model,
             tokenizer=self._tokenizer,
-            prompts=tokenize_prompts(prompt_rows([question]), self._tokenizer),
+            prompts=tokenize_prompts(prompt_rows(questions), self._tokenizer),
             max_new=self._settings.new_tokens,
             settings=GREEDY,
         )
-        return text
 
     def _read(self, client: str, sources: Sources) -> list[Example]:
         _, held_out = sources.parts(client)

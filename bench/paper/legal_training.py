@@ -71,15 +71,16 @@ def measure(cell: LegalCell, size: Size, sources: Sources) -> Result:
     result: Result = {"scores": {}, "answers": {}, "penalty_share": trained.penalty_share}
     for name, state in zip(names, trained.last, strict=True):
         with scoring.using(state):
-            result["scores"][name] = {client: scoring.scores(client) for client in CLIENTS}
-            result["answers"][name] = {c: scoring.answer(text) for c, text in ASKED.items()}
+            result["scores"][name] = scoring.scores(CLIENTS)
+            answers = scoring.answers(list(ASKED.values()))
+            result["answers"][name] = dict(zip(ASKED, answers, strict=True))
     if trained.personalised:
         result["rounds"] = {}
         for client, name, states in zip(CLIENTS, names[1:], trained.personalised, strict=True):
             rounds = result["rounds"][client] = []
             for state in states[:-1]:
                 with scoring.using(state):
-                    rounds.append(scoring.scores(client))
+                    rounds.append(scoring.scores([client])[client])
             rounds.append(result["scores"][name][client])
     return result
 

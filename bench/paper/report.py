@@ -73,7 +73,8 @@ def reproduction(docs: Path, artefacts: Sequence[Artefact]) -> tuple[str, Mappin
         artefacts: Tables and figures in their order.
 
     """
-    parts, pictures = [_INTRODUCTION], {}
+    parts = [_INTRODUCTION]
+    pictures: dict[str, str] = {}
     for name in NAMES:
         parts.append(f"## {_ABOUT[name]}\n")
         records = read_record(docs, name)
