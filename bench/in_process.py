@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -89,9 +89,11 @@ class InProcessGrid(Grid):
 
 
 class ConcurrentGrid(InProcessGrid):
-    """Passes messages to all SuperNodes at the same time, each in a thread with its own model.
+    """Passes train messages to all SuperNodes at the same time, each in a thread.
 
-    With ``split.schedule = "client-batch"`` clients wait for each other within every step.
+    With ``split.schedule = "client-batch"`` clients wait for each other within every step. Each has
+    a model of its own. Other messages are passed one after another: the evaluation before round 1
+    loads each client's model, and libraries change functions of the whole process while they load.
     """
 
     def __init__(
@@ -105,6 +107,8 @@ class ConcurrentGrid(InProcessGrid):
     ) -> Iterable[Message]:
         """Return the answer to every message."""
         sent = list(messages)
+        if any(message.metadata.message_type != MessageType.TRAIN for message in sent):
+            return super().send_and_receive(sent)
         with ThreadPoolExecutor(max(1, len(sent))) as pool:
             return list(pool.map(self._answer, sent))
 

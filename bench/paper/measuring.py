@@ -170,10 +170,9 @@ def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 def _begin(threads: int) -> None:
     """Prepare a process: the main process alone answers to an interrupt."""
-    import logging
-
     import torch
+    from flwr.common.logger import FLOWER_LOGGER
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
-    logging.getLogger("flwr").setLevel("WARNING")
+    FLOWER_LOGGER.setLevel("WARNING")

@@ -86,6 +86,7 @@ class FLGLM(Section):
 
     Attributes:
         dtype: ``model.dtype``.
+        activation_budget: ``split.activation-budget``, which bounds the memory.
         tasks: Tasks of tables 1 and 5.
         summaries: Tasks of table 2; none if it is not run.
         periods: Averaging periods of table 8; the first is that of all other tables and figures.
@@ -101,6 +102,7 @@ class FLGLM(Section):
     """
 
     dtype: str
+    activation_budget: PositiveInt
     tasks: tuple[str, ...]
     summaries: tuple[str, ...]
     periods: tuple[int, ...]

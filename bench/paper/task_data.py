@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.paper.sizes import TaskTraining
-from finetuning.data.rows import DataError, Row, parse_rows, refuse_malformed
+from finetuning.data.rows import DataError, Row, keep_good, parse_rows
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import load_tokenizer
@@ -63,7 +63,7 @@ def write_task(
         folder: Where to write.
 
     Raises:
-        DataError: Rows are missing or malformed, or none fits.
+        DataError: There are no rows, or none fits.
 
     """
     task, tokenizer = TASKS[task_name], load_tokenizer(model)
@@ -94,7 +94,7 @@ def write_rows(task_name: str, parts: tuple[Path, Path], clients: int, folder: P
         folder: Where to write.
 
     Raises:
-        DataError: Rows are missing or malformed.
+        DataError: There are no rows.
 
     """
     task = TASKS[task_name]
@@ -126,13 +126,12 @@ def _fitting(file: Path, _stamps: Stamps, task_name: str, model: Path, longest: 
 
 
 def _lines(file: Path, task: Task) -> list[_Line]:
+    """Return all lines but malformed ones, which are printed."""
     lines, problems = parse_rows(
         file, "train", lambda origin, value: _Line(value, task.convert(origin, value))
     )
-    refuse_malformed(problems, len(lines), "download it again")
-    if not lines:
-        raise DataError(f"no rows in {file}")
-    return lines
+    # Two published rows of MultiRC have an empty answer.
+    return keep_good(lines, problems, skip_bad=True, path=file)
 
 
 def _longest_row(question: Question) -> Row:

@@ -55,7 +55,10 @@ def run_values(cell: TaskCell, size: Size, model: str, folder: Path) -> dict[str
     rounds = max(1, round(training.steps / (cell.clients * cell.period)))
     split: dict[str, Scalar] = {}
     if cell.method != "centralised":
-        split = {"split.schedule": cell.method}
+        split = {
+            "split.schedule": cell.method,
+            "split.activation-budget": size.fl_glm.activation_budget,
+        }
     return {
         "strategy": "fl-glm" if split else "fedjudge-base",
         "rounds": rounds,

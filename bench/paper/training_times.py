@@ -50,7 +50,10 @@ def measure(cell: TimeCell, size: Size, sources: Sources) -> Result:
     steps = max(1, timed.rows // cell.clients)
     split: dict[str, Scalar] = {}
     if cell.method != "centralised":
-        split = {"split.schedule": cell.method}
+        split = {
+            "split.schedule": cell.method,
+            "split.activation-budget": size.fl_glm.activation_budget,
+        }
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_rows(_TASK, sources.parts(_TASK), cell.clients, folder)

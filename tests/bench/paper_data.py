@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.conftest import WORDS
 
 
-def write_tasks(folder: Path, train: int = 24, held_out: int = 8) -> Path:
+def write_tasks(folder: Path, train: int = 24, held_out: int = 32) -> Path:
     """Write a few rows of the tasks of ``bench.paper``'s small size; return the folder."""
     for number, (path, row) in enumerate(_ROWS.items()):
         source = random.Random(number)

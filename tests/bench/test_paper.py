@@ -88,7 +88,9 @@ def test_clients_are_stacked_and_divided_by_label(size, sources):
     assert result["rows"] == 32
     assert [rows for rows, _ in result["curve"]] == [16]
     # Rows are stacked in the order in which they arrive, which changes the last digits.
-    assert result["loss"] == pytest.approx(measure(cell, size, sources)["loss"], abs=1e-3)
+    again = measure(cell, size, sources)
+    assert result["loss"] == pytest.approx(again["loss"], abs=1e-3)
+    assert result["loss"] < 7  # that of equally likely tokens is 5.8
 
 
 def test_times_are_of_the_second_round(size, sources):
