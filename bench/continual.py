@@ -10,15 +10,14 @@ of a seed have the same data, initial adapter, dropout and round 1, in which no 
 that their losses are compared in pairs; intervals are Student's over seeds.
 
 FOLDER has a file for each run; the same command continues where it was interrupted, and writes
-``table.md`` at the end.
+``table.md`` at the end. ``--record docs/recorded/continual.json`` also writes the results as JSON,
+of which ``python -m bench.paper`` makes a part of ``docs/reproduction.md``.
 """
 
 import argparse
 import json
 import os
-import statistics
 import tomllib
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -28,18 +27,11 @@ from typing import Any
 from flwr.common.config import flatten_dict, parse_config_args
 
 from bench.continual_cells import Experiment, calibrate, cell, first_round
+from bench.continual_table import Row, recorded, table
 from finetuning.files import replacing
 from strategies.run_config import ConfigError, parse_run_config
 
 _PRESET = Path(__file__).parent.parent / "presets" / "demo.toml"
-_HEADINGS = (
-    *("importance", "share wanted", "λ", "share measured", "s"),
-    *("held-out loss, global", "− FedJudge-Base [95 %]"),
-    *("held-out loss, personalised", "− FedJudge-Base [95 %]"),
-)
-Result = dict[str, Any]
-# Importance, share that was wanted if any, and λ.
-Row = tuple[str, float | None, float]
 
 
 def main() -> None:
@@ -84,74 +76,11 @@ def main() -> None:
     text = table(rows, results)
     with replacing(experiment.folder / "table.md") as aside:
         aside.write_text(text)
+    if arguments.record:
+        record = recorded(experiment.values, rows, results)
+        with replacing(arguments.record) as aside:
+            aside.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     print(text, end="")
-
-
-def table(rows: Sequence[Row], results: dict[tuple[str, float], list[Result]]) -> str:
-    """Return the table in Markdown.
-
-    Args:
-        rows: What to show, FedJudge-Base excepted, which comes first.
-        results: Results of `cell` by importance and λ, in the order of seeds; FedJudge-Base's are
-            those of ``("server", 0.0)``.
-
-    """
-    base = results["server", 0.0]
-    lines = [_HEADINGS, ("---",) * len(_HEADINGS), ("–", "–", "0", *_measured(base, base))]
-    for importance, share, weight in rows:
-        wanted = "–" if share is None else f"{100 * share:g} %"
-        measured = _measured(results[importance, weight], base)
-        lines.append((importance, wanted, f"{weight:g}", *measured))
-    seeds = [result["seed"] for result in base]
-    about = f"Means over {len(seeds)} seeds; after ± their standard deviation.\n\n"
-    return about + "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of paired differences, and its 95 % interval by Student's t.
-
-    Raises:
-        ValueError: There are fewer than two.
-
-    """
-    if len(differences) < 2:
-        raise ValueError("an interval needs at least two pairs")
-    from scipy.stats import t
-
-    mean = statistics.mean(differences)
-    error = statistics.stdev(differences) / len(differences) ** 0.5
-    half = float(t.ppf(0.975, len(differences) - 1)) * error
-    return mean, mean - half, mean + half
-
-
-def _measured(own: list[Result], base: list[Result]) -> tuple[str, ...]:
-    """Return the cells from the measured share on."""
-    cells = [
-        f"{100 * statistics.mean(r['share'] for r in own):.1f} %",
-        _spread([r["distance"] for r in own]),
-    ]
-    for model in ("global", "personalised"):
-        losses, before = ([_mean_loss(r, model) for r in each] for each in (own, base))
-        cells.append(_spread(losses))
-        pairs = [loss - other for loss, other in zip(losses, before, strict=True)]
-        cells.append("–" if own is base else _interval(pairs))
-    return tuple(cells)
-
-
-def _mean_loss(result: Result, model: str) -> float:
-    return float(statistics.mean(result[model].values()))
-
-
-def _spread(values: list[float]) -> str:
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.3f} ± {deviation:.3f}"
-
-
-def _interval(differences: list[float]) -> str:
-    if len(differences) < 2:
-        return f"{differences[0]:+.4f}"
-    mean, low, high = paired_interval(differences)
-    return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
 def _arguments() -> argparse.Namespace:
@@ -165,6 +94,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--importance", choices=kinds, nargs="+", default=kinds)
     parser.add_argument("--preset", type=Path, default=_PRESET)
     parser.add_argument("--run-config", default="", help="overrides of the preset: 'key=value …'")
+    parser.add_argument("--record", type=Path, help="file for the results as JSON")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--processes", type=int, default=cores, help="runs at the same time")
     return parser.parse_args()

@@ -5,14 +5,16 @@ run.
 """
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from client_app.kept import Kept, keeping_in
 from client_app.main import app as client_app
 from finetuning.adapters.adapter import State
 from finetuning.model.base_model import locate
@@ -72,19 +74,47 @@ class InProcessGrid(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Return the answer to every message."""
-        return [
-            client_app(
-                message,
-                Context(
-                    run_id=1,
-                    node_id=message.metadata.dst_node_id,
-                    node_config=dict(self._nodes[message.metadata.dst_node_id]),
-                    state=RecordDict(),
-                    run_config=self._run_config,
-                ),
-            )
-            for message in messages
-        ]
+        return [self._answer(message) for message in messages]
+
+    def _answer(self, message: Message) -> Message:
+        node = message.metadata.dst_node_id
+        context = Context(
+            run_id=1,
+            node_id=node,
+            node_config=dict(self._nodes[node]),
+            state=RecordDict(),
+            run_config=self._run_config,
+        )
+        return client_app(message, context)
+
+
+class ConcurrentGrid(InProcessGrid):
+    """Passes train messages to all SuperNodes at the same time, each in a thread.
+
+    With ``split.schedule = "client-batch"`` clients wait for each other within every step. Each has
+    a model of its own. Other messages are passed one after another: the evaluation before round 1
+    loads each client's model, and libraries change functions of the whole process while they load.
+    """
+
+    def __init__(
+        self, run_config: Mapping[str, Scalar], nodes: Mapping[int, Mapping[str, Scalar]]
+    ) -> None:
+        super().__init__(run_config, nodes)
+        self._kept: dict[int, Kept] = {node: {} for node in nodes}
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Return the answer to every message."""
+        sent = list(messages)
+        if any(message.metadata.message_type != MessageType.TRAIN for message in sent):
+            return super().send_and_receive(sent)
+        with ThreadPoolExecutor(max(1, len(sent))) as pool:
+            return list(pool.map(self._answer, sent))
+
+    def _answer(self, message: Message) -> Message:
+        with keeping_in(self._kept[message.metadata.dst_node_id]):
+            return super()._answer(message)
 
 
 class MemoryJournal:
@@ -94,6 +124,7 @@ class MemoryJournal:
         events: Lines of ``metrics.jsonl``.
         adapters: The global adapter after each round.
         kept: Each client's personalised adapter.
+        personalised_by_round: Each client's personalised adapter after each round.
         progress: Progress of the run at the last checkpoint.
         status: What the run is doing now.
     """
@@ -102,6 +133,7 @@ class MemoryJournal:
         self.events: list[dict[str, Any]] = []
         self.adapters: dict[int, State] = {}
         self.kept: dict[str, State] = {}
+        self.personalised_by_round: dict[int, dict[str, State]] = {}
         self.progress = Progress("bench")
         self.status = RunStatus()
         self._scratch = TemporaryDirectory()
@@ -124,6 +156,7 @@ class MemoryJournal:
     ) -> None:
         """Keep a client's adapter."""
         self.kept[client] = state
+        self.personalised_by_round.setdefault(round_number, {})[client] = state
 
     def personalised(self, client: str) -> State | None:
         """Return a client's adapter."""
@@ -142,6 +175,7 @@ def run_in_process(
     grid: Grid | None = None,
     start: tuple[Progress, State] | None = None,
     rounds: int | None = None,
+    together: bool = False,
 ) -> MemoryJournal:
     """Run simulated clients through all rounds.
 
@@ -153,6 +187,7 @@ def run_in_process(
         start: Progress and global adapter to continue from; ``state_path`` must have the clients'
             state at that time. None starts a new run.
         rounds: Number of the last round; None for that of the run config.
+        together: Whether the clients of a new grid work at the same time.
 
     """
     values = {"min-nodes": clients, **values, "state-path": str(state_path)}
@@ -163,5 +198,6 @@ def run_in_process(
     progress, state = start or (journal.progress, first_adapter(config, base)[0])
     strategy = STRATEGIES[config.strategy](config, fingerprint(base), progress, journal)
     last = config.rounds if rounds is None else rounds
-    strategy.start(grid or InProcessGrid(values, nodes), to_arrays(state), last)
+    connect = ConcurrentGrid if together else InProcessGrid
+    strategy.start(grid or connect(values, nodes), to_arrays(state), last)
     return journal

@@ -9,17 +9,16 @@ between its two comments; a test fails if they differ from what is recorded.
 """
 
 import argparse
-import io
 import json
-import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from bench.drawing import BLUE, GREY, RED, STYLE, svg
+from bench.markdown import escaped, shortened
 from server_app.answers import questions
 from server_app.report import ClientSummary, summary_rows
 from strategies.answers import MODELS
@@ -33,23 +32,14 @@ BEGIN, END = "<!-- from here on written by: python -m bench.pictures -->", "<!--
 
 _MOST_CHARACTERS = 260  # of a text in the README
 _PAPER = 1.97  # FL-GLM, section 4.3.1: split ÷ centralised, all parties on one machine
-_BLUE, _RED, _GREY = "#3f90da", "#bd1f01", "#717581"
 _LINES: Mapping[str, Mapping[str, Any]] = {
-    "global": {"color": _BLUE, "linestyle": "-", "marker": "o"},
-    "personalised": {"color": _RED, "linestyle": "--", "marker": "s", "fillstyle": "none"},
+    "global": {"color": BLUE, "linestyle": "-", "marker": "o"},
+    "personalised": {"color": RED, "linestyle": "--", "marker": "s", "fillstyle": "none"},
 }
 _BESIDE: Mapping[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 9}
-_RC = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "pictures",  # the same results yield the same pictures
-    "font.size": 10,
-    "font.family": "sans-serif",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 
 
-@rc_context(_RC)
+@rc_context(STYLE)
 def losses_picture(events: Sequence[Event]) -> str:
     """Return an SVG with each institution's held-out loss by round, a panel each."""
     rows = summary_rows(events)
@@ -57,7 +47,7 @@ def losses_picture(events: Sequence[Event]) -> str:
     panels = figure.subplots(1, len(rows), squeeze=False, sharey=True)[0]
     for axes, row in zip(panels, rows, strict=True):
         ((_, base),) = _curve(events, row.client, "base")
-        axes.axhline(base, linestyle=":", color=_GREY, label="base")
+        axes.axhline(base, linestyle=":", color=GREY, label="base")
         ends = []
         for model, line in _LINES.items():
             # Before the first round, both models are the base.
@@ -72,10 +62,10 @@ def losses_picture(events: Sequence[Event]) -> str:
         axes.margins(x=0.12, y=0.12)
     panels[0].set_ylabel("held-out loss")
     panels[0].legend(frameon=False, fontsize=8)
-    return _svg(figure)
+    return svg(figure)
 
 
-@rc_context(_RC)
+@rc_context(STYLE)
 def split_picture(result: Mapping[str, Any]) -> str:
     """Return an SVG with the duration of split steps ÷ that of the whole model's."""
     sides = result["sides"][1:]
@@ -83,16 +73,16 @@ def split_picture(result: Mapping[str, Any]) -> str:
     values = [side["ratios"]["pairs"] for side in sides]
     figure = Figure(figsize=(8.6, 2.4), layout="constrained")
     axes = figure.add_subplot(xlabel="duration of a training step ÷ that of the whole model's")
-    bars = axes.barh(names, values, color=_BLUE, height=0.6)
+    bars = axes.barh(names, values, color=BLUE, height=0.6)
     plain = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     axes.bar_label(bars, fmt="%.2f", padding=4, bbox=plain)
-    axes.axvline(1, color=_GREY, linewidth=1)
-    axes.axvline(_PAPER, color=_RED, linestyle=":")
+    axes.axvline(1, color=GREY, linewidth=1)
+    axes.axvline(_PAPER, color=RED, linestyle=":")
     paper = f"FL-GLM's own\non one machine: {_PAPER}"
-    axes.annotate(paper, (_PAPER, 1.5), (-6, 0), **_BESIDE, ha="right", color=_RED)
+    axes.annotate(paper, (_PAPER, 1.5), (-6, 0), **_BESIDE, ha="right", color=RED)
     axes.set_xlim(0, 1.1 * _PAPER)
     axes.invert_yaxis()
-    return _svg(figure)
+    return svg(figure)
 
 
 def readme_part(events: Sequence[Event], result: Mapping[str, Any]) -> str:
@@ -161,13 +151,8 @@ def _rounds(events: Sequence[Event]) -> int:
 
 
 def _row(name: str, texts: Sequence[str]) -> str:
-    cells = (t if len(t) <= _MOST_CHARACTERS else t[:_MOST_CHARACTERS] + "…" for t in texts)
-    return f"| {name} | " + " | ".join(_markdown(cell) for cell in cells) + " |"
-
-
-def _markdown(text: str) -> str:
-    """Escape what Markdown or HTML would not show as it is."""
-    return re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", escape(text, quote=False))
+    cells = (escaped(shortened(text, _MOST_CHARACTERS)) for text in texts)
+    return f"| {name} | " + " | ".join(cells) + " |"
 
 
 def _described(rows: Sequence[ClientSummary]) -> str:
@@ -181,14 +166,6 @@ def _described(rows: Sequence[ClientSummary]) -> str:
 def _compared(result: Mapping[str, Any]) -> str:
     parts = (f"{s['name']} {s['ratios']['pairs']:.2f}" for s in result["sides"][1:])
     return f"Duration of a split step ÷ the whole model's: {'; '.join(parts)}"
-
-
-def _svg(figure: Figure) -> str:
-    """Return a figure as SVG on white, so that it can be read on dark pages too."""
-    file = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(file, format="svg", facecolor="white", metadata=nothing)
-    return re.sub(r"[ \t]+$", "", file.getvalue(), flags=re.MULTILINE)
 
 
 def main() -> None:

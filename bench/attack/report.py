@@ -2,11 +2,12 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.attack.wording import ADAPTER, GRADIENTS, INTRODUCTION, NOISE, SEALED, WIRE
+from bench.markdown import table
 
 RECORD = "attack.json"
 DOCUMENT = "attack.md"
@@ -71,7 +72,7 @@ def markdown(record: Record) -> str:
             *(line for name in record["covered"] for line in _by_head_blocks(record, name)),
             f"![ROUGE-1 by number of head blocks]({_BLOCKS_FIGURE})\n",
             WIRE,
-            *_table(
+            *table(
                 ("wire", "attack", *_SCORES.values()),
                 (
                     (wire, _ATTACKS[attack], *_scores(record, first, attack, wire=wire))
@@ -83,7 +84,7 @@ def markdown(record: Record) -> str:
             *_noise_table(record, first),
             f"![ROUGE-1 and held-out loss by noise]({_NOISE_FIGURE})\n",
             SEALED,
-            *_table(
+            *table(
                 ("the decoder sees", *_SCORES.values()),
                 (
                     (seen, *_scores(record, first, "transformer", seen=seen))
@@ -91,7 +92,7 @@ def markdown(record: Record) -> str:
                 ),
             ),
             ADAPTER.format(**sizes),
-            *_table(
+            *table(
                 ("head blocks", "client's head", "attack", *_SCORES.values()),
                 (
                     (
@@ -106,7 +107,7 @@ def markdown(record: Record) -> str:
                 ),
             ),
             GRADIENTS.format(**sizes),
-            *_table(
+            *table(
                 ("tail blocks", "wire", "`split.noise`", *_SCORES.values()),
                 (
                     (
@@ -148,7 +149,7 @@ def _by_head_blocks(record: Record, data: str) -> list[str]:
         kind = "linear" if blocks == 0 else "Transformer"
         rows.append((f"*the paper's, {kind}*", str(blocks), *(f"{x:g}" for x in figures), "–"))
     headings = ("attack", "head blocks", *_SCORES.values())
-    return [f"Texts: {data}.\n", *_table(headings, rows)]
+    return [f"Texts: {data}.\n", *table(headings, rows)]
 
 
 def _noise_table(record: Record, data: str) -> list[str]:
@@ -172,7 +173,7 @@ def _noise_table(record: Record, data: str) -> list[str]:
         *("`split.noise`", "loss, base model", "loss, trained"),
         *(f"{attack}: {name}" for attack in ("decoder", "search") for name in names),
     )
-    return _table(headings, rows)
+    return table(headings, rows)
 
 
 def _cells(record: Record, data: str, attack: str, **settings: Any) -> list[CellRecord]:
@@ -197,11 +198,6 @@ def _spread(cells: Sequence[CellRecord], score: str) -> str:
     values = [100 * cell["result"][score] for cell in cells]
     deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.1f}{deviation}"
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return [*(f"| {' | '.join(line)} |" for line in lines), ""]
 
 
 def _draw_blocks(record: Record, file: Path) -> None:

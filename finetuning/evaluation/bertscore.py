@@ -1,9 +1,11 @@
 """BERTScore (FedJudge section 4.2.2), by the ``bert-score`` library; an optional dependency."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 class EncoderError(ValueError):
@@ -50,7 +52,6 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: En
         EncoderError: The encoder can't be loaded, or has no such layer.
 
     """
-    from bert_score import score
     from bert_score.utils import model2layers
     from transformers import AutoConfig
 
@@ -65,14 +66,17 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: En
         layer = encoder.layer or model2layers.get(name, layers)
         if not 1 <= layer <= layers:
             raise EncoderError(f"the encoder {name} has layers 1 to {layers}, not {layer}")
-        _, _, f1 = score(
-            [prediction for prediction, _ in kept],
-            [reference for _, reference in kept],
-            model_type=name,
-            num_layers=layer,
-        )
+        _, _, f1 = _scorer(name, layer).score(*map(list, zip(*kept, strict=True)))
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, EncoderError):
             raise
         raise EncoderError(f"the encoder {name} can't be used: {error}") from error
     return float(f1.double().sum()) / len(predictions)
+
+
+@functools.lru_cache(maxsize=1)
+def _scorer(name: str, layer: int) -> Any:
+    """Load an encoder, which takes longer than to score a few texts."""
+    from bert_score import BERTScorer
+
+    return BERTScorer(model_type=name, num_layers=layer)

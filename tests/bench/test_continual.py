@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 
-from bench.continual import paired_interval, table
 from bench.continual_cells import Experiment, calibrate, cell
+from bench.continual_table import document, paired_interval, recorded, table
 from bench.in_process import run_in_process
 
 
@@ -58,3 +58,35 @@ def test_differences_are_paired_by_seed():
     shown = table([("client", 0.1, 0.02)], {("server", 0.0): base, ("client", 0.02): other})
     assert "| client | 10 % | 0.02 | 10.0 % |" in shown
     assert "+0.2000 [-0.0484, +0.4484]" in shown
+
+
+def test_the_record_is_shown_with_what_its_intervals_say(tmp_path):
+    def results(weight, *losses):
+        return [
+            {
+                "seed": seed,
+                "lambda": weight,
+                "importance": "server",
+                "share": 0.1,
+                "distance": 0.5,
+                "global": {"court": loss},
+                "personalised": {"court": 3.0 + seed * (-1) ** int(weight * 10)},
+            }
+            for seed, loss in enumerate(losses)
+        ]
+
+    rows = [("server", 0.1, 0.1), ("server", None, 0.2)]
+    by_weight = {
+        ("server", 0.0): results(0.0, 2.0, 2.1, 2.2),
+        ("server", 0.1): results(0.1, 1.5, 1.61, 1.7),
+        ("server", 0.2): results(0.2, 2.5, 2.61, 2.7),
+    }
+    settings = {"model.name": str(tmp_path / "smollm2"), "rounds": 3, "train.local-steps": 5}
+    record = json.loads(json.dumps(recorded(settings, rows, by_weight)))
+    assert str(tmp_path) not in json.dumps(record)
+    shown = document(record)
+    assert table(rows, by_weight) in shown
+    # Both personalised models equal FedJudge-Base's, or differ from it with either sign.
+    assert "Of 4 differences, 1 are below 0" in shown
+    assert "1 are above 0" in shown
+    assert "2 can't be told from 0 with 3 seeds" in shown

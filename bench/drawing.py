@@ -1,0 +1,24 @@
+"""What all pictures have in common: colours, matplotlib's settings, and SVG as text."""
+
+import io
+import re
+
+from matplotlib.figure import Figure
+
+BLUE, RED, GREY, GREEN, PURPLE = "#3f90da", "#bd1f01", "#717581", "#507a2d", "#832db6"
+STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "pictures",  # the same results yield the same pictures
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def svg(figure: Figure) -> str:
+    """Return a figure as SVG on white, so that it can be read on dark pages too."""
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", facecolor="white", metadata=nothing)
+    return re.sub(r"[ \t]+$", "", file.getvalue(), flags=re.MULTILINE)

@@ -1,0 +1,1 @@
+"""Tables and figures of both papers by command: ``python -m bench.paper``."""

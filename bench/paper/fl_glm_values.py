@@ -1,0 +1,43 @@
+"""What the tables and figures of FL-GLM have in common."""
+
+from collections.abc import Mapping, Sequence
+
+from bench.paper.cells import Cell, Results
+from bench.paper.sizes import Size
+
+NAMES = {
+    "boolq": "BoolQ",
+    "cb": "CB",
+    "copa": "COPA",
+    "huatuo": "Huatuo",
+    "multirc": "MultiRC",
+    "record": "ReCoRD",
+    "rte": "RTE",
+    "wic": "WiC",
+    "wsc": "WSC",
+}
+# The metric where there is but one column for a task; for others it is accuracy.
+MAIN = {"multirc": "f1a", "record": "f1"}
+ROUGE = {"ROUGE-1": "rouge1", "ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}
+BARE, MAJORITY = "bare base model", "most frequent answer"
+LOSS_NOTE = "In nats per token of the right answers and their end marks."
+
+
+def metrics(results: Results, of_seeds: Sequence[Cell]) -> list[dict[str, float]]:
+    """Return the task's metrics of cells that differ in their seeds."""
+    return [result["metrics"] for result in results.of_seeds(of_seeds)]
+
+
+def percent(metrics: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    """Return a metric in percent, where there is one."""
+    return [100 * each[name] for each in metrics if name in each]
+
+
+def loss(results: Results, of_seeds: Sequence[Cell]) -> list[float]:
+    """Return the held-out losses of cells that differ in their seeds."""
+    return [result["loss"] for result in results.of_seeds(of_seeds)]
+
+
+def with_clients(size: Size) -> str:
+    """Return the number of clients of most tables in words."""
+    return f"{size.fl_glm.clients[0]} clients"

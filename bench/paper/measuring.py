@@ -1,0 +1,178 @@
+"""Measure cells of all kinds, several at the same time."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import Any
+
+from bench.paper import task_settings
+from bench.paper.cells import (
+    AttackCell,
+    Cell,
+    CellFolder,
+    LegalCell,
+    Record,
+    Result,
+    SheetsCell,
+    TaskCell,
+    TimeCell,
+)
+from bench.paper.sizes import Size
+from bench.paper.sources import Sources
+
+
+def settings_of(cell: Cell, size: Size, sources: Sources) -> dict[str, Any]:
+    """Return everything that a cell's result depends on, except the libraries' versions.
+
+    Raises:
+        SourceError: Data or the model is missing.
+
+    """
+    match cell:
+        case TaskCell():
+            return task_settings.settings_of(cell, size, sources)
+        case TimeCell():
+            from bench.paper import training_times
+
+            return training_times.settings_of(size, sources)
+        case AttackCell():
+            from bench.paper import attacks
+
+            return attacks.settings_of(cell, sources)
+        case LegalCell():
+            from bench.paper import legal_training
+
+            return legal_training.settings_of(cell, size, sources)
+        case SheetsCell():
+            from bench.paper import filled_sheets
+
+            return filled_sheets.settings_of(sources)
+    raise TypeError(f"unknown kind of cell: {cell}")
+
+
+def measure(cell: Cell, size: Size, sources: Sources) -> Result:
+    """Measure a cell."""
+    match cell:
+        case TaskCell():
+            from bench.paper import task_training
+
+            return task_training.measure(cell, size, sources)
+        case TimeCell():
+            from bench.paper import training_times
+
+            return training_times.measure(cell, size, sources)
+        case AttackCell():
+            from bench.paper import attacks
+
+            return attacks.measure(cell, sources)
+        case LegalCell():
+            from bench.paper import legal_training
+
+            return legal_training.measure(cell, size, sources)
+        case SheetsCell():
+            from bench.paper import filled_sheets
+
+            return filled_sheets.measure(sources)
+    raise TypeError(f"unknown kind of cell: {cell}")
+
+
+def needs_quiet(cell: Cell) -> bool:
+    """Return whether nothing else may run while a cell is measured: it is a duration."""
+    return isinstance(cell, TimeCell)
+
+
+class Measuring:
+    """Measures cells at a size, and keeps their results.
+
+    Args:
+        size: The size.
+        sources: Where models and data are.
+        folder: Where results are kept.
+        processes: Number of cells measured at the same time.
+
+    """
+
+    def __init__(self, size: Size, sources: Sources, folder: CellFolder, processes: int) -> None:
+        self._size = size
+        self._sources = sources
+        self._folder = folder
+        self._processes = processes
+
+    def known(self, cells: Sequence[Cell]) -> dict[Cell, Record | None]:
+        """Return each cell's record, or None if it has to be measured.
+
+        Raises:
+            SourceError: Data is missing.
+            BaseModelError: A model is missing.
+
+        """
+        settings = [settings_of(cell, self._size, self._sources) for cell in cells]
+        return {
+            cell: self._folder.read(cell, own) for cell, own in zip(cells, settings, strict=True)
+        }
+
+    def run(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Record]]:
+        """Measure cells, and yield each as soon as its file is written."""
+        together = [cell for cell in cells if not needs_quiet(cell)]
+        alone = [cell for cell in cells if needs_quiet(cell)]
+        for group, processes in ((together, self._processes), (alone, 1)):
+            if group:
+                yield from self._run(group, processes)
+
+    def _run(self, cells: Sequence[Cell], processes: int) -> Iterator[tuple[Cell, Record]]:
+        with _pool(processes) as pool:
+            waiting: dict[Future[Record], Cell] = {}
+            remaining = list(cells)
+            while remaining or waiting:
+                while remaining and len(waiting) < processes:
+                    cell = remaining.pop(0)
+                    work = (cell, self._size, self._sources, self._folder)
+                    waiting[pool.submit(_measured, *work)] = cell
+                for done in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    cell = waiting.pop(done)
+                    try:
+                        yield cell, done.result()
+                    except Exception as error:
+                        error.add_note(f"while measuring {cell}")
+                        raise
+
+
+def _measured(cell: Cell, size: Size, sources: Sources, folder: CellFolder) -> Record:
+    settings = settings_of(cell, size, sources)
+    started = time.perf_counter()
+    result = measure(cell, size, sources)
+    return folder.write(cell, settings, result, time.perf_counter() - started)
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Start processes that share the cores; they end with this process, however it ends."""
+    os.environ["TQDM_DISABLE"] = "1"
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    pool = ProcessPoolExecutor(
+        processes, mp_context=get_context("spawn"), initializer=_begin, initargs=(threads,)
+    )
+    try:
+        yield pool
+    except BaseException:
+        # A cell takes minutes, and its unfinished work is of no use.
+        for process in list(pool._processes.values()):
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(threads: int) -> None:
+    """Prepare a process: the main process alone answers to an interrupt."""
+    import torch
+    from flwr.common.logger import FLOWER_LOGGER
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    FLOWER_LOGGER.setLevel("WARNING")

@@ -1,0 +1,134 @@
+"""``docs/reproduction.md``, made of recorded cells alone."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import continual_table
+from bench.paper.artefact import Artefact
+from bench.paper.cells import Record, Results, name_of
+from bench.paper.sizes import NAMES, Size, read_size
+from bench.paper.tables import write_text
+
+DOCUMENT = "reproduction.md"
+_CONTINUAL = "recorded/continual.json"
+_INTRODUCTION = """\
+# Tables and figures of both papers, run again
+
+This page is written by the following command from the results in `recorded/paper/` and
+`recorded/continual.json`, and a test compares it with them:
+
+```
+python -m bench.paper --all --small --data DATA --models MODELS --document docs
+```
+
+DATA has the tasks' published files ([`tasks.md`](tasks.md)), MODELS a folder for each base model,
+unless they come from the Hugging Face hub. Each section names the command that runs it alone.
+
+- A figure is the mean over seeds ± their standard deviation. *Figures in italics are the paper's.*
+- **Small models show directions, and make no claim about the papers' scores.** With so few seeds,
+  steps and rows, a difference smaller than the deviations beside it shows nothing.
+- [`sizes.toml`](../bench/paper/sizes.toml) has everything in which the sizes differ, and
+  [`published.toml`](../bench/paper/published.toml) the papers' figures.
+- [`papers.md`](papers.md) maps the papers' methods to code.
+"""
+_ABOUT = {
+    "small": "Small: two cores",
+    "medium": "Medium: one GPU",
+    "full": "Full: the papers' models and settings",
+}
+
+
+def write_record(docs: Path, size: str, records: Iterable[Record]) -> None:
+    """Add cells to those that are recorded of a size; a cell replaces its older result."""
+    cells = {name_of(record["cell"]): record for record in read_record(docs, size)}
+    cells |= {name_of(record["cell"]): record for record in records}
+    lines = (json.dumps(cells[name], ensure_ascii=False) for name in sorted(cells))
+    write_text(_record(docs, size), "".join(f"{line}\n" for line in lines))
+
+
+def read_record(docs: Path, size: str) -> list[Record]:
+    """Return the recorded cells of a size; none if it has not been run."""
+    file = _record(docs, size)
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def write_reproduction(docs: Path, artefacts: Sequence[Artefact]) -> None:
+    """Write the document and its pictures from what is recorded."""
+    text, pictures = reproduction(docs, artefacts)
+    write_text(docs / DOCUMENT, text)
+    for name, svg in pictures.items():
+        write_text(docs / name, svg)
+
+
+def reproduction(docs: Path, artefacts: Sequence[Artefact]) -> tuple[str, Mapping[str, str]]:
+    """Return the document, and its pictures by their path under its folder.
+
+    Args:
+        docs: Folder with the records.
+        artefacts: Tables and figures in their order.
+
+    """
+    parts = [_INTRODUCTION]
+    pictures: dict[str, str] = {}
+    for name in NAMES:
+        parts.append(f"## {_ABOUT[name]}\n")
+        records = read_record(docs, name)
+        if not records:
+            parts.append(f"Not run yet: `python -m bench.paper --all --{name}`.\n")
+            continue
+        size, results, folder = read_size(name), Results(records), f"pictures/paper/{name}/"
+        parts.append(_summary(size, records))
+        for artefact in artefacts:
+            document = artefact.document(size, results)
+            parts.append(_section(artefact, name, size, results))
+            parts.append(document.markdown(folder))
+            pictures |= {f"{folder}{key}.svg": svg for key, svg in document.figures.items()}
+    parts.append(_continual(docs / _CONTINUAL))
+    return "\n".join(parts), pictures
+
+
+def _section(artefact: Artefact, size_name: str, size: Size, results: Results) -> str:
+    """Return an artefact's heading, its command, and what was run for it."""
+    cells = artefact.cells(size)
+    found = [record for record in map(results.record, cells) if record is not None]
+    minutes = sum(record["seconds"] for record in found) / 60
+    parts = [f"`python -m bench.paper {artefact.name} --{size_name}`"]
+    if cells:
+        parts.append(f"{len(found)} of {len(cells)} measurements")
+    if found:
+        parts.append(f"{minutes:.0f} minutes")
+    return f"### {artefact.title}\n\n{', '.join(parts)}.\n"
+
+
+def _summary(size: Size, records: Sequence[Record]) -> str:
+    """Return what all cells of a size have in common."""
+    hours = sum(record["seconds"] for record in records) / 3600
+    models = ", ".join(dict.fromkeys(size.models.model_dump().values()))
+    versions = Counter(_versions(record["versions"]) for record in records)
+    return (
+        f"{len(records)} measurements, {hours:.1f} hours of one process; {size.seeds} seeds. "
+        f"Models: {models}. Versions: {'; or '.join(v for v, _ in versions.most_common())}.\n"
+    )
+
+
+def _versions(versions: Mapping[str, Any]) -> str:
+    return ", ".join(f"{library} {number}" for library, number in versions.items())
+
+
+def _continual(file: Path) -> str:
+    """Return the comparison of FedJudge-CL with FedJudge-Base, which has a command of its own."""
+    command = "python -m bench.continual FOLDER --model MODEL --record docs/recorded/continual.json"
+    heading = f"## FedJudge-CL against FedJudge-Base\n\n`{command}`\n"
+    if not file.is_file():
+        return f"{heading}\nNot run yet.\n"
+    record = json.loads(file.read_text(encoding="utf-8"))
+    return f"{heading}\n{continual_table.document(record)}"
+
+
+def _record(docs: Path, size: str) -> Path:
+    return docs / "recorded" / "paper" / f"{size}.jsonl"

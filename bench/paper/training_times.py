@@ -1,0 +1,95 @@
+"""How long training takes by each schedule (FL-GLM section 4.3.1, table 3)."""
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from bench.in_process import run_in_process
+from bench.paper.cells import Result, TimeCell
+from bench.paper.sizes import Size
+from bench.paper.sources import Sources
+from bench.paper.task_data import write_rows
+from bench.paper.task_settings import PATIENT
+from strategies.run_config import Scalar
+
+_TASK = "record"
+# The first round loads the model, and is not measured.
+_ROUNDS = 2
+
+
+def settings_of(size: Size, sources: Sources) -> dict[str, Any]:
+    """Return everything that a cell's result depends on.
+
+    Raises:
+        SourceError: Data or the model is missing.
+
+    """
+    return {
+        "data": sources.data_digest(_TASK),
+        "model": sources.model_digest(size.fl_glm.time.model),
+        "dtype": size.fl_glm.dtype,
+        "training": size.fl_glm.time.model_dump(by_alias=True, exclude={"repetitions"}),
+    }
+
+
+def measure(cell: TimeCell, size: Size, sources: Sources) -> Result:
+    """Train two rounds, with one row in each of a client's steps.
+
+    Without a GPU all parties share one core.
+
+    Returns:
+        The ``seconds`` of the second round, and its ``rows``.
+
+    """
+    if not torch.cuda.is_available():
+        _use_one_core()
+    timed = size.fl_glm.time
+    steps = max(1, timed.rows // cell.clients)
+    split: dict[str, Scalar] = {}
+    if cell.method != "centralised":
+        split = {
+            "split.schedule": cell.method,
+            "split.activation-budget": size.fl_glm.activation_budget,
+        }
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_rows(_TASK, sources.parts(_TASK), cell.clients, folder)
+        values = {
+            "strategy": "fl-glm" if split else "fedjudge-base",
+            "rounds": _ROUNDS,
+            "seed": cell.seed,
+            "model.name": sources.model(timed.model),
+            "model.dtype": size.fl_glm.dtype,
+            "data.path": str(folder),
+            "data.task": _TASK,
+            "data.max-length": timed.max_length,
+            "train.local-steps": steps,
+            "train.batch-size": 1,
+            "train.accumulation": 1,
+            "train.optimizer-state": "keep",
+            "evaluate.every": _ROUNDS,
+            **PATIENT,
+            **split,
+        }
+        journal = run_in_process(
+            values,
+            state_path=folder / "state",
+            clients=cell.clients,
+            together=cell.method in ("client-batch", "hierarchical"),
+        )
+    (seconds,) = [
+        event["seconds"]
+        for event in journal.events
+        if event["event"] == "round" and event["round"] == _ROUNDS
+    ]
+    return {"seconds": seconds, "rows": steps * cell.clients}
+
+
+def _use_one_core() -> None:
+    """Bind all threads of this process, and those that they start, to the same core."""
+    core = {max(os.sched_getaffinity(0))}
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), core)
