@@ -11,8 +11,8 @@ that are not there come from the hub.
 Every measurement is a file in ``FOLDER/SIZE/cells``. The same command continues where it was
 interrupted. Each table is written to ``FOLDER/SIZE`` as Markdown and CSV, and each figure as SVG,
 as soon as all of its measurements are there. ``--document`` writes the record of all measurements
-and ``reproduction.md`` into a folder; with ``--render`` nothing is run, and they are written from
-the record that is there.
+and ``reproduction.md`` into a folder, and doesn't repeat what is in the record; with ``--render``
+nothing is run, and they are written from the record that is there.
 """
 
 import argparse
@@ -44,10 +44,13 @@ def main() -> None:
     cells = _cells_of(chosen, size)
     if arguments.all and not arguments.sheets:
         cells = [cell for cell in cells if not isinstance(cell, SheetsCell)]
+    cell_folder = CellFolder(folder / "cells")
+    if arguments.document:
+        cell_folder.restore(read_record(arguments.document, arguments.size))
     measuring = Measuring(
         size=size,
         sources=Sources(arguments.data, arguments.models, tuple(arguments.sheets)),
-        folder=CellFolder(folder / "cells"),
+        folder=cell_folder,
         processes=arguments.processes,
     )
     try:

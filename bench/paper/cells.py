@@ -191,7 +191,7 @@ class CellFolder:
 
     def read(self, cell: Cell, settings: Mapping[str, Any]) -> Record | None:
         """Return a cell's record, unless there is none or one with other settings."""
-        file = self._file(cell)
+        file = self._file(described(cell))
         if not file.is_file():
             return None
         record: Record = json.loads(file.read_text(encoding="utf-8"))
@@ -210,9 +210,18 @@ class CellFolder:
             "result": result,
             "seconds": round(seconds, 1),
         }
-        with replacing(self._file(cell)) as aside:
-            aside.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+        self._keep(record)
         return record
 
-    def _file(self, cell: Cell) -> Path:
-        return self.directory / f"{name_of(described(cell))}.json"
+    def restore(self, records: Iterable[Record]) -> None:
+        """Write the files of recorded cells that have none."""
+        for record in records:
+            if not self._file(record["cell"]).is_file():
+                self._keep(record)
+
+    def _keep(self, record: Record) -> None:
+        with replacing(self._file(record["cell"])) as aside:
+            aside.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _file(self, description: Mapping[str, Any]) -> Path:
+        return self.directory / f"{name_of(description)}.json"
