@@ -1,5 +1,7 @@
 """The stages of a step when the middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +18,15 @@ from finetuning.model.output_head import (
 )
 from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.training.optimization import squared_norm
-from split.client.answers import Answers, check_average, number, of_shape
 from split.client.noise import add_noise
 from split.lane.lane import Lane
 from split.model.candidates import hidden_of_candidates
 from split.model.generation import Generation
 from split.model.part import Part
-from split.protocol.errors import LaneError
+from split.protocol.errors import LaneError, LaneTimeoutError
 from split.protocol.frames import Frame, Kind, Padding, Value
+
+_OF_A_STEP = {Kind.HIDDEN, Kind.STEP, Kind.AVERAGE}
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class SplitModel:
 
     Attributes:
         lane: What frames go over; the caller that opened it closes it.
+        seconds_waiting: Time spent waiting for the server's frames.
 
     """
 
@@ -78,18 +82,14 @@ class SplitModel:
         self._tail = tail
         self._output_head = tail.output_head
         self.lane = lane
-        self._answers = Answers(lane, frame_timeout)
+        self.seconds_waiting = 0.0
+        self._frame_timeout = frame_timeout
         self._deadline = deadline
         self._noise = noise
         self._credits = 1
         self._step = 0
         self._average_every = 0
         self._until = 0.0  # when the round is over
-
-    @property
-    def seconds_waiting(self) -> float:
-        """Time spent waiting for the server's frames."""
-        return self._answers.seconds_waiting
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -168,7 +168,7 @@ class SplitModel:
         def answer(frame: Frame) -> bool:
             index = frame.micro_batch
             if frame.kind is Kind.HIDDEN:
-                received = of_shape(frame, "hidden", self._shape(batches[index]))
+                received = _of_shape(frame, "hidden", self._shape(batches[index]))
                 middle = received.to(self._tail.device).requires_grad_()
                 with drawing_from(derive_seed("dropout", seed, index, "tail")):
                     hidden = self._tail(middle, _padding(batches[index]))
@@ -186,7 +186,7 @@ class SplitModel:
                 self.lane.send(Kind.GRADIENT, self._step, index, {"gradient": gradient})
                 return not wants_gradient
             output = sent.pop(index)
-            received = of_shape(frame, "gradient", output.shape)
+            received = _of_shape(frame, "gradient", output.shape)
             with drawing_nothing_new():
                 output.backward(received.to(output))  # type: ignore[no-untyped-call]
             return True
@@ -213,8 +213,8 @@ class SplitModel:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         fields: Mapping[str, Value] = {"squared_norm": squared_norm(gradients)}
         self.lane.send(Kind.STEP, self._step, fields=fields)
-        fields = self._answers.receive(Kind.STEP, self._step).fields
-        factor, norm = number(fields, "factor", most=1.0), number(fields, "norm")
+        fields = self._receive(Kind.STEP).fields
+        factor, norm = _number(fields, "factor", most=1.0), _number(fields, "norm")
         if maximum:
             for gradient in gradients:
                 gradient.mul_(factor)
@@ -229,7 +229,7 @@ class SplitModel:
 
         def answer(frame: Frame) -> bool:
             batch = batches[frame.micro_batch]
-            received = of_shape(frame, "hidden", self._shape(batch))
+            received = _of_shape(frame, "hidden", self._shape(batch))
             hidden = self._tail(received.to(self._tail.device), _padding(batch))
             with self._tail.autocast():
                 losses.append(target_loss(self._output_head, hidden, batch))
@@ -267,7 +267,7 @@ class SplitModel:
     def end(self) -> None:
         """End the round or the evaluation, and wait until the server has confirmed it."""
         self.lane.send(Kind.END)
-        self._answers.receive(Kind.END, self._step)
+        self._receive(Kind.END)
         self.lane.close()
 
     def _shape(self, batch: MicroBatch) -> torch.Size:
@@ -296,10 +296,8 @@ class SplitModel:
         tensors = {"hidden": self._with_noise(hidden), "lengths": lengths}
         self.lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
         # Generations of other clients may have to end before there is room for this one.
-        frame = self._answers.receive(
-            Kind.HIDDEN, self._step, None if index else self._deadline, micro_batch=index
-        )
-        return of_shape(frame, "hidden", hidden.shape)
+        frame = self._receive(Kind.HIDDEN, None if index else self._deadline, micro_batch=index)
+        return _of_shape(frame, "hidden", hidden.shape)
 
     def _with_noise(self, hidden: torch.Tensor) -> torch.Tensor:
         return add_noise(hidden, self._noise) if self._noise else hidden
@@ -335,20 +333,20 @@ class SplitModel:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
             self.lane.send(Kind.AVERAGE, self._step, tensors=own)
             # The others may be far behind; each has its own time limits.
-            average = self._answers.receive(Kind.AVERAGE, self._step, self._until).tensors
+            average = self._receive(Kind.AVERAGE, self._until).tensors
             for name, parameter in self.parameters.items():
-                check_average(name, average.get(name), parameter)
+                _check_average(name, average.get(name), parameter)
             load_state(self.parameters, average)
 
     def _welcomed(self, until: float | None) -> int:
-        credits = self._answers.receive(Kind.WELCOME, self._step, until).fields.get("credits")
+        credits = self._receive(Kind.WELCOME, until).fields.get("credits")
         if not isinstance(credits, int) or isinstance(credits, bool) or credits < 1:
             raise LaneError(f"the server gave {credits!r} credits")
         return min(credits, self.lane.limits.window)
 
     def _answer(self, due: dict[Kind, int], also: Kind | None) -> Frame:
         """Wait for the answer to a micro-batch; of each kind they come in order."""
-        frame = self._answers.receive(Kind.HIDDEN, self._step, also=also)
+        frame = self._receive(Kind.HIDDEN, also=also)
         if frame.micro_batch != due[frame.kind] or (
             frame.kind is Kind.GRADIENT and frame.micro_batch >= due[Kind.HIDDEN]
         ):
@@ -358,6 +356,67 @@ class SplitModel:
             )
         due[frame.kind] += 1
         return frame
+
+    def _receive(
+        self,
+        kind: Kind,
+        until: float | None = None,
+        also: Kind | None = None,
+        micro_batch: int | None = None,
+    ) -> Frame:
+        """Wait for a frame of a kind, of the present step.
+
+        Args:
+            kind: What is due.
+            until: When to stop waiting, on ``time.monotonic``'s clock; None is ``frame_timeout``.
+            also: Another kind that may come.
+            micro_batch: The frame's, where only one can be due.
+
+        Raises:
+            LaneError: The lane has ended, no frame came in time, or one that is not due.
+
+        """
+        started = time.monotonic()
+        timeout = self._frame_timeout if until is None else max(0.0, until - started)
+        try:
+            frame = self.lane.receive(timeout)
+        except LaneTimeoutError:
+            setting = "split.frame-timeout" if until is None else "round-timeout"
+            raise LaneTimeoutError(
+                f"the block server sent nothing for {timeout:.0f} s ({setting})"
+            ) from None
+        finally:
+            self.seconds_waiting += time.monotonic() - started
+        if frame.kind not in (kind, also):
+            raise LaneError(f"the server sent a frame {frame.kind.name} where {kind.name} is due")
+        step = self._step if kind in _OF_A_STEP else 0
+        if frame.step != step or (micro_batch is not None and frame.micro_batch != micro_batch):
+            raise LaneError(
+                f"the server sent {frame.kind.name} of step {frame.step}, micro-batch "
+                f"{frame.micro_batch}, in step {step}"
+            )
+        return frame
+
+
+def _of_shape(frame: Frame, name: str, shape: torch.Size) -> torch.Tensor:
+    tensor = frame.tensors[name]  # the lane has checked that it exists
+    if tensor.shape != shape:
+        raise LaneError(
+            f"the server answered {tuple(shape)} hidden states with {tuple(tensor.shape)}"
+        )
+    return tensor
+
+
+def _number(fields: Mapping[str, Value], name: str, most: float = math.inf) -> float:
+    value = fields.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
+        raise LaneError(f"the server ended a step with {name} = {value!r}")
+    return float(value)
+
+
+def _check_average(name: str, found: torch.Tensor | None, own: torch.Tensor) -> None:
+    if found is None or found.dtype is not torch.float32 or found.shape != own.shape:
+        raise LaneError(f"the server's average has no {name} of float32 {tuple(own.shape)}")
 
 
 def _padding(batch: MicroBatch) -> Padding:
