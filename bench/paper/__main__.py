@@ -17,6 +17,7 @@ nothing is run, and they are written from the record that is there.
 
 import argparse
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -184,4 +185,6 @@ def _processes() -> int:
 
 
 if __name__ == "__main__":
+    # So that the processes that measure end too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

@@ -186,7 +186,7 @@ def test_an_interrupted_command_continues(sources, tmp_path):
     while len(list(cells.glob("*.json"))) < 3:
         assert first.poll() is None, first.stdout.read().decode()
         time.sleep(0.1)
-    first.send_signal(signal.SIGINT)
+    first.send_signal(signal.SIGTERM)
     first.communicate(timeout=30)
     kept = {file: file.stat().st_mtime_ns for file in cells.glob("*.json")}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
