@@ -96,7 +96,7 @@ def _without_place(value: Any) -> Any:
 
 
 def _reading(rows: Sequence[Row], results: Results) -> str:
-    """Say how many intervals are below and above 0."""
+    """Return a sentence on how many intervals are below and above 0."""
     base = results["server", 0.0]
     if len(base) < 2:
         return "One seed shows nothing about the difference."

@@ -1,4 +1,4 @@
-"""A SuperLink whose database's disk is full: what is seen, and that all goes on afterwards."""
+"""A SuperLink whose database's disk is full: what is seen, and that all continues afterwards."""
 
 import os
 import secrets
