@@ -1,4 +1,4 @@
-"""Runs whose processes are killed: ``python -m bench.faults FOLDER --runs 40``.
+"""Runs whose processes are killed: ``python -m bench.faults [FOLDER] --runs 40``.
 
 Each run has a deployment of its own, with one coordinator and two institutions, and one of its
 processes is killed at a random moment, as by the end of its container. A supervisor starts programs
@@ -6,8 +6,9 @@ again. A run must complete, with the adapter that follows from who took part, or
 that names a reason, from which it can be resumed. FOLDER keeps a file for each run, so that a
 measurement that was interrupted continues, and the folders of the last deployment.
 
-The runs alternate between FedJudge and FL-GLM's schedules. Moments, processes and ``min-nodes`` are
-drawn from the seed.
+The runs alternate between FedJudge and FL-GLM, and each goes through all processes. Moments and
+``min-nodes`` are drawn from the seed. A run in which the process was not killed, because the run had
+ended before, is repeated with another draw.
 """
 
 import argparse
@@ -45,13 +46,16 @@ from strategies.run_config import Scalar
 from strategies.run_folder import METRICS, read_events
 
 ROWS = {"consultation": 8, "court": 16}
-WAYS: dict[str, dict[str, Scalar]] = {
+_FEDJUDGE: dict[str, dict[str, Scalar]] = {
     "fedjudge-base": {"strategy": "fedjudge-base"},
-    "serial": {"strategy": "fl-glm"},
     "fedjudge-cl": {"strategy": "fedjudge-cl"},
+}
+_FL_GLM: dict[str, dict[str, Scalar]] = {
+    "serial": {"strategy": "fl-glm"},
     "client-batch": {"strategy": "fl-glm", "split.schedule": "client-batch"},
     "hierarchical": {"strategy": "fl-glm", "split.schedule": "hierarchical"},
 }
+WAYS = _FEDJUDGE | _FL_GLM
 _SETTINGS: dict[str, Scalar] = {
     "train.local-steps": 4,
     "train.batch-size": 2,
@@ -73,8 +77,7 @@ class Outcome:
         way: How it trained; a key of ``WAYS``.
         process: The process that was killed; a key of ``PROCESSES``.
         min_nodes: The run's ``min-nodes``.
-        moment: When it was killed, in seconds from the submission; negative if the run had ended,
-            or no such process ran.
+        moment: When it was killed, in seconds from the submission; negative if the run had ended.
         status: Status of the run, with the reason if it failed.
         resumed: Status of its resumption; empty if it completed.
         seconds: Duration of the run, without the resumption.
@@ -94,8 +97,19 @@ class Outcome:
     faults: list[str]
 
 
+def planned(index: int) -> tuple[str, str]:
+    """Return how a run trains and the process that is killed, as keys of the dictionaries.
+
+    Every way of working meets every process: from one pass through the processes to the next, the
+    ways are shifted by one.
+    """
+    ways = [_FEDJUDGE, _FL_GLM][index % 2]
+    lap, process = divmod(index // 2, len(PROCESSES))
+    return list(ways)[(process + lap) % len(ways)], list(PROCESSES)[process]
+
+
 def measure(folder: Path, index: int, seed: int, rounds: int) -> Outcome:
-    """Train once, and kill a process meanwhile.
+    """Train until the process has been killed in a run, or a run has faults.
 
     Args:
         folder: Keeps the adapters of undisturbed runs, and the deployment's files.
@@ -105,8 +119,23 @@ def measure(folder: Path, index: int, seed: int, rounds: int) -> Outcome:
 
     """
     draw = random.Random(f"{seed} {index}")
-    way = list(WAYS)[index % len(WAYS)]
-    process = list(PROCESSES)[(index // len(WAYS) + index) % len(PROCESSES)]
+    while True:
+        outcome = disturbed(folder, *planned(index), rounds, draw)
+        if outcome.moment >= 0 or outcome.faults:
+            return outcome
+
+
+def disturbed(folder: Path, way: str, process: str, rounds: int, draw: random.Random) -> Outcome:
+    """Train once, and kill a process meanwhile.
+
+    Args:
+        folder: As in ``measure``.
+        way: How to train; a key of ``WAYS``.
+        process: The process to kill; a key of ``PROCESSES``.
+        rounds: Rounds of the run.
+        draw: Source of the moment and of ``min-nodes``.
+
+    """
     min_nodes = draw.choice([1, 2])
     settings = _SETTINGS | WAYS[way] | {"rounds": rounds, "evaluate.every": rounds}
     with deployed(folder) as running:
@@ -317,14 +346,21 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the runs that are not recorded yet, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, help="records, one for each run")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path("runs/faults"),
+        help="records, one for each run (default: runs/faults)",
+    )
     parser.add_argument("--runs", type=int, default=40, help="number of runs (default: 40)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all draws (default: 0)")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each run (default: 2)")
     options = parser.parse_args(arguments)
     outcomes = []
     for index in range(options.runs):
-        record = options.folder / f"run-{options.seed}-{index:03d}.json"
+        name = " ".join(planned(index)).replace(" ", "-").replace(",", "").lower()
+        record = options.folder / f"run-{options.seed}-{index:03d}-{name}.json"
         if not record.exists():
             outcome = measure(options.folder, index, options.seed, options.rounds)
             record.write_text(json.dumps(asdict(outcome), indent=1) + "\n")

@@ -58,7 +58,10 @@ class Fault:
 
 @contextmanager
 def supervised(running: Deployment, process: str, moment: float) -> Iterator[Fault]:
-    """Kill a process at a moment within the block, and start programs again that have ended."""
+    """Kill a process within the block, and start programs again that have ended.
+
+    The process is killed at the moment, in seconds, or as soon afterwards as it runs.
+    """
     fault, over = Fault(), Event()
 
     def kill_and_restart() -> None:
@@ -67,8 +70,10 @@ def supervised(running: Deployment, process: str, moment: float) -> Iterator[Fau
             return
         victim = PROCESSES[process]
         program = running.programs[victim.host][victim.program]
-        if _kill(program, victim.child):
-            fault.moment = time.monotonic() - started
+        while not _kill(program, victim.child):
+            if over.wait(0.05):
+                return
+        fault.moment = time.monotonic() - started
         back = time.monotonic() + victim.away
         while not over.wait(RESTART_SECONDS):
             start_again(running, without=program if time.monotonic() < back else None)
