@@ -7,8 +7,8 @@ that names a reason, from which it can be resumed. FOLDER keeps a file for each 
 measurement that was interrupted continues, and the folders of the last deployment.
 
 The runs alternate between FedJudge and FL-GLM, and each goes through all processes. Moments and
-``min-nodes`` are drawn from the seed. A run in which the process was not killed, because the run had
-ended before, is repeated with another draw.
+``min-nodes`` are drawn from the seed. A run that ended before its process was killed is repeated
+with another draw.
 """
 
 import argparse
