@@ -19,10 +19,10 @@ from split.model.partition import PartyName
 from split.protocol.errors import (
     HandshakeError,
     LaneClosedError,
-    LaneCutError,
     LaneDeadlineError,
     LaneError,
     LaneTimeoutError,
+    LaneUnreachableError,
     Refusal,
 )
 from split.protocol.frames import Limits
@@ -68,7 +68,7 @@ class LaneModel:
         self._model: SplitModel
         try:
             self._open()
-        except LaneCutError as error:
+        except LaneUnreachableError as error:
             raise CommandError(
                 f"no block server answers at {invitation.address}; is `chambers serve` running "
                 "there, and can this machine reach it?"

@@ -26,6 +26,7 @@ from split.protocol.errors import (
     LaneDeadlineError,
     LaneError,
     LaneTimeoutError,
+    LaneUnreachableError,
     Refusal,
     refused,
 )
@@ -66,7 +67,7 @@ def open_lane(
     Raises:
         HandshakeError: The server refuses; its subclasses say why.
         LaneTimeoutError: The server does not answer.
-        LaneCutError: No server can be reached at this address.
+        LaneUnreachableError: No server can be reached at this address.
 
     """
     # The thread that keeps it open ends it if it can't be resumed, and says why.
@@ -233,7 +234,8 @@ def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connectio
         )
     except StopIteration:
         release()
-        raise LaneCutError(f"the block server at {address} ended the handshake") from None
+        words = f"the block server at {address} ended the handshake"
+        raise LaneUnreachableError(words) from None
     except grpc.RpcError as error:
         in_time = limit.is_alive()
         release()
@@ -256,7 +258,7 @@ def _handshake_error(error: grpc.RpcError, address: str, in_time: bool) -> LaneE
     if code is grpc.StatusCode.CANCELLED:
         # By the server: the stream was too slow, or was displaced by another one.
         return refused(Refusal.BUSY)
-    return LaneCutError(
+    return LaneUnreachableError(
         f"the block server at {address} can't be reached, or ended the handshake"
         f"{f' ({code.name})' if code is not None else ''}; clients reach it at split.advertise, or "
         "where it listens if that is empty"

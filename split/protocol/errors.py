@@ -19,6 +19,10 @@ class LaneCutError(LaneError):
     """A stream ended before the other side had closed the lane, and could not be replaced."""
 
 
+class LaneUnreachableError(LaneError):
+    """No block server could be reached at the address, or it ended the handshake."""
+
+
 class LaneTimeoutError(LaneError, TimeoutError):
     """A wait was too long. After ``receive`` the lane still lives; the caller may wait again."""
 

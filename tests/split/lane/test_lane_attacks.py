@@ -13,6 +13,7 @@ from split.protocol.errors import (
     HandshakeError,
     LaneCutError,
     LaneTimeoutError,
+    LaneUnreachableError,
     PeerError,
     ServerKeyError,
     TicketError,
@@ -117,7 +118,7 @@ def test_of_two_lanes_with_one_ticket_one_comes_about(server):
         except LaneTimeoutError:
             outcomes.put("open")
             lane.close()
-        except (TicketError, LaneCutError):
+        except (TicketError, LaneCutError, LaneUnreachableError):
             outcomes.put("refused")
 
     threads = [threading.Thread(target=open_one) for _ in range(3)]

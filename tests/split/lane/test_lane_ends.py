@@ -13,6 +13,7 @@ from split.protocol.errors import (
     LaneDeadlineError,
     LaneError,
     LaneTimeoutError,
+    LaneUnreachableError,
     PeerError,
 )
 from split.protocol.frames import Kind
@@ -108,7 +109,7 @@ def test_a_port_in_use_is_an_error_in_words(server):
 def test_an_address_without_a_server_is_an_error_in_words(server):
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(LaneCutError, match=r"can't be reached.*split\.advertise"):
+    with pytest.raises(LaneUnreachableError, match=r"can't be reached.*split\.advertise"):
         server.client(address=address)
 
 

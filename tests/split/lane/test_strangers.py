@@ -13,7 +13,7 @@ from split.lane import listening as lane_server
 from split.lane import transport as lane_transport
 from split.lane.half_open import AnsweredHandshakes, SilentStreams, host_of
 from split.lane.transport import METHOD, SERVICE, channel_options
-from split.protocol.errors import LaneBusyError, LaneCutError
+from split.protocol.errors import LaneBusyError, LaneUnreachableError
 from split.protocol.frames import Kind
 from split.protocol.handshake import ClientHandshake
 from split.protocol.keys import ServerKeys
@@ -249,7 +249,7 @@ def test_connections_have_a_number_and_clients_come_again(monkeypatch):
         for _ in range(20):
             stack.enter_context(connection(server))
         time.sleep(0.3)
-        with pytest.raises(LaneCutError):
+        with pytest.raises(LaneUnreachableError):
             server.client()
         server.client(patience=SOON).close()
 

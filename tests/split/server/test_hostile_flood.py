@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load, save
 
 from finetuning.adapters.adapter import State
-from split.protocol.errors import LaneBusyError, LaneCutError
+from split.protocol.errors import LaneBusyError, LaneUnreachableError
 from split.protocol.frames import Kind
 from split.protocol.invitation import Invitation
 from split.settings import SplitSettings
@@ -110,7 +110,7 @@ class RemoteServer:
 def patiently(act):
     """Try again for half a minute while the flood occupies all places at the server."""
     for _ in range(60):
-        with suppress(LaneBusyError, LaneCutError, grpc.RpcError):
+        with suppress(LaneBusyError, LaneUnreachableError, grpc.RpcError):
             return act()
         time.sleep(0.5)
     raise AssertionError("the server had no place for half a minute")
