@@ -21,8 +21,8 @@ from finetuning.adapters.adapter import (
 from finetuning.data.tokenization import Example
 from finetuning.model.base_model import loading_arguments, prepare
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
-from finetuning.training.loop import RoundPlan
-from split.client.split_model import ClientRound, SplitModel
+from finetuning.training.loop import LocalRound
+from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.model.adapters import take_apart
 from split.model.loading import load_parts
@@ -30,6 +30,7 @@ from split.model.part import Part
 from split.model.partition import PartyName, partition_of
 from split.protocol.frames import Limits
 from split.protocol.invitation import Invitation
+from split.protocol.training import RoundPlan
 from split.server.block_server import BlockServer
 from split.settings import SplitSettings
 
@@ -74,12 +75,12 @@ class Job:
             learning_rate=self.learning_rate,
         )
 
-    def place(self) -> RoundPlan:
+    def local_round(self) -> LocalRound:
         """Return which examples each step consists of: all in order, repeatedly."""
         size = self.shape.rows * self.shape.micro_batches
         count = len(self.examples(self))
         steps = [[i % count for i in range(n * size, (n + 1) * size)] for n in range(self.steps)]
-        return RoundPlan(
+        return LocalRound(
             steps=steps,
             first_step=0,
             total_steps=self.steps,
@@ -195,14 +196,9 @@ def open_model(
 def join(model: SplitModel, job: Job) -> None:
     """Begin the job's round of training."""
     model.join(
-        ClientRound(
-            steps=job.steps,
-            first_step=0,
-            total_steps=job.steps,
-            longest=job.shape.tokens,
-            average_every=0,
-            deadline=time.monotonic() + LIFETIME,
-        )
+        RoundPlan(steps=job.steps, first_step=0, total_steps=job.steps, seed=SEED),
+        longest=job.shape.tokens,
+        deadline=time.monotonic() + LIFETIME,
     )
 
 

@@ -29,7 +29,7 @@ from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.tokenization import Example
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import TrainSettings
-from finetuning.training.loop import RoundPlan, train_round
+from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.optimization import OptimizerState
 
 # FedJudge's table 1: the mean tokens of input and output of court, consultation and reasoning.
@@ -101,7 +101,7 @@ class Ours:
                 parameters=self._parameters,
                 examples=self._examples,
                 padding=0,
-                plan=RoundPlan(
+                local_round=LocalRound(
                     steps=[chosen],
                     first_step=index,
                     total_steps=self._steps,

@@ -119,14 +119,14 @@ def _train_once(invitation: Invitation, job: Job, split: SplitSettings) -> None:
 
 
 def _train(model: SplitModel, job: Job, chosen: slice) -> None:
-    place = job.place()
-    place = replace(place, steps=place.steps[chosen])
+    local_round = job.local_round()
+    local_round = replace(local_round, steps=local_round.steps[chosen])
     train_round(
         model=model,
         parameters=model.parameters,
         examples=job.examples(job),
         padding=0,
-        plan=place,
+        local_round=local_round,
         settings=job.train,
     )
 

@@ -236,7 +236,7 @@ def train(
         parameters=parameters,
         examples=job.examples(job),
         padding=0,
-        plan=job.place(),
+        local_round=job.local_round(),
         settings=job.train,
     )
     turns.answer()

@@ -25,7 +25,7 @@ from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.training.continual import ContinualPenalty, importance
-from finetuning.training.loop import RoundPlan, Stages, TrainingReport, train_round
+from finetuning.training.loop import LocalRound, Stages, TrainingReport, train_round
 from finetuning.training.penalty import Penalty
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
 from finetuning.training.proximal import ProximalPenalty
@@ -59,15 +59,15 @@ def train(task: Task) -> tuple[State, Metrics]:
     penalty = _penalty(task, model, parameters)
     stages: Stages = model
     if terms := task.site.privacy:
-        plan, stages = _privately(task, terms, model, parameters)
+        local_round, stages = _privately(task, terms, model, parameters)
     else:
-        plan = task.plan()
+        local_round = task.local_round()
     report, optimizer = train_round(
         model=stages,
         parameters=parameters,
         examples=task.institution.train,
         padding=task.institution.padding,
-        plan=plan,
+        local_round=local_round,
         settings=task.config.train,
         penalty=penalty,
         optimizer_state=task.saved_optimizer(),
@@ -112,7 +112,7 @@ def _privately(
     terms: PrivacyPolicy,
     model: WholeModel,
     parameters: Mapping[str, torch.nn.Parameter],
-) -> tuple[RoundPlan, Stages]:
+) -> tuple[LocalRound, Stages]:
     """Return a round whose draws and gradients have differential privacy, and record its ε.
 
     Rows that are no examples, since none of their output fits, are drawn like others and have no
@@ -120,7 +120,7 @@ def _privately(
     """
     institution, number = task.institution, task.instruction.round
     spent = task.site.spend(task.config, institution)
-    plan = RoundPlan(
+    local_round = LocalRound(
         steps=poisson_steps(len(institution.train), spent.sampling_rate, spent.steps),
         first_step=(number - 1) * spent.steps,
         total_steps=task.config.rounds * spent.steps,
@@ -132,7 +132,7 @@ def _privately(
         row_norm=terms.row_norm,
         expected_rows=spent.sampling_rate * institution.size,
     )
-    return plan, PrivateGradients(model, parameters, noise)
+    return local_round, PrivateGradients(model, parameters, noise)
 
 
 def _model_of(task: Task) -> tuple[WholeModel, Any]:

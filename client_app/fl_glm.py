@@ -13,7 +13,7 @@ from finetuning.model.base_model import load_tokenizer
 from finetuning.model.fingerprint import fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.training.loop import train_round
-from split.client.split_model import ClientRound, SplitModel
+from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.model.adapters import join_adapters
 from split.model.exactness import check_exactness
@@ -21,6 +21,7 @@ from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.part import Part
 from split.model.partition import PartyName, partition_of
 from split.protocol.frames import Limits
+from split.protocol.training import RoundPlan
 from split.settings import SplitSettings
 from strategies.messages import ARRAYS, BODY, invitation_of, models_of
 from strategies.run_config import RunConfig
@@ -58,27 +59,28 @@ def train(task: Task) -> tuple[State, Metrics]:
         LaneError: The block server can't be reached, or the lane has ended.
 
     """
-    config, plan = task.config, task.plan()
+    config, local_round = task.config, task.local_round()
     with _split_model(task) as model:
         parameters = model.parameters
         load_state(parameters, task.arrays[ARRAYS])
         longest = max(len(example.tokens) for example in task.institution.train)
         model.join(
-            ClientRound(
-                steps=len(plan.steps),
-                first_step=plan.first_step,
-                total_steps=plan.total_steps,
-                longest=config.train.batch_size * (model.columns_before + longest),
-                average_every=config.split.average_every,
-                deadline=task.deadline,
-            )
+            RoundPlan(
+                steps=len(local_round.steps),
+                first_step=local_round.first_step,
+                total_steps=local_round.total_steps,
+                seed=local_round.seed,
+            ),
+            longest=config.train.batch_size * (model.columns_before + longest),
+            deadline=task.deadline,
+            average_every=config.split.average_every,
         )
         report, optimizer = train_round(
             model=model,
             parameters=parameters,
             examples=task.institution.train,
             padding=task.institution.padding,
-            plan=plan,
+            local_round=local_round,
             settings=config.train,
             optimizer_state=task.saved_optimizer(),
             description=task.title,

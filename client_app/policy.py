@@ -115,7 +115,7 @@ def check_request(
         _check_rows("importance", _rows(used), policy)
 
 
-def check_plan(
+def check_steps(
     policy: SitePolicy,
     config: RunConfig,
     examples: Sequence[Example],

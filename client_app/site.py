@@ -91,7 +91,7 @@ class Site:
         self.record("privacy", epsilon=spent, delta=self.privacy.delta, steps=steps.steps)
         return steps
 
-    def check_plan(
+    def check_steps(
         self, config: RunConfig, examples: Sequence[Example], steps: Sequence[Sequence[int]]
     ) -> None:
         """Check the rows that a round trains on.
@@ -101,7 +101,7 @@ class Site:
 
         """
         if self.policy:
-            checks.check_plan(self.policy, config, examples, steps)
+            checks.check_steps(self.policy, config, examples, steps)
 
     def accept(
         self, instruction: Instruction, config: RunConfig, institution: Institution

@@ -10,9 +10,9 @@ from client_app.institution import Institution
 from client_app.site import Site
 from client_app.state import ClientState
 from finetuning.adapters.adapter import State
-from finetuning.data.batching import plan_round, steps_per_round
+from finetuning.data.batching import round_steps, steps_per_round
 from finetuning.randomness import derive_seed
-from finetuning.training.loop import RoundPlan, TrainingReport
+from finetuning.training.loop import LocalRound, TrainingReport
 from finetuning.training.optimization import OptimizerState
 from strategies.messages import Instruction
 from strategies.run_config import RunConfig
@@ -50,7 +50,7 @@ class Task:
         """Text before the progress bar."""
         return f"{self.institution.name}, round {self.instruction.round}"
 
-    def plan(self) -> RoundPlan:
+    def local_round(self) -> LocalRound:
         """Return the examples of this round in order, and the deadline.
 
         Raises:
@@ -60,14 +60,14 @@ class Task:
         settings, name, number = self.config.train, self.institution.name, self.instruction.round
         lengths = [len(example.tokens) for example in self.institution.train]
         per_round = steps_per_round(len(lengths), settings)
-        steps = plan_round(
+        steps = round_steps(
             lengths=lengths,
             settings=settings,
             round_number=number,
             seed=derive_seed("order", self.config.seed, name),
         )
-        self.site.check_plan(self.config, self.institution.train, steps)
-        return RoundPlan(
+        self.site.check_steps(self.config, self.institution.train, steps)
+        return LocalRound(
             steps=steps,
             first_step=(number - 1) * per_round,
             total_steps=self.config.rounds * per_round,

@@ -17,13 +17,14 @@ from finetuning.data.tokenization import Example, tokenize
 from finetuning.generated import examples
 from finetuning.model.base_model import load_tokenizer, locate
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
-from finetuning.training.loop import RoundPlan, train_round
-from split.client.split_model import ClientRound, SplitModel
+from finetuning.training.loop import LocalRound, train_round
+from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.model.adapters import join_adapters, take_apart
 from split.model.loading import load_parts
 from split.model.partition import partition_of
 from split.protocol.frames import Limits
+from split.protocol.training import RoundPlan
 from split.server.block_server import BlockServer
 from split.settings import SplitSettings
 
@@ -98,11 +99,21 @@ def private_text(directory: Path) -> list[Example]:
 def train(model: SplitModel, text: list[Example], longest: int) -> None:
     """Train for a round with the same loop as an unsplit model."""
     deadline = time.monotonic() + SECONDS
-    model.join(ClientRound(STEPS, 0, STEPS, longest, average_every=0, deadline=deadline))
+    plan = RoundPlan(steps=STEPS, first_step=0, total_steps=STEPS, seed=SEED)
+    model.join(plan, longest=longest, deadline=deadline)
     size = TRAIN.batch_size * TRAIN.accumulation
     steps = [range(step * size, (step + 1) * size) for step in range(STEPS)]
-    place = RoundPlan(steps, first_step=0, total_steps=STEPS, seed=SEED, deadline=deadline)
-    report, _ = train_round(model, model.parameters, text, 0, place, TRAIN)
+    local_round = LocalRound(
+        steps=steps, first_step=0, total_steps=STEPS, seed=SEED, deadline=deadline
+    )
+    report, _ = train_round(
+        model=model,
+        parameters=model.parameters,
+        examples=text,
+        padding=0,
+        local_round=local_round,
+        settings=TRAIN,
+    )
     model.end()
     model.lane.close()
     for step, loss in enumerate(report.losses, start=1):

@@ -100,7 +100,7 @@ def train_with_noise(
                 parameters=model.parameters,
                 examples=training,
                 padding=padding,
-                plan=job.place(),
+                local_round=job.local_round(),
                 settings=job.train,
             )
             own = {name: value.detach().clone() for name, value in model.parameters.items()}

@@ -54,7 +54,7 @@ def steps_per_round(examples: int, settings: TrainSettings) -> int:
     return settings.local_steps or settings.epochs * _steps_per_epoch(examples, settings)
 
 
-def plan_round(
+def round_steps(
     lengths: Sequence[int], settings: TrainSettings, round_number: int, seed: int
 ) -> list[list[int]]:
     """Return the examples of each optimizer step of a round.

@@ -41,8 +41,8 @@ class Stages(Protocol):
 
 
 @dataclass(frozen=True)
-class RoundPlan:
-    """A round's position within the run.
+class LocalRound:
+    """What one client trains in a round, and the round's position within the run.
 
     Attributes:
         steps: Examples of each optimizer step, as indices.
@@ -89,7 +89,7 @@ def train_round(
     parameters: Mapping[str, torch.nn.Parameter],
     examples: Sequence[Example],
     padding: int,
-    plan: RoundPlan,
+    local_round: LocalRound,
     settings: TrainSettings,
     penalty: Penalty | None = None,
     optimizer_state: OptimizerState | None = None,
@@ -102,7 +102,7 @@ def train_round(
         parameters: The adapter's weights by name; changed in place.
         examples: The client's training examples.
         padding: The padding token.
-        plan: Order of the examples, and the deadline.
+        local_round: Examples of each step, and the deadline.
         settings: Optimizer, schedule and batch sizes.
         penalty: The penalty to add to the loss, if any.
         optimizer_state: State to continue from; None starts with a new optimizer.
@@ -120,7 +120,7 @@ def train_round(
     load_optimizer(optimizer, parameters, optimizer_state or {})
     # An interrupted round in this process may have left gradients of another client.
     optimizer.zero_grad()
-    rate = learning_rate(settings, plan.total_steps)
+    rate = learning_rate(settings, local_round.total_steps)
     lengths = [len(example.tokens) for example in examples]
     columns = [model.columns_before + length for length in lengths]
     budget = settings.batch_size * max(columns)
@@ -129,19 +129,19 @@ def train_round(
     shares: list[float] = []
     tokens = targets = 0
     started = time.perf_counter()
-    with progress_bar(total=len(plan.steps), description=description) as bar:
-        for index, step in enumerate(plan.steps):
-            if time.monotonic() > plan.deadline:
+    with progress_bar(total=len(local_round.steps), description=description) as bar:
+        for index, step in enumerate(local_round.steps):
+            if time.monotonic() > local_round.deadline:
                 raise DeadlineError(
-                    f"{index} of {len(plan.steps)} steps were done when the round's time was "
-                    "over; raise round-timeout, or train less per round (train.local-steps)"
+                    f"{index} of {len(local_round.steps)} steps were done when the round's time "
+                    "was over; raise round-timeout, or train less per round (train.local-steps)"
                 )
             batches = [
                 collate([examples[i] for i in group], padding)
                 for group in micro_batches(step, columns, budget)
             ]
             step_targets = sum(len(batch.labels) for batch in batches)
-            summed = sum(model.accumulate(batches, derive_seed(plan.seed, index)))
+            summed = sum(model.accumulate(batches, derive_seed(local_round.seed, index)))
             # A step of private training may have no rows; its update is noise.
             loss = summed / max(step_targets, 1)
             if not loss < float("inf"):
@@ -149,7 +149,7 @@ def train_round(
             if penalty is not None:
                 shares.append(penalty.add_gradient())
             norms.append(model.clip(settings.max_gradient_norm))
-            optimizer.param_groups[0]["lr"] = rate(plan.first_step + index)
+            optimizer.param_groups[0]["lr"] = rate(local_round.first_step + index)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss)

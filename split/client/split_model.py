@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,30 +24,9 @@ from split.model.generation import Generation
 from split.model.part import Part
 from split.protocol.errors import LaneError, LaneTimeoutError
 from split.protocol.frames import Frame, Kind, Padding, Value
+from split.protocol.training import RoundPlan
 
 _OF_A_STEP = {Kind.HIDDEN, Kind.STEP, Kind.AVERAGE}
-
-
-@dataclass(frozen=True)
-class ClientRound:
-    """What the server must know about a client's round.
-
-    Attributes:
-        steps: Optimizer steps in this round.
-        first_step: Optimizer steps in this client's earlier rounds.
-        total_steps: Optimizer steps in all rounds of the run.
-        longest: Padded tokens of the largest micro-batch, prefixes included.
-        average_every: Steps after which all parties' adapters are averaged; 0 for never.
-        deadline: Deadline on ``time.monotonic``'s clock.
-
-    """
-
-    steps: int
-    first_step: int
-    total_steps: int
-    longest: int
-    average_every: int
-    deadline: float
 
 
 class SplitModel:
@@ -101,22 +79,30 @@ class SplitModel:
         """Positions that a prefix in use takes before each row's tokens."""
         return self._head.columns_before
 
-    def join(self, plan: ClientRound) -> None:
-        """Begin a round of training."""
+    def join(self, plan: RoundPlan, longest: int, deadline: float, average_every: int = 0) -> None:
+        """Begin a round of training.
+
+        Args:
+            plan: Numbers of steps; the seed stays here, and the head says whether it is trained.
+            longest: Padded tokens of the largest micro-batch, prefixes included.
+            deadline: Deadline on ``time.monotonic``'s clock.
+            average_every: Steps after which all parties' adapters are averaged; 0 for never.
+
+        """
         self._step = 0
-        self._average_every, self._until = plan.average_every, plan.deadline
+        self._average_every, self._until = average_every, deadline
         self.lane.send(
             Kind.JOIN,
             fields={
                 "steps": plan.steps,
                 "first_step": plan.first_step,
                 "total_steps": plan.total_steps,
-                "longest": plan.longest,
+                "longest": longest,
                 "wants_gradient": bool(self._head.trainable()),
             },
         )
         # Others may have to join first; the server limits the time for that.
-        self._credits = self._welcomed(plan.deadline)
+        self._credits = self._welcomed(deadline)
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Choose the model that is evaluated from now on.

@@ -20,7 +20,7 @@ from finetuning.model.base_model import load_base_model, locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
-from finetuning.training.loop import RoundPlan, train_round
+from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
 from server_app.report import write_report
 from strategies.fedjudge import FedJudgeBase
@@ -288,9 +288,9 @@ def test_membership_is_harder_to_tell_the_smaller_epsilon_is(checkpoint):
         random = np.random.default_rng(0).bytes
         private = PrivateGradients(model, parameters, Noise(multiplier, 1.0, rate * count), random)
         rows = poisson_steps(count, rate, steps, random)
-        plan = RoundPlan(rows, 0, steps, 0, time.monotonic() + 600)
+        local_round = LocalRound(rows, 0, steps, 0, time.monotonic() + 600)
         train = TrainSettings(learning_rate=2e-2, batch_size=count, max_gradient_norm=0.0)
-        train_round(private, parameters, members, 0, plan, train)
+        train_round(private, parameters, members, 0, local_round, train)
         inside, outside = (
             torch.tensor([model.summed_losses([collate([row], 0)])[0] for row in part])
             for part in (members, others)

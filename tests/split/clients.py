@@ -23,9 +23,9 @@ from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import derive_seed
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
-from finetuning.training.loop import RoundPlan, train_round
+from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.optimization import learning_rate, make_optimizer
-from split.client.split_model import ClientRound, SplitModel
+from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.model.adapters import join_adapters, take_apart
 from split.model.key_values import KeyValues
@@ -33,6 +33,7 @@ from split.model.loading import load_parts
 from split.model.partition import partition_of
 from split.protocol.errors import LaneCutError
 from split.protocol.frames import Kind, Limits
+from split.protocol.training import RoundPlan
 from split.server.block_server import BlockServer
 from split.server.body_adapters import Activations
 from split.server.stacked_micro_batch import StackedMicroBatch
@@ -60,13 +61,13 @@ def draw(count: int, seed: int) -> list[Example]:
     return examples
 
 
-def place_of(name: str, steps: int = STEPS) -> tuple[list[Example], RoundPlan]:
+def round_of(name: str, steps: int = STEPS) -> tuple[list[Example], LocalRound]:
     """Return a client's examples, and the indices of those of each step."""
     examples = draw(24, derive_seed("examples", name) % 2**31)
     order = torch.Generator().manual_seed(derive_seed("order", name) % 2**31)
     chosen = [torch.randperm(24, generator=order)[:6].tolist() for _ in range(steps)]
     seed = derive_seed("train", name)
-    return examples, RoundPlan(chosen, 0, STEPS, seed, time.monotonic() + 300)
+    return examples, LocalRound(chosen, 0, STEPS, seed, time.monotonic() + 300)
 
 
 class Client:
@@ -108,23 +109,21 @@ class Client:
         disturb=lambda model: None,
     ) -> State:
         """Train a round; ``disturb`` may do something to the model before it begins."""
-        examples, place = place_of(self.name, steps)
-        invitation = server.invite_to_train(self.name, 1, place.seed, 60.0)
+        examples, local_round = round_of(self.name, steps)
+        invitation = server.invite_to_train(self.name, 1, local_round.seed, 60.0)
         with self.lane(invitation) as model:
             disturb(model)
             load_state(model.parameters, {n: state[n] for n in model.parameters})
             longest = max(model.columns_before + len(example.tokens) for example in examples)
             model.join(
-                ClientRound(
-                    steps,
-                    0,
-                    STEPS,
-                    train.batch_size * longest,
-                    self.split.average_every,
-                    time.monotonic() + 300,
-                )
+                RoundPlan(steps, 0, STEPS, local_round.seed),
+                longest=train.batch_size * longest,
+                deadline=time.monotonic() + 300,
+                average_every=self.split.average_every,
             )
-            report, self.optimizer = train_round(model, model.parameters, examples, 0, place, train)
+            report, self.optimizer = train_round(
+                model, model.parameters, examples, 0, local_round, train
+            )
             model.end()
         self.losses = report.losses
         return {n: p.detach().clone() for n, p in model.parameters.items()}
@@ -218,10 +217,10 @@ class Center:
         ends = self.of("head", "tail")
         load_state(ends, {n: state[n] for n in ends})
         optimizer = make_optimizer(ends, TRAIN)
-        examples, place = place_of(name)
+        examples, local_round = round_of(name)
         lengths = [len(example.tokens) for example in examples]
         losses = []
-        for index, step in enumerate(place.steps):
+        for index, step in enumerate(local_round.steps):
             groups = micro_batches(step, lengths, TRAIN.batch_size * max(lengths))
             batches = [collate([examples[i] for i in group], 0) for group in groups]
             targets = sum(len(batch.labels) for batch in batches)
@@ -280,9 +279,9 @@ def stop_after(step: int, count: int, how: str):
         lane, receive = model.lane, model.lane.receive
         ended, join, joined = [0], model.join, []
 
-        def joining(place):
-            join(place)
-            joined.append(place)
+        def joining(plan, **limits):
+            join(plan, **limits)
+            joined.append(plan)
 
         def receiving(timeout):
             if joined and model._step == step and ended[0] == count:

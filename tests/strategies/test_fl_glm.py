@@ -161,10 +161,10 @@ def test_a_client_that_breaks_off_is_left_out_and_named(
     values = split_values | {"split.schedule": schedule, "min-nodes": 2}
     train = fl_glm.train_round
 
-    def stopping(*, plan, description, **others):
+    def stopping(*, local_round, description, **others):
         if description == "beta, round 2":
-            plan = replace(plan, deadline=0.0)
-        return train(plan=plan, description=description, **others)
+            local_round = replace(local_round, deadline=0.0)
+        return train(local_round=local_round, description=description, **others)
 
     monkeypatch.setattr(fl_glm, "train_round", stopping)
     journal = run_in_process(values, tmp_path / "state", 3)

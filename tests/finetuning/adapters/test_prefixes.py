@@ -25,7 +25,7 @@ from finetuning.evaluation.held_out import generate_answers, held_out_loss
 from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
-from finetuning.training.loop import RoundPlan, train_round
+from finetuning.training.loop import LocalRound, train_round
 
 PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
 # What has as many heads of keys as of queries can't be told otherwise by the common sizes.
@@ -107,9 +107,9 @@ def test_a_micro_batch_has_as_many_rows_as_fit_with_their_prefixes(random_model,
             return super().summed_losses(batches)
 
     model = Watched(prefixed(random_model()))
-    place = RoundPlan([list(range(40))], 0, 1, 0, time.monotonic() + 60)
+    local_round = LocalRound([list(range(40))], 0, 1, 0, time.monotonic() + 60)
     parameters = trainable_parameters(model.peft_model)
-    train_round(model, parameters, examples, 0, place, TrainSettings(batch_size=4))
+    train_round(model, parameters, examples, 0, local_round, TrainSettings(batch_size=4))
     held_out_loss(model, examples, 0, 4)
     assert max(taken) <= 4 * (5 + longest)
     assert max(taken) > 4 * longest

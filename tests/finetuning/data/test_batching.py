@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from finetuning.data.batching import (
     collate,
     micro_batches,
-    plan_round,
+    round_steps,
     split_rows,
     steps_per_round,
 )
@@ -101,7 +101,7 @@ def test_every_epoch_covers_every_example_once_in_full_steps(lengths, training, 
     steps = [
         step
         for number in range(1, rounds + 1)
-        for step in plan_round(lengths, training, number, seed)
+        for step in round_steps(lengths, training, number, seed)
     ]
     assert len(steps) == rounds * steps_per_round(len(lengths), training)
     size = training.batch_size * training.accumulation
@@ -123,13 +123,13 @@ def test_how_steps_are_divided_into_rounds_doesn_t_change_them(lengths, per_roun
         return [
             step
             for number in range(1, rounds + 1)
-            for step in plan_round(lengths, training, number, 5)
+            for step in round_steps(lengths, training, number, 5)
         ]
 
     assert steps(per_round, 6) == steps(1, 6 * per_round)
     # A resumed run asks for a late round alone, as here.
     training = TrainSettings(local_steps=per_round, batch_size=batch_size, accumulation=2)
-    assert plan_round(lengths, training, 6, 5) == steps(1, 6 * per_round)[5 * per_round :]
+    assert round_steps(lengths, training, 6, 5) == steps(1, 6 * per_round)[5 * per_round :]
 
 
 def test_epochs_of_a_round_are_counted_and_local_steps_replace_them():
@@ -146,12 +146,12 @@ def many_lengths():
 
 def test_plans_differ_by_seed_and_epoch_and_by_nothing_else(many_lengths):
     training = TrainSettings(batch_size=4, accumulation=4)
-    plan = plan_round(many_lengths, training, 1, 7)
+    plan = round_steps(many_lengths, training, 1, 7)
     random.seed(1)
     torch.manual_seed(1)
-    assert plan_round(many_lengths, training, 1, 7) == plan
-    assert plan_round(many_lengths, training, 2, 7) != plan
-    assert plan_round(many_lengths, training, 1, 8) != plan
+    assert round_steps(many_lengths, training, 1, 7) == plan
+    assert round_steps(many_lengths, training, 2, 7) != plan
+    assert round_steps(many_lengths, training, 1, 8) != plan
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 8), (8, 1), (16, 2)])
@@ -170,11 +170,11 @@ def test_like_lengths_meet_so_that_less_is_padding(many_lengths, batch_size, acc
     order = random.Random(0).sample(range(len(many_lengths)), len(many_lengths))
     size = batch_size * accumulation
     at_random = [order[first : first + size] for first in range(0, len(order), size)]
-    assert padding(plan_round(many_lengths, training, 1, 0)) < 0.9 * padding(at_random)
+    assert padding(round_steps(many_lengths, training, 1, 0)) < 0.9 * padding(at_random)
 
 
 def test_neighbours_in_a_step_are_alike(many_lengths):
-    steps = plan_round(many_lengths, TrainSettings(batch_size=4, accumulation=4), 1, 0)
+    steps = round_steps(many_lengths, TrainSettings(batch_size=4, accumulation=4), 1, 0)
     within = [
         max(many_lengths[i] for i in step[first : first + 4])
         - min(many_lengths[i] for i in step[first : first + 4])
@@ -188,6 +188,6 @@ def test_neighbours_in_a_step_are_alike(many_lengths):
 def test_steps_stay_mixed_in_spite_of_grouping(many_lengths):
     # In the order of their lengths, steps would go from long to short, and learning with them.
     lengths = many_lengths[:400]
-    steps = plan_round(lengths, TrainSettings(batch_size=8, accumulation=1), 1, 0)
+    steps = round_steps(lengths, TrainSettings(batch_size=8, accumulation=1), 1, 0)
     means = [sum(lengths[i] for i in step) / len(step) for step in steps]
     assert sum(means[:25]) == pytest.approx(sum(means[25:]), rel=0.4)

@@ -19,7 +19,7 @@ from finetuning.model.fingerprint import differences, digest, fingerprint
 from finetuning.model.tiny import TinyRecipe, build_tiny
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
-from finetuning.training.loop import RoundPlan, train_round
+from finetuning.training.loop import LocalRound, train_round
 
 
 @pytest.fixture
@@ -151,9 +151,9 @@ def test_a_quantised_model_is_small_close_and_can_be_trained_on_a_processor(
     for parameter in parameters.values():
         parameter.grad = None
 
-    place = RoundPlan([range(6)] * 10, 0, 10, 0, float("inf"))
+    local_round = LocalRound([range(6)] * 10, 0, 10, 0, float("inf"))
     report, _ = train_round(
-        stages, parameters, examples, 0, place, TrainSettings(learning_rate=2e-2)
+        stages, parameters, examples, 0, local_round, TrainSettings(learning_rate=2e-2)
     )
     assert report.losses[-1] < 0.9 * report.losses[0]
 

@@ -16,7 +16,7 @@ from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import normal, uniform
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
-from finetuning.training.loop import RoundPlan, train_round
+from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.private_gradients import (
     Noise,
     PrivateGradients,
@@ -223,8 +223,8 @@ def test_the_run_s_seed_determines_neither_rows_nor_noise(adapted, draw_examples
         model = adapted(dropout=0.5)
         parameters = trainable_parameters(model)
         private = PrivateGradients(WholeModel(model), parameters, Noise(1.0, 1.0, 2.0))
-        plan = RoundPlan([[], [1, 2], []], 0, 3, seed=7, deadline=time.monotonic() + 60)
-        report, _ = train_round(private, parameters, examples, 0, plan, TrainSettings())
+        local_round = LocalRound([[], [1, 2], []], 0, 3, seed=7, deadline=time.monotonic() + 60)
+        report, _ = train_round(private, parameters, examples, 0, local_round, TrainSettings())
         assert len(report.losses) == 3
         found.append(export_adapter(model))
     assert not any(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -14,7 +14,7 @@ from finetuning.adapters.adapter import export_adapter, load_adapter, trainable_
 from finetuning.data.tokenization import Example
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import TrainSettings
-from finetuning.training.loop import DeadlineError, RoundPlan, TrainingReport, train_round
+from finetuning.training.loop import DeadlineError, LocalRound, TrainingReport, train_round
 from finetuning.training.optimization import OptimizerState
 
 ARCHITECTURES = [
@@ -34,7 +34,7 @@ def train(
     deadline: float = math.inf,
 ) -> tuple[TrainingReport, OptimizerState]:
     """Train one round of several that are equally long."""
-    place = RoundPlan(
+    local_round = LocalRound(
         steps, (round_number - 1) * len(steps), rounds * len(steps), round_number, deadline
     )
     return train_round(
@@ -42,7 +42,7 @@ def train(
         trainable_parameters(peft_model),
         examples,
         0,
-        place,
+        local_round,
         settings,
         optimizer_state=state,
     )

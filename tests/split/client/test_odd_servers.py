@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from finetuning.data.batching import collate
-from split.client.split_model import ClientRound, SplitModel
+from split.client.split_model import SplitModel
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind, Limits
+from split.protocol.training import RoundPlan
 from tests.split.clients import Client, draw, split_settings
 from tests.split.lanes import SOON, serving
 
@@ -55,7 +56,7 @@ def answering(server, answer, credits=4):
 
 def join(model):
     deadline = time.monotonic() + SOON
-    model.join(ClientRound(1, 0, 1, 200, average_every=0, deadline=deadline))
+    model.join(RoundPlan(1, 0, 1, 0), 200, deadline)
 
 
 @pytest.mark.parametrize("what", ODD)

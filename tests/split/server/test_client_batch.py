@@ -21,7 +21,7 @@ from tests.split.clients import (
     Client,
     assert_close,
     assert_nothing_is_left,
-    place_of,
+    round_of,
     serving,
     split_settings,
     stop_after,
@@ -40,7 +40,7 @@ SERVER = TRAIN.model_copy(update={"accumulation": 6})
 
 
 def batches_of(name: str, step: list[int]):
-    examples, _ = place_of(name)
+    examples, _ = round_of(name)
     lengths = [len(example.tokens) for example in examples]
     groups = micro_batches(step, lengths, SETTINGS[name].batch_size * max(lengths))
     return [collate([examples[i] for i in group], 0) for group in groups]
@@ -84,7 +84,7 @@ class Reference:
         body = {name: torch.zeros_like(p) for name, p in self.body.items()}
         ends = {}
         for name, count in finished.items():
-            batches = batches_of(name, place_of(name)[1].steps[index])
+            batches = batches_of(name, round_of(name)[1].steps[index])
             targets = sum(len(batch.labels) for batch in batches)
             if count == 0:
                 continue
@@ -187,9 +187,9 @@ def test_who_is_slow_changes_nothing(base, beginning):
 
 
 @pytest.mark.parametrize("how", ["close", "cut"])
-@pytest.mark.parametrize("place", [(0, 0), (0, 2), (2, 1), (4, 3)], ids=str)
-def test_a_client_that_goes_away_leaves_what_it_finished(base, beginning, place, how):
-    step, count = place
+@pytest.mark.parametrize("moment", [(0, 0), (0, 2), (2, 1), (4, 3)], ids=str)
+def test_a_client_that_goes_away_leaves_what_it_finished(base, beginning, moment, how):
+    step, count = moment
     steps = dict.fromkeys(SIZES, 6)
     split = split_settings(schedule="client-batch", window=1, resume_timeout=0.5)
     clients = [Client(name, base, split) for name in SIZES]

@@ -8,9 +8,9 @@ from threading import Thread
 import pytest
 import torch
 
-from split.client.split_model import ClientRound
 from split.protocol.errors import PeerError
 from split.protocol.frames import Kind
+from split.protocol.training import RoundPlan
 from split.server.share_cap import ShareCap
 from tests.split.clients import SIZES, TRAIN, Client, serving, split_settings, train_together
 from tests.split.lanes import SOON, Proxy, ended
@@ -41,7 +41,7 @@ def test_a_frame_that_comes_a_byte_at_a_time_is_cut_by_the_frame_timeout(base, b
         proxy = Dribble(server.address)
         invitation = server.invite_to_train("alpha", 1, 0, 60.0)
         with client.lane(replace(invitation, address=proxy.address)) as model:
-            model.join(ClientRound(3, 0, 3, 16, 0, time.monotonic() + SOON))
+            model.join(RoundPlan(3, 0, 3, 0), 16, time.monotonic() + SOON)
             proxy.slow = True
             model.lane.send(Kind.HIDDEN, 0, 0, {"hidden": torch.zeros(2, 8, 32)})
             ended(model.lane, PeerError, r"split\.frame-timeout")
@@ -214,7 +214,7 @@ def test_a_client_that_keeps_sending_does_not_stop_the_clock_of_one_that_hangs(b
     def join(server, name):
         invitation = server.invite_to_train(name, 1, 0, 60.0)
         model = lanes.enter_context(clients[name].lane(invitation))
-        model.join(ClientRound(3, 0, 3, 16, 0, time.monotonic() + SOON))
+        model.join(RoundPlan(3, 0, 3, 0), 16, time.monotonic() + SOON)
         return model.lane
 
     def hang(server):

@@ -9,11 +9,11 @@ from finetuning.adapters.adapter import export_adapter, trainable_parameters
 from finetuning.adapters.prefixes import SAVED
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.training.loop import train_round
-from split.client.split_model import ClientRound
 from split.model.adapters import join_adapters, take_apart
 from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
+from split.protocol.training import RoundPlan
 from tests.split.clients import (
     SIZES,
     STEPS,
@@ -21,7 +21,7 @@ from tests.split.clients import (
     Client,
     assert_close,
     draw,
-    place_of,
+    round_of,
     serving,
     split_settings,
     train_together,
@@ -48,9 +48,9 @@ def test_one_client_equals_centralised_training(base, schedule, head, tail):
         (account,) = server.finish_lanes()
         body = server.end_round({"alpha": 9})
     model = trained_whole(base, beginning, PREFIX)
-    examples, place = place_of("alpha")
+    examples, local_round = round_of("alpha")
     report, _ = train_round(
-        model, trainable_parameters(model.peft_model), examples, 0, place, CLIPPED
+        model, trainable_parameters(model.peft_model), examples, 0, local_round, CLIPPED
     )
     assert client.losses == pytest.approx(report.losses, abs=1e-5)
     final = export_adapter(model.peft_model)
@@ -75,9 +75,9 @@ def test_hierarchical_equals_separate_trainings_and_their_mean(base):
     expected = {}
     for client in clients:
         model = trained_whole(base, beginning, PREFIX)
-        examples, place = place_of(client.name, 6)
+        examples, local_round = round_of(client.name, 6)
         parameters = trainable_parameters(model.peft_model)
-        report, _ = train_round(model, parameters, examples, 0, place, TRAIN)
+        report, _ = train_round(model, parameters, examples, 0, local_round, TRAIN)
         expected[client.name] = export_adapter(model.peft_model)
         assert client.losses == pytest.approx(report.losses, abs=1e-5)
         assert_close(whole[client.name], expected[client.name])
@@ -118,7 +118,7 @@ def test_a_micro_batch_takes_its_prefixes_places_in_the_budget(base, schedule, l
     with serving(base, random_prefix(base), split, PREFIX) as server:
         server.begin_round({"alpha": 9}, 0)
         with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
-            model.join(ClientRound(3, 0, 3, longest, 0, time.monotonic() + 60))
+            model.join(RoundPlan(3, 0, 3, 0), longest, time.monotonic() + 60)
             send(model, 2, 8, **counts)
             if longest == 2 * (8 + 5):
                 assert model.lane.receive(30).kind is Kind.HIDDEN
@@ -139,7 +139,7 @@ def test_credits_are_by_micro_batches_with_their_prefixes(base):
     with serving(base, random_prefix(base), split, PREFIX) as server:
         server.begin_round({"alpha": 9}, 0)
         with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
-            model.join(ClientRound(3, 0, 3, 2 * (8 + 5), 0, time.monotonic() + 60))
+            model.join(RoundPlan(3, 0, 3, 0), 2 * (8 + 5), time.monotonic() + 60)
             assert model._credits == 2
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from split.client.split_model import ClientRound
 from split.lane import dialling
 from split.protocol.frames import Kind
+from split.protocol.training import RoundPlan
 from tests.split.clients import (
     ADAPTER,
     SIZES,
@@ -217,7 +217,7 @@ def test_cutting_is_no_excuse_for_silence(base, beginning):
         server.begin_round({"alpha": 9}, 0)
         client = Client("alpha", base, split)
         with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
-            model.join(ClientRound(3, 0, 3, 16, 0, time.monotonic() + 60))
+            model.join(RoundPlan(3, 0, 3, 0), 16, time.monotonic() + 60)
             while not model.lane.ended:
                 cut(model.lane)
                 time.sleep(0.3)

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from split.client.split_model import ClientRound
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
+from split.protocol.training import RoundPlan
 from tests.split.clients import TRAIN, Client, bodies_kept, send_texts, serving, split_settings
 
 
@@ -23,7 +23,7 @@ class Refusals:
 
     def join(self, model, steps=3, first_step=0, total_steps=3) -> None:
         deadline = time.monotonic() + 60
-        model.join(ClientRound(steps, first_step, total_steps, 16, 0, deadline))
+        model.join(RoundPlan(steps, first_step, total_steps, 0), 16, deadline)
 
     def send_hidden(self, model, index=0, step=0, **changes) -> None:
         tensors = {"hidden": self.hidden, "lengths": self.lengths}

@@ -5,7 +5,7 @@ import torch
 
 from finetuning.adapters.adapter import export_adapter, load_adapter, trainable_parameters
 from finetuning.evaluation.held_out import held_out_loss
-from finetuning.training.loop import RoundPlan, train_round
+from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.optimization import make_optimizer
 from split.model.adapters import join_adapters, take_apart
 from split.model.partition import partition_of
@@ -20,7 +20,7 @@ from tests.split.clients import (
     assert_close,
     assert_nothing_is_left,
     draw,
-    place_of,
+    round_of,
     serving,
     split_settings,
     stop_after,
@@ -40,9 +40,9 @@ def test_one_client_equals_centralised_training(base, beginning, cut):
         (account,) = server.finish_lanes()
         body = server.end_round({"alpha": 9})
     model = whole_model(base, beginning)
-    examples, place = place_of("alpha")
+    examples, local_round = round_of("alpha")
     report, _ = train_round(
-        model, trainable_parameters(model.peft_model), examples, 0, place, TRAIN
+        model, trainable_parameters(model.peft_model), examples, 0, local_round, TRAIN
     )
     assert client.losses == pytest.approx(report.losses, abs=1e-5)
     assert_close(join_adapters([ends, body]), export_adapter(model.peft_model))
@@ -82,9 +82,9 @@ def test_hierarchical_equals_separate_trainings_and_their_mean(base, beginning):
     expected = {}
     for client in clients:
         model = whole_model(base, beginning)
-        examples, place = place_of(client.name)
+        examples, local_round = round_of(client.name)
         parameters = trainable_parameters(model.peft_model)
-        report, _ = train_round(model, parameters, examples, 0, place, TRAIN)
+        report, _ = train_round(model, parameters, examples, 0, local_round, TRAIN)
         expected[client.name] = export_adapter(model.peft_model)
         assert client.losses == pytest.approx(report.losses, abs=1e-5)
         assert_close(whole[client.name], expected[client.name])
@@ -110,9 +110,9 @@ def test_averaging_within_a_round_equals_lockstep_with_averages(base, beginning)
             states |= dict.fromkeys(going, mean)
         for name in going:
             load_adapter(model.peft_model, states[name])
-            examples, place = place_of(name)
-            chosen = place.steps[start : min(start + every, steps[name])]
-            part = RoundPlan(chosen, start, STEPS, 0, place.deadline)
+            examples, local_round = round_of(name)
+            chosen = local_round.steps[start : min(start + every, steps[name])]
+            part = LocalRound(chosen, start, STEPS, 0, local_round.deadline)
             _, optimizers[name] = train_round(
                 model,
                 trainable_parameters(model.peft_model),

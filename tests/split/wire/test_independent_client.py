@@ -26,7 +26,7 @@ from tests.split.clients import (
     TRAIN,
     Client,
     draw,
-    place_of,
+    round_of,
     serving,
     split_settings,
     train_together,
@@ -78,12 +78,14 @@ class WireClient(Client):
         yield WireModel(self.ends["head"], self.ends["tail"], lane, self.split.average_every)
 
     def train(self, server, state, steps=STEPS, train=TRAIN, disturb=None):
-        examples, place = place_of(self.name, steps)
-        with self.lane(server.invite_to_train(self.name, 1, place.seed, 60.0)) as model:
+        examples, local_round = round_of(self.name, steps)
+        with self.lane(server.invite_to_train(self.name, 1, local_round.seed, 60.0)) as model:
             load_state(model.parameters, {n: state[n] for n in model.parameters})
             longest = max(len(example.tokens) for example in examples)
             model.join(steps, STEPS, train.batch_size * longest)
-            report, self.optimizer = train_round(model, model.parameters, examples, 0, place, train)
+            report, self.optimizer = train_round(
+                model, model.parameters, examples, 0, local_round, train
+            )
             model.end()
         self.losses = report.losses
         return {n: p.detach().clone() for n, p in model.parameters.items()}
