@@ -40,19 +40,19 @@ class SilentStreams:
     The oldest stream of the address that has most is displaced, so that a flood displaces itself.
 
     Args:
-        places: How many there may be.
+        most: How many there may be.
         seconds: How long a stream may be silent.
 
     """
 
-    def __init__(self, places: int, seconds: float) -> None:
-        self._places = places
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most = most
         self._seconds = seconds
         self._lock = threading.Lock()
         self._streams: dict[Callable[[], object], str] = {}  # hosts by what ends them; oldest first
 
     @contextmanager
-    def place(self, host: str, end: Callable[[], object]) -> Iterator[None]:
+    def count(self, host: str, end: Callable[[], object]) -> Iterator[None]:
         """Count a stream while the ``with`` block waits for its first message.
 
         Args:
@@ -61,7 +61,7 @@ class SilentStreams:
 
         """
         with self._lock:
-            displaced = self._displaced() if len(self._streams) >= self._places else None
+            displaced = self._displaced() if len(self._streams) >= self._most else None
             self._streams[end] = host
         if displaced is not None:
             displaced()
@@ -86,21 +86,21 @@ class AnsweredHandshakes:
     One ticket can't take all the room.
 
     Args:
-        places: How many there may be.
+        most: How many there may be.
         each: How many of them may be of one identity.
         seconds: How long each may last.
 
     """
 
-    def __init__(self, places: int, each: int, seconds: float) -> None:
-        self._places = places
+    def __init__(self, most: int, each: int, seconds: float) -> None:
+        self._most = most
         self._each = each
         self._seconds = seconds
         self._lock = threading.Lock()
         self._taken: Counter[Identity] = Counter()
 
     @contextmanager
-    def place(self, identity: Identity, end: Callable[[], object]) -> Iterator[None]:
+    def count(self, identity: Identity, end: Callable[[], object]) -> Iterator[None]:
         """Count a handshake while the ``with`` block finishes it.
 
         Args:
@@ -112,7 +112,7 @@ class AnsweredHandshakes:
 
         """
         with self._lock:
-            if self._taken.total() >= self._places or self._taken[identity] >= self._each:
+            if self._taken.total() >= self._most or self._taken[identity] >= self._each:
                 raise refused(Refusal.BUSY)
             self._taken[identity] += 1
         try:

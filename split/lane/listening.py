@@ -29,7 +29,7 @@ from split.protocol.tickets import Identity, Ticket, TicketBook
 
 _LOG = logging.getLogger(__name__)
 _HALF_OPEN = 32  # streams without a message, and as many unfinished handshakes
-_OF_ONE_IDENTITY = 4  # of the latter
+_OF_ONE_IDENTITY = 4  # unfinished handshakes
 _LOG_SECONDS = 10.0
 
 
@@ -142,12 +142,12 @@ class LaneServer:
     ) -> Generator[bytes, None, tuple[Lane, Stream]]:
         """Exchange M1, M2, M3 and both ends' CONFIRM, within limits of number and time."""
         handshake = ServerHandshake(self._keys, self._tickets)
-        with self._silent.place(host_of(context.peer()), context.cancel):
+        with self._silent.count(host_of(context.peer()), context.cancel):
             hello = _next(requests)
         with self._lock:
             self._check_room(new=False)
             identity = handshake.read(hello)
-        with self._answered.place(identity, context.cancel):
+        with self._answered.count(identity, context.cancel):
             answer = handshake.answer()
             yield answer
             finished = _next(requests)

@@ -50,7 +50,7 @@ _NAMES = {dtype: name for name, dtype in _TORCH_TYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor's place in the data that follow the description."""
+    """Where one tensor lies in the data that follow the description."""
 
     name: str
     dtype: torch.dtype
@@ -241,19 +241,19 @@ class Outgoing:
         content = buffer.numpy().data
         start = self._description.start
         content[:start] = self._text
-        places = {entry.name: entry.of(buffer[start:]) for entry in self._description.entries}
+        views = {entry.name: entry.of(buffer[start:]) for entry in self._description.entries}
         tokens = TENSOR_OF_KIND.get(self.frame.kind)
         for name, tensor in self.frame.tensors.items():
-            if name == tokens and places[name].dtype is torch.int8:
+            if name == tokens and views[name].dtype is torch.int8:
                 quantise(
                     tensor=tensor.detach(),
-                    integers=places[name],
-                    scales=places[name + SCALE],
+                    integers=views[name],
+                    scales=views[name + SCALE],
                     name=name,
                 )
             else:
-                places[name].copy_(tensor.detach())
-                _check_finite(places[name], name)
+                views[name].copy_(tensor.detach())
+                _check_finite(views[name], name)
         return content
 
 

@@ -242,7 +242,7 @@ class TrainingRound:
         if frame.step >= self.plan.steps:
             raise ProtocolError(f"the round was to have {self.plan.steps} steps")
         if index != len(self._shapes):
-            raise ProtocolError(f"micro-batch {index} came in the place of {len(self._shapes)}")
+            raise ProtocolError(f"micro-batch {index} came; {len(self._shapes)} is due")
         if index - self.returned >= self.credits:
             raise ProtocolError(f"more than {self.credits} micro-batches are under way")
         hidden, padding = hidden_of(frame)
@@ -302,8 +302,10 @@ class TrainingRound:
 
     def _output_gradient(self, frame: Frame) -> OutputGradient:
         index, gradient = frame.micro_batch, frame.tensors["gradient"]
-        if index != self.returned or index >= self.answered:
-            raise ProtocolError(f"the gradient of micro-batch {index} came in the wrong place")
+        if index >= self.answered:
+            raise ProtocolError(f"a gradient of micro-batch {index} came before its output")
+        if index != self.returned:
+            raise ProtocolError(f"a gradient of micro-batch {index} came; {self.returned} is due")
         if gradient.shape != self._shapes[index]:
             raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} came")
         check_size(gradient, "gradient")

@@ -105,7 +105,7 @@ def test_silent_streams_make_room_for_who_has_something_to_say(server):
             client.close()
         ended_early = [stream.call.done() for stream in silent]
         assert sum(ended_early) >= lane_server._HALF_OPEN
-        # Those who lost their place are told that there is none: an honest client would try again.
+        # Displaced streams are told that there is no room: an honest client would try again.
         assert silent[0].refusal()[0] is grpc.StatusCode.CANCELLED
     until(lambda: not server.server._silent._streams)
 
@@ -117,12 +117,12 @@ def test_a_stream_may_not_be_silent_for_long(hurried):
         assert time.monotonic() - started < 5
 
 
-def test_who_loses_its_place_is_of_the_address_that_has_most():
-    places, ended_streams = SilentStreams(4, SOON), []
+def test_a_stream_that_is_displaced_is_of_the_address_that_has_most():
+    silent, ended_streams = SilentStreams(4, SOON), []
     with ExitStack() as stack:
 
         def come(host, number):
-            stack.enter_context(places.place(host, lambda: ended_streams.append((host, number))))
+            stack.enter_context(silent.count(host, lambda: ended_streams.append((host, number))))
 
         come("honest", 0)
         for number in range(20):
@@ -130,7 +130,7 @@ def test_who_loses_its_place_is_of_the_address_that_has_most():
         assert ended_streams == [("flood", number) for number in range(17)]
         come("other", 0)
         assert ended_streams[-1] == ("flood", 17)
-    assert not places._streams
+    assert not silent._streams
 
 
 def test_addresses_are_told_apart_by_host_and_ipv6_network():
@@ -158,7 +158,7 @@ def test_a_message_that_was_heard_is_answered_once_and_its_ticket_stays_good(ser
         client.close()
 
 
-def test_a_ticket_holds_few_places_and_not_for_long(hurried, monkeypatch):
+def test_a_ticket_has_few_handshakes_and_not_for_long(hurried, monkeypatch):
     """Nor does it cost public-key work beyond them."""
     ticket = hurried.ticket()
     unwrapped, unwrap = [], ServerKeys.unwrap
@@ -185,19 +185,19 @@ def test_a_ticket_holds_few_places_and_not_for_long(hurried, monkeypatch):
         hurried.client(ticket=ticket).close()
 
 
-def test_all_places_of_answered_handshakes_are_bounded():
-    places = AnsweredHandshakes(2, 1, SOON)
+def test_the_number_of_answered_handshakes_is_bounded():
+    handshakes = AnsweredHandshakes(2, 1, SOON)
     one, two, three = (Identity("run", 1, name) for name in "abc")
-    with places.place(one, int), places.place(two, int):
+    with handshakes.count(one, int), handshakes.count(two, int):
         for identity in (one, three):
-            with pytest.raises(LaneBusyError), places.place(identity, int):
+            with pytest.raises(LaneBusyError), handshakes.count(identity, int):
                 pass
-    with places.place(three, int):
+    with handshakes.count(three, int):
         pass
-    assert not places._taken
+    assert not handshakes._taken
 
 
-def test_a_wrong_proof_takes_no_place_and_is_hardly_logged(server, caplog):
+def test_a_wrong_proof_takes_no_room_and_is_hardly_logged(server, caplog):
     caplog.set_level("INFO")
     ticket = server.ticket()
     hello = ClientHandshake(ticket, COURT, server.keys.public, server.keys.suite).hello()

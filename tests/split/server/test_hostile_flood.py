@@ -108,12 +108,12 @@ class RemoteServer:
 
 
 def patiently(act):
-    """Try again for half a minute while the flood occupies all places at the server."""
+    """Try again for half a minute while the flood occupies all connections to the server."""
     for _ in range(60):
         with suppress(LaneBusyError, LaneUnreachableError, grpc.RpcError):
             return act()
         time.sleep(0.5)
-    raise AssertionError("the server had no place for half a minute")
+    raise AssertionError("the server had no room for half a minute")
 
 
 class Patient(Client):
@@ -185,7 +185,7 @@ class Flood:
         for kind, invitation in self._members:
             try:
                 member = Member(invitation)
-            except grpc.RpcError:  # strangers occupy all places at the moment
+            except grpc.RpcError:  # strangers occupy all connections at the moment
                 continue
             with closing(member):
                 for record in MEMBERS[kind](member.sealer, _WIDTH):

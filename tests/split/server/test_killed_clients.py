@@ -28,7 +28,7 @@ from tests.split.server.test_client_batch import SERVER, SETTINGS, Reference
 
 pytestmark = pytest.mark.slow
 _STEPS, _LAST_STEP = 5, 2
-# The place in its last step at which a client is killed: what it has just sent or received, of its
+# The moment in its last step at which a client is killed: what it has just sent or received, of its
 # second micro-batch, and how many micro-batches of it count in a stack.
 STAGES = {
     "in forward": ("send", Kind.HIDDEN, 1),
