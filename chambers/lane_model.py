@@ -40,7 +40,7 @@ class LaneModel:
     silent. Then another one is opened, and the batch is computed again.
 
     Args:
-        ends: Head and tail, with their adapters attached.
+        client_parts: Head and tail, with their adapters attached.
         invitation: Invitation to the block server.
         chosen: The server's name for the model.
         adapters: Adapters of head and tail; None for none.
@@ -53,12 +53,12 @@ class LaneModel:
 
     def __init__(
         self,
-        ends: Mapping[PartyName, Part],
+        client_parts: Mapping[PartyName, Part],
         invitation: StandingInvitation,
         chosen: str,
         adapters: State | None,
     ) -> None:
-        self._ends = ends
+        self._client_parts = client_parts
         self._invitation = invitation
         self._chosen = chosen
         self._adapters = adapters
@@ -82,11 +82,11 @@ class LaneModel:
     def generate(
         self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
     ) -> torch.Tensor:
-        """Continue prompts; see ``finetuning.whole_model.WholeModel``."""
+        """Continue prompts; see ``finetuning.model.whole_model.WholeModel``."""
         return self._attempt(lambda: self._model.generate(tokens, mask, new_tokens, **settings))
 
     def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute candidate answers; see ``finetuning.whole_model.WholeModel``."""
+        """Compute candidate answers; see ``finetuning.model.whole_model.WholeModel``."""
         return self._attempt(lambda: self._model.log_probabilities(batch))
 
     def end(self) -> None:
@@ -110,9 +110,9 @@ class LaneModel:
         return compute()
 
     def _open(self) -> None:
-        invitation, ends = self._invitation, self._ends
+        invitation, client_parts = self._invitation, self._client_parts
         limits = Limits(
-            hidden=ends["head"].hidden_size,
+            hidden=client_parts["head"].hidden_size,
             wire_dtype=invitation.wire_dtype,
             maximum_tokens=invitation.most_tokens,
             window=1,
@@ -128,8 +128,8 @@ class LaneModel:
         )
         timeout = invitation.split.frame_timeout
         self._model = SplitModel(
-            head=ends["head"],
-            tail=ends["tail"],
+            head=client_parts["head"],
+            tail=client_parts["tail"],
             lane=self._lane,
             frame_timeout=timeout,
             deadline=self._deadline,

@@ -28,7 +28,7 @@ from split.model.partition import Partition, PartyName, partition_of
 from split.protocol.errors import LaneError
 from split.protocol.standing_invitation import InvitationError, StandingInvitation
 
-_ENDS: tuple[PartyName, ...] = ("head", "tail")
+_CLIENT_PARTS: tuple[PartyName, ...] = ("head", "tail")
 _NO_LIMIT = 2**31
 
 
@@ -42,7 +42,7 @@ class Source:
         adapter: The adapter; None for the base model alone.
         invitation: Invitation to a block server; None if the whole model is here.
         chosen: The server's name for the model.
-        ends: The head's and tail's part of the adapter, if there is one.
+        client_adapter: The head's and tail's part of the adapter, if there is one.
 
     """
 
@@ -51,7 +51,7 @@ class Source:
     adapter: SavedAdapter | None = None
     invitation: StandingInvitation | None = None
     chosen: str = "base"
-    ends: State | None = None
+    client_adapter: State | None = None
 
     @property
     def columns_before(self) -> int:
@@ -61,7 +61,7 @@ class Source:
     @property
     def bare(self) -> "Source":
         """The same without an adapter."""
-        return replace(self, adapter=None, chosen="base", ends=None)
+        return replace(self, adapter=None, chosen="base", client_adapter=None)
 
     @property
     def most_tokens(self) -> int:
@@ -118,7 +118,7 @@ def _find_ends(
 ) -> Source:
     run = find_run(adapter)
     settings = options.settings(adapter, run, invitation.model)
-    directory = locate_parts(settings.name, invitation.split, _ENDS)
+    directory = locate_parts(settings.name, invitation.split, _CLIENT_PARTS)
     partition = partition_of(directory, invitation.split)
     whose = f"that of the block server at {invitation.address}"
     if partition != _partition_of(invitation):
@@ -127,7 +127,7 @@ def _find_ends(
             f"{invitation.blocks}; name the same checkpoint with "
             f"--model ({invitation.model})"
         )
-    own = fingerprint(directory, tensors_of(directory, partition, _ENDS))
+    own = fingerprint(directory, tensors_of(directory, partition, _CLIENT_PARTS))
     refuse_other_base(own, invitation.digests, whose)
     if run is not None:
         refuse_other_base(own, run.digests, f"that of {run.directory}")
@@ -151,14 +151,14 @@ def _find_ends(
             "middle blocks are different. Use the global or your personalised adapter of the run "
             "that is served, or ask the coordinator to serve the adapter's run"
         )
-    ends = parts["head"] | parts["tail"]
+    client_adapter = parts["head"] | parts["tail"]
     return Source(
         settings=settings,
         directory=directory,
         adapter=adapter,
         invitation=invitation,
         chosen=chosen,
-        ends=ends,
+        client_adapter=client_adapter,
     )
 
 
@@ -182,18 +182,23 @@ def _whole(source: Source) -> WholeModel:
 @contextmanager
 def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel]:
     try:
-        ends = load_parts(
+        client_parts = load_parts(
             settings=source.settings,
             directory=source.directory,
             partition=_partition_of(invitation),
-            parties=_ENDS,
+            parties=_CLIENT_PARTS,
         )
-        for part in ends.values():
+        for part in client_parts.values():
             if source.adapter is not None:
                 part.attach(source.adapter.settings)
     except BaseModelError as error:
         raise CommandError(str(error)) from error
-    model = LaneModel(ends=ends, invitation=invitation, chosen=source.chosen, adapters=source.ends)
+    model = LaneModel(
+        client_parts=client_parts,
+        invitation=invitation,
+        chosen=source.chosen,
+        adapters=source.client_adapter,
+    )
     try:
         yield model
         with suppress(LaneError):  # all texts have arrived

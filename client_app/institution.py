@@ -107,15 +107,15 @@ def _open(
         parts[part], report = tokenize(rows, tokenizer, config.data.max_length)
         divided[part] = report.rows_divided
         log(INFO, "%s: %d %s examples", data.name, len(parts[part]), part)
-        if report.inputs_shortened or report.outputs_cut or report.left_out:
+        if report.inputs_shortened or report.outputs_shortened or report.left_out:
             log(
                 WARNING,
-                "%s: of the %s examples, %d have shortened inputs, %d have outputs that don't fit "
-                "and were cut, and %d were left out (data.max-length = %d)",
+                "%s: of the %s examples, %d have shortened inputs, %d have shortened outputs, "
+                "and %d were left out (data.max-length = %d)",
                 data.name,
                 part,
                 report.inputs_shortened,
-                report.outputs_cut,
+                report.outputs_shortened,
                 report.left_out,
                 config.data.max_length,
             )

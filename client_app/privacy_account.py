@@ -22,7 +22,7 @@ class PrivateSteps:
 
     Attributes:
         sampling_rate: q: the probability of each row in each step.
-        noise_multiplier: σ.
+        noise_multiplier: σ, as a multiple of the policy's ``row-norm``.
         steps: Number of steps.
 
     """

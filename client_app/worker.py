@@ -70,7 +70,7 @@ class Worker:
                     self._answer(caller, app)
                 except ConnectionError as error:  # chambers site check sends nothing
                     log(INFO, "a caller has gone before its message was complete: %s", error)
-                except Exception as error:  # of a caller's: the next one is answered
+                except Exception as error:  # the next caller is answered all the same
                     log(ERROR, "a message could not be received or answered", exc_info=error)
 
     def _answer(self, caller: socket.socket, app: ClientApp) -> None:

@@ -69,15 +69,20 @@ def main() -> None:
         server.begin_round({"client": len(text)}, SEED)
         invitation = server.invite_to_train("client", 1, SEED, SECONDS)
 
-        ends = load_parts(ModelSettings(), directory, partition, ["head", "tail"])
-        for party, part in ends.items():
+        client_parts = load_parts(ModelSettings(), directory, partition, ["head", "tail"])
+        for party, part in client_parts.items():
             part.attach(ADAPTER)
             load_state(part.trainable(), initial[party])
         limits = Limits(body.hidden_size, SPLIT.wire_dtype, longest, window=SPLIT.window)
         lane = open_lane(
             invitation, limits, time.monotonic() + SECONDS, resume_timeout=SPLIT.resume_timeout
         )
-        model = SplitModel(ends["head"], ends["tail"], lane, SPLIT.frame_timeout)
+        model = SplitModel(
+            head=client_parts["head"],
+            tail=client_parts["tail"],
+            lane=lane,
+            frame_timeout=SPLIT.frame_timeout,
+        )
         train(model, text, longest)
         trained_body = server.end_round({"client": 1.0})
     finally:

@@ -82,7 +82,7 @@ class Results:
     def record(self, event: Mapping[str, Any]) -> None:
         """Append an event to ``metrics.jsonl`` and its numbers to TensorBoard.
 
-        Texts are escaped and cut, since some come from peers and must not end the run.
+        Texts are escaped and shortened, since some come from peers and must not end the run.
 
         Raises:
             DiskFullError: It doesn't fit on the disk.

@@ -14,7 +14,7 @@ from split.protocol.errors import printable
 from strategies.answers import MODELS
 from strategies.run_folder import METRICS, Event, read_events
 
-_MOST_CHARACTERS = 400  # of a text in the terminal
+_MOST_CHARACTERS = 400  # most that is shown of a text in the terminal
 
 
 def summary(directory: Path) -> str:

@@ -53,7 +53,7 @@ class Journal(Protocol):
         Args:
             client: Name of the client.
             state: The adapter.
-            round_number: The round.
+            round_number: Number of the round, from 1.
             size: Number of the client's training examples.
             file: A safetensors file below ``scratch`` that has the adapter already, if there is
                 one; it may be moved.

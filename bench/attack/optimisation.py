@@ -31,7 +31,7 @@ def invert(
         received: (tokens, hidden) of each text, after the known beginning.
         steps: Steps of Adam.
         seed: Seed of the first embeddings.
-        learning_rate: Of the embeddings, relative to the table's standard deviation.
+        learning_rate: Learning rate of the embeddings, relative to the table's standard deviation.
 
     """
     head.train(False)

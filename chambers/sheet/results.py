@@ -23,7 +23,8 @@ class Mean:
 
     Attributes:
         value: Mean over questions and annotators.
-        half_width: Of the 95 % confidence interval of the mean over questions; None for one.
+        half_width: Half the width of the mean's 95 % confidence interval over questions; None if
+            there is only one question.
 
     """
 

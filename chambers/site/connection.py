@@ -25,17 +25,10 @@ _MOST_AHEAD, _MOST_BEHIND = 5, 300
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a request.
-
-    Attributes:
-        status: HTTP status.
-        ahead: Seconds by which this machine's clock is ahead of the server's; ±0.5.
-        certificate: The server's certificate.
-
-    """
+    """The answer to a request."""
 
     status: int
-    ahead: float
+    ahead: float  # seconds by which this machine's clock is ahead of the server's; ±0.5
     certificate: x509.Certificate
 
 
@@ -105,14 +98,7 @@ def filtered(address: str, authority: Path) -> str:
 
 
 def lasting(certificate: x509.Certificate, what: str, renewal: str) -> str:
-    """Check for how long a certificate is valid.
-
-    Args:
-        certificate: The certificate.
-        what: Describes it.
-        renewal: What to do before it expires.
-
-    """
+    """Check for how long a certificate is valid; ``renewal`` says what to do before it expires."""
     days, end = days_left(certificate), certificate.not_valid_after_utc.date()
     if days < 0:
         raise CommandError(f"{what} has expired on {end}: {renewal}")

@@ -97,13 +97,7 @@ def sign(content: bytes, key: Ed25519PrivateKey) -> Verification:
 
 
 def publish(folder: Path, content: bytes, verification: Verification, url: str) -> list[str]:
-    """Add a signature to the folder, which first gets the release if it doesn't have it.
-
-    Args:
-        folder: The folder to be served.
-        content: The release.
-        verification: Its signature.
-        url: URL of the folder.
+    """Add a signature to the served folder, and the release if the folder doesn't have it.
 
     Returns:
         The names of all keys that have signed the release.

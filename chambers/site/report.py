@@ -29,11 +29,6 @@ class Report:
     ) -> bool:
         """Run a check, which returns what it has found or raises ``CommandError``.
 
-        Args:
-            check: The check.
-            arguments: Its arguments.
-            keywords: Its keyword arguments.
-
         Returns:
             Whether it has passed.
 

@@ -76,14 +76,14 @@ class TokenizationReport:
 
     Attributes:
         inputs_shortened: Examples that lost the end of an input to make room for the outputs.
-        outputs_cut: Examples whose outputs lost their end nevertheless.
+        outputs_shortened: Examples whose outputs lost their end nevertheless.
         left_out: Examples without any output token left.
         rows_divided: Rows that gave several examples, because of the chat template.
 
     """
 
     inputs_shortened: int
-    outputs_cut: int
+    outputs_shortened: int
     left_out: int
     rows_divided: int
 
@@ -101,7 +101,7 @@ def tokenize(
 
     """
     examples: list[Example] = []
-    shortened = cut = left_out = divided = 0
+    inputs = outputs = left_out = divided = 0
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         of_rows = [_conversations(row, tokenizer) for row in rows[first : first + _ROWS_AT_ONCE]]
         divided += sum(len(of_row) > 1 for of_row in of_rows)
@@ -120,15 +120,15 @@ def tokenize(
             if example is None:
                 left_out += 1
             else:
-                shortened += was_shortened
-                cut += len(tokens.input_ids) > max_length
+                inputs += was_shortened
+                outputs += len(tokens.input_ids) > max_length
                 examples.append(example)
     if not examples:
         raise DataError(
             f"none of {len(rows)} rows has an output that fits even partly into data.max-length = "
             f"{max_length} tokens"
         )
-    return examples, TokenizationReport(shortened, cut, left_out, divided)
+    return examples, TokenizationReport(inputs, outputs, left_out, divided)
 
 
 def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple[str, Spans]:

@@ -83,7 +83,7 @@ def add_target_gradient(
         head: See `output_head`.
         hidden: (rows, columns, hidden) after the last block and norm.
         batch: Positions and labels of the targets.
-        scale: Of the loss, or (targets,) of each target's loss.
+        scale: Factor of the loss, or (targets,) factors of each target's loss.
 
     Returns:
         The loss without the scale, detached.

@@ -174,11 +174,11 @@ def _dial_until(
     """Try to open a stream, once a second.
 
     Args:
-        lane: Under which; when it ends, so does the attempt.
-        invitation: With the ticket to use.
-        deadline: Of the lane.
+        lane: The lane that needs the stream; the attempt ends when it does.
+        invitation: The invitation, with the ticket to use.
+        deadline: Deadline of the lane, on ``time.monotonic``'s clock.
         patience: Seconds for which it may fail, from the last answer that the server is busy.
-        busy_until: When such an answer is final.
+        busy_until: Time from which such an answer is final.
 
     """
     until = min(deadline, time.monotonic() + patience)

@@ -80,9 +80,9 @@ class Lane:
         self._cut_at = time.monotonic()
         self._error: LaneError | None = None
         self._last_words: str | None = None
-        self._before = Traffic()  # of the streams that were replaced
+        self._before = Traffic()  # traffic of the streams that were replaced
         self._seconds_waiting = 0.0
-        self._limit: threading.Timer | None = None  # of the last words
+        self._limit: threading.Timer | None = None  # how long the last words may take
 
     def __repr__(self) -> str:
         return f"Lane({self.identity})"

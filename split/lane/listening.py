@@ -243,7 +243,7 @@ class LaneServer:
 
 
 class _ThreadPerCall(Executor):
-    """Gives each call a thread of its own. A pool would keep those of a flood for ever."""
+    """Runs each call in a new thread; a pool would never end the threads of a flood."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a function in a new thread."""

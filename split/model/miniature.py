@@ -33,7 +33,7 @@ def miniature(config: Any) -> Any:
         config: Configuration of the real checkpoint; it is not changed.
 
     Raises:
-        Exception: Of any type, if the architecture does not work with these widths.
+        Exception: Any type, if the architecture does not work with these widths.
 
     """
     from transformers import AutoModelForCausalLM

@@ -30,7 +30,7 @@ class Delivery:
         self.kept_bytes = 0
         self.unsent_bytes = 0
         self._kept: deque[Outgoing] = deque()  # from number ``acknowledged`` on
-        self._sent = 0  # of those kept, how many went over the present stream
+        self._sent = 0  # how many of those kept went over the present stream
 
     def add(self, frame: Outgoing) -> None:
         """Queue a frame behind all others."""

@@ -126,7 +126,7 @@ class Limits:
         """Return the largest payload of a kind, in bytes."""
         if kind in TENSOR_OF_KIND:
             scale = 4 if self.wire_dtype == "int8" else 0
-            length = 4  # of a row, which has at least one token
+            length = 4  # a row's length, and it has at least one token
             token = self.hidden * WIRE[self.wire_dtype].itemsize + scale + length
             return SMALL_PAYLOAD_BYTES + self.maximum_tokens * token
         usual = ADAPTER_PAYLOAD_BYTES if kind is Kind.AVERAGE else SMALL_PAYLOAD_BYTES

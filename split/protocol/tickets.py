@@ -82,7 +82,7 @@ class _Entry:
     lane: bytes | None  # that it opens a stream of; None for a standing ticket
     issued: bool = True  # by the server; a resumption ticket isn't
     used: bool = False
-    lanes: deque[bytes] = field(default_factory=deque)  # of a standing ticket, oldest first
+    lanes: deque[bytes] = field(default_factory=deque)  # a standing ticket's lanes, oldest first
     hellos: dict[bytes, None] = field(default_factory=dict)  # oldest first
 
 

@@ -173,7 +173,7 @@ class TrainingRound:
         self._limits = limits
         self._longest = 0
         self._step = 0
-        self._shapes: list[torch.Size] = []  # of the hidden states that came in this step
+        self._shapes: list[torch.Size] = []  # shapes of this step's hidden states
         self._announced = (0, 0)  # targets and micro-batches of the step
         self._rows = self._targets = 0
 

@@ -100,9 +100,9 @@ class BlockServer:
             minimum=minimum,
         )
         self._keys = ServerKeys(split.key_exchange)
-        ends = sum(t.numel() for party in ("head", "tail") for t in state[party].values())
+        client = sum(t.numel() for party in ("head", "tail") for t in state[party].values())
         # Twice the size of the float32 weights, so that names and shapes fit, too.
-        average = {Kind.AVERAGE: 8 * ends + SMALL_PAYLOAD_BYTES} if split.average_every else {}
+        average = {Kind.AVERAGE: 8 * client + SMALL_PAYLOAD_BYTES} if split.average_every else {}
         none = {Kind.AVERAGE: SMALL_PAYLOAD_BYTES}
         limits = Limits(
             hidden=body.hidden_size,

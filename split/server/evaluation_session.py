@@ -61,7 +61,7 @@ class EvaluationSession(Session):
         self._adapter = adapter
         self._window = window
         self._name: str | None = None
-        self._columns_before = 0  # of the chosen model's prefix
+        self._columns_before = 0  # columns of the chosen model's prefix
         self._longest = longest
         self._most_kept = most_kept
         self._received = self._computed = 0  # micro-batches

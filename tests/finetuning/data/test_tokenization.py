@@ -54,7 +54,7 @@ def test_targets_are_every_answer_with_its_end_mark_and_nothing_else(tokenizer_o
             texts = [text.removeprefix(" ") for text in texts]
         assert texts == [style.target(answer) for answer in answers]
         assert example.reference == answers[-1]
-    assert (report.inputs_shortened, report.outputs_cut, report.left_out) == (0, 0, 0)
+    assert (report.inputs_shortened, report.outputs_shortened, report.left_out) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL + OTHERS)

@@ -48,7 +48,7 @@ def test_outputs_win_over_inputs(tokenizer_of, kind, name, pairs, max_length):
         assert example.is_target[1:].any()
         assert 0 < example.prompt_length < len(example.tokens)
         assert example.is_target[example.prompt_length]
-    counts = (report.inputs_shortened, report.outputs_cut, report.left_out)
+    counts = (report.inputs_shortened, report.outputs_shortened, report.left_out)
     if len(untouched.tokens) <= max_length:
         assert counts == (0, 0, 0)
         assert torch.equal(examples[0].tokens, untouched.tokens)
@@ -69,7 +69,7 @@ def test_the_beginning_of_an_input_survives_longest(tokenizer_of, kind, template
     text = "Instruction: who pays? " + "the court says the contract is void. " * 60
     row = row_of(("user", "Hello"), ("assistant", "Hello."), ("user", text), ("assistant", "No."))
     (example,), report = tokenize([row], tokenizer, 160)
-    assert (report.inputs_shortened, report.outputs_cut, report.left_out) == (1, 0, 0)
+    assert (report.inputs_shortened, report.outputs_shortened, report.left_out) == (1, 0, 0)
     assert 140 < len(example.tokens) <= 160  # no more is taken away than must be
     shown = tokenizer.decode(example.tokens[: example.prompt_length])
     assert "Hello" in shown  # the short input is whole
@@ -101,7 +101,7 @@ def test_counts_over_many_rows(tokenizer_of):
     ]
     examples, report = tokenize(rows, tokenizer, 40)
     assert len(examples) == 6
-    assert (report.inputs_shortened, report.outputs_cut, report.left_out) == (5, 3, 0)
+    assert (report.inputs_shortened, report.outputs_shortened, report.left_out) == (5, 3, 0)
     # Of the answers that were cut away nothing is asked for: neither learned nor scored.
     assert examples[4].reference == words * 40
     assert tokenizer.decode(examples[4].tokens[: examples[4].prompt_length]).endswith("assistant\n")
@@ -112,7 +112,7 @@ def test_counts_over_many_rows(tokenizer_of):
     ]
     examples, report = tokenize(rows, tokenizer_of("byte_level_bpe", long_scaffold), 40)
     assert len(examples) == 1
-    assert (report.inputs_shortened, report.outputs_cut, report.left_out) == (0, 0, 1)
+    assert (report.inputs_shortened, report.outputs_shortened, report.left_out) == (0, 0, 1)
     with pytest.raises(DataError, match=r"none of 1 rows .*max-length = 40"):
         tokenize(rows[1:], tokenizer_of("byte_level_bpe", long_scaffold), 40)
 
@@ -124,12 +124,12 @@ def test_earlier_answers_give_way_to_the_one_that_is_learned(tokenizer_of, name)
     long = "the court says the contract is void. " * 20
     row = row_of(("user", "a"), ("assistant", long), ("user", "b"), ("assistant", "No costs."))
     examples, report = tokenize([row], tokenizer, 80)
-    assert (report.inputs_shortened, report.outputs_cut, report.left_out) == (2, 1, 0)
+    assert (report.inputs_shortened, report.outputs_shortened, report.left_out) == (2, 1, 0)
     assert target_texts(tokenizer, examples[1]) == [style.target("No costs.")]
 
 
 def test_a_template_that_refuses_empty_inputs_gets_none(tokenizer_of):
     tokenizer = tokenizer_of("byte_level_bpe", NO_EMPTY_INPUTS + CHATML)
     (example,), report = tokenize([question("the court says " * 9, "void " * 40)], tokenizer, 40)
-    assert report.outputs_cut == 1
+    assert report.outputs_shortened == 1
     assert len(example.tokens) == 40
