@@ -12,38 +12,10 @@ from finetuning.adapters.adapter import State
 from finetuning.files import replacing
 from finetuning.model.fingerprint import differences
 from strategies.journal import Progress
+from strategies.resumption import FOLDER, check_resumable, checkpoint_files
 from strategies.run_config import ConfigError, RunConfig
 
 _KEPT = 2
-# May differ between a run and its resumption, since they don't change what is computed. (Other
-# devices round differently and draw other dropout masks, but runs may move to another machine.)
-_MAY_CHANGE = {
-    "min-nodes",
-    "node-timeout",
-    "round-timeout",
-    "output-dir",
-    "state-path",
-    "resume",
-    "data.path",
-    "evaluate.every",
-    "evaluate.batch-size",
-    "evaluate.generate",
-    "evaluate.generate-examples",
-    "evaluate.show-answers",
-    "evaluate.max-new-tokens",
-    "split.window",
-    "split.activation-budget",
-    "split.body-devices",
-    "split.listen",
-    "split.advertise",
-    "split.key-exchange",
-    "split.rotate-keys-every",
-    "split.share-cap",
-    "split.gather-timeout",
-    "split.join-timeout",
-    "split.resume-timeout",
-    "split.frame-timeout",
-}
 
 
 @dataclass(frozen=True)
@@ -82,13 +54,8 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
     }
     with replacing(_path(directory, progress.finished_rounds)) as aside:
         save_file(tensors, aside, metadata={"checkpoint": json.dumps(fields)})
-    for old in _all(directory)[:-_KEPT]:
+    for old in checkpoint_files(directory)[:-_KEPT]:
         old.unlink()
-
-
-def has_checkpoint(directory: Path) -> bool:
-    """Return whether a run can be resumed from its folder."""
-    return bool(_all(directory))
 
 
 def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
@@ -98,27 +65,10 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
         ConfigError: There is no readable checkpoint, or ``config`` differs from that run's.
 
     """
-    if not directory.is_dir():
-        raise ConfigError(f'resume = "{directory}" is not a folder')
-    files = _all(directory)
-    if not files:
-        raise ConfigError(f'resume = "{directory}" has no checkpoint; start a new run')
-    before = json.loads((directory / "config.json").read_text())
-    may_change = set(_MAY_CHANGE)
-    if config.train.schedule == "constant" and config.train.warmup_ratio == 0:
-        may_change.add("rounds")  # all other schedules depend on the number of rounds
-    changed = [
-        f"{key} was {before.get(key)!r} and is {value!r}"
-        for key, value in config.flat().items()
-        if key not in may_change and before.get(key) != value
-    ]
-    if changed:
-        raise ConfigError(
-            f'resume = "{directory}": a run must be resumed with its original config:\n  '
-            + "\n  ".join(changed)
-        )
+    check_resumable(directory, config)
+    newest = checkpoint_files(directory)[-1]
     try:
-        with safe_open(files[-1], framework="pt") as content:
+        with safe_open(newest, framework="pt") as content:
             fields = json.loads(content.metadata()["checkpoint"])
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
         sizes, metrics_bytes = fields.pop("sizes"), fields.pop("metrics_bytes")
@@ -128,7 +78,7 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
             optimizers=_with_prefix(tensors, "optimizers.") or None,
         )
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{files[-1]} can't be read: {error}") from error
+        raise ConfigError(f"{newest} can't be read: {error}") from error
     return Checkpoint(progress, _with_prefix(tensors, "adapter."), sizes, metrics_bytes)
 
 
@@ -154,8 +104,4 @@ def _with_prefix(tensors: State, prefix: str) -> State:
 
 
 def _path(directory: Path, round_number: int) -> Path:
-    return directory / "checkpoints" / f"round-{round_number:04d}.safetensors"
-
-
-def _all(directory: Path) -> list[Path]:
-    return sorted((directory / "checkpoints").glob("round-*.safetensors"))
+    return directory / FOLDER / f"round-{round_number:04d}.safetensors"

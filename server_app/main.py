@@ -16,12 +16,7 @@ from finetuning.model.base_model import reference
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.positions import check_positions
 from finetuning.randomness import derive_seed
-from server_app.checkpoint import (
-    Checkpoint,
-    check_base_model,
-    has_checkpoint,
-    load_checkpoint,
-)
+from server_app.checkpoint import Checkpoint, check_base_model, load_checkpoint
 from server_app.results import Results, new_directory
 from server_app.summary import summary
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL
@@ -29,6 +24,7 @@ from strategies.fedprox import FedProx
 from strategies.fl_glm import FLGLM
 from strategies.journal import Progress
 from strategies.messages import to_arrays
+from strategies.resumption import checkpoint_files
 from strategies.run_config import ConfigError, RunConfig, parse_run_config
 from strategies.run_folder import METRICS, end_status, running
 
@@ -54,7 +50,7 @@ def main(grid: Grid, context: Context) -> None:
         except BaseException as error:
             if (directory / METRICS).exists():
                 log(INFO, "Results so far: %s", directory)
-                if has_checkpoint(directory):
+                if checkpoint_files(directory):
                     log(INFO, 'To continue: resume = "%s"', directory)
                 _show_end(directory, f"{type(error).__name__}: {error}")
             elif not config.resume:  # it was refused before anything was computed

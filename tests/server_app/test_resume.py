@@ -144,6 +144,19 @@ def test_a_resumption_with_another_config_is_refused(values, tmp_path, change, r
     assert sorted(p.name for p in directory.rglob("*")) == before
 
 
+def test_a_key_that_an_older_run_lacks_had_its_default(values, tmp_path):
+    values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path / "state")}
+    directory = run(values | {"rounds": 2}, stop_after=(1, True))
+    file = directory / "config.json"
+    older = json.loads(file.read_text())
+    del older["fedprox.mu"], older["split.share-cap"], older["adapter.kind"]
+    file.write_text(json.dumps(older))
+    prefixes = {"adapter.kind": "prefix", "adapter.prefix-length": 8}
+    with pytest.raises(ConfigError, match=r"adapter\.kind was 'lora' and is 'prefix'"):
+        run(values | {"rounds": 2, "resume": str(directory)} | prefixes)
+    assert run(values | {"rounds": 2, "resume": str(directory)}) == directory
+
+
 def test_a_damaged_checkpoint_is_named(values, tmp_path):
     values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path / "state")}
     directory = run(values | {"rounds": 2}, stop_after=(1, True))

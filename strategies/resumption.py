@@ -1,0 +1,75 @@
+"""Whether a run can be resumed: it has a checkpoint, and its run config is the original one."""
+
+import json
+from pathlib import Path
+
+from strategies.run_config import ConfigError, RunConfig
+
+# May differ between a run and its resumption, since they don't change what is computed. (Other
+# devices round differently and draw other dropout masks, but runs may move to another machine.)
+_MAY_CHANGE = {
+    "min-nodes",
+    "node-timeout",
+    "round-timeout",
+    "output-dir",
+    "state-path",
+    "resume",
+    "data.path",
+    "evaluate.every",
+    "evaluate.batch-size",
+    "evaluate.generate",
+    "evaluate.generate-examples",
+    "evaluate.show-answers",
+    "evaluate.max-new-tokens",
+    "split.window",
+    "split.activation-budget",
+    "split.body-devices",
+    "split.listen",
+    "split.advertise",
+    "split.key-exchange",
+    "split.rotate-keys-every",
+    "split.share-cap",
+    "split.gather-timeout",
+    "split.join-timeout",
+    "split.resume-timeout",
+    "split.frame-timeout",
+}
+FOLDER = "checkpoints"
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """Return the checkpoints in a run's folder, oldest first."""
+    return sorted((directory / FOLDER).glob("round-*.safetensors"))
+
+
+def check_resumable(directory: Path, config: RunConfig) -> None:
+    """Check that a run has a checkpoint, and that its config agrees with the one to resume it with.
+
+    A key that was added after the run began had its default then.
+
+    Raises:
+        ConfigError: There is no checkpoint, or the configs differ.
+
+    """
+    if not directory.is_dir():
+        raise ConfigError(f'resume = "{directory}" is not a folder')
+    if not checkpoint_files(directory):
+        raise ConfigError(f'resume = "{directory}" has no checkpoint; start a new run')
+    try:
+        original = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        before = RunConfig().flat() | original
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f'resume = "{directory}": config.json can\'t be read: {error}') from error
+    may_change = set(_MAY_CHANGE)
+    if config.train.schedule == "constant" and config.train.warmup_ratio == 0:
+        may_change.add("rounds")  # all other schedules depend on the number of rounds
+    changed = [
+        f"{key} was {before[key]!r} and is {value!r}"
+        for key, value in config.flat().items()
+        if key not in may_change and before[key] != value
+    ]
+    if changed:
+        raise ConfigError(
+            f'resume = "{directory}": a run must be resumed with its original config:\n  '
+            + "\n  ".join(changed)
+        )
