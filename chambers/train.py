@@ -1,6 +1,5 @@
 """``chambers train``: a run in simulation on this machine."""
 
-import json
 import re
 import sys
 import tempfile
@@ -18,9 +17,10 @@ from chambers.sources import option
 from chambers.superlink import CHECKOUT, simulate
 from finetuning.adapters.saved import AdapterError, check_folder
 from finetuning.data.rows import FORMATS, DataError, client_folders, find_part
-from finetuning.model.checkpoint import problem_of
+from finetuning.model.checkpoint import count_blocks, problem_of
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
+from strategies.resumption import check_resumable
 from strategies.run_config import ConfigError, RunConfig, Scalar, parse_run_config
 
 _GENERATED_CLIENTS = 3
@@ -74,10 +74,10 @@ class Train:
             if clients < 1:
                 raise CommandError(f"--clients {clients}: must be at least 1")
             values.setdefault("min-nodes", clients)
-            config = parse_run_config(values)
+            config = parse_run_config(_app_config() | values)
             if config.min_nodes > clients:
                 raise CommandError(f"min-nodes = {config.min_nodes}, and --clients {clients}")
-            _check_model(config.model.name)
+            _check_model(config)
             actors = count_actors(config, clients, this_machine())
             check_inputs(config, clients)
         except (ConfigError, DataError) as error:
@@ -149,6 +149,7 @@ def check_inputs(config: RunConfig, clients: int) -> None:
 
     Raises:
         CommandError: Something is missing or can't be written to.
+        ConfigError: The run that is to be resumed can't be, or not with this config.
         DataError: Rows are malformed; the message names files and lines.
 
     """
@@ -157,20 +158,33 @@ def check_inputs(config: RunConfig, clients: int) -> None:
     if config.initial_adapter:
         _check_adapter(Path(config.initial_adapter).expanduser())
     if config.resume:
-        _check_resumable(Path(config.resume).expanduser())
+        check_resumable(Path(config.resume).expanduser(), config)
     # Last, because this creates folders.
     for key, text in (("output-dir", config.output_dir), ("state-path", config.state_path)):
         if text:
             _check_writable(key, Path(text).expanduser())
 
 
-def _check_model(name: str) -> None:
-    if name == "tiny":
-        return
-    path = Path(name).expanduser()
-    if not path.is_absolute() and not _HUB_ID.fullmatch(name):
-        raise CommandError(f'model.name = "{name}": there is no such file or folder')
-    problem = problem_of(name, path) if path.is_absolute() else None
+def _app_config() -> dict[str, Any]:
+    """Read the run config in ``pyproject.toml``, which Flower completes the settings with."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+    return _flatten(project["tool"]["flwr"]["app"]["config"])
+
+
+def _check_model(config: RunConfig) -> None:
+    name, path = config.model.name, Path(config.model.name).expanduser()
+    problem, blocks = None, None
+    if name == "tiny" and config.strategy == "fl-glm":
+        from finetuning.model.tiny import TinyRecipe
+
+        blocks = TinyRecipe.blocks
+    elif path.is_absolute():
+        problem = problem_of(name, path)
+        blocks = None if problem else count_blocks(path)
+    elif not _HUB_ID.fullmatch(name):
+        problem = f'model.name = "{name}": there is no such file or folder'
+    if config.strategy == "fl-glm" and blocks is not None:
+        problem = config.split.problem_with(blocks, name)
     if problem is not None:
         raise CommandError(problem)
 
@@ -221,19 +235,6 @@ def _check_adapter(directory: Path) -> None:
         check_folder(directory)
     except AdapterError as error:
         raise CommandError(f"initial-adapter: {error}") from error
-
-
-def _check_resumable(directory: Path) -> None:
-    if not directory.is_dir():
-        raise CommandError(f'resume = "{directory}" is not a folder')
-    if not any((directory / "checkpoints").glob("round-*.safetensors")):
-        raise CommandError(f'resume = "{directory}" has no checkpoint; start the run again')
-    try:
-        json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CommandError(
-            f'resume = "{directory}": config.json can\'t be read: {error}'
-        ) from error
 
 
 def _check_writable(key: str, directory: Path) -> None:

@@ -1,6 +1,7 @@
 """Settings of split learning, validated as those of fine-tuning are."""
 
 import re
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
@@ -94,6 +95,16 @@ class SplitSettings(Section):
     def body_device_names(self) -> list[str]:
         """The devices in ``body_devices``, in order."""
         return [name.strip() for name in self.body_devices.split(",") if name.strip()]
+
+    def problem_with(self, blocks: int, model: str | Path) -> str | None:
+        """Return why a model with so many blocks can't be divided, or None if it can."""
+        head, tail = self.head_blocks, self.tail_blocks
+        if head + tail < blocks:
+            return None
+        return (
+            f"split.head-blocks = {head} and split.tail-blocks = {tail} leave the server none of "
+            f"the {blocks} blocks of {model}; together they can be at most {blocks - 1}"
+        )
 
     @field_validator("body_devices")
     @classmethod

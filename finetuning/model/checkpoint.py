@@ -11,6 +11,8 @@ from finetuning.model.gguf_file import GGUFError, read_header
 
 # The names that `save_pretrained` gives; other files beside them hold the same weights again.
 WEIGHTS = "model*.safetensors"
+# Names of the number of blocks in config.json.
+_BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def problem_of(name: str, path: Path) -> str | None:
@@ -38,6 +40,24 @@ def problem_of(name: str, path: Path) -> str | None:
             "they are loaded, so convert the checkpoint first, see docs/models.md"
         )
     return None
+
+
+def count_blocks(checkpoint: Path) -> int | None:
+    """Return the number of a checkpoint's blocks, or None if only ``transformers`` knows it.
+
+    Args:
+        checkpoint: Directory of the checkpoint, or a GGUF file.
+
+    """
+    if checkpoint.is_file():
+        blocks = re.findall(r"^blk\.(\d+)\.", "\n".join(read_header(checkpoint).weights), re.M)
+        return max(map(int, blocks)) + 1 if blocks else None
+    try:
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        found = next((config[key] for key in _BLOCKS if key in config), None)
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def client_parameters(checkpoint: Path, blocks: int | None = None) -> int:

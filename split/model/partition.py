@@ -88,14 +88,10 @@ def partition_of(directory: Path, settings: SplitSettings) -> Partition:
         raise BaseModelError(
             f"the number of blocks can't be read from {directory / 'config.json'}: {error}"
         ) from error
-    head, tail = settings.head_blocks, settings.tail_blocks
-    if head + tail >= blocks:
-        raise BaseModelError(
-            f"split.head-blocks = {head} and split.tail-blocks = {tail} leave the server none of "
-            f"the {blocks} blocks of the model in {directory}; together they can be at most "
-            f"{blocks - 1}"
-        )
-    return Partition(blocks, head, tail)
+    problem = settings.problem_with(blocks, directory)
+    if problem is not None:
+        raise BaseModelError(problem)
+    return Partition(blocks, settings.head_blocks, settings.tail_blocks)
 
 
 def outline(directory: Path) -> Any:

@@ -74,6 +74,26 @@ def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client
     assert f"{tmp_path}/clients/one/test.jsonl:1: has neither 'messages' nor 'output'" in refusal
 
 
+@pytest.mark.parametrize("model", ["tiny", "deep_checkpoint"])
+def test_a_split_that_leaves_the_server_no_block_is_refused(capsys, request, model):
+    name = model if model == "tiny" else request.getfixturevalue(model)
+    words = [f"model.name={name}", "strategy=fl-glm", "split.head-blocks=3"]
+    assert f"none of the 4 blocks of {name}; " in refused(capsys, "train", *words)
+
+
+def test_a_resumption_with_another_config_is_refused(capsys, tmp_path):
+    """A key that is newer than the run had its default."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "round-0001.safetensors").touch()
+    (run / "config.json").write_text(json.dumps({"seed": 1, "adapter.rank": 4}))
+    refusal = refused(capsys, "train", f"resume={run}", "adapter.rank=8")
+    assert "must be resumed with its original config:" in refusal
+    assert refusal.splitlines()[1:] == ["  seed was 1 and is 0", "  adapter.rank was 4 and is 8"]
+    (run / "config.json").write_text("{")
+    assert "config.json can't be read" in refused(capsys, "train", f"resume={run}")
+
+
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
     """Replace Flower's programs by scripts; return a function that writes them."""
