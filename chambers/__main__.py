@@ -23,6 +23,9 @@ from chambers.site.worker import Worker
 from chambers.status import Status
 from chambers.train import Train
 
+# Otherwise Typer escapes "[required]" for rich, which doesn't format this help.
+typer.core.HAS_RICH = False
+
 
 def _group(commands: Mapping[str, type]) -> typer.Typer:
     group = typer.Typer(add_completion=False, rich_markup_mode=None, suggest_commands=False)
@@ -59,11 +62,13 @@ app.add_typer(
     _group(_SITE_COMMANDS),
     name="site",
     help="Set up and check the coordinator or an institution of a deployment.",
+    short_help="Set up and check a deployment.",
 )
 app.add_typer(
     _group(_SHEET_COMMANDS),
     name="sheet",
     help="Have people score the answers of several models, without knowing which is whose.",
+    short_help="Run a blinded human evaluation.",
 )
 
 

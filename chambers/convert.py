@@ -12,7 +12,7 @@ from chambers.sources import option
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Convert a checkpoint that needs remote code to one that needs none.
+    """Convert a checkpoint that needs remote code.
 
     \b
       chambers convert baichuan-inc/Baichuan-7B ~/models/baichuan-7b

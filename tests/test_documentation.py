@@ -37,7 +37,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_commands_that_are_named_exist():
+def test_commands_that_are_named_exist(capsys):
     # The labels of keys in wire.md begin with the same word.
     text = "\n".join(page.read_text() for page in PAGES if page.name != "wire.md")
     command = re.compile(r"(?:`|^)chambers ((?:site|sheet) [a-z-]+|[a-z]+)", re.MULTILINE)
@@ -45,6 +45,10 @@ def test_commands_that_are_named_exist():
     assert "site check" in words
     for each in words:
         assert main([*each.split(), "--help"]) == 0, each
+    shown = capsys.readouterr().out
+    assert "[required]" in shown and "\\[" not in shown
+    assert main(["--help"]) == 0
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2], "a summary is too long"
 
 
 def test_each_threat_has_a_command_that_shows_what_protects():
