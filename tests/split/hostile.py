@@ -158,8 +158,9 @@ class Member:
         self._channel.close()
 
 
-def _sealed(sealer: Sealer, kind: Kind, content: bytes) -> bytes:
-    return b"".join(sealer.seal(kind, 0, 0, 0, memoryview(content)))
+def _sealed(sealer: Sealer, kind: Kind, content: bytes, step: int = 0) -> bytes:
+    """Seal a frame of one record that acknowledges nothing, whatever has arrived."""
+    return b"".join(sealer.seal(kind, step, 0, 0, memoryview(content)))
 
 
 def _payload(tensors: dict[str, torch.Tensor], fields: Mapping[str, Value]) -> bytes:
@@ -173,13 +174,30 @@ def join(sealer: Sealer, fields: Mapping[str, Value]) -> bytes:
 
 
 def hidden(
-    sealer: Sealer, width: int, rows: int = 1, number: float = 0.0, **counts: Value
+    sealer: Sealer,
+    width: int,
+    rows: int = 1,
+    columns: int = 4,
+    step: int = 0,
+    number: float = 0.0,
+    **counts: Value,
 ) -> bytes:
-    """Return a frame of hidden states, (rows, 4, width), the first of them ``number``."""
-    states = torch.zeros(rows, 4, width)
+    """Return a frame of hidden states, (rows, columns, width), the first of them ``number``."""
+    states = torch.zeros(rows, columns, width)
     states[0, 0, 0] = number
-    tensors = {"hidden": states, "lengths": torch.full((rows,), 4, dtype=torch.int32)}
-    return _sealed(sealer, Kind.HIDDEN, _payload(tensors, {"side": "right", **counts}))
+    tensors = {"hidden": states, "lengths": torch.full((rows,), columns, dtype=torch.int32)}
+    return _sealed(sealer, Kind.HIDDEN, _payload(tensors, {"side": "right"} | counts), step)
+
+
+def gradient(sealer: Sealer, width: int, rows: int = 1, columns: int = 4, step: int = 0) -> bytes:
+    """Return a frame of gradients, (rows, columns, width), all 0."""
+    tensors = {"gradient": torch.zeros(rows, columns, width)}
+    return _sealed(sealer, Kind.GRADIENT, _payload(tensors, {}), step)
+
+
+def end_of_step(sealer: Sealer, step: int = 0) -> bytes:
+    """Return the last frame of a step."""
+    return _sealed(sealer, Kind.STEP, _payload({}, {"squared_norm": 0.0}), step)
 
 
 def _altered(record: bytes, offset: int, content: bytes) -> bytes:
