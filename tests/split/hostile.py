@@ -115,10 +115,23 @@ STRANGERS: dict[str, Callable[[Invitation, bytes], bytes]] = {
 
 
 class Member:
-    """A client with a valid ticket that completes the handshake, then sends any records."""
+    """A client with a valid ticket that completes the handshake, then sends any records.
 
-    def __init__(self, invitation: Invitation) -> None:
-        handshake = _handshake(invitation)
+    Args:
+        invitation: Of the client.
+        ticket: The one to use, if not the invitation's.
+        acknowledged: How many frames it says that it has received.
+
+    Attributes:
+        sealer: Encrypts the member's records.
+        resumption: Ticket for the lane's next stream.
+
+    """
+
+    def __init__(
+        self, invitation: Invitation, ticket: Ticket | None = None, acknowledged: int = 0
+    ) -> None:
+        handshake = _handshake(invitation, ticket)
         address = invitation.address
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._messages.put(handshake.hello())
@@ -130,9 +143,10 @@ class Member:
         except BaseException:
             self.close()
             raise
-        self.sealer = Sealer(secrets.up)
+        self.sealer, self.resumption = Sealer(secrets.up), secrets.resumption
         self.send(finished)
-        self.send(_sealed(self.sealer, Kind.CONFIRM, _payload({}, {})))
+        confirmation = _payload({}, {})
+        self.send(_sealed(self.sealer, Kind.CONFIRM, confirmation, acknowledged=acknowledged))
 
     def send(self, record: bytes) -> None:
         self._messages.put(record)
@@ -158,9 +172,11 @@ class Member:
         self._channel.close()
 
 
-def _sealed(sealer: Sealer, kind: Kind, content: bytes, step: int = 0) -> bytes:
-    """Seal a frame of one record that acknowledges nothing, whatever has arrived."""
-    return b"".join(sealer.seal(kind, step, 0, 0, memoryview(content)))
+def _sealed(
+    sealer: Sealer, kind: Kind, content: bytes, step: int = 0, acknowledged: int = 0
+) -> bytes:
+    """Seal a frame of one record; usually it acknowledges nothing, whatever has arrived."""
+    return b"".join(sealer.seal(kind, step, 0, acknowledged, memoryview(content)))
 
 
 def _payload(tensors: dict[str, torch.Tensor], fields: Mapping[str, Value]) -> bytes:
@@ -195,9 +211,10 @@ def gradient(sealer: Sealer, width: int, rows: int = 1, columns: int = 4, step: 
     return _sealed(sealer, Kind.GRADIENT, _payload(tensors, {}), step)
 
 
-def end_of_step(sealer: Sealer, step: int = 0) -> bytes:
+def end_of_step(sealer: Sealer, step: int = 0, acknowledged: int = 0) -> bytes:
     """Return the last frame of a step."""
-    return _sealed(sealer, Kind.STEP, _payload({}, {"squared_norm": 0.0}), step)
+    content = _payload({}, {"squared_norm": 0.0})
+    return _sealed(sealer, Kind.STEP, content, step, acknowledged)
 
 
 def _altered(record: bytes, offset: int, content: bytes) -> bytes:
