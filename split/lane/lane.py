@@ -73,7 +73,7 @@ class Lane:
         self._to_send = threading.Condition(lock)  # a frame is to be sent
         self._room = threading.Condition(lock)  # a frame was sent, or was received by the user
         self._delivery = Delivery()
-        self._inbox: deque[tuple[Frame, int]] = deque()  # with their payloads' sizes
+        self._inbox: deque[tuple[Frame, int]] = deque()  # with the bytes that they take
         self._inbox_bytes = 0
         self._stream: Stream | None = None
         self._cut: LaneError = LaneCutError("no stream has been opened yet")
@@ -338,7 +338,7 @@ class Lane:
             return self._end(PeerError(f"the other side gave up: {words}"))
         if frame.kind is Kind.CONFIRM:
             return self._end(FrameError("a second CONFIRM came"), "a second CONFIRM came")
-        size, most = stream.frame_bytes, self.limits.largest(Kind.HIDDEN)
+        size, most = max(stream.frame_bytes, frame.tensor_bytes), self.limits.hidden_bytes
         self._room.wait_for(
             lambda: (
                 not self._inbox

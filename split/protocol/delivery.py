@@ -19,8 +19,8 @@ class Delivery:
     Attributes:
         received: Frames that have arrived, over all streams.
         acknowledged: Frames that the other end is known to have.
-        kept_bytes: Payload of the frames that have not been acknowledged, sent or not.
-        unsent_bytes: Payload of the frames that have not been sent over the present stream.
+        kept_bytes: Memory of the frames that have not been acknowledged, sent or not.
+        unsent_bytes: Memory of the frames that have not been sent over the present stream.
 
     """
 
@@ -35,8 +35,8 @@ class Delivery:
     def add(self, frame: Outgoing) -> None:
         """Queue a frame behind all others."""
         self._kept.append(frame)
-        self.kept_bytes += frame.size
-        self.unsent_bytes += frame.size
+        self.kept_bytes += frame.kept_bytes
+        self.unsent_bytes += frame.kept_bytes
 
     def next(self) -> Outgoing | None:
         """Return the frame to send now, or None if all have been sent."""
@@ -44,7 +44,7 @@ class Delivery:
             return None
         frame = self._kept[self._sent]
         self._sent += 1
-        self.unsent_bytes -= frame.size
+        self.unsent_bytes -= frame.kept_bytes
         return frame
 
     def acknowledge(self, count: int) -> None:
@@ -63,7 +63,7 @@ class Delivery:
                 f"{self._sent} more were sent"
             )
         while self.acknowledged < count:
-            self.kept_bytes -= self._kept.popleft().size
+            self.kept_bytes -= self._kept.popleft().kept_bytes
             self._sent -= 1
             self.acknowledged += 1
 
@@ -81,7 +81,7 @@ class Delivery:
     def drop_unsent(self) -> None:
         """Drop the frames that have not been sent over the present stream."""
         while len(self._kept) > self._sent:
-            self.kept_bytes -= self._kept.pop().size
+            self.kept_bytes -= self._kept.pop().kept_bytes
         self.unsent_bytes = 0
 
     def clear(self) -> None:

@@ -68,6 +68,11 @@ class Frame:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     fields: dict[str, Value] = field(default_factory=dict)
 
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensors in memory; on the wire hidden states may have a smaller type."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
     def __repr__(self) -> str:
         """Name what is in the frame, without values."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
@@ -114,13 +119,22 @@ class Limits:
 
     @property
     def queue_bytes(self) -> int:
-        """The most payload that one end keeps for the other: unsent, or not acknowledged.
+        """The most memory that one end keeps for the other: unsent, or not acknowledged.
 
         A micro-batch has an answer in each of its two passes. A client that reads what it is sent
         has acknowledged all answers but those of ``window`` micro-batches.
         """
-        answers = 2 * (self.window + 1) * self.largest(Kind.HIDDEN)
+        answers = 2 * (self.window + 1) * self.hidden_bytes
         return answers + max(self.largest(Kind.AVERAGE), 4 * SMALL_PAYLOAD_BYTES)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """The most memory that a ``HIDDEN`` or ``GRADIENT`` frame takes, in bytes.
+
+        Its tensor is kept as float32 at most, which is never smaller than the type on the wire.
+        """
+        length = 8  # of a row, which has at least one token
+        return SMALL_PAYLOAD_BYTES + self.maximum_tokens * (4 * self.hidden + length)
 
     def largest(self, kind: Kind) -> int:
         """Return the largest payload of a kind, in bytes."""

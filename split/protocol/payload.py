@@ -230,6 +230,11 @@ class Outgoing:
         """The payload in bytes."""
         return self._description.size
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that the frame takes until it is written for the last time."""
+        return max(self.size, self.frame.tensor_bytes)
+
     def write(self) -> memoryview:
         """Convert and copy the tensors into one buffer.
 

@@ -219,8 +219,10 @@ class StackedRound:
             for member, part, rows in stacked.rows_of(output):
                 member.session.account.tokens += part.padded_tokens
                 member.session.account.seconds_queued += started - queued
+                # Kept until the client acknowledges it: a view would keep everybody's rows.
+                own = rows.detach().clone() if len(stacked.parts) > 1 else rows
                 with suppress(LaneError):  # a lane that has ended must not affect the others
-                    member.session.answer(step, index, rows)
+                    member.session.answer(step, index, own)
 
         self._put(Priority.FORWARD, forward, stacked.budget_tokens)
 

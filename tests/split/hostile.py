@@ -115,10 +115,23 @@ STRANGERS: dict[str, Callable[[Invitation, bytes], bytes]] = {
 
 
 class Member:
-    """A client with a valid ticket that completes the handshake, then sends any records."""
+    """A client with a valid ticket that completes the handshake, then sends any records.
 
-    def __init__(self, invitation: Invitation) -> None:
-        handshake = _handshake(invitation)
+    Args:
+        invitation: Of the client.
+        ticket: The one to use, if not the invitation's.
+        acknowledged: How many frames it says that it has received.
+
+    Attributes:
+        sealer: Encrypts the member's records.
+        resumption: Ticket for the lane's next stream.
+
+    """
+
+    def __init__(
+        self, invitation: Invitation, ticket: Ticket | None = None, acknowledged: int = 0
+    ) -> None:
+        handshake = _handshake(invitation, ticket)
         address = invitation.address
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._messages.put(handshake.hello())
@@ -130,9 +143,10 @@ class Member:
         except BaseException:
             self.close()
             raise
-        self.sealer = Sealer(secrets.up)
+        self.sealer, self.resumption = Sealer(secrets.up), secrets.resumption
         self.send(finished)
-        self.send(_sealed(self.sealer, Kind.CONFIRM, _payload({}, {})))
+        confirmation = _payload({}, {})
+        self.send(_sealed(self.sealer, Kind.CONFIRM, confirmation, acknowledged=acknowledged))
 
     def send(self, record: bytes) -> None:
         self._messages.put(record)
@@ -158,8 +172,11 @@ class Member:
         self._channel.close()
 
 
-def _sealed(sealer: Sealer, kind: Kind, content: bytes) -> bytes:
-    return b"".join(sealer.seal(kind, 0, 0, 0, memoryview(content)))
+def _sealed(
+    sealer: Sealer, kind: Kind, content: bytes, step: int = 0, acknowledged: int = 0
+) -> bytes:
+    """Seal a frame of one record; usually it acknowledges nothing, whatever has arrived."""
+    return b"".join(sealer.seal(kind, step, 0, acknowledged, memoryview(content)))
 
 
 def _payload(tensors: dict[str, torch.Tensor], fields: Mapping[str, Value]) -> bytes:
@@ -173,13 +190,31 @@ def join(sealer: Sealer, fields: Mapping[str, Value]) -> bytes:
 
 
 def hidden(
-    sealer: Sealer, width: int, rows: int = 1, number: float = 0.0, **counts: Value
+    sealer: Sealer,
+    width: int,
+    rows: int = 1,
+    columns: int = 4,
+    step: int = 0,
+    number: float = 0.0,
+    **counts: Value,
 ) -> bytes:
-    """Return a frame of hidden states, (rows, 4, width), the first of them ``number``."""
-    states = torch.zeros(rows, 4, width)
+    """Return a frame of hidden states, (rows, columns, width), the first of them ``number``."""
+    states = torch.zeros(rows, columns, width)
     states[0, 0, 0] = number
-    tensors = {"hidden": states, "lengths": torch.full((rows,), 4, dtype=torch.int32)}
-    return _sealed(sealer, Kind.HIDDEN, _payload(tensors, {"side": "right", **counts}))
+    tensors = {"hidden": states, "lengths": torch.full((rows,), columns, dtype=torch.int32)}
+    return _sealed(sealer, Kind.HIDDEN, _payload(tensors, {"side": "right"} | counts), step)
+
+
+def gradient(sealer: Sealer, width: int, rows: int = 1, columns: int = 4, step: int = 0) -> bytes:
+    """Return a frame of gradients, (rows, columns, width), all 0."""
+    tensors = {"gradient": torch.zeros(rows, columns, width)}
+    return _sealed(sealer, Kind.GRADIENT, _payload(tensors, {}), step)
+
+
+def end_of_step(sealer: Sealer, step: int = 0, acknowledged: int = 0) -> bytes:
+    """Return the last frame of a step."""
+    content = _payload({}, {"squared_norm": 0.0})
+    return _sealed(sealer, Kind.STEP, content, step, acknowledged)
 
 
 def _altered(record: bytes, offset: int, content: bytes) -> bytes:

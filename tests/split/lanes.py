@@ -53,6 +53,15 @@ class Server:
     def ticket(self, identity=COURT, lifetime=SOON):
         return self.server.issue(identity, lifetime)
 
+    def invitation(self, ticket=None, identity=COURT, address=None, public=None, suite=None):
+        return Invitation(
+            address=address or self.address,
+            suite=suite or self.keys.suite,
+            server_key=public or self.keys.public,
+            identity=identity,
+            ticket=ticket or self.ticket(identity),
+        )
+
     def client(
         self,
         ticket=None,
@@ -66,13 +75,7 @@ class Server:
         suite=None,
     ):
         """Open a lane; a refusal counts at once, unless the test is about patience."""
-        invitation = Invitation(
-            address=address or self.address,
-            suite=suite or self.keys.suite,
-            server_key=public or self.keys.public,
-            identity=identity,
-            ticket=ticket or self.ticket(identity),
-        )
+        invitation = self.invitation(ticket, identity, address, public, suite)
         now = time.monotonic()
         return open_lane(
             invitation, limits, now + seconds, resume_timeout, patience, busy_until=now + patience

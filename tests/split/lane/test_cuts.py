@@ -1,6 +1,7 @@
 """A lane outlasts cuts: every frame arrives once and in order, wherever the network cuts."""
 
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from split.protocol.errors import (
     TicketError,
 )
 from split.protocol.frames import Kind
+from tests.split.hostile import Member, end_of_step
 from tests.split.lanes import SOON, ForgedError, Proxy, cut, ended, relaying, serving
 
 FRAMES = 4
@@ -125,14 +127,36 @@ def test_a_stream_is_replaced_before_its_keys_are_worn_out(server, monkeypatch):
     client.close()
 
 
-@pytest.mark.parametrize("acknowledged", [7, 2**32 - 1])
-def test_a_client_that_acknowledges_what_was_not_sent_loses_its_lane(server, acknowledged):
-    client, lane = server.pair()
-    client._delivery.received = acknowledged
-    client.send(Kind.STEP)
-    ended(lane, FrameError, "acknowledges")
-    ended(client, PeerError, "acknowledges")
-    client.close()
+def sent_twice(server):
+    """Return a hostile client that has two frames, its invitation, and the server's lane."""
+    invitation = server.invitation()
+    member = Member(invitation)
+    lane = server.lanes.get(timeout=SOON)
+    for _ in range(2):
+        lane.send(Kind.STEP)
+        assert member.wait_for(Kind.STEP) is Kind.STEP
+    return member, invitation, lane
+
+
+@pytest.mark.parametrize("counts", [[3], [2**32 - 1], [2, 1], [1, 0]], ids=str)
+def test_a_client_that_acknowledges_what_cannot_be_loses_its_lane(server, counts):
+    member, _, lane = sent_twice(server)
+    with closing(member):
+        for count in counts:
+            member.send(end_of_step(member.sealer, acknowledged=count))
+        ended(lane, FrameError, f"acknowledges {counts[-1]} frames")
+        assert member.is_ended()
+
+
+@pytest.mark.parametrize(("before", "count"), [(0, 3), (2, 1), (2, 2**32 - 1)])
+def test_a_client_that_lies_in_a_new_stream_s_confirmation_loses_its_lane(server, before, count):
+    member, invitation, lane = sent_twice(server)
+    with closing(member):
+        member.send(end_of_step(member.sealer, acknowledged=before))
+        assert lane.receive(SOON).kind is Kind.STEP
+        with closing(Member(invitation, member.resumption, acknowledged=count)) as again:
+            ended(lane, FrameError, f"acknowledges {count} frames")
+            assert again.is_ended()
 
 
 def test_a_wait_during_a_cut_has_its_limit(server):

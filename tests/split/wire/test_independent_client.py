@@ -178,11 +178,27 @@ def evaluated(base, beginning, split, client):
     return found | {f"hidden/{index}": each for index, each in enumerate(hidden)}
 
 
-def test_it_evaluates_and_generates_as_ours_does(base, beginning):
-    split = split_settings(wire_dtype="bfloat16")
-    ours, other = Client("alpha", base, split), WireClient("alpha", base, split)
-    ours.settings, other.settings = {"do_sample": False, "eos_token_id": None}, {}
-    expected = evaluated(base, beginning, split, ours)
+@pytest.fixture(scope="module")
+def ours_evaluated(base, beginning):
+    """Return a function that evaluates with our own client, once for each wire type."""
+
+    @functools.cache
+    def evaluate(wire):
+        split = split_settings(wire_dtype=wire)
+        client = Client("alpha", base, split)
+        client.settings = {"do_sample": False, "eos_token_id": None}
+        return evaluated(base, beginning, split, client)
+
+    return evaluate
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("suite", SUITES)
+def test_it_evaluates_and_generates_as_ours_does(base, beginning, ours_evaluated, suite, wire):
+    split = split_settings(key_exchange=suite, wire_dtype=wire)
+    other = WireClient("alpha", base, split)
+    other.settings = {}
+    expected = ours_evaluated(wire)
     assert len([name for name in expected if name.startswith("hidden/")]) == 2 * (6 + 5 + 3)
     assert_equal(evaluated(base, beginning, split, other), expected)
 
@@ -238,11 +254,13 @@ LOSSES = {
 
 @pytest.mark.parametrize("losses", LOSSES)
 def test_a_lane_that_is_cut_continues_as_if_it_had_not_been(base, beginning, ours, losses):
-    split = split_settings(key_exchange=SUITES[losses == "much"])
+    number = list(LOSSES).index(losses)
+    suite, wire = SUITES[number % 2], WIRES[number % 3]
+    split = split_settings(key_exchange=suite, wire_dtype=wire)
     network = LossyNetwork(**LOSSES[losses])
     client = WireClient("alpha", base, split, DROPOUT, dial=network.dial)
     found, account = trained(base, beginning, split, 2, client)
-    assert_equal(found, ours("float32"))
+    assert_equal(found, ours(wire))
     assert (account.steps, account.error) == (2, "")
     assert all(network.count[way] > max(lost, default=0) for way, lost in network.lost.items())
 
@@ -298,8 +316,10 @@ def test_it_averages_within_a_round_with_one_of_ours(base, beginning):
     assert_equal(*results)
 
 
-def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning, tmp_path):
-    split, partition = split_settings(), partition_of(base, split_settings())
+@pytest.mark.parametrize("suite", SUITES)
+def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning, tmp_path, suite):
+    split = split_settings(key_exchange=suite)
+    partition = partition_of(base, split)
     parts = take_apart(beginning, partition)
     body = load_parts(ModelSettings(), base, partition, ("body",))["body"]
     tokens, mask = torch.arange(2, 9)[None], torch.ones(1, 7, dtype=torch.int64)

@@ -1,0 +1,152 @@
+"""Clients that acknowledge nothing of what they are sent, and what the server keeps for them."""
+
+import gc
+import threading
+import time
+from contextlib import closing
+
+import torch
+
+from finetuning.data.batching import collate
+from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
+from split.server.block_server import BlockServer
+from tests.split.clients import LONGEST, Client, draw, serving, split_settings
+from tests.split.hostile import Member, end_of_step, gradient, hidden, join
+from tests.split.lanes import SOON
+from tests.split.model.test_generation import GREEDY, generated
+from tests.split.server.test_model_server import Served
+
+WIDTH = 32
+ROWS, COLUMNS = 4, 19
+ANSWER_BYTES = ROWS * COLUMNS * WIDTH * 4
+
+
+def bytes_in_memory() -> int:
+    """Count the bytes of all hidden states and gradients that the process keeps."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    storages = [t.untyped_storage() for t in tensors if t.dim() == 3 and t.shape[2] == WIDTH]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def take_steps(member: Member, steps: int) -> None:
+    """Train on one row of one token, and acknowledge nothing."""
+    counts = {"targets": 1, "step_targets": 1, "micro_batches": 1}
+    for step in range(steps):
+        member.send(hidden(member.sealer, WIDTH, columns=1, step=step, **counts))
+        assert member.wait_for(Kind.HIDDEN, Kind.ERROR) is Kind.HIDDEN
+        member.send(gradient(member.sealer, WIDTH, columns=1, step=step))
+        member.send(end_of_step(member.sealer, step))
+        assert member.wait_for(Kind.STEP, Kind.ERROR) is Kind.STEP
+
+
+def train_beside(member: Member, honest: Client, server: BlockServer, state, steps: int) -> None:
+    fields = {"steps": steps, "first_step": 0, "total_steps": steps, "longest": 1}
+    training = threading.Thread(target=honest.train, args=(server, state, steps))
+    training.start()
+    member.send(join(member.sealer, fields | {"wants_gradient": True}))
+    assert member.wait_for(Kind.WELCOME, Kind.ERROR) is Kind.WELCOME
+    take_steps(member, steps)
+    training.join()
+
+
+def test_an_unread_answer_keeps_no_other_client_s_rows(base, beginning):
+    """The rows of a stack are one tensor; of that, a client keeps what it was sent."""
+    steps = 12
+    split = split_settings(schedule="client-batch")
+    honest = Client("alpha", base, split)
+    with serving(base, beginning, split) as server:
+        server.begin_round({"alpha": 6, "mallory": 6}, 0)
+        with closing(Member(server.invite_to_train("mallory", 1, 0, 60.0))) as member:
+            before = bytes_in_memory()
+            train_beside(member, honest, server, beginning, steps)
+            assert len(honest.losses) == steps
+            own = 2 * steps * WIDTH * 4  # two answers of a token in each step
+            assert before + own <= bytes_in_memory() <= before + 2 * own
+
+
+def assert_released(before: int) -> None:
+    """Wait until no more is kept than before, but for a few tensors in use."""
+    end = time.monotonic() + SOON
+    while (kept := bytes_in_memory() - before) > 4 * ANSWER_BYTES:
+        assert time.monotonic() < end, kept
+        time.sleep(0.1)
+
+
+def most_kept(tokens: int, window: int) -> int:
+    """Return the bytes that a server keeps for a client at most.
+
+    Args:
+        tokens: The most of a micro-batch.
+        window: Micro-batches that may be under way at once.
+
+    """
+    average = {Kind.AVERAGE: SMALL_PAYLOAD_BYTES}
+    return Limits(WIDTH, "float32", tokens, average, window).queue_bytes
+
+
+def leave_unread(member: Member, count: int, **fields) -> int:
+    """Request answers, acknowledge none, and return how many came before the lane ended."""
+    for number in range(count):
+        member.send(hidden(member.sealer, WIDTH, ROWS, COLUMNS, **fields))
+        if member.wait_for(Kind.HIDDEN, Kind.ERROR) is not Kind.HIDDEN:
+            return number
+    return count
+
+
+def leave_all_unread(member: Member, most: int, between, **fields) -> None:
+    """Leave answers unread until the lane ends, and do something when half of them are kept."""
+    member.send(join(member.sealer, {"model": "base"}))
+    assert member.wait_for(Kind.WELCOME, Kind.ERROR) is Kind.WELCOME
+    before, half = bytes_in_memory(), most // ANSWER_BYTES // 2
+    assert leave_unread(member, half, **fields) == half
+    kept = bytes_in_memory() - before
+    assert half * ANSWER_BYTES <= kept <= (half + 4) * ANSWER_BYTES  # what is counted is kept
+    between()
+    further = leave_unread(member, 2 * half, **fields)
+    assert (half + further) * ANSWER_BYTES <= most
+    assert further < 2 * half and member.is_ended()
+
+
+def test_an_evaluation_whose_answers_are_not_read_ends_alone(base, beginning):
+    split = split_settings()
+    honest, batches = Client("alpha", base, split), [collate(draw(3, 1), 0)]
+    with serving(base, beginning, split) as server:
+
+        def invite(name):
+            return server.invite_to_evaluate(name, 0, {"base": None}, 60.0)
+
+        with closing(Member(invite("mallory"))) as member, honest.lane(invite("alpha")) as model:
+            model.choose("base", None)
+            expected, found = model.summed_losses(batches), []
+            before = bytes_in_memory()
+            most = most_kept(LONGEST, split.window)
+            leave_all_unread(member, most, lambda: found.append(model.summed_losses(batches)))
+            assert [*found, model.summed_losses(batches)] == [expected] * 2
+            model.end()
+            assert_released(before)
+        errors = {account.client: account.error for account in server.finish_lanes()}
+    assert not errors["alpha"] and "mallory has left" in errors["mallory"]
+
+
+def test_generations_that_begin_again_and_again_unread_end_alone(random_checkpoint):
+    # Room for one generation of each client.
+    scene = Served(random_checkpoint("Llama"), activation_budget=2 * LONGEST)
+    expected, honest = generated(scene.whole(), **GREEDY), scene.client("alpha")
+    with scene.model_server() as server:
+        invitation = server.invite("mallory", {"base": None}, 60.0)
+        with honest.lane(scene.invite(server, honest)) as model:
+            scene.choose(model)
+            found, before = [], bytes_in_memory()
+            with closing(Member(invitation)) as member:
+                leave_all_unread(
+                    member,
+                    most_kept(2 * LONGEST, window=1),
+                    lambda: found.append(generated(model, **GREEDY)),
+                    side="left",
+                    new_tokens=1,
+                )
+            found.append(generated(model, **GREEDY))
+            assert all(torch.equal(each, expected) for each in found) and len(found) == 2
+            model.end()
+            assert_released(before)
