@@ -27,7 +27,7 @@ class Report:
         *arguments: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> bool:
-        """Run a check, which returns what it has found or raises ``CommandError``.
+        """Run a check; it returns what it has found, or raises ``CommandError`` or ``OSError``.
 
         Args:
             check: The check.
@@ -41,10 +41,21 @@ class Report:
         try:
             print(f"ok   {check(*arguments, **keywords)}", flush=True)
         except CommandError as error:
-            print(f"fix  {error}", flush=True)
-            self.passed = False
-            return False
+            return self._fix(str(error))
+        except OSError as error:
+            where = f"{error.filename} can't be read: " if error.filename else ""
+            cure = (
+                "; run this as the programs' user, and see who owns the file and its folders"
+                if isinstance(error, PermissionError)
+                else ""
+            )
+            return self._fix(f"{where}{error.strerror or error}{cure}")
         return True
+
+    def _fix(self, text: str) -> bool:
+        print(f"fix  {text}", flush=True)
+        self.passed = False
+        return False
 
 
 def disk(path: Path) -> str:

@@ -1,5 +1,6 @@
 """``chambers site check``: each problem has a line that names it and says what to do."""
 
+import os
 import shutil
 import socket
 import sqlite3
@@ -113,6 +114,18 @@ def at_coordinator(capsys, site, port, **changed):
         "database": site.database,
     } | changed
     return run(capsys, *(word for key, value in options.items() for word in (f"--{key}", value)))
+
+
+@contextmanager
+def another_user():
+    """Read files as a user who is not root, if this process is root."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(own)
 
 
 def test_a_coordinator_that_is_ready(capsys, site):
@@ -269,6 +282,25 @@ def test_data_and_model(capsys, site, checkpoint, tmp_path):
     file = write_gguf(checkpoint, tmp_path / "model.gguf")
     output = at_institution(capsys, site, 1, "--model", file)
     assert f"model: {file} has the digest {digest(fingerprint(locate(str(file))))}" in output
+
+
+def test_files_that_may_not_be_read(capsys, site, tmp_path, monkeypatch):
+    """Each check has its line, and the others follow."""
+    lines = len(at_institution(capsys, site, 1).splitlines())
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(closed / "state"))
+    node = f'name="court" data-path="{closed}/data" policy="{site.policy}"'
+    closed.chmod(0)
+    with another_user():
+        output = at_institution(capsys, site, 1, node_config=node)
+        _, other = at_coordinator(capsys, site, 1, database=closed / "superlink.db")
+    closed.chmod(0o700)
+    cure = "Permission denied; run this as the programs' user"
+    assert f"fix  {closed}/data can't be read: {cure}" in output
+    assert f"fix  {closed}/state/chambers can't be read: {cure}" in output
+    assert len(output.splitlines()) == lines
+    assert f"fix  {closed}/superlink.db can't be read: {cure}" in other
 
 
 def test_worker(capsys, site, tmp_path):
