@@ -2,17 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ParamSpec
-
-import psutil
 
 from chambers.errors import CommandError
 
 Arguments = ParamSpec("Arguments")
-_GIB = 2**30
-# Adapters and optimizer states of two rounds, checkpoints, and the SuperLink's messages.
-_LEAST_FREE_GIB = 5.0
 
 
 @dataclass
@@ -56,13 +50,3 @@ class Report:
         print(f"fix  {text}", flush=True)
         self.passed = False
         return False
-
-
-def disk(path: Path) -> str:
-    """Check the free space of the file system that the path is on, or will be."""
-    folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    free = psutil.disk_usage(str(folder)).free / _GIB
-    text = f"disk: {free:.1f} GiB free in {folder}"
-    if free < _LEAST_FREE_GIB:
-        raise CommandError(f"{text}; at least {_LEAST_FREE_GIB:g} GiB are needed: delete old runs")
-    return text

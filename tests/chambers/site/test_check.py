@@ -106,14 +106,15 @@ def at_institution(capsys, site, port, *words, **changed):
     return run(capsys, *given, *words)[1]
 
 
-def at_coordinator(capsys, site, port, **changed):
+def at_coordinator(capsys, site, port, *words, **changed):
     options = {
         "coordinator": site.folder,
         "superlink": f"127.0.0.1:{port}",
         "proxy": f"localhost:{port}",
         "database": site.database,
     } | changed
-    return run(capsys, *(word for key, value in options.items() for word in (f"--{key}", value)))
+    given = (word for key, value in options.items() for word in (f"--{key}", value))
+    return run(capsys, *given, *words)
 
 
 @contextmanager
@@ -128,11 +129,19 @@ def another_user():
         os.seteuid(own)
 
 
-def test_a_coordinator_that_is_ready(capsys, site):
+def test_a_coordinator_that_is_ready(capsys, site, checkpoint):
     with proxy(site.folder) as port:
-        status, output = at_coordinator(capsys, site, port)
+        status, output = at_coordinator(capsys, site, port, "--model", checkpoint)
     assert status == 0, output
     assert "valid for 364 days" in output and "valid for 3649 days" in output
+    # With fl-glm it computes the model's body.
+    assert f"model: {checkpoint} has the digest " in output
+    assert "ok   GPU: " in output
+
+
+def test_a_coordinator_without_the_model(capsys, site, tmp_path):
+    _, output = at_coordinator(capsys, site, 1, "--model", tmp_path / "none")
+    assert "no config.json in" in output
 
 
 def test_certificates_that_do_not_fit(capsys, site, tmp_path):
