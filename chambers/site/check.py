@@ -81,6 +81,7 @@ class Check:
             superlink=self.superlink or "127.0.0.1:8000",
             proxy=self.proxy,
             database=self._path("database"),
+            model_name=self.model,
         )
 
     def _institution(self, report: "Report") -> None:
@@ -96,7 +97,7 @@ class Check:
             key_file=self._path("auth_supernode_private_key"),
             trusted_file=self._path("trusted_entities") if self.trusted_entities else None,
             node_config=self.node_config,
-            model=self.model,
+            model_name=self.model,
         )
 
     def _path(self, name: str) -> Path:

@@ -17,16 +17,17 @@ from chambers.site.authority import (
     read_certificate,
     read_key,
 )
+from chambers.site.check_machine import disk, gpu, model
 from chambers.site.connection import filtered, healthy, lasting
-from chambers.site.report import Report, disk
+from chambers.site.report import Report
 
 _DATABASE_SECONDS = 10.0
 
 
 def check_coordinator(
-    report: Report, folder: Path, superlink: str, proxy: str, database: Path
+    *, report: Report, folder: Path, superlink: str, proxy: str, database: Path, model_name: str
 ) -> None:
-    """Check the certificates, the SuperLink and its proxy, database, disk and clock.
+    """Check the certificates, the SuperLink and its proxy, database, model, disk, GPU and clock.
 
     Args:
         report: Report to write to.
@@ -34,6 +35,7 @@ def check_coordinator(
         superlink: Address of the SuperLink.
         proxy: Public address of the proxy.
         database: The SuperLink's database.
+        model_name: Name or folder of a base model; empty to leave it out.
 
     """
     authority, server = folder / AUTHORITY, folder / SERVER
@@ -48,7 +50,11 @@ def check_coordinator(
     if report.line(_answers, "proxy", proxy, folder):
         report.line(filtered, proxy, authority)
     report.line(_writable, database)
+    if model_name:
+        report.line(model, model_name)
     report.line(disk, database.parent)
+    # With fl-glm the coordinator computes the model's body.
+    report.line(gpu)
     report.line(_clock)
 
 

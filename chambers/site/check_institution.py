@@ -16,17 +16,16 @@ from flwr.common.config import parse_config_args
 
 from chambers.errors import CommandError
 from chambers.site.authority import read_certificate
+from chambers.site.check_machine import disk, gpu, model
 from chambers.site.connection import clock, filtered, healthy, lasting
 from chambers.site.registration import is_registered
-from chambers.site.report import Report, disk
+from chambers.site.report import Report
 from chambers.site.ssh_keys import read_private_key
 from finetuning.data.rows import DataError, find_parts, read_rows
 from strategies.node_config import name_and_data_path
 from strategies.run_config import Scalar
 from strategies.site_policy import PolicyError, read_policy
 from strategies.worker_socket import WorkerError, connected_worker
-
-_NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def check_institution(
@@ -37,7 +36,7 @@ def check_institution(
     key_file: Path,
     trusted_file: Path | None,
     node_config: str,
-    model: str,
+    model_name: str,
 ) -> None:
     """Check the way to the coordinator, keys, policy, data, model and machine.
 
@@ -48,7 +47,7 @@ def check_institution(
         key_file: Node key.
         trusted_file: Keys whose signatures of releases are accepted; None if any code is.
         node_config: The SuperNode's node config, as on its command line.
-        model: Name or folder of a base model; empty to leave it out.
+        model_name: Name or folder of a base model; empty to leave it out.
 
     """
     report.line(_lasting, authority)
@@ -64,10 +63,10 @@ def check_institution(
     report.line(_policy, node_config)
     report.line(_data, node_config)
     report.line(_worker, node_config)
-    if model:
-        report.line(_model, model)
+    if model_name:
+        report.line(model, model_name)
     report.line(disk, platformdirs.user_state_path("chambers"))
-    report.line(_gpu)
+    report.line(gpu)
 
 
 def _lasting(file: Path) -> str:
@@ -189,33 +188,6 @@ def _worker(node_config: str) -> str:
         ) from error
 
 
-def _model(name: str) -> str:
-    """Check that a base model is on this machine, and compute its digest."""
-    from finetuning.model.base_model import BaseModelError, locate
-    from finetuning.model.fingerprint import digest, fingerprint
-
-    try:
-        directory = locate(name)
-        return f"model: {name} has the digest {digest(fingerprint(directory))}"
-    except (BaseModelError, OSError, ValueError) as error:
-        raise CommandError(str(error)) from error
-
-
 def _reaches(superlink: str, authority: Path) -> str:
     healthy(superlink, authority)
     return f"{superlink} answers over TLS"
-
-
-def _gpu() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
-        name = torch.cuda.get_device_name()
-        return f"GPU: {name}, {free:.1f} of {total:.1f} GiB free"
-    if _NVIDIA.exists():
-        raise CommandError(
-            "GPU: there is an NVIDIA driver, but PyTorch can't use it: install PyTorch for its "
-            "CUDA version, and give containers access to the GPU"
-        )
-    return "GPU: none; training uses the CPU"

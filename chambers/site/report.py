@@ -2,17 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ParamSpec
-
-import psutil
 
 from chambers.errors import CommandError
 
 Arguments = ParamSpec("Arguments")
-_GIB = 2**30
-# Adapters and optimizer states of two rounds, checkpoints, and the SuperLink's messages.
-_LEAST_FREE_GIB = 5.0
 
 
 @dataclass
@@ -27,7 +21,7 @@ class Report:
         *arguments: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> bool:
-        """Run a check, which returns what it has found or raises ``CommandError``.
+        """Run a check; it returns what it has found, or raises ``CommandError`` or ``OSError``.
 
         Returns:
             Whether it has passed.
@@ -36,17 +30,18 @@ class Report:
         try:
             print(f"ok   {check(*arguments, **keywords)}", flush=True)
         except CommandError as error:
-            print(f"fix  {error}", flush=True)
-            self.passed = False
-            return False
+            return self._fix(str(error))
+        except OSError as error:
+            where = f"{error.filename} can't be read: " if error.filename else ""
+            cure = (
+                "; run this as the programs' user, and see who owns the file and its folders"
+                if isinstance(error, PermissionError)
+                else ""
+            )
+            return self._fix(f"{where}{error.strerror or error}{cure}")
         return True
 
-
-def disk(path: Path) -> str:
-    """Check the free space of the file system that the path is on, or will be."""
-    folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    free = psutil.disk_usage(str(folder)).free / _GIB
-    text = f"disk: {free:.1f} GiB free in {folder}"
-    if free < _LEAST_FREE_GIB:
-        raise CommandError(f"{text}; at least {_LEAST_FREE_GIB:g} GiB are needed: delete old runs")
-    return text
+    def _fix(self, text: str) -> bool:
+        print(f"fix  {text}", flush=True)
+        self.passed = False
+        return False

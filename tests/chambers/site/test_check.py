@@ -1,5 +1,6 @@
 """``chambers site check``: each problem has a line that names it and says what to do."""
 
+import os
 import shutil
 import socket
 import sqlite3
@@ -105,21 +106,42 @@ def at_institution(capsys, site, port, *words, **changed):
     return run(capsys, *given, *words)[1]
 
 
-def at_coordinator(capsys, site, port, **changed):
+def at_coordinator(capsys, site, port, *words, **changed):
     options = {
         "coordinator": site.folder,
         "superlink": f"127.0.0.1:{port}",
         "proxy": f"localhost:{port}",
         "database": site.database,
     } | changed
-    return run(capsys, *(word for key, value in options.items() for word in (f"--{key}", value)))
+    given = (word for key, value in options.items() for word in (f"--{key}", value))
+    return run(capsys, *given, *words)
 
 
-def test_a_coordinator_that_is_ready(capsys, site):
+@contextmanager
+def another_user():
+    """Read files as a user who is not root, if this process is root."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(own)
+
+
+def test_a_coordinator_that_is_ready(capsys, site, checkpoint):
     with proxy(site.folder) as port:
-        status, output = at_coordinator(capsys, site, port)
+        status, output = at_coordinator(capsys, site, port, "--model", checkpoint)
     assert status == 0, output
     assert "valid for 364 days" in output and "valid for 3649 days" in output
+    # With fl-glm it computes the model's body.
+    assert f"model: {checkpoint} has the digest " in output
+    assert "ok   GPU: " in output
+
+
+def test_a_coordinator_without_the_model(capsys, site, tmp_path):
+    _, output = at_coordinator(capsys, site, 1, "--model", tmp_path / "none")
+    assert "no config.json in" in output
 
 
 def test_certificates_that_do_not_fit(capsys, site, tmp_path):
@@ -269,6 +291,25 @@ def test_data_and_model(capsys, site, checkpoint, tmp_path):
     file = write_gguf(checkpoint, tmp_path / "model.gguf")
     output = at_institution(capsys, site, 1, "--model", file)
     assert f"model: {file} has the digest {digest(fingerprint(locate(str(file))))}" in output
+
+
+def test_files_that_may_not_be_read(capsys, site, tmp_path, monkeypatch):
+    """Each check has its line, and the others follow."""
+    lines = len(at_institution(capsys, site, 1).splitlines())
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(closed / "state"))
+    node = f'name="court" data-path="{closed}/data" policy="{site.policy}"'
+    closed.chmod(0)
+    with another_user():
+        output = at_institution(capsys, site, 1, node_config=node)
+        _, other = at_coordinator(capsys, site, 1, database=closed / "superlink.db")
+    closed.chmod(0o700)
+    cure = "Permission denied; run this as the programs' user"
+    assert f"fix  {closed}/data can't be read: {cure}" in output
+    assert f"fix  {closed}/state/chambers can't be read: {cure}" in output
+    assert len(output.splitlines()) == lines
+    assert f"fix  {closed}/superlink.db can't be read: {cure}" in other
 
 
 def test_worker(capsys, site, tmp_path):

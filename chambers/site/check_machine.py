@@ -1,0 +1,50 @@
+"""The checks of a machine, at an institution or the coordinator: disk, base model and GPU."""
+
+from pathlib import Path
+
+import psutil
+
+from chambers.errors import CommandError
+
+_GIB = 2**30
+# Adapters and optimizer states of two rounds, checkpoints, and the SuperLink's messages.
+_LEAST_FREE_GIB = 5.0
+_NVIDIA = Path("/proc/driver/nvidia/version")
+
+
+def disk(path: Path) -> str:
+    """Check the free space of the file system that the path is on, or will be."""
+    folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    free = psutil.disk_usage(str(folder)).free / _GIB
+    text = f"disk: {free:.1f} GiB free in {folder}"
+    if free < _LEAST_FREE_GIB:
+        raise CommandError(f"{text}; at least {_LEAST_FREE_GIB:g} GiB are needed: delete old runs")
+    return text
+
+
+def model(name: str) -> str:
+    """Check that a base model is on this machine, and compute its digest."""
+    from finetuning.model.base_model import BaseModelError, locate
+    from finetuning.model.fingerprint import digest, fingerprint
+
+    try:
+        directory = locate(name)
+        return f"model: {name} has the digest {digest(fingerprint(directory))}"
+    except (BaseModelError, ValueError) as error:
+        raise CommandError(str(error)) from error
+
+
+def gpu() -> str:
+    """Check that PyTorch can use the GPU, if there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = (size / _GIB for size in torch.cuda.mem_get_info())
+        name = torch.cuda.get_device_name()
+        return f"GPU: {name}, {free:.1f} of {total:.1f} GiB free"
+    if _NVIDIA.exists():
+        raise CommandError(
+            "GPU: there is an NVIDIA driver, but PyTorch can't use it: install PyTorch for its "
+            "CUDA version, and give containers access to the GPU"
+        )
+    return "GPU: none; training uses the CPU"
