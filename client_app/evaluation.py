@@ -62,18 +62,18 @@ class Evaluation:
         if settings.generate:
             from finetuning.evaluation.scoring import score
 
-            examples = test[: settings.generate_examples]
+            asked = task.institution.asked
             answers = generate_answers(
                 model=model,
                 tokenizer=tokenizer,
-                examples=examples,
+                prompts=[prompt.tokens for prompt in asked],
                 batch_size=settings.batch_size,
                 max_new=settings.max_new_tokens,
             )
-            metrics |= score(answers, [example.reference for example in examples])
+            metrics |= score(answers, [prompt.reference for prompt in asked])
             if task.instruction.round == 0 or task.instruction.final:
-                shown = list(zip(examples, answers, strict=True))[: settings.shown]
-                self.answers += [Answer(kind, e.question, e.reference, text) for e, text in shown]
+                shown = list(zip(asked, answers, strict=True))[: settings.shown]
+                self.answers += [Answer(kind, p.question, p.reference, text) for p, text in shown]
         self.metrics |= {f"{kind}.{name}": value for name, value in metrics.items()}
 
 

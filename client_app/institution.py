@@ -10,6 +10,7 @@ import torch
 from flwr.common.logger import log
 
 from client_app.data import read_client_data
+from finetuning.data.prompts import Prompt, prompts_of_answers
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import load_tokenizer
@@ -29,6 +30,7 @@ class Institution:
         size: Number of training rows, |Dᵢ| of FedJudge Eq. 2.
         train: Tokenized training examples.
         test: Tokenized held-out examples.
+        asked: Prompts of the held-out rows that are answered; none without ``evaluate.generate``.
         rows_divided: Number of training rows that are several examples each.
         padding: Id of the padding token.
         directory: Directory of the base model.
@@ -43,6 +45,7 @@ class Institution:
     size: int
     train: list[Example]
     test: list[Example]
+    asked: list[Prompt]
     rows_divided: int
     padding: int
     directory: Path
@@ -119,11 +122,16 @@ def _open(
                 report.left_out,
                 config.data.max_length,
             )
+    asked: list[Prompt] = []
+    if config.evaluate.generate:
+        rows = data.test[: config.evaluate.generate_examples]
+        asked = prompts_of_answers(rows, tokenizer, config.data.max_length)
     return Institution(
         name=data.name,
         size=len(data.train),
         train=parts["training"],
         test=parts["held-out"],
+        asked=asked,
         rows_divided=divided["training"],
         padding=tokenizer.pad_token_id,
         directory=directory,

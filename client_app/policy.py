@@ -106,8 +106,7 @@ def check_request(
     if instruction.losses and policy.evaluation:
         _check_rows("evaluation", _rows(institution.test), policy)
         if config.evaluate.generate:
-            answered = institution.test[: config.evaluate.generate_examples]
-            _check_rows("generation", _rows(answered), policy)
+            _check_rows("generation", len(institution.asked), policy)
     if instruction.importance:
         averaged = config.strategy == "fedjudge-cl" and config.continual.importance == "server"
         _require(averaged, "importance", f'strategy = "{config.strategy}" has none to send')

@@ -233,10 +233,12 @@ class EvaluateSettings(Section):
     )
     batch_size: PositiveInt = Field(8, description="Examples evaluated at once.")
     generate: bool = Field(
-        False, description="Also generate answers and score them by ROUGE and BLEU."
+        False,
+        description="Also generate answers and score them by ROUGE and BLEU. The prompts are "
+        "shortened only if they alone don't fit into `data.max-length`.",
     )
     generate_examples: PositiveInt = Field(
-        32, description="At most this many held-out examples are answered."
+        32, description="At most this many held-out rows are answered."
     )
     show_answers: int = Field(
         0,

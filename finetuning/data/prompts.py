@@ -1,6 +1,7 @@
 """Prompts for generation, built exactly as training builds the text before an answer."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,64 @@ def prompt_rows(texts: Sequence[str]) -> list[Row]:
     return [
         Row(parse_prompt({"instruction": text}), f"prompt {number}", {"instruction": text})
         for number, text in enumerate(texts, start=1)
+    ]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt of a row's last answer, with that answer.
+
+    Attributes:
+        tokens: The tokens before the answer, (tokens,) int64.
+        question: The turn before the answer as text, as far as it is in the tokens.
+        reference: The answer.
+        row: Index of the row.
+
+    """
+
+    tokens: "torch.Tensor"
+    question: str
+    reference: str
+    row: int
+
+
+def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> list[Prompt]:
+    """Return the prompt of each row's last answer; nothing of it depends on that answer.
+
+    Args:
+        rows: Conversations with answers.
+        tokenizer: Tokenizer of the base model.
+        max_length: Most tokens of a prompt, with those that every answer has. Longer ones lose the
+            ends of inputs; a row without room for any answer is left out.
+
+    Raises:
+        DataError: The chat template refuses a row, or none is left.
+
+    """
+    from finetuning.data.tokenization import tokenize
+
+    answered = []
+    for row in rows:
+        last = max(i for i, turn in enumerate(row.messages) if turn["role"] == "assistant")
+        answered.append((row.messages[:last], row.messages[last]["content"]))
+    placeholder = {"role": "assistant", "content": _PLACEHOLDER}
+    asked = [
+        replace(row, messages=(*before, placeholder))
+        for row, (before, _) in zip(rows, answered, strict=True)
+    ]
+    examples, _ = tokenize(asked, tokenizer, max_length)
+    # A template that changes earlier turns makes several examples of a row.
+    last_examples = {example.row: example for example in examples}
+    return [
+        Prompt(
+            tokens=example.tokens[: example.prompt_length],
+            question=example.question,
+            reference=answered[row][1],
+            row=row,
+        )
+        for row, example in last_examples.items()
+        # If earlier answers leave no room for the last one, the example ends with one of them.
+        if example.reference == _PLACEHOLDER
     ]
 
 

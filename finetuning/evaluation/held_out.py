@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from finetuning.data.batching import MicroBatch, collate, micro_batches
 from finetuning.data.tokenization import Example
 from finetuning.evaluation.generation import GREEDY, Answering, continue_prompts
@@ -54,24 +56,29 @@ def held_out_loss(
 
 
 def generate_answers(
-    model: Answering, tokenizer: Any, examples: Sequence[Example], batch_size: int, max_new: int
+    model: Answering, tokenizer: Any, prompts: Sequence[torch.Tensor], batch_size: int, max_new: int
 ) -> list[str]:
-    """Answer each example's prompt greedily; return the answers in the order of the examples.
+    """Answer prompts greedily; return the answers in their order.
 
     Args:
         model: Model with its adapter.
         tokenizer: Tokenizer of the base model.
-        examples: The tokens before their last answers are the prompts.
+        prompts: The prompts, (tokens,) int64 each.
         batch_size: Number of prompts answered at once.
         max_new: Maximal length of an answer, in tokens.
 
     """
     answers: dict[int, str] = {}
     # Prompts of similar length share a batch, which reduces padding.
-    order = sorted(range(len(examples)), key=lambda index: examples[index].prompt_length)
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
-        prompts = [examples[i].tokens[: examples[i].prompt_length] for i in chosen]
-        texts = continue_prompts(model, tokenizer, prompts, max_new, GREEDY)
+        texts = continue_prompts(
+            model=model,
+            tokenizer=tokenizer,
+            prompts=[prompts[index] for index in chosen],
+            max_new=max_new,
+            settings=GREEDY,
+        )
         answers.update(zip(chosen, texts, strict=True))
-    return [answers[index] for index in range(len(examples))]
+    return [answers[index] for index in range(len(prompts))]

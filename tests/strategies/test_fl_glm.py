@@ -144,10 +144,11 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
             (directory,) = (tmp_path / "state").glob(f"*/{client}/adapters/{adapter}")
             whole = AutoModelForCausalLM.from_pretrained(config.model.name)
             model = PeftModel.from_pretrained(whole, directory)
-            examples = institution.test[:4]
+            prompts = [prompt.tokens for prompt in institution.asked]
+            assert len(prompts) == 4
             with model.disable_adapter() if kind == "base" else nullcontext():
-                answers = generate_answers(WholeModel(model), tokenizer, examples, 3, 12)
-            scores = score(answers, [example.reference for example in examples])
+                answers = generate_answers(WholeModel(model), tokenizer, prompts, 3, 12)
+            scores = score(answers, [prompt.reference for prompt in institution.asked])
             assert {name: scores[name] for name in names} == measured[client, kind]
             assert shown[client, kind] == [one_line(answer) for answer in answers[:2]]
     assert max(scores["rouge1"] for scores in measured.values()) > 0

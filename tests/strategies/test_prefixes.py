@@ -72,8 +72,8 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     }
     texts: list[list[str]] = []
 
-    def answers(model, tokenizer, examples):
-        return generate_answers(model, tokenizer, examples[:4], 3, 12)
+    def answers(model, tokenizer, asked):
+        return generate_answers(model, tokenizer, [prompt.tokens for prompt in asked], 3, 12)
 
     def remembered(**given):
         texts.append(generate_answers(**given))
@@ -97,10 +97,10 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
             loss = held_out_loss(model, institution.test, institution.padding, 8).loss
             assert loss == pytest.approx(losses[3, client, kind], abs=1e-5)
             tokenizer = load_tokenizer(institution.directory)
-            written = answers(model, tokenizer, institution.test)
+            written = answers(model, tokenizer, institution.asked)
             assert written == texts[2 * partition + (kind == "personalised") - 6]
             with model.without_adapter():
-                bare = answers(model, tokenizer, institution.test)
+                bare = answers(model, tokenizer, institution.asked)
             assert bare == texts[partition] != written
         kept = load_file(directory / "adapter_model.safetensors")
         assert torch.equal(kept[SAVED], journal.kept[client][SAVED])

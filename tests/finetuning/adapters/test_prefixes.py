@@ -179,21 +179,22 @@ def test_generated_answers_are_the_likeliest_tokens_one_by_one(checkpoint, draw_
     base = load_base_model(ModelSettings(name=str(checkpoint)))
     model = prefixed(base.model)
     examples = draw_examples(4, longest=12)
-    assert len({example.prompt_length for example in examples}) > 1
+    prompts = [example.tokens[: example.prompt_length] for example in examples]
+    assert len({len(prompt) for prompt in prompts}) > 1
     expected = []
     with torch.no_grad():
-        for example in examples:
-            tokens = example.tokens[: example.prompt_length].tolist()
+        for prompt in prompts:
+            tokens = prompt.tolist()
             for _ in range(6):
                 forward = model if adapter else model.get_base_model()
                 tokens.append(int(forward(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
                 if tokens[-1] == base.tokenizer.eos_token_id:
                     break
-            answer = tokens[example.prompt_length :]
+            answer = tokens[len(prompt) :]
             expected.append(base.tokenizer.decode(answer, skip_special_tokens=True).strip())
 
     def answers() -> list[str]:
-        return generate_answers(whole, base.tokenizer, examples, 3, 6)
+        return generate_answers(whole, base.tokenizer, prompts, 3, 6)
 
     whole = WholeModel(model)
     if adapter:

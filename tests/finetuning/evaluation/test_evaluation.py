@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
-from finetuning.data.tokenization import Example
 from finetuning.evaluation.held_out import generate_answers, held_out_loss
 from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
@@ -41,22 +40,18 @@ def model_and_tokenizer(checkpoint):
     return model, base.tokenizer
 
 
-def prompts(lengths: list[int]) -> list[Example]:
+def drawn_prompts(lengths: list[int]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    examples = []
-    for row, length in enumerate(lengths):
-        tokens = torch.randint(2, 280, (length + 3,), generator=generator)
-        examples.append(Example(tokens, torch.arange(length + 3) >= length, length, "", row))
-    return examples
+    return [torch.randint(2, 280, (length,), generator=generator) for length in lengths]
 
 
 def test_batched_generation_equals_one_by_one(model_and_tokenizer):
     model, tokenizer = model_and_tokenizer
-    examples = prompts([5, 19, 2, 11, 11, 1, 30])
+    prompts = drawn_prompts([5, 19, 2, 11, 11, 1, 30])
     expected = []
     model.eval()
-    for example in examples:
-        tokens = example.tokens[: example.prompt_length].tolist()
+    for prompt in prompts:
+        tokens = prompt.tolist()
         answer: list[int] = []
         while len(answer) < 12 and tokenizer.eos_token_id not in answer:
             with torch.no_grad():
@@ -67,6 +62,6 @@ def test_batched_generation_equals_one_by_one(model_and_tokenizer):
 
     model.train()
     for batch_size in (1, 3, 7):
-        answers = generate_answers(WholeModel(model), tokenizer, examples, batch_size, 12)
+        answers = generate_answers(WholeModel(model), tokenizer, prompts, batch_size, 12)
         assert answers == expected
     assert model.training
