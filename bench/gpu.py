@@ -101,7 +101,7 @@ def run(size: str, arguments: argparse.Namespace) -> None:
         f"{size}: {shape}, {model.quantization}, {arguments.pairs} turns, {SEED=}; "
         "ratios are centralised ÷ schedule",
         *("clients", "", "median s", "minimum s", "samples/s", "tokens/s", *RATIOS),
-        *("peak GB (clients\n+ server)", "target"),
+        *("peak GB (clients + server)", "target"),
     )
     with random_job(
         shape,

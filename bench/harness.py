@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import torch
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +20,7 @@ RATIOS = ("medians", "minima", "CPU s", "pairs")
 WARM_UP = 2
 _ANSWER_SECONDS = 900.0
 _STOP_SECONDS = 10.0
+_WIDTH = 400  # of a row, which is never wrapped
 _SPAWN = get_context("spawn")
 
 
@@ -184,14 +186,24 @@ def ratios(one: Side, other: Side) -> list[str]:
 
 def make_table(title: str, *headings: str) -> Table:
     """Make a table; numbers are aligned to the right, and columns without a heading to the left."""
-    table = Table(title=title)
+    table = Table(title=title, box=MARKDOWN)
     for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left")
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     return table
 
 
 def show(*parts: Table | str) -> None:
-    """Print tables and lines."""
-    console = Console(width=150)
+    """Print tables and lines as Markdown, which ``bench.pages`` puts into the documentation."""
     for part in parts:
-        console.print(part)
+        print(f"{_markdown(part) if isinstance(part, Table) else part}\n", flush=True)
+
+
+def _markdown(table: Table) -> str:
+    """Return a table with its title above it; each row is a line, however long."""
+    title, table.title = table.title, None
+    console = Console(width=_WIDTH, soft_wrap=True, highlight=False, markup=False)
+    with console.capture() as printed:
+        console.print(table)
+    # Rich's Markdown tables have empty lines for edges and sections.
+    lines = (line.rstrip() for line in printed.get().splitlines())
+    return "\n".join([f"{title}\n", *(line for line in lines if line)])

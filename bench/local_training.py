@@ -22,7 +22,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments, logging
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from bench.harness import RATIOS, Side, ratios, show
+from bench.harness import RATIOS, Side, make_table, ratios, show
 from bench.job import Job, load_whole, random_job
 from bench.shape import SEED, Shape
 from finetuning.adapters.adapter import trainable_parameters
@@ -206,17 +206,18 @@ def compare(job: Job) -> None:
     run_trainer(load_whole(job), rows, callback)
     sides = (callback.side, ours.side)
     tokens = [sum(len(examples[i].tokens) for i in step) for step in steps]
-    rates = ", ".join(f"{s.name} {sum(tokens) / sum(s.seconds):.0f}" for s in sides)
+    rates = [f"{sum(tokens) / sum(side.seconds):.0f}" for side in sides]
     for side in sides:  # steps differ in length, so seconds per token are compared
         side.seconds = [s / count for s, count in zip(side.seconds, tokens, strict=True)]
-    values = ", ".join(f"{n} {v}" for n, v in zip(RATIOS, ratios(*sides), strict=True))
+    table = make_table(
+        f"vocabulary {job.shape.vocabulary}, {len(tokens)} pairs of steps, {sum(tokens)} tokens",
+        *(f"{side.name}: tokens/s" for side in sides),
+        *(f"Chambers ÷ Trainer: {name}" for name in RATIOS),
+    )
+    table.add_row(*rates, *ratios(*sides))
     losses = zip(*(side.losses for side in sides), strict=True)
     difference = max(abs(a - b) for a, b in losses)
-    show(
-        f"vocabulary {job.shape.vocabulary}, {len(tokens)} pairs of steps, {sum(tokens)} tokens "
-        f"each side\n  tokens per second: {rates}\n  speed, Chambers ÷ Trainer: {values}\n"
-        f"  largest difference of a step's loss: {difference:.1e}"
-    )
+    show(table, f"largest difference of a step's loss: {difference:.1e}")
     if not difference <= _TOLERANCE:
         raise SystemExit(f"the losses differ by more than {_TOLERANCE}")
 

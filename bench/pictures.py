@@ -102,17 +102,19 @@ def readme_part(events: Sequence[Event], result: Mapping[str, Any]) -> str:
         [
             BEGIN,
             "SmolLM2-135M-Instruct before and after "
-            f"{_rounds(events)} rounds of FedJudge-CL in {len(rows)} generated institutions "
-            "(`chambers train presets/smollm2.toml`): held-out questions, and what the base, the "
-            f"global and the personalised models answer. In {steps} steps each, they learn the "
-            "forms of the institutions' answers rather than their law.",
+            f"{_rounds(events)} rounds of FedJudge-CL with {len(rows)} simulated institutions "
+            "(`chambers train presets/smollm2.toml`). The table shows a held-out question of each "
+            "institution and the answers of the base, global and personalised models. After only "
+            f"{steps} optimizer steps per institution, the models imitate the style of the answers "
+            "but have not learned the law.",
             "",
             *table,
             "",
             f"![Held-out loss by round. {_described(rows)}](docs/pictures/smollm2.svg)",
             "",
-            "What splitting a training step costs (FL-GLM, every hidden state encrypted): "
-            f"{first:.2f} times the whole model's step when all processes share a core.",
+            "The cost of splitting (FL-GLM, all hidden states encrypted): with all processes on "
+            f"one core, a split training step takes {first:.2f} times as long as a step of the "
+            "whole model.",
             "",
             f"![{_compared(result)}](docs/pictures/split_step.svg)",
             END,

@@ -148,7 +148,7 @@ def main() -> None:
         outcomes = {cell: future.result() for cell, future in futures.items()}
     table = make_table(
         f"FedJudge-Base, mean ± standard deviation over seeds ({arguments.seeds}), δ = {_DELTA:g}",
-        *("ε", "σ of the clients", "held-out loss\nbase", "\nglobal", "\npersonalised"),
+        *("ε", "σ of the clients", "held-out loss: base", "global", "personalised"),
     )
     for epsilon in arguments.epsilons:
         runs = [outcomes[epsilon, seed] for seed in range(arguments.seeds)]

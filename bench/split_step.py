@@ -98,8 +98,8 @@ def accounted(sides: Sequence[Split], shape: Shape) -> tuple[Table, Table]:
     where = make_table(
         "milliseconds per step, the warm-up included; training in CPU time, CPU of the whole "
         "process, the rest by the clock",
-        *("", "client:\ntraining", "\nwaiting", "\ncrypto", "\npacking", "\nCPU"),
-        *("server:\ncomputing", "\nqueued", "\ncrypto", "\npacking", "\nCPU", "proxy:\nCPU"),
+        *("", "client: training", "waiting", "crypto", "packing", "CPU"),
+        *("server: computing", "queued", "crypto", "packing", "CPU", "proxy: CPU"),
     )
     headings = ("", "up", "down", "÷ (4 · tokens · hidden · 2 bytes)")
     carried = make_table("kilobytes per step", *headings)

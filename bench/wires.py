@@ -72,8 +72,8 @@ def main() -> None:
     steps = parser.parse_args().steps
     table = make_table(
         f"{_SHAPE}, {steps} steps, LoRA on all linear modules, seed {SEED}",
-        *("", "kilobytes\nper step", "÷ (4 · tokens ·\nhidden · 2 bytes)"),
-        *("loss of the\nfirst step", f"mean of the\nlast {_LAST} steps", "− float32"),
+        *("", "kilobytes per step", "÷ (4 · tokens · hidden · 2 bytes)"),
+        *("loss of the first step", f"mean of the last {_LAST} steps", "− float32"),
     )
 
     def add(name: str, losses: Sequence[float], *carried: str) -> None:

@@ -73,7 +73,7 @@ app.add_typer(
 
 
 @app.callback(
-    epilog="Run chambers COMMAND --help for a command's options. To start a deployment: flwr run.",
+    epilog="Run chambers COMMAND --help for its options. docs/deployment.md describes deployments.",
 )
 def _chambers() -> None:
     """Fine-tune language models on text that may not leave its owners, and use them."""

@@ -65,7 +65,7 @@ class Evaluate(BaseModelOptions):
         Path | None, option("Invitation to a block server that has the middle blocks.", "FILE")
     ] = None
     limit: Annotated[
-        int | None, option("Score the first rows of each file only; default: all.", "N")
+        int | None, option("Score only the first N rows of each file; default: all.", "N")
     ] = None
     batch_tokens: Annotated[int, option("Padded tokens computed at once; default 8192.", "N")] = (
         8192

@@ -67,7 +67,8 @@ class Generate(AdapterOptions):
     max_new_tokens: Annotated[int, option("Longest answer in tokens; default 256.", "N")] = 256
     temperature: Annotated[float, option("Sampling temperature; default 0: greedy.", "T")] = 0.0
     top_p: Annotated[
-        float, option("Sample from the likeliest tokens of joint probability P; default 1.", "P")
+        float,
+        option("Sample from the likeliest tokens with a total probability of P; default 1.", "P"),
     ] = 1.0
     seed: Annotated[int, option("Seed of sampling; default 0.", "N")] = 0
     batch_size: Annotated[int, option("Number of prompts at once; default 8.", "N")] = 8

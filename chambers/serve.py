@@ -32,17 +32,19 @@ class Serve(AdapterOptions):
     Without it, --adapter names the global adapter, or --model the base model alone.
 
     For each client an invitation is written, a file for: chambers generate --invitation. It opens
-    any number of lanes in the client's name until it expires or the server ends, so hand it over
-    in secret. Restarting the server revokes all invitations. Lanes are always encrypted. The
+    any number of lanes in the client's name until it expires or the server ends, so send it
+    confidentially. Restarting the server revokes all invitations. Lanes are always encrypted. The
     server runs until it is interrupted.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     run: Annotated[Path | None, typer.Argument(metavar="RUN_FOLDER", show_default=False)] = None
     head_blocks: Annotated[
-        int | None, option("First blocks, at the clients; default: as in the run, else 1.", "N")
+        int | None,
+        option("Number of the clients' first blocks; default: the run's, else 1.", "N"),
     ] = None
     tail_blocks: Annotated[
-        int | None, option("Last blocks, at the clients; default: as in the run, else 1.", "N")
+        int | None,
+        option("Number of the clients' last blocks; default: the run's, else 1.", "N"),
     ] = None
     listen: Annotated[
         str,

@@ -29,9 +29,7 @@ class Status:
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     run: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", show_default=False)]
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again and again, until the run ends.")
-    ] = False
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until the run ends.")] = False
 
     def __call__(self) -> int:
         """Show the status once, or until the run ends."""

@@ -44,7 +44,7 @@ class Train:
 
     Settings are files and single keys; keys take precedence. docs/configuration.md describes every
     key. Relative paths are relative to the current folder. The last lines of the output name the
-    folder with the results. To start a run of real institutions: flwr run . deployment --stream
+    folder with the results. docs/deployment.md describes runs of real institutions.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     settings: Annotated[

@@ -41,7 +41,7 @@ class ModelSettings(Section):
         "tiny",
         min_length=1,
         description="Base model: a Hugging Face id, the absolute path of a directory or of a GGUF "
-        "file, or `tiny`, the embedded default that is built and pre-trained on first use.",
+        "file, or `tiny`, the built-in default that is built and pre-trained on first use.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -98,7 +98,7 @@ class DataSettings(Section):
         "",
         description="For centralised training in simulation, with one client: names of clients of "
         "`data.path`, separated by commas, or `*` for all. The client `center` has their rows "
-        "together, training and held-out ones apart as without it.",
+        "together, divided into training and held-out rows as without `data.pool`.",
     )
     task: Literal[
         "",
@@ -137,7 +137,7 @@ class DataSettings(Section):
         0.1,
         gt=0,
         lt=1,
-        description="Share of a client's rows held out when its data has no test part.",
+        description="Share of a client's rows held out when its data has no test file.",
     )
     max_length: int = Field(
         800,

@@ -1,4 +1,4 @@
-"""FL-GLM: clients hold the first and last blocks, the server trains the blocks between."""
+"""FL-GLM: clients hold the first and last blocks, the server trains the middle blocks."""
 
 import ipaddress
 import time
@@ -34,7 +34,7 @@ class FLGLM(Rounds):
     """FL-GLM with serial, client-batch or hierarchical training (section 3.3).
 
     Flower's messages carry the adapters of heads and tails, once per round, and invitations to
-    lanes; the adapters of the blocks between stay at the server.
+    lanes; the adapters of the middle blocks stay at the server.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ class RunConfig(Section):
     )
     round_timeout: PositiveFloat = Field(
         3600.0,
-        description="Seconds a client has for one train or evaluate message, counted from when it "
-        "starts; a simulated client may have to wait for others before.",
+        description="Seconds a client has for one train or evaluate message, counted from its "
+        "start; in simulation, waiting for a free process doesn't count.",
     )
     output_dir: str = Field(
         "",
@@ -244,11 +244,11 @@ def configuration_table() -> str:
     lines = [
         "# Run configuration",
         "",
-        "Set with `flwr run . --run-config 'rounds=3 train.learning-rate=1e-3'`, with a TOML file "
-        "(`--run-config presets/demo.toml`), or in `[tool.flwr.app.config]` of `pyproject.toml`; "
-        "in simulation also with `chambers train presets/demo.toml rounds=3`. "
-        "The defaults are the paper's where it gives one. Every mistake is reported before "
-        "anything starts. This page is generated from the code: "
+        "Settings are given with `flwr run . --run-config 'rounds=3 train.learning-rate=1e-3'`, "
+        "with a TOML file (`--run-config presets/demo.toml`), or in `[tool.flwr.app.config]` of "
+        "`pyproject.toml`; in simulation also with `chambers train presets/demo.toml rounds=3`. "
+        "Defaults are those of the FedJudge paper where it has them. Every mistake is reported "
+        "before anything starts. This page is generated from the code: "
         "`python -m strategies.run_config > docs/configuration.md`.",
         "",
         "| key | default | allowed | meaning |",
@@ -297,7 +297,7 @@ def _allowed(field: FieldInfo) -> str:
         annotation, *more = get_args(annotation)
         metadata += more
     if get_origin(annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(annotation))
+        return ", ".join(f"`{value}`" if value else '`""`' for value in get_args(annotation))
     kind = {bool: "true or false", int: "whole number", float: "number", str: "text"}[annotation]  # type: ignore[index]
     bounds = [
         f"{sign} {getattr(item, name):g}"

@@ -133,41 +133,43 @@ class SitePolicy(_Table):
     )
     most_runs: PositiveInt | None = Field(
         None,
-        description="Most runs that are trained in or evaluated, as long as the audit log is kept. "
-        "Absent: no limit, and then `most-rounds` can be used up any number of times.",
+        description="Maximum number of runs that are trained or evaluated, while the audit log is "
+        "kept. Absent: no limit, and then `most-rounds` can be used up any number of times.",
     )
     most_rounds: PositiveInt | None = Field(
         None,
-        description="Most rounds of a run. Every train message counts as one, also if it fails or "
-        "repeats a round; of evaluate messages one more is answered. Absent: no limit.",
+        description="Maximum number of rounds of a run. Every train message counts as one, also "
+        "if it fails or repeats a round; of evaluate messages one more is answered. Absent: no "
+        "limit.",
     )
     most_steps: PositiveInt | None = Field(
-        None, description="Most optimizer steps in a round. Absent: no limit."
+        None, description="Maximum number of optimizer steps in a round. Absent: no limit."
     )
     most_seconds: PositiveFloat | None = Field(
         None,
-        description="Most seconds that a message may be worked on (`round-timeout`). Absent: no "
-        "limit.",
+        description="Maximum time for a message, in seconds (`round-timeout`). Absent: no limit.",
     )
     fewest_examples: PositiveInt = Field(
         1,
-        description="Fewest of its own rows that anything which leaves must be computed from: an "
+        description="Minimum number of rows from which anything that leaves must be computed: an "
         "adapter, importance, a loss, a score. A conversation is one row, also if a chat template "
         "makes several examples of it. Hidden states are always of single rows.",
     )
     evaluation: bool = Field(
-        True, description="Whether losses on own held-out rows are measured and reported."
+        True,
+        description="Whether losses on the institution's held-out rows are measured and reported.",
     )
     generation: bool = Field(
         False,
-        description="Whether answers to own held-out rows are generated and their scores reported "
-        "(`evaluate.generate`).",
+        description="Whether answers to the institution's held-out rows are generated and their "
+        "scores reported (`evaluate.generate`).",
     )
     show_answers: bool = Field(
         False,
-        description="Whether own held-out questions are sent to the coordinator as text, with "
-        "their reference answers and the generated ones (`evaluate.show-answers`). Nothing else "
-        "that leaves contains text of rows. It is of single rows, whatever `fewest-examples` says.",
+        description="Whether the institution's held-out questions are sent to the coordinator as "
+        "text, with their reference answers and the generated ones (`evaluate.show-answers`). "
+        "Nothing else that leaves contains text of rows. It is of single rows, whatever "
+        "`fewest-examples` says.",
     )
     audit_log: str = Field(
         "",

@@ -105,7 +105,7 @@ def cells_of(data: str, blocks: int, seeds: int, complete: bool) -> Iterator[Cel
         by_seed += [{"attack": k, "wire": wire} for wire in ("float32", "int8") for k in both]
         by_seed += [{"attack": k, "noise": noise} for noise in NOISE for k in both]
         by_seed += [
-            {"attack": "transformer", "seen": seen} for seen in ("sealed records", "nothing")
+            {"attack": "transformer", "seen": seen} for seen in ("encrypted records", "nothing")
         ]
         by_seed += [
             {"attack": "gradient"},

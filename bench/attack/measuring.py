@@ -11,7 +11,7 @@ from bench.attack.cells import Cell, Sizes
 from bench.attack.decoder import DecoderTraining, train_decoder
 from bench.attack.gradients import Sent, client_gradient, read_labels
 from bench.attack.noisy_training import ADAPTER, NoisyRun, train_with_noise
-from bench.attack.observed import as_received, as_sealed, head_outputs
+from bench.attack.observed import as_encrypted, as_received, head_outputs
 from bench.attack.optimisation import invert
 from bench.attack.public_head import PublicHead
 from bench.attack.texts import Texts
@@ -103,8 +103,8 @@ class Attacked:
         given = self._colluding(cell.head_blocks)
         attacked = head_outputs(self._head(cell.head_blocks, cell.tuned), rows)
         read = [row[self._texts.known :] for row in attacked]
-        if cell.seen == "sealed records":
-            given, read = as_sealed(given, cell.wire), as_sealed(read, cell.wire)
+        if cell.seen == "encrypted records":
+            given, read = as_encrypted(given, cell.wire), as_encrypted(read, cell.wire)
         elif cell.seen == "nothing":
             generator = torch.Generator().manual_seed(cell.seed)
             given, read = (

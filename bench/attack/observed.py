@@ -1,7 +1,7 @@
 """What others see of the hidden states that a client sends.
 
 Everything on the way is the program's own code: head, noise, wire and encryption. The server sees
-hidden states as the wire leaves them. A peer on the network sees sealed records.
+hidden states as the wire leaves them. A peer on the network sees encrypted records.
 """
 
 import os
@@ -18,7 +18,7 @@ from split.protocol.frames import Frame, Kind, Limits, Padding, WireType
 from split.protocol.payload import Outgoing, describe
 from split.protocol.records import HEADER_BYTES, TAG_BYTES, Opener, Sealer
 
-Seen = Literal["hidden states", "sealed records", "nothing"]
+Seen = Literal["hidden states", "encrypted records", "nothing"]
 _ROWS_AT_ONCE = 16
 
 
@@ -50,7 +50,7 @@ def as_received(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) ->
     return received
 
 
-def as_sealed(hidden: Sequence[Tensor], wire: WireType) -> list[Tensor]:
+def as_encrypted(hidden: Sequence[Tensor], wire: WireType) -> list[Tensor]:
     """Return the encrypted bytes of each token as numbers, (tokens, bytes of a token).
 
     The format says where in a frame each token's numbers are, so a peer on the network can find

@@ -88,7 +88,7 @@ def markdown(record: Record) -> str:
                 ("the decoder sees", *_SCORES.values()),
                 (
                     (seen, *_scores(record, first, "transformer", seen=seen))
-                    for seen in ("hidden states", "sealed records", "nothing")
+                    for seen in ("hidden states", "encrypted records", "nothing")
                 ),
             ),
             ADAPTER.format(**sizes),

@@ -18,12 +18,13 @@ model, gradients, noise, and what a peer on the network sees.
 **Texts** of two clients. *generated* are the demonstration's: the court colludes, the consultancy
 is attacked. *BoolQ*, the paper's data, has English passages and questions: half of the training
 rows collude, validation rows are attacked. The attacker has {texts} texts of the colluding client.
-What all attacked texts begin with (the template and the instruction) is known, and the {longest}
-tokens after it are read.
+The attacker knows the beginning that all attacked texts share (the template and the instruction),
+and reconstructs the {longest} tokens after it.
 
 **Scores** are those of `finetuning/evaluation/scoring.py` in percent, and the share of tokens that
-were read correctly: means ± standard deviations over {seeds} seeds, which choose texts and first
-weights; without a deviation there was one seed. All cells took {minutes} minutes on a busy core.
+were read correctly: means ± standard deviations over {seeds} seeds, which determine texts and
+initial weights; values without a deviation are of one seed. All measurements took {minutes} minutes
+on one core of a busy machine.
 
 **What the attacks see** has gone through the program's own head, noise, encoding and encryption
 (`bench/attack/observed.py`). Unless a table says otherwise, the wire is bfloat16, and the client
@@ -33,12 +34,14 @@ has one block at each end, no noise, and the public weights.
 
 - *decoder*: one linear layer, or a Transformer of one block over the whole text (the paper's
   F⁻¹), trained on the colluding client. It can only produce tokens that occur in its training
-  texts. Their share of the attacked tokens, the most that it can read, is: {covered}.
+  texts. Over all attacked texts, the share of tokens that it can produce is: {covered}. In the
+  texts drawn for a seed, the share can be slightly different.
 - *optimisation*: Adam changes embeddings in {optimisation_steps} steps, so that the public head
   computes from them what was received; each is then replaced by the nearest token.
-- *search*: token by token, the one with which the public head computes what was received, given
-  the tokens found so far; without blocks it looks up the nearest embedding. It tries the most
-  similar tokens (up to {most_candidates}) and the 512 most frequent ones.
+- *search*: proceeds token by token, and chooses the one with which the public head, given the
+  tokens found so far, computes what was received; without blocks it looks up the nearest
+  embedding. It tries the most similar tokens (up to {most_candidates}) and the 512 most frequent
+  ones.
 
 Texts read with each seed: decoder {decoded}, optimisation {optimised}, search {searched}.
 """

@@ -205,7 +205,7 @@ def _answers(size: Size, results: Results) -> Document:
         return Document()
     parts = [
         "The paper shows answers to held-out questions. Rows of these data sets are not shown "
-        "here, since it is not clear that they may be passed on; the questions are our own. "
+        "here, because it is unclear whether they may be redistributed; the questions are our own. "
         f"Answers are the first seed's, and end after {size.fedjudge.new_tokens} tokens.\n",
     ]
     for figure, (client, question) in enumerate(ASKED.items(), start=4):

@@ -46,10 +46,10 @@ def table3(size: Size, results: Results) -> Document:
         values = [Value(own, mean, published_deviation=deviation), Value(ratios, ratio)]
         rows.append(([row], values))
     notes = [
-        f"{size.fl_glm.time.rows} rows of ReCoRD, batches of one, the second of two rounds, "
-        f"{count} repetitions.",
-        "Without a GPU all parties share one core: what the schedules cost in computation can be "
-        "seen, and no speed-up by more machines.",
+        f"Each run trains two rounds on {size.fl_glm.time.rows} rows of ReCoRD with batch size 1; "
+        f"the second round is timed, in {count} repetitions.",
+        "Without a GPU all parties share one core: the table shows the schedules' computational "
+        "cost, but no speed-up from parallel machines.",
         paper.note,
     ]
     columns = ["", "seconds", "÷ centralised"]

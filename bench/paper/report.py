@@ -25,13 +25,14 @@ python -m bench.paper --all --small --data DATA --models MODELS --document docs
 ```
 
 DATA has the tasks' published files ([`tasks.md`](tasks.md)), MODELS a folder for each base model,
-unless they come from the Hugging Face hub. Each section names the command that runs it alone.
+unless they come from the Hugging Face Hub. Each section names the command that runs it alone; add
+`--data`, `--models` and `--document docs` as above.
 
-- A figure is the mean over seeds ± their standard deviation. *Figures in italics are the paper's.*
-- **Small models show directions, and make no claim about the papers' scores.** With so few seeds,
+- Values are means ± standard deviations over seeds. *Values in italics are the paper's.*
+- **Small models show trends only, and say nothing about the papers' scores.** With so few seeds,
   steps and rows, a difference smaller than the deviations beside it shows nothing.
 - [`sizes.toml`](../bench/paper/sizes.toml) has everything in which the sizes differ, and
-  [`published.toml`](../bench/paper/published.toml) the papers' figures.
+  [`published.toml`](../bench/paper/published.toml) the papers' values.
 - [`papers.md`](papers.md) maps the papers' methods to code.
 """
 _ABOUT = {
@@ -101,7 +102,7 @@ def _section(artefact: Artefact, size_name: str, size: Size, results: Results) -
     if cells:
         parts.append(f"{len(found)} of {len(cells)} measurements")
     if found:
-        parts.append(f"{minutes:.0f} minutes")
+        parts.append(f"{minutes:.0f} min")
     return f"### {artefact.title}\n\n{', '.join(parts)}.\n"
 
 
@@ -111,7 +112,7 @@ def _summary(size: Size, records: Sequence[Record]) -> str:
     models = ", ".join(dict.fromkeys(size.models.model_dump().values()))
     versions = Counter(_versions(record["versions"]) for record in records)
     return (
-        f"{len(records)} measurements, {hours:.1f} hours of one process; {size.seeds} seeds. "
+        f"{len(records)} measurements, {hours:.1f} process-hours; {size.seeds} seeds. "
         f"Models: {models}. Versions: {'; or '.join(v for v, _ in versions.most_common())}.\n"
     )
 

@@ -25,8 +25,8 @@ class Make:
     written. All files must have the same questions.
 
     The output folder gets sheets/annotator-1.csv, for spreadsheets, and annotator-1.html, to be
-    filled in with a browser, without a network; either will do. Each annotator has an own order of
-    questions and answers. key.json says which answer is whose: keep it from the annotators.
+    filled in with a browser, without a network; either will do. Each annotator sees questions and
+    answers in a different order. key.json says which answer is whose: keep it from the annotators.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     answers: Annotated[list[str], typer.Argument(metavar="MODEL=FILE.jsonl…", show_default=False)]
@@ -38,7 +38,7 @@ class Make:
     hide_references: Annotated[bool, option("Leave out the expected answers.")] = False
     seed: Annotated[
         int | None,
-        option("Draw the same again. Who knows it can tell models apart; default: secret.", "N"),
+        option("Repeat a draw. Anyone who knows it can tell models apart; default: secret.", "N"),
     ] = None
 
     def __call__(self) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from bench.attack.decoder import DecoderTraining, train_decoder
 from bench.attack.gradients import Sent, client_gradient, read_labels
-from bench.attack.observed import as_received, as_sealed, head_outputs
+from bench.attack.observed import as_encrypted, as_received, head_outputs
 from bench.attack.public_head import PublicHead
 from bench.attack.report import DOCUMENT, RECORD, markdown
 from finetuning.data.batching import collate
@@ -68,7 +68,7 @@ def test_a_decoder_reads_hidden_states_and_nothing_in_sealed_records(deep_checkp
 
     assert share_read(as_received) > 0.95
     # 800 tokens: five standard deviations are 0.043.
-    assert abs(share_read(as_sealed) - chance) < 0.043
+    assert abs(share_read(as_encrypted) - chance) < 0.043
 
 
 @pytest.mark.parametrize(("tail_blocks", "wire"), [(0, "int8"), (1, "bfloat16"), (2, "float32")])

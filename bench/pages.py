@@ -1,0 +1,41 @@
+"""Put what measurements have printed into the documentation: ``python -m bench.pages``.
+
+A measurement's output is recorded by redirecting it, such as with
+
+    python -m bench.wires > docs/recorded/wires.md
+
+and shown in a page of ``docs/`` between two comments, of which the first names the record. This
+command replaces what is between them; a test fails if they differ from the records.
+"""
+
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).parent.parent / "docs"
+_PART = re.compile(r"(<!-- (recorded/[\w-]+\.md) -->\n).*?(<!-- until here -->)", re.DOTALL)
+
+
+def filled(page: str, docs: Path = DOCS) -> str:
+    """Return a page with the recorded outputs between its comments.
+
+    Args:
+        page: Text of the page.
+        docs: Folder that the records' paths are relative to.
+
+    """
+
+    def part(found: re.Match[str]) -> str:
+        return found[1] + (docs / found[2]).read_text(encoding="utf-8") + found[3]
+
+    return _PART.sub(part, page)
+
+
+def main() -> None:
+    """Fill all pages."""
+    for file in DOCS.glob("*.md"):
+        page = file.read_text(encoding="utf-8")
+        file.write_text(filled(page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
