@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from chambers.errors import CommandError
+from chambers.invitation_file import read_invitation
 from chambers.lane_model import LaneModel, explained
 from chambers.sources import (
     AdapterOptions,
@@ -26,7 +27,7 @@ from split.model.exactness import check_exactness
 from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.partition import Partition, PartyName, partition_of
 from split.protocol.errors import LaneError
-from split.protocol.standing_invitation import InvitationError, StandingInvitation
+from split.protocol.standing_invitation import StandingInvitation
 
 _CLIENT_PARTS: tuple[PartyName, ...] = ("head", "tail")
 _NO_LIMIT = 2**31
@@ -83,7 +84,7 @@ def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
     adapter = open_adapter(options.adapter) if options.adapter else None
     try:
         if invitation_file:
-            invitation = StandingInvitation.read(invitation_file)
+            invitation = read_invitation(invitation_file)
             return _find_ends(options, adapter, invitation)
         run = find_run(adapter)
         settings = options.settings(adapter, run)
@@ -91,7 +92,7 @@ def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
         if run is not None:
             refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
         return Source(settings, directory, adapter)
-    except (BaseModelError, InvitationError) as error:
+    except BaseModelError as error:
         raise CommandError(str(error)) from error
 
 

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from chambers.errors import CommandError
+from chambers.invitation_file import write_invitation
 from chambers.serve import Serve
 from chambers.sources import (
     RunFolder,
@@ -183,12 +184,7 @@ def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, P
             models={name: body_digest(served.adapter, state) for name, state in models.items()},
         )
         files[client] = served.folder / f"{client}.json"
-        try:
-            content.write(files[client])
-        except OSError as error:
-            raise CommandError(
-                f"the invitation {files[client]} can't be written: {error.strerror}"
-            ) from error
+        write_invitation(content, files[client])
     return files
 
 

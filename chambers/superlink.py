@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,9 @@ _FAILED = "Simulation failed with exception: "
 _START_SECONDS = 120.0
 _END_SECONDS = 15.0
 _MARK = "CHAMBERS_SIMULATION"
+_COLOUR = re.compile(r"\x1b\[\d+m")
+# The beginning of a record in the log of Flower, or of uvicorn.
+_RECORD = re.compile(r"^(?:\S+ )?(DEBUG|INFO|WARNING|ERROR|CRITICAL) ?(?::|\[)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -194,9 +198,20 @@ def _status(superlink: SuperLink) -> str:
         )
     run = json.loads(listing.stdout)["runs"][0]
     status, details = str(run["status"]), str(run.get("status-details", ""))
-    if status == COMPLETED or details in {"", "N/A"}:
+    if status == COMPLETED:
         return status
+    if details in {"", "N/A"}:
+        details = _last_error(superlink.log) or "Flower's log has no error that says why"
     return f"{status}: {details.removeprefix(_FAILED).strip()}"
+
+
+def _last_error(log: Path) -> str:
+    """Return the last line of the last error in Flower's log; empty without an error."""
+    text = _COLOUR.sub("", log.read_text(encoding="utf-8", errors="replace"))
+    _, *records = _RECORD.split(text)
+    pairs = zip(records[::2], records[1::2], strict=True)
+    errors = [words.strip() for level, words in pairs if level in {"ERROR", "CRITICAL"}]
+    return errors[-1].rpartition("\n")[2] if errors else ""
 
 
 def free_port() -> int:

@@ -182,8 +182,9 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
     ids=["bad value", "no model", "too few nodes", "no output", "no data"],
 )
 def test_refused_before_training_with_a_failed_status(superlink, config, capfd, change, reason):
-    assert run_app(ROOT, superlink, config | change, 3).startswith("finished:failed")
-    assert reason in capfd.readouterr().out
+    status = run_app(ROOT, superlink, config | change, 3)
+    assert status.startswith("finished:failed: ")
+    assert reason in status and reason in capfd.readouterr().out
     assert not list(Path(config["output-dir"]).glob("*")), "something half-written was left"
 
 

@@ -1,7 +1,5 @@
-"""The file with which a client may use a served model until it expires."""
+"""The invitation with which a client may use a served model until it expires."""
 
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -10,11 +8,9 @@ from pydantic import (
     ConfigDict,
     Field,
     PositiveInt,
-    ValidationError,
     field_validator,
 )
 
-from finetuning.files import write_secret
 from split.protocol.frames import WireType
 from split.protocol.invitation import Invitation
 from split.protocol.keys import KeyExchange
@@ -25,10 +21,6 @@ _ROUND = 0  # of every lane that is opened with such an invitation
 
 _Name = Annotated[str, Field(min_length=1, max_length=NAME_BYTES)]
 _Count = Annotated[int, Field(ge=0)]
-
-
-class InvitationError(ValueError):
-    """A file is not a valid invitation; the message says what to do."""
 
 
 class StandingInvitation(BaseModel):
@@ -111,34 +103,3 @@ class StandingInvitation(BaseModel):
             wire_dtype=self.wire_dtype,
             key_exchange=self.suite,
         )
-
-    def write(self, file: Path) -> None:
-        """Write it to a file that only the user can read; an older file is replaced."""
-        write_secret(file, f"{self.model_dump_json(indent=1)}\n".encode())
-
-    @classmethod
-    def read(cls, file: Path) -> "StandingInvitation":
-        """Read an invitation.
-
-        Raises:
-            InvitationError: The file can't be read, isn't an invitation, or the invitation has
-                expired.
-
-        """
-        try:
-            found = cls.model_validate_json(file.read_bytes())
-        except OSError as error:
-            raise InvitationError(f"the invitation {file} can't be read: {error}") from error
-        except ValidationError as error:
-            problem = error.errors(include_input=False, include_url=False)[0]
-            where = ".".join(str(part) for part in problem["loc"])
-            raise InvitationError(
-                f"{file} is not an invitation that `chambers serve` has written "
-                f"({f'{where}: ' if where else ''}{problem['msg']}); ask for the file again"
-            ) from None
-        if found.expires <= datetime.now(UTC):
-            raise InvitationError(
-                f"the invitation {file} expired on {found.expires:%Y-%m-%d at %H:%M} UTC; ask the "
-                "coordinator for a new one"
-            )
-        return found

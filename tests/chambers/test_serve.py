@@ -16,10 +16,10 @@ import pytest
 
 from chambers import models
 from chambers.__main__ import parse
+from chambers.invitation_file import read_invitation
 from chambers.lane_model import explained
 from chambers.serving import find, serving
 from split.protocol.errors import LaneDeadlineError, LaneTimeoutError
-from split.protocol.standing_invitation import StandingInvitation
 from tests.chambers.conftest import refused, serve, told, wait_for, write_run
 from tests.split.lanes import Proxy
 
@@ -146,7 +146,7 @@ def test_a_cut_after_the_last_text_changes_nothing(run_folder, tmp_path):
 
 def test_what_is_said_of_time_names_no_setting_of_a_run(run_folder, tmp_path):
     with serving_here(tmp_path, run_folder) as (_, files):
-        invitation = StandingInvitation.read(files["alpha"])
+        invitation = read_invitation(files["alpha"])
     late = LaneTimeoutError("the block server sent nothing for 300 s (split.frame-timeout)")
     assert "127.0.0.1" in str(explained(late, invitation))
     assert "it has not answered in time; " in str(explained(late, invitation))

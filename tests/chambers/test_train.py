@@ -110,6 +110,10 @@ def programs(tmp_path, monkeypatch):
     signal.signal(signal.SIGTERM, handler)
 
 
+LOG = (
+    r"\e[92mINFO \e[0m:      Starting\n\e[91mERROR \e[0m:     Simulation raised an exception\n"
+    r"Traceback (most recent call last):\nMemoryError: no room\n2026-11-22 INFO [uvicorn] Ended\n"
+)
 LISTENING = f"{sys.executable} -m http.server --bind 127.0.0.1 ${{5#--port=}}"
 
 
@@ -129,6 +133,7 @@ def test_what_flower_can_t_do_is_said_in_words(capsys, programs, superlink, reas
 @pytest.mark.parametrize(
     ("status", "details", "exit_status", "last"),
     [
+        ("finished:failed", "", 1, "chambers train: MemoryError: no room\n"),
         (
             "finished:failed",
             "Simulation failed with exception: training can't start:\n  court: no rows",
@@ -144,7 +149,7 @@ def test_the_reason_of_a_failed_run_is_the_last_line(
     run = {"status": status, "status-details": details}
     (tmp_path / "runs.json").write_text(json.dumps({"runs": [run]}))
     flwr = f'test "$1" = run && echo Traceback, "$@" || cat {tmp_path / "runs.json"}'
-    programs(flower_superlink=LISTENING, flwr=flwr)
+    programs(flower_superlink=f"printf '{LOG}'\n{LISTENING}", flwr=flwr)
     assert main(["train", "--clients", "99"]) == exit_status
     shown = capfd.readouterr()
     assert shown.out.splitlines()[-1].startswith(f"run {status} after ")

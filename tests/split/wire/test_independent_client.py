@@ -326,7 +326,7 @@ def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning
     server, texts = ModelServer(body, ADAPTER, split, "run"), []
     try:
         made = server.invite("alpha", {"global": parts["body"]}, 60.0)
-        StandingInvitation(
+        standing = StandingInvitation(
             address=made.address,
             suite=made.suite,
             server_key=made.server_key,
@@ -343,7 +343,8 @@ def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning
             wire_dtype=split.wire_dtype,
             most_tokens=split.activation_budget,
             models={"global": ""},
-        ).write(tmp_path / "alpha.json")
+        )
+        (tmp_path / "alpha.json").write_text(standing.model_dump_json())
         read = handshake.Invitation.read(tmp_path / "alpha.json")
         for kind, invitation, settings in (
             (Client, made, {"do_sample": False, "eos_token_id": None}),
