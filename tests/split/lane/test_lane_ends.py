@@ -73,12 +73,10 @@ def test_the_reason_of_an_end_is_told(server):
 
 
 def test_what_a_server_fails_with_stays_at_the_server():
-    with serving() as server:
+    def fail(lane):
+        raise ValueError("very private")
 
-        def fail(lane):
-            raise ValueError("very private")
-
-        server.server._on_lane = fail
+    with serving(on_lane=fail) as server:
         client = server.client()
         error = ended(client, PeerError, "ValueError")
         assert "private" not in str(error)
@@ -86,14 +84,13 @@ def test_what_a_server_fails_with_stays_at_the_server():
 
 
 def test_a_server_that_stops_says_so():
-    with serving() as server:
-        opened = threading.Event()
+    opened = threading.Event()
 
-        def wait(lane):
-            opened.set()
-            lane.receive(SOON)
+    def wait(lane):
+        opened.set()
+        lane.receive(SOON)
 
-        server.server._on_lane = wait
+    with serving(on_lane=wait) as server:
         client = server.client()
         assert opened.wait(SOON)
         server.server.stop()

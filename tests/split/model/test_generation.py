@@ -21,6 +21,7 @@ from tests.split.clients import (
     send_texts,
     serving,
     split_settings,
+    tokens_taken,
 )
 from tests.split.conftest import ARCHITECTURES, draw_tokens, real_tokens, whole_model
 
@@ -193,12 +194,8 @@ def test_keys_and_values_are_freed(random_checkpoint):
     scene = Scene(random_checkpoint("Llama"))
     client = scene.client()
 
-    def settled(free) -> None:
-        server._compute.call(lambda: None)
-        assert (server._compute._free, bodies_kept()) == (
-            scene.split.activation_budget - free,
-            int(free > 0),
-        )
+    def settled(taken) -> None:
+        assert (tokens_taken(server, scene.split), bodies_kept()) == (taken, int(taken > 0))
 
     with scene.serving() as server:
         with scene.lane(server, client) as model:

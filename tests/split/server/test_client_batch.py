@@ -271,7 +271,7 @@ def test_a_client_that_hangs_is_left_behind(base, beginning):
 
         def receiving(timeout):
             frame = receive(timeout)
-            if model._step == 2 and frame.kind is Kind.HIDDEN:
+            if frame.kind is Kind.HIDDEN and frame.step == 2:
                 blocked.append(frame)
                 while True:
                     receive(60.0)

@@ -49,9 +49,9 @@ def train_until(stage: str, base: Path, split: SplitSettings, state: State, link
 
         def acting(*arguments, **named):
             result = act(*arguments, **named)
-            frame_kind = arguments[0] if how == "send" else result.kind
-            if model._step == _LAST_STEP and frame_kind is kind:
-                seen.append(frame_kind)
+            done = arguments[:2] if how == "send" else (result.kind, result.step)
+            if done == (kind, _LAST_STEP):
+                seen.append(done)
                 if len(seen) == 2:
                     link.send("here")
                     time.sleep(600)

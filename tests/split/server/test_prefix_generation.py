@@ -10,7 +10,7 @@ from split.model.exactness import check_exactness
 from split.model.key_values import KeyValues
 from split.model.partition import Partition
 from split.protocol.errors import LaneError
-from tests.split.clients import send_texts
+from tests.split.clients import send_texts, tokens_taken
 from tests.split.model.test_generation import GREEDY, NEW, SAMPLED, Scene, ends_of, generated
 from tests.split.model.test_prefixes import ARCHITECTURES, PREFIX
 
@@ -117,19 +117,15 @@ def test_prefixes_take_their_place_in_the_budget(random_checkpoint):
     scene = Scene(random_checkpoint("Llama"), "Llama", PREFIX)
     client = scene.client()
 
-    def kept() -> int:
-        server._compute.call(lambda: None)
-        return scene.split.activation_budget - server._compute._free
-
     with scene.serving(most_kept=MOST_KEPT) as server:
         with scene.lane(server, client) as model:
             for name, expected in (("global", MOST_KEPT), ("base", 3 * (11 + NEW))):
                 choose(scene, model, name)
                 send_texts(model, new_tokens=NEW)
                 model.lane.receive(30)
-                assert kept() == expected
+                assert tokens_taken(server, scene.split) == expected
         server.finish_lanes()
-        assert kept() == 0
+        assert tokens_taken(server, scene.split) == 0
     with scene.serving(most_kept=MOST_KEPT - 1) as server, scene.lane(server, client) as model:
         scene.choose(model)
         send_texts(model, new_tokens=NEW)

@@ -24,6 +24,7 @@ from tests.split.clients import (
     round_of,
     serving,
     split_settings,
+    tokens_taken,
     train_together,
     weighted_mean,
 )
@@ -122,14 +123,12 @@ def test_a_micro_batch_takes_its_prefixes_places_in_the_budget(base, schedule, l
             send(model, 2, 8, **counts)
             if longest == 2 * (8 + 5):
                 assert model.lane.receive(30).kind is Kind.HIDDEN
-                server._compute.call(lambda: None)
-                assert server._compute._free == split.activation_budget - 2 * (8 + 5)
+                assert tokens_taken(server, split) == 2 * (8 + 5)
             else:
                 with pytest.raises(LaneError, match="26 padded tokens came; 25 were agreed"):
                     model.lane.receive(30)
         server.finish_lanes()
-        server._compute.call(lambda: None)
-        assert server._compute._free == split.activation_budget
+        assert tokens_taken(server, split) == 0
 
 
 def test_credits_are_by_micro_batches_with_their_prefixes(base):
@@ -139,8 +138,9 @@ def test_credits_are_by_micro_batches_with_their_prefixes(base):
     with serving(base, random_prefix(base), split, PREFIX) as server:
         server.begin_round({"alpha": 9}, 0)
         with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
-            model.join(RoundPlan(3, 0, 3, 0), 2 * (8 + 5), time.monotonic() + 60)
-            assert model._credits == 2
+            fields = {"steps": 3, "first_step": 0, "total_steps": 3, "longest": 2 * (8 + 5)}
+            model.lane.send(Kind.JOIN, fields=fields)
+            assert model.lane.receive(30).fields == {"credits": 2}
 
 
 @pytest.mark.parametrize(("model_name", "refused"), [("base", False), ("global", True)])
