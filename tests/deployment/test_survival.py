@@ -14,7 +14,8 @@ import pytest
 
 from bench.deployment.deployment import CHECKOUT, COMPLETED
 from bench.deployment.hosts import Host, cut
-from bench.faults import newest_run, wait_for_end
+from bench.deployment.supervisor import supervised
+from bench.faults import newest_run, resume, wait_for_end
 from strategies.run_folder import METRICS, read_events
 from tests.deployment.conftest import explained, results
 
@@ -64,6 +65,19 @@ def test_an_institution_whose_supernode_is_killed_in_a_round_takes_part_in_a_lat
     reason = "its SuperNode is no longer connected"
     assert first["left_out"] == [{"client": "court", "reason": reason}]
     assert last["participants"] == ["consultation", "court"]
+
+
+def test_a_run_whose_serverapp_is_killed_has_failed_and_is_resumed(running):
+    before = newest_run(running)
+    settings = ROUNDS | {"strategy": "fedprox", "fedprox.mu": 0.1, "rounds": 2, "min-nodes": 2}
+    running.submit(settings)
+    wait_until(lambda: newest_run(running) != before and rounds(running))
+    with supervised(running, "ServerApp", 0.0):
+        assert wait_for_end(running) == "finished:failed: No heartbeat received from the task"
+    assert [event["round"] for event in rounds(running)] == [1]
+    assert resume(running, settings) == COMPLETED
+    assert [event["round"] for event in rounds(running)] == [1, 2]
+    assert all(event["participants"] == ["consultation", "court"] for event in rounds(running))
 
 
 def rounds(running) -> list[dict]:
