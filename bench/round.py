@@ -7,6 +7,7 @@ machine, and in one whose institutions have resident workers. Every process has 
 clients train at the same time, so there should be a core for each. The first round, in which
 processes start and workers load the model, doesn't count. A round lasts from its train messages to
 the average. In deployments it is divided by the times in the logs of SuperNodes and workers.
+They are on loopback with ``--insecure``: no proxy, no TLS, no node keys.
 """
 
 import argparse

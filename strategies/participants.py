@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from logging import INFO, WARNING
 
-from flwr.app import ArrayRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, Error, Message, MessageType, Metadata, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.superlink.grid import InMemoryGrid
@@ -90,23 +91,37 @@ def exchange(
 
     """
     sent = list(messages)
+    requests = [message.metadata for message in sent]
+    nodes = {request.dst_node_id for request in requests}
     end = time.monotonic() + timeout * turns(grid, len(sent))
     # Flower's grids give None for a message that could not be pushed.
-    waiting = [identifier for identifier in grid.push_messages(sent) if identifier]
+    pushed = zip(grid.push_messages(sent), requests, strict=False)
+    waiting = {identifier: request for identifier, request in pushed if identifier}
     sent.clear()
     while waiting:
         is_late = time.monotonic() >= end
-        for identifier in waiting.copy():
+        for identifier, request in list(waiting.items()):
             replies = list(grid.pull_messages([identifier]))
             if replies:
-                waiting.remove(identifier)
+                del waiting[identifier]
             while replies:
-                yield replies.pop()
+                yield _from_client(replies.pop(), request, nodes)
         if is_late:
             return
         on_poll()
         if waiting:
             time.sleep(_PULL_SECONDS[isinstance(grid, InMemoryGrid)])
+
+
+def _from_client(reply: Message, request: Metadata, nodes: Collection[int]) -> Message:
+    """Return a reply; an error that the SuperLink has sent in a client's place, as the client's."""
+    if not reply.has_error() or reply.metadata.src_node_id in nodes:
+        return reply
+    error = reply.error
+    if error.code == ErrorCode.NODE_UNAVAILABLE:
+        error = Error(error.code, "its SuperNode is no longer connected")
+    asked = Message(RecordDict(), request.dst_node_id, request.message_type)
+    return Message(error, reply_to=asked)
 
 
 def turns(grid: Grid, clients: int) -> int:

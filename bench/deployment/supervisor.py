@@ -13,7 +13,8 @@ import psutil
 from bench.deployment.deployment import Deployment
 from bench.deployment.program import DeploymentError, Program
 
-RESTART_SECONDS = 15.0  # as in docker/systemd
+# Soon, and often enough for a SuperNode, which is refused for up to 60 s.
+RESTART_SECONDS = 15.0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
 
 from bench.deployment.compose import read_services
 
@@ -71,6 +72,11 @@ def test_units_run_the_programs_of_the_containers(name):
     assert given.items() <= container.view.environment.items()
     written = {path for key, path in directives if key == "ReadWritePaths"}
     assert written == set(container.view.mounts) - container.view.read_only
+
+
+def test_a_killed_supernode_returns_after_the_superlink_has_noticed():
+    unit = dict(read_unit("chambers-supernode"))
+    assert int(unit["RestartSec"]) > HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")

@@ -20,6 +20,7 @@ from tests.deployment.conftest import results
 pytestmark = pytest.mark.slow
 STRANGER = Path(__file__).with_name("stranger.py")
 SHORT = {"rounds": 1, "train.local-steps": 1, "train.batch-size": 2, "train.accumulation": 1}
+# Those of fedjudge-base, fedprox and fl-glm's serial schedule are in test_survival.py.
 RUNS = {
     "fedjudge-cl": {"strategy": "fedjudge-cl", "rounds": 2},
     "hierarchical": {"strategy": "fl-glm", "split.schedule": "hierarchical"},

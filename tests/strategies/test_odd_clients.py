@@ -6,7 +6,16 @@ import re
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.common.constant import ErrorCode
 
 from bench.in_process import MemoryJournal
 from strategies.messages import ARRAYS, METRICS, SIZE
@@ -195,6 +204,22 @@ def test_a_client_that_vanishes_is_named(values, tmp_path):
     rounds = [e for e in journal.events if e["event"] == "round"]
     assert [e["participants"] for e in rounds] == [["alpha", "beta", "gamma"], ["alpha", "gamma"]]
     assert rounds[1]["left_out"] == [{"client": "beta", "reason": "its SuperNode is not connected"}]
+
+
+def test_a_client_whose_supernode_is_lost_is_named(values, tmp_path):
+    """The SuperLink answers in its own name for a SuperNode that it no longer hears of."""
+
+    def lose(reply):
+        asked = Message(RecordDict(), 10**9, reply.metadata.message_type)
+        return Message(Error(ErrorCode.NODE_UNAVAILABLE, "no heartbeat"), reply_to=asked)
+
+    own = values | {"state-path": str(tmp_path), "rounds": 1, "min-nodes": 2}
+    journal = MemoryJournal()
+    start(own, SpyingGrid(own, spoil("beta", lose)), journal)
+    (event,) = (event for event in journal.events if event["event"] == "round")
+    assert event["participants"] == ["alpha", "gamma"]
+    reason = "its SuperNode is no longer connected"
+    assert event["left_out"] == [{"client": "beta", "reason": reason}]
 
 
 def test_one_who_joins_later_is_asked_first_and_a_silent_one_only_once(values, tmp_path):

@@ -5,6 +5,8 @@ import shutil
 import socket
 import sqlite3
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -20,6 +22,8 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 
+from bench.deployment.compose import read_services
+from bench.deployment.deployment import CHECKOUT
 from chambers.__main__ import main
 from chambers.site.authority import open_authority
 from finetuning.model.base_model import locate
@@ -319,7 +323,12 @@ def test_worker(capsys, site, tmp_path):
     assert "worker: none" in at_institution(capsys, site, 1)
     output = at_institution(capsys, site, 1, node_config=node)
     assert f"fix  the worker at {own / 'worker.sock'} is not running (No such file" in output
+    variables = {"COORDINATOR": "", "INSTITUTION": "court", "WORKER": str(own / "worker.sock")}
+    services = read_services(CHECKOUT / "docker" / "institution.yml", variables)
+    healthy = [sys.executable, *services["worker"].health[1:]]
+    assert subprocess.run(healthy, check=False, stderr=subprocess.DEVNULL).returncode != 0
     with running_worker(own) as worker:
+        subprocess.run(healthy, check=True)
         output = at_institution(capsys, site, 1, node_config=node)
         assert f"ok   the worker at {own / 'worker.sock'} is running" in output
         wait_for(lambda: "a caller has gone" in worker.log.read_text(), 60)
