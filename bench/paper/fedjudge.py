@@ -10,7 +10,7 @@ from bench.markdown import escaped, shortened, table
 from bench.paper.artefact import Artefact
 from bench.paper.cells import LegalCell, LegalMethod, Result, Results, SheetsCell
 from bench.paper.curves import Panel, curves
-from bench.paper.legal import ASKED, CLIENTS, METRICS, MODELS
+from bench.paper.legal import ASKED, CLIENTS, COUNTED, METRICS, MODELS
 from bench.paper.published import published
 from bench.paper.sizes import Size
 from bench.paper.tables import Document, Table, Value
@@ -60,7 +60,11 @@ def _tables(size: Size, results: Results) -> Document:
         )
         for client in CLIENTS
     ]
-    notes = [_about_training(size), *_about_penalty(size, found["fedjudge-cl"])]
+    notes = [
+        _about_training(size),
+        _about_rows(size, next(own[0] for own in found.values() if own)),
+        *_about_penalty(size, found["fedjudge-cl"]),
+    ]
     difference = _difference(found["fedjudge-cl"], found["fedjudge-base"])
     return Document(tables=tables, text="".join(f"{note}\n\n" for note in [*notes, *difference]))
 
@@ -83,16 +87,31 @@ def _about_training(size: Size) -> str:
     """Return what the tables compare."""
     own = size.fedjudge
     steps = f"{own.local_steps} steps" if own.local_steps else "an epoch"
-    rows = f"its first {own.rows} training rows" if own.rows else "its training rows"
-    asked = f"the first {own.questions}" if own.questions else "all"
     encoder = f"{own.encoder}, layer {own.encoder_layer}" if own.encoder else "not run"
     return (
-        f"{size.models.chinese} in place of Baichuan-7B. A client has {rows} and trains {steps} of "
+        f"{size.models.chinese} in place of Baichuan-7B. A client trains {steps} of "
         f"{own.batch_size * own.accumulation} rows in each of {own.rounds} rounds; Center, which "
         f"has the rows of all clients, takes {len(CLIENTS)} times as many steps. Every model "
-        f"answers {asked} held-out rows of each client in at most {own.new_tokens} tokens. "
+        f"answers the same questions in at most {own.new_tokens} tokens. "
         f"BERTScore: {encoder}, not rescaled; the paper doesn't name its encoder."
     )
+
+
+def _about_rows(size: Size, result: Result) -> str:
+    """Return how many rows were used, and how many were left out because they don't fit."""
+    own, rows = size.fedjudge, []
+    for client, counts in result["rows"].items():
+        shown = (
+            f"{used} ({fitting} of {there} fit)"
+            for there, fitting, used in (counts[name] for name in COUNTED)
+        )
+        rows.append((client, *shown))
+    about = (
+        f"Rows of more than {own.max_length} tokens are neither trained on nor measured by their "
+        f"loss, questions of more than {own.prompt_length} are not answered, and none is shortened:"
+    )
+    heads = ("", "trained on", "answered", "measured by their loss")
+    return "\n".join([f"{about}\n", *table(heads, rows)])
 
 
 def _about_penalty(size: Size, found: Sequence[Result]) -> list[str]:

@@ -27,6 +27,8 @@ ASKED: Mapping[str, str] = {
     "甲把自行车借给乙使用一周。第三天，乙谎称车是自己的，以市价卖给不知情的丙，并交付给了丙。"
     "丙是否取得自行车的所有权？",
 }
+# Kinds of a client's rows, as they are counted: trained on, answered, measured by their loss.
+COUNTED = ("training rows", "prompts", "held-out rows")
 METRICS: Mapping[str, str] = {
     "R-1": "rouge1",
     "R-2": "rouge2",

@@ -5,18 +5,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from bench.paper.legal import CLIENTS
+from bench.paper.legal_data import legal_rows
 from bench.paper.sizes import FedJudge
 from bench.paper.sources import SourceError, Sources
 from client_app.kept import keep_one
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
-from finetuning.data.rows import read_rows
-from finetuning.data.tokenization import Example, tokenize
 from finetuning.evaluation.bertscore import Encoder, EncoderError, bertscore
 from finetuning.evaluation.generation import GREEDY, continue_prompts
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.evaluation.scoring import score
-from finetuning.model.base_model import BaseModelError, load_base_model
+from finetuning.model.base_model import BaseModelError, load_base_model, locate
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.tasks.scoring import Prepared, answer
@@ -30,7 +29,7 @@ class LegalScoring:
 
     Args:
         model: The base model, as ``model.name``.
-        settings: Number of rows, length of answers, encoder, and the adapters' form.
+        settings: Numbers of rows, lengths of prompts and answers, encoder, and the adapters' form.
         sources: Where the rows and the encoder are.
 
     """
@@ -42,7 +41,10 @@ class LegalScoring:
             ModelSettings(name=model, dtype=settings.dtype),
             AdapterSettings(rank=settings.rank, alpha=settings.alpha, targets=settings.targets),
         )
-        self._examples = {client: self._read(client, sources) for client in CLIENTS}
+        directory = locate(model)
+        self._held_out = {
+            client: legal_rows(sources.parts(client), directory, settings) for client in CLIENTS
+        }
 
     @contextmanager
     def using(self, state: State | None) -> Iterator[None]:
@@ -71,26 +73,24 @@ class LegalScoring:
         )
         texts = iter(answered.texts)
         return {
-            client: self._score(
-                self._examples[client], [next(texts) for _ in self._examples[client]]
-            )
+            client: self._score(client, [next(texts) for _ in self._held_out[client].prompts])
             for client in clients
         }
 
     def _prepared(self, clients: Sequence[str]) -> Prepared:
-        examples = [example for client in clients for example in self._examples[client]]
-        prompts = [example.tokens[: example.prompt_length] for example in examples]
+        prompts = [p.tokens for client in clients for p in self._held_out[client].prompts]
         # The clients' tasks differ in nothing but their rows.
         return Prepared(TASKS[clients[0]], questions=[], candidates=[], prompts=prompts)
 
-    def _score(self, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, float]:
+    def _score(self, client: str, texts: Sequence[str]) -> dict[str, float]:
+        held_out = self._held_out[client]
         loss = held_out_loss(
             model=self._model,
-            examples=examples,
+            examples=held_out.examples,
             padding=self._tokenizer.pad_token_id,
             batch_size=self._settings.batch_size,
         )
-        references = [example.reference for example in examples]
+        references = [prompt.reference for prompt in held_out.prompts]
         scores = {"loss": loss.loss, **score(texts, references)}
         if self._encoder is not None:
             scores["bertscore"] = bertscore(texts, references, self._encoder)
@@ -105,11 +105,6 @@ class LegalScoring:
             max_new=self._settings.new_tokens,
             settings=GREEDY,
         )
-
-    def _read(self, client: str, sources: Sources) -> list[Example]:
-        _, held_out = sources.parts(client)
-        rows = read_rows(held_out)[: self._settings.questions or None]
-        return tokenize(rows, self._tokenizer, self._settings.max_length)[0]
 
 
 def encoder_digest(settings: FedJudge, sources: Sources) -> str:

@@ -13,11 +13,13 @@ from flwr.common.config import flatten_dict
 from bench.in_process import MemoryJournal, run_in_process
 from bench.paper.cells import LegalCell, Result
 from bench.paper.legal import ASKED, CENTER_CLIENTS, CLIENTS, MODELS
+from bench.paper.legal_data import legal_rows
 from bench.paper.legal_scoring import LegalScoring, encoder_digest
 from bench.paper.sizes import FedJudge, Size
 from bench.paper.sources import Sources
 from finetuning.adapters.adapter import State
 from finetuning.data.rows import read_rows
+from finetuning.model.base_model import locate
 
 _PRESETS = Path(__file__).parents[2] / "presets" / "baselines"
 _WEEK = 7 * 24 * 3600.0
@@ -59,16 +61,26 @@ def measure(cell: LegalCell, size: Size, sources: Sources) -> Result:
     """Train a method, and score its models on the held-out rows of all clients.
 
     Returns:
-        ``scores`` by model and client; ``answers`` by model and client to the question of `ASKED`;
+        ``scores`` by model and client; ``rows`` by client, its `LegalRows.counts`;
+        ``answers`` by model and client to the question of `ASKED`;
         of strategies also ``rounds`` by client, the scores of its personalised model on its own
         rows after each round, and ``penalty_share``.
 
     """
     names, settings = MODELS[cell.method], size.fedjudge
+    directory = locate(sources.model(cell.model))
     with TemporaryDirectory() as folder:
         trained = _train(cell, settings, sources, Path(folder))
     scoring = LegalScoring(sources.model(cell.model), settings, sources)
-    result: Result = {"scores": {}, "answers": {}, "penalty_share": trained.penalty_share}
+    result: Result = {
+        "scores": {},
+        "answers": {},
+        "penalty_share": trained.penalty_share,
+        "rows": {
+            client: legal_rows(sources.parts(client), directory, settings).counts
+            for client in CLIENTS
+        },
+    }
     for name, state in zip(names, trained.last, strict=True):
         with scoring.using(state):
             result["scores"][name] = scoring.scores(CLIENTS)
@@ -89,7 +101,7 @@ def _train(cell: LegalCell, settings: FedJudge, sources: Sources, folder: Path) 
     if cell.method == "bare":
         return Trained([None], [], None)
     values = _run_config(cell, settings, sources.model(cell.model))
-    values["data.path"] = str(_write_clients(folder / "data", settings.rows, sources))
+    values["data.path"] = str(_write_clients(folder / "data", cell.model, settings, sources))
     clients = 1 if "data.pool" in values else len(CLIENTS)
     journal = run_in_process(values, folder / "state", clients)
     final = journal.adapters[settings.rounds]
@@ -132,15 +144,17 @@ def _run_config(cell: LegalCell, settings: FedJudge, model: str) -> dict[str, An
     }
 
 
-def _write_clients(folder: Path, most: int, sources: Sources) -> Path:
-    """Write a folder for each client, with its first training rows.
+def _write_clients(folder: Path, model: str, settings: FedJudge, sources: Sources) -> Path:
+    """Write a folder for each client, with its first training rows that fit.
 
     Models are scored here and not by the run, which therefore has one held-out row.
     """
+    directory = locate(sources.model(model))
     for client in CLIENTS:
-        train, test = (read_rows(file) for file in sources.parts(client))
+        parts = sources.parts(client)
+        train, test = legal_rows(parts, directory, settings).train, read_rows(parts[1])[:1]
         (folder / client).mkdir(parents=True)
-        for name, rows in (("train", train[: most or None]), ("test", test[:1])):
+        for name, rows in (("train", train), ("test", test)):
             lines = (json.dumps({"messages": row.messages}) for row in rows)
             (folder / client / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return folder

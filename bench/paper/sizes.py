@@ -121,14 +121,15 @@ class FedJudge(Section):
 
     Attributes:
         dtype: ``model.dtype``.
-        rows: Training rows of each client at most; 0 for all.
+        rows: Training rows of each client at most; 0 for all that fit.
         rounds: Communication rounds; centralised training has as many. No penalty applies in the
             first.
         local_steps: Optimizer steps of a client in a round; 0 for an epoch. Center, which has the
             rows of three clients, takes three times as many.
         batch_size: ``train.batch-size``.
         accumulation: ``train.accumulation``.
-        max_length: ``data.max-length``; inputs of longer rows lose their end.
+        max_length: ``data.max-length``; longer rows are neither trained on nor measured.
+        prompt_length: Most tokens of a question that is answered; longer ones are left out.
         learning_rate: ``train.learning-rate``.
         max_gradient_norm: ``train.max-gradient-norm``.
         rank: ``adapter.rank``.
@@ -136,8 +137,8 @@ class FedJudge(Section):
         targets: ``adapter.targets``.
         weight: λ of FedJudge-CL.
         importance_examples: ``continual.importance-examples``.
-        questions: Held-out rows of each client that are answered and whose loss is measured; 0 for
-            all.
+        questions: Held-out rows of each client that are answered, and at most as many whose loss is
+            measured; 0 for all that fit.
         new_tokens: Longest answer, in tokens.
         encoder: BERTScore's encoder, by its Hugging Face id; empty for no BERTScore.
         encoder_layer: The layer that it compares.
@@ -151,6 +152,7 @@ class FedJudge(Section):
     batch_size: PositiveInt
     accumulation: PositiveInt
     max_length: PositiveInt
+    prompt_length: PositiveInt
     learning_rate: PositiveFloat
     max_gradient_norm: NonNegativeFloat
     rank: PositiveInt

@@ -1,8 +1,10 @@
 """FedJudge's tables in ``bench.paper``: its methods are real runs, scored on all clients' rows."""
 
+import json
 import sys
 
 import pytest
+import torch
 
 from bench.in_process import run_in_process
 from bench.paper.__main__ import main
@@ -10,11 +12,12 @@ from bench.paper.cells import LegalCell, Results, SheetsCell, described
 from bench.paper.fedjudge import ARTEFACTS, cells_of
 from bench.paper.filled_sheets import settings_of as settings_of_sheets
 from bench.paper.legal import ASKED, CLIENTS, METRICS, MODELS
+from bench.paper.legal_data import legal_rows
 from bench.paper.measuring import measure, settings_of
 from bench.paper.sizes import read_size
 from bench.paper.sources import SourceError, Sources
 from chambers.sheet.blinding import CRITERIA, Key, KeyRow
-from tests.conftest import write_rows
+from tests.conftest import WORDS, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,8 @@ def sources(tmp_path_factory, checkpoint):
 def size():
     """The small size, with less of everything."""
     small = read_size("small")
-    changes = {"rows": 8, "rounds": 2, "local_steps": 2, "max_length": 64, "questions": 3}
+    changes = {"rows": 8, "rounds": 2, "local_steps": 2, "max_length": 128, "questions": 3}
+    changes |= {"prompt_length": 128}
     changes |= {"new_tokens": 4, "encoder": "", "weight": 0.5, "importance_examples": 4}
     own = small.fedjudge.model_copy(update=changes)
     return small.model_copy(update={"fedjudge": own, "seeds": 1})
@@ -148,3 +152,31 @@ def test_filled_sheets_become_table_5(size, tmp_path):
     sheet.write_text("\n".join(lines[:-1]))
     with pytest.raises(SourceError, match="is missing"):
         settings_of_sheets(sources)
+
+
+def test_rows_that_do_not_fit_are_left_out_and_none_is_shortened(size, checkpoint, tmp_path):
+    def rows(longest_answer):
+        """Return three rows: a short one, one with a long answer, and one with a long question."""
+        lengths = ((2, 2), (2, longest_answer), (150, 2))
+        return [
+            {"instruction": f"{WORDS[i]} " * asked, "output": f"{WORDS[-1 - i]} " * told}
+            for i, (asked, told) in enumerate(lengths)
+        ]
+
+    found = []
+    for longest_answer in (3, 150):
+        for name in ("train", "test"):
+            lines = (json.dumps(row) for row in rows(longest_answer))
+            (tmp_path / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        parts = (tmp_path / "train.jsonl", tmp_path / "test.jsonl")
+        found.append(legal_rows(parts, checkpoint, size.fedjudge))
+    brief, long = found
+    assert [prompt.row for prompt in brief.prompts] == [0, 1]
+    for one, other in zip(brief.prompts, long.prompts, strict=True):
+        assert torch.equal(one.tokens, other.tokens), "an answer has no influence on its prompt"
+    assert [len(own.train) for own in found] == [len(own.examples) for own in found] == [2, 1]
+    assert long.counts == {
+        "training rows": (3, 1, 1),
+        "prompts": (3, 2, 2),
+        "held-out rows": (3, 1, 1),
+    }

@@ -10,7 +10,7 @@ import pytest
 from bench.paper.artefacts import ARTEFACTS
 from bench.paper.cells import LIBRARIES, SheetsCell, described
 from bench.paper.fedjudge import cells_of
-from bench.paper.legal import ASKED, CLIENTS, METRICS, MODELS
+from bench.paper.legal import ASKED, CLIENTS, COUNTED, METRICS, MODELS
 from bench.paper.report import DOCUMENT, read_record, reproduction, write_record
 from bench.paper.sizes import read_size
 from bench.paper.tables import NOT_RUN
@@ -59,6 +59,8 @@ def legal_records(methods, shift=0.0):
                 for model in MODELS[method]
             }
             result = {"scores": scores, "answers": answers, "penalty_share": None}
+            counts = dict.fromkeys(COUNTED, (400, 110, 8))
+            result["rows"] = dict.fromkeys(CLIENTS, counts)
             if method.startswith("fedjudge"):
                 result["penalty_share"] = 0.05
                 result["rounds"] = {
@@ -81,6 +83,7 @@ def test_it_shows_what_is_there(tmp_path, count):
         (line,) = [line for line in table.splitlines() if line.startswith(f"| {model} |")]
         assert line.count("·") == len(METRICS), "the paper's figures are beside all of its own"
         assert "not run" not in line
+    assert text.count("8 (110 of 400 fit)") == (9 if count else 0)
     assert (NOT_RUN in text.partition("## Medium")[0]) == (0 < count < 6)
     assert ("fedjudge-figure3.svg" in text) == (len(pictures) > 0) == (count > 5)
     if count:
