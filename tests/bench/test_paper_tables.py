@@ -27,16 +27,23 @@ def test_own_figures_have_their_spread_and_the_papers_beside_them():
 
 
 def test_what_was_not_run_says_so_with_its_reason():
-    assert table([]).markdown() == "**Accuracy**\n\nNot run yet.\n"
+    own = Table("Accuracy", ("", "CB"), [(("split",), (Value(published=Decimal("80.0")),))])
+    assert own.markdown() == "**Accuracy**\n\nNot run yet.\n"
+    missing = "Not run: split, 2 clients: there is no data."
     partly = table([70.0], reason="there is no data").markdown()
     assert "| split | 2 clients | 70.0 · *80.0* | not run |" in partly
-    assert "Not run: split, 2 clients: there is no data." in partly
-    assert (
-        "Not run: split, 2 clients: there is no data."
-        in table([], reason="there is no data").markdown()
-    )
+    assert missing in partly
     assert "no data" not in table([70.0], [60.0], reason="there is no data").markdown()
     assert Document().markdown() == "Not run yet.\n"
+
+
+def test_the_papers_figures_stand_where_nothing_was_run():
+    literature = table([]).markdown()
+    assert "| T5 | large | *85.7* | – |" in literature
+    assert "| split | 2 clients | not run · *80.0* | not run |" in literature
+    reason = Value(published=Decimal("4.1"), reason="there are no sheets")
+    text = Table("Means", ("", "fluency"), [(("CL-Client2",), (reason,))]).markdown()
+    assert "| CL-Client2 | not run · *4.1* |" in text and "Not run: there are no sheets." in text
 
 
 def test_csv_has_a_line_for_each_figure(tmp_path):
