@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -65,6 +66,7 @@ class TimedTraining(Section):
 
     Attributes:
         model: Name of the model.
+        adapter: Kind of adapter.
         rows: Rows that are trained on, by all clients together.
         max_length: Tokens of a row; longer ones are cut.
         repetitions: Number of measurements.
@@ -74,6 +76,7 @@ class TimedTraining(Section):
     """
 
     model: str
+    adapter: Literal["lora", "prefix"]
     rows: PositiveInt
     max_length: PositiveInt
     repetitions: PositiveInt

@@ -5,7 +5,11 @@ from decimal import Decimal
 
 import pytest
 
+from bench.paper import fl_glm_cells
+from bench.paper.cells import Results, described
+from bench.paper.fl_glm_values import losses_lowered
 from bench.paper.published import published
+from bench.paper.sizes import read_size
 from bench.paper.tables import Document, Table, Value, write_document
 
 
@@ -83,3 +87,16 @@ def test_published_figures_are_found_by_row_and_column():
     assert str(published("fedjudge-table2").figure("FedJudge-CL", "court R-L")) == "59.10"
     with pytest.raises(KeyError):
         published("fl-glm-table8").figure("WSC, 100", "parallel")
+
+
+def test_losses_that_training_has_not_lowered_are_named():
+    size, model = read_size("small"), "HuggingFaceTB/SmolLM2-135M-Instruct"
+    trained = fl_glm_cells.split(size, "rte")
+    records = [(fl_glm_cells.bare("rte", model), 2.0), (trained[0], 1.5), (trained[1], 2.5)]
+    results = Results({"cell": described(cell), "result": {"loss": loss}} for cell, loss in records)
+    (sentence,) = losses_lowered(results, trained)
+    assert "lower than the bare model's in 1 of 2 cells" in sentence
+    assert sentence.endswith("it is not in: RTE, serial, period 2, seed 1.")
+    (sentence,) = losses_lowered(results, trained[:1])
+    assert sentence.endswith("in 1 of 1 cells.")
+    assert losses_lowered(results, trained[2:]) == []
