@@ -1,0 +1,18 @@
+"""Confidence intervals of means."""
+
+from collections.abc import Sequence
+from statistics import stdev
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return half of the 95 % confidence interval of a mean, by Student's t.
+
+    Raises:
+        ValueError: There are fewer than two values.
+
+    """
+    if len(values) < 2:
+        raise ValueError("an interval needs at least two values")
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
