@@ -84,6 +84,21 @@ class TimedTraining(Section):
     hierarchical: tuple[int, ...]
 
 
+class DecoderAttack(Section):
+    """What table 4 of FL-GLM measures; the rest is as in ``bench.attack``.
+
+    Attributes:
+        texts: Texts of the colluding client that a decoder is trained on.
+        longest: Most tokens of a text that are attacked.
+        decoded: Texts that a decoder reads.
+
+    """
+
+    texts: PositiveInt
+    longest: PositiveInt
+    decoded: PositiveInt
+
+
 class FLGLM(Section):
     """Settings of FL-GLM's tables and figures.
 
@@ -101,6 +116,7 @@ class FLGLM(Section):
         prefix: P-tuning v2.
         lora: LoRA.
         time: Table 3.
+        attack: Table 4.
 
     """
 
@@ -117,6 +133,7 @@ class FLGLM(Section):
     prefix: AdapterTraining
     lora: AdapterTraining
     time: TimedTraining
+    attack: DecoderAttack
 
 
 class FedJudge(Section):
