@@ -1,5 +1,6 @@
 """Confidence intervals of means."""
 
+import math
 from collections.abc import Sequence
 from statistics import stdev
 
@@ -15,4 +16,5 @@ def half_width(values: Sequence[float]) -> float:
         raise ValueError("an interval needs at least two values")
     from scipy.stats import t
 
-    return float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
+    quantile = float(t.ppf(0.975, len(values) - 1))
+    return quantile * stdev(values) / math.sqrt(len(values))
