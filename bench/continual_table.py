@@ -6,6 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from finetuning.evaluation.intervals import half_width
+
 _HEADINGS = (
     *("importance", "share wanted", "λ", "share measured", "s"),
     *("held-out loss, global", "− FedJudge-Base [95 %]"),
@@ -48,11 +50,7 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
     """
     if len(differences) < 2:
         raise ValueError("an interval needs at least two pairs")
-    from scipy.stats import t
-
-    mean = statistics.mean(differences)
-    error = statistics.stdev(differences) / len(differences) ** 0.5
-    half = float(t.ppf(0.975, len(differences) - 1)) * error
+    mean, half = statistics.mean(differences), half_width(differences)
     return mean, mean - half, mean + half
 
 

@@ -9,13 +9,14 @@ from bench.attack import cells as attack
 from bench.attack.measuring import Attacked
 from bench.attack.texts import texts_in
 from bench.paper.cells import AttackCell, Result
+from bench.paper.sizes import Size
 from bench.paper.sources import Sources
 from finetuning.model.base_model import load_tokenizer, locate
 
 _TASK = "boolq"
 
 
-def settings_of(cell: AttackCell, sources: Sources) -> dict[str, Any]:
+def settings_of(cell: AttackCell, size: Size, sources: Sources) -> dict[str, Any]:
     """Return everything that a cell's result depends on.
 
     Raises:
@@ -25,15 +26,15 @@ def settings_of(cell: AttackCell, sources: Sources) -> dict[str, Any]:
     return {
         "data": sources.data_digest(_TASK),
         "model": sources.model_digest(cell.model),
-        "attack": asdict(attack.Sizes()),
+        "attack": asdict(_sizes(size)),
     }
 
 
-def measure(cell: AttackCell, sources: Sources) -> Result:
+def measure(cell: AttackCell, size: Size, sources: Sources) -> Result:
     """Return ROUGE, BLEU-4 and the share of tokens that a decoder reads, within 0..1."""
     folder = sources.parts(_TASK)[0].parent
     return dict(
-        _attacked(locate(sources.model(cell.model)), folder).measure(
+        _attacked(locate(sources.model(cell.model)), folder, _sizes(size)).measure(
             attack.Cell(
                 data=folder.name,
                 attack=cell.decoder,
@@ -44,7 +45,11 @@ def measure(cell: AttackCell, sources: Sources) -> Result:
     )
 
 
+def _sizes(size: Size) -> attack.Sizes:
+    own = size.fl_glm.attack
+    return attack.Sizes(texts=own.texts, longest=own.longest, decoded=own.decoded)
+
+
 @functools.lru_cache(maxsize=1)
-def _attacked(directory: Path, folder: Path) -> Attacked:
-    sizes = attack.Sizes()
+def _attacked(directory: Path, folder: Path, sizes: attack.Sizes) -> Attacked:
     return Attacked(directory, texts_in(folder, load_tokenizer(directory), sizes.texts), sizes)

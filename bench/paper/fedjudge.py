@@ -30,7 +30,7 @@ _MOST_CHARACTERS = 400  # of an answer in a figure
 
 def cells_of(size: Size, method: LegalMethod) -> list[LegalCell]:
     """Return a method's cells, one for each seed; the bare model has no seed."""
-    cell = LegalCell(size.models.chinese, method)
+    cell = LegalCell(size.models.legal, method)
     return [replace(cell, seed=seed) for seed in range(1 if method == "bare" else size.seeds)]
 
 
@@ -89,12 +89,18 @@ def _about_training(size: Size) -> str:
     steps = f"{own.local_steps} steps" if own.local_steps else "an epoch"
     encoder = f"{own.encoder}, layer {own.encoder_layer}" if own.encoder else "not run"
     return (
-        f"{size.models.chinese} in place of Baichuan-7B. A client trains {steps} of "
+        f"{_model(size)}. A client trains {steps} of "
         f"{own.batch_size * own.accumulation} rows in each of {own.rounds} rounds; Center, which "
         f"has the rows of all clients, takes {len(CLIENTS)} times as many steps. Every model "
         f"answers the same questions in at most {own.new_tokens} tokens. "
         f"BERTScore: {encoder}, not rescaled; the paper doesn't name its encoder."
     )
+
+
+def _model(size: Size) -> str:
+    """Return the base model in words."""
+    name = size.models.legal
+    return name if name.endswith("/Baichuan-7B") else f"{name} in place of Baichuan-7B"
 
 
 def _about_rows(size: Size, result: Result) -> str:

@@ -8,13 +8,16 @@ from bench.paper.cells import Results, TaskCell, TimeCell
 from bench.paper.fl_glm_comparisons import table1, table2, table5, table6
 from bench.paper.fl_glm_figures import figure5, figures6to8
 from bench.paper.fl_glm_values import (
+    ADAPTERS,
     BARE,
     LOSS_NOTE,
     MAIN,
     MAJORITY,
     NAMES,
     ROUGE,
+    base_model,
     loss,
+    losses_lowered,
     metrics,
     percent,
     with_clients,
@@ -45,7 +48,10 @@ def table3(size: Size, results: Results) -> Document:
         ratio = round(mean / base_of_paper, 2) if mean and base_of_paper else None
         values = [Value(own, mean, published_deviation=deviation), Value(ratios, ratio)]
         rows.append(([row], values))
+    adapter = size.fl_glm.time.adapter
+    place = "" if adapter == "prefix" else ", where the paper has P-tuning v2"
     notes = [
+        f"Model: {_timed_model(size)}. Adapter: {ADAPTERS[adapter]}{place}.",
         f"Each run trains two rounds on {size.fl_glm.time.rows} rows of ReCoRD with batch size 1; "
         f"the second round is timed, in {count} repetitions.",
         "Without a GPU all parties share one core: the table shows the schedules' computational "
@@ -54,6 +60,11 @@ def table3(size: Size, results: Results) -> Document:
     ]
     columns = ["", "seconds", "÷ centralised"]
     return Document([Table("Duration of training", columns, rows, notes, digits=2)])
+
+
+def _timed_model(size: Size) -> str:
+    name = size.fl_glm.time.model
+    return "`tiny`, the demonstration's model of a million weights" if name == "tiny" else name
 
 
 def table4(size: Size, results: Results) -> Document:
@@ -69,6 +80,7 @@ def table4(size: Size, results: Results) -> Document:
         ]
         rows.append(([row], values))
     notes = [
+        base_model(size.models.english),
         "The decoders of `python -m bench.attack`, on BoolQ. [`attack.md`](attack.md) has more "
         "head blocks, other attacks and defences.",
     ]
@@ -79,9 +91,10 @@ def table4(size: Size, results: Results) -> Document:
 def table8(size: Size, results: Results) -> Document:
     """Return scores by averaging period and schedule, and the held-out losses."""
     own, labels = size.fl_glm, ["task", "period"]
-    how = f"{with_clients(size)}, {'LoRA' if own.period_adapter == 'lora' else 'P-tuning v2'}"
+    how = f"{with_clients(size)}, {ADAPTERS[own.period_adapter]}"
     periods = " and ".join(str(period) for period in sorted(own.periods))
     notes = [
+        base_model(size.models.english),
         f"Periods are in steps of a client: {periods} stand for the paper's "
         f"{' and '.join(map(str, _PERIODS))}. MultiRC: F1a; others: accuracy.",
         published("fl-glm-table8").note,
@@ -92,6 +105,12 @@ def table8(size: Size, results: Results) -> Document:
         [_scores_of_period(size, results, *row) for row in _rows_of_periods(size)],
         notes,
     )
+    trained = [
+        cell
+        for task, period, _ in _rows_of_periods(size)
+        for method in cells.SCHEDULES
+        for cell in cells.split(size, task, method, period=period)
+    ]
     losses = Table(
         f"Held-out loss by averaging period, {how}",
         [*labels, BARE, *cells.SCHEDULES],
@@ -99,7 +118,7 @@ def table8(size: Size, results: Results) -> Document:
             _losses_of_period(size, results, task, period)
             for task, period, _ in _rows_of_periods(size)
         ],
-        [LOSS_NOTE],
+        [LOSS_NOTE, *losses_lowered(results, trained)],
         digits=3,
     )
     return Document([scores, losses])

@@ -10,7 +10,9 @@ from bench.paper.fl_glm_values import (
     MAJORITY,
     NAMES,
     ROUGE,
+    base_model,
     loss,
+    losses_lowered,
     metrics,
     percent,
     with_clients,
@@ -31,6 +33,7 @@ _METRICS: Mapping[str, Mapping[str, str]] = {
     "record": {"F1": "f1", "accuracy": "em"},
 }
 _CENTRALISED, _SPLIT = "centralised", "FL-GLM, serial"
+_CHINESE = "Llama2-Chinese-7B-Chat"
 _SUMMARIES = {"cnn-dailymail": "CNN/DailyMail", "xsum": "XSum"}
 
 
@@ -51,7 +54,11 @@ def table1(size: Size, results: Results) -> Document:
         ),
     ]
     title = f"SuperGLUE's validation parts, {with_clients(size)}, P-tuning v2"
-    notes = ["The paper's figures of the last rows are those of ChatGLM-6B.", paper.note]
+    notes = [
+        base_model(size.models.english),
+        "The paper's figures of the last rows are those of ChatGLM-6B.",
+        paper.note,
+    ]
     losses = _losses(size, results, tasks, size.models.english, "prefix")
     return Document([Table(title, ["", *columns], rows, notes), losses])
 
@@ -78,7 +85,8 @@ def table2(size: Size, results: Results) -> Document:
             reason=reason,
         ),
     ]
-    return Document([Table("Summaries, P-tuning v2", ["", *columns], rows, [paper.note])])
+    notes = [base_model(size.models.english), paper.note]
+    return Document([Table("Summaries, P-tuning v2", ["", *columns], rows, notes)])
 
 
 def table5(size: Size, results: Results) -> Document:
@@ -96,7 +104,12 @@ def table5(size: Size, results: Results) -> Document:
     )
     title = f"SuperGLUE with a chat model, {with_clients(size)}, LoRA"
     losses = _losses(size, results, tasks, size.models.chat, "lora")
-    notes = ["Prompts are those of table 1 in the model's chat template."]
+    notes = [
+        f"{base_model(size.models.chat)} The paper's is Llama2-7B-Chat.",
+        "Prompts are those of table 1 in the model's chat template.",
+    ]
+    if size.models.chat == size.models.english:
+        notes.append("The model is that of table 1: the tables differ by the adapter alone.")
     return Document([Table(title, ["", *columns], rows, notes), losses])
 
 
@@ -111,12 +124,13 @@ def table6(size: Size, results: Results) -> Document:
             columns=columns,
             rows=_compared(size, ["huatuo"], model, "lora"),
             paper=paper,
-            known={_CENTRALISED: "Llama2-Chinese-7B-Chat", _SPLIT: "FL-Chinese-Llama"},
+            known={_CENTRALISED: _CHINESE, _SPLIT: "FL-Chinese-Llama"},
         ),
     ]
     title = f"Huatuo-26M, sampled, {with_clients(size)}, LoRA"
     losses = _losses(size, results, ["huatuo"], model, "lora")
-    return Document([Table(title, ["", *columns], rows), losses])
+    notes = [f"{base_model(model)} The paper's figures beside ours are those of {_CHINESE}."]
+    return Document([Table(title, ["", *columns], rows, notes), losses])
 
 
 def _compared(size: Size, tasks: Sequence[str], model: str, adapter: str) -> _Rows:
@@ -175,12 +189,17 @@ def _scores(
 
 def _losses(size: Size, results: Results, tasks: Sequence[str], model: str, adapter: str) -> Table:
     """Return the table of held-out losses of a comparison."""
+    compared = _compared(size, tasks, model, adapter)
     rows = [
         ([label], [Value(loss(results, by_task[task])) for task in tasks])
-        for label, by_task in _compared(size, tasks, model, adapter).items()
+        for label, by_task in compared.items()
     ]
+    trained = [
+        cell for label in (_CENTRALISED, _SPLIT) for own in compared[label].values() for cell in own
+    ]
+    notes = [LOSS_NOTE, *losses_lowered(results, trained)]
     columns = ["", *(NAMES[task] for task in tasks)]
-    return Table("Held-out loss of the answers", columns, rows, [LOSS_NOTE], digits=3)
+    return Table("Held-out loss of the answers", columns, rows, notes, digits=3)
 
 
 def _quoted(

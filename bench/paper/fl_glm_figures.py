@@ -5,9 +5,18 @@ from collections.abc import Mapping, Sequence
 from bench.paper import fl_glm_cells as cells
 from bench.paper.cells import Results, TaskCell
 from bench.paper.curves import Panel, curves
-from bench.paper.fl_glm_values import MAIN, NAMES, metrics, percent, with_clients
+from bench.paper.fl_glm_values import (
+    ADAPTERS,
+    MAIN,
+    NAMES,
+    base_model,
+    metrics,
+    percent,
+    with_clients,
+)
 from bench.paper.sizes import Size
 from bench.paper.tables import Document, Table, Value
+from bench.paper.task_settings import training_of
 
 _X = "rows trained on, of all clients"
 
@@ -26,10 +35,14 @@ def figure5(size: Size, results: Results) -> Document:
         rows.append(([method], values))
         lines = {name: _curve(results, own, bare) for name, own in found.items()}
         panels.append(Panel(method, {name: line for name, line in lines.items() if line}))
+    longest = training_of(cells.DIVIDED, size).max_length
     title = f"COPA's accuracy, {with_clients(size)}"
     notes = [
-        "By label: each client has the rows of one label. In the paper, both serial and "
-        "hierarchical training lose about 7 points by that, and client-batch training hardly any."
+        _about_model(size),
+        "By label: each client has the rows of one label; in the paper, A′ has 195 rows of label "
+        f"0 and 5 of label 1, and B′ 200 of label 1. Rows of more than {longest} tokens are left "
+        "out here. In the paper, both serial and "
+        "hierarchical training lose about 7 points by that, and client-batch training hardly any.",
     ]
     figures = {}
     if all(panel.lines for panel in panels):
@@ -57,10 +70,15 @@ def figures6to8(size: Size, results: Results) -> Document:
             }
             panels.append(Panel(NAMES[task], {name: line for name, line in lines.items() if line}))
         headings = ["", *(f"{clients} clients" for clients in size.fl_glm.clients)]
-        tables.append(Table(f"Figure {number}: {method}", headings, rows))
+        title = f"Figure {number}: {method}"
+        tables.append(Table(title, headings, rows, [_about_model(size)]))
         if all(panel.lines for panel in panels):
             figures[f"fl-glm-figure{number}"] = curves([("score, %", panels)], _X)
     return Document(tables, figures)
+
+
+def _about_model(size: Size) -> str:
+    return f"{base_model(size.models.english)} Adapter: {ADAPTERS[size.fl_glm.period_adapter]}."
 
 
 def _curve(

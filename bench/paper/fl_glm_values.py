@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from bench.paper.cells import Cell, Results
+from bench.paper.cells import Cell, Results, TaskCell
+from bench.paper.fl_glm_cells import bare
 from bench.paper.sizes import Size
 
 NAMES = {
@@ -19,6 +20,7 @@ NAMES = {
 # The metric where there is but one column for a task; for others it is accuracy.
 MAIN = {"multirc": "f1a", "record": "f1"}
 ROUGE = {"ROUGE-1": "rouge1", "ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}
+ADAPTERS = {"lora": "LoRA", "prefix": "P-tuning v2"}
 BARE, MAJORITY = "bare base model", "most frequent answer"
 LOSS_NOTE = "In nats per token of the right answers and their end marks."
 
@@ -36,6 +38,36 @@ def percent(metrics: Sequence[Mapping[str, float]], name: str) -> list[float]:
 def loss(results: Results, of_seeds: Sequence[Cell]) -> list[float]:
     """Return the held-out losses of cells that differ in their seeds."""
     return [result["loss"] for result in results.of_seeds(of_seeds)]
+
+
+def losses_lowered(results: Results, trained: Sequence[TaskCell]) -> list[str]:
+    """Return a sentence that says in how many cells training has lowered the held-out loss.
+
+    Args:
+        results: What has been recorded.
+        trained: The cells; those that were not run, or whose bare model wasn't, don't count.
+
+    """
+    compared, others = 0, []
+    for cell in trained:
+        own, base = results.get(cell), results.get(bare(cell.task, cell.model))
+        if own is None or base is None:
+            continue
+        compared += 1
+        if own["loss"] >= base["loss"]:
+            others.append(
+                f"{NAMES[cell.task]}, {cell.method}, period {cell.period}, seed {cell.seed}"
+            )
+    if not compared:
+        return []
+    lower = compared - len(others)
+    text = f"The held-out loss is lower than the bare model's in {lower} of {compared} cells"
+    return [f"{text}; it is not in: {'; '.join(others)}." if others else f"{text}."]
+
+
+def base_model(name: str) -> str:
+    """Return a sentence with the base model."""
+    return f"Base model: {name}."
 
 
 def with_clients(size: Size) -> str:

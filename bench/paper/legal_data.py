@@ -75,18 +75,14 @@ def _legal_rows(
     used = fitting[: settings.rows or None]
     answered = prompts[: settings.questions or None]
     measured = kept[1][: settings.questions or None]
+    counts = (
+        (len(train), len(fitting), len(used)),
+        (len(held_out), len(prompts), len(answered)),
+        (len(held_out), len(kept[1]), len(measured)),
+    )
     return LegalRows(
         train=[train[row] for row in used],
         prompts=answered,
         examples=measured,
-        counts={
-            name: (len(there), len(fit), len(own))
-            for name, there, fit, own in zip(
-                COUNTED,
-                (train, held_out, held_out),
-                (fitting, prompts, kept[1]),
-                (used, answered, measured),
-                strict=True,
-            )
-        },
+        counts=dict(zip(COUNTED, counts, strict=True)),
     )

@@ -42,7 +42,7 @@ def settings_of(cell: Cell, size: Size, sources: Sources) -> dict[str, Any]:
         case AttackCell():
             from bench.paper import attacks
 
-            return attacks.settings_of(cell, sources)
+            return attacks.settings_of(cell, size, sources)
         case LegalCell():
             from bench.paper import legal_training
 
@@ -68,7 +68,7 @@ def measure(cell: Cell, size: Size, sources: Sources) -> Result:
         case AttackCell():
             from bench.paper import attacks
 
-            return attacks.measure(cell, sources)
+            return attacks.measure(cell, size, sources)
         case LegalCell():
             from bench.paper import legal_training
 

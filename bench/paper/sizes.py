@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -65,6 +66,7 @@ class TimedTraining(Section):
 
     Attributes:
         model: Name of the model.
+        adapter: Kind of adapter.
         rows: Rows that are trained on, by all clients together.
         max_length: Tokens of a row; longer ones are cut.
         repetitions: Number of measurements.
@@ -74,11 +76,27 @@ class TimedTraining(Section):
     """
 
     model: str
+    adapter: Literal["lora", "prefix"]
     rows: PositiveInt
     max_length: PositiveInt
     repetitions: PositiveInt
     client_batch: tuple[int, ...]
     hierarchical: tuple[int, ...]
+
+
+class DecoderAttack(Section):
+    """What table 4 of FL-GLM measures; the rest is as in ``bench.attack``.
+
+    Attributes:
+        texts: Texts of the colluding client that a decoder is trained on.
+        longest: Most tokens of a text that are attacked.
+        decoded: Texts that a decoder reads.
+
+    """
+
+    texts: PositiveInt
+    longest: PositiveInt
+    decoded: PositiveInt
 
 
 class FLGLM(Section):
@@ -98,6 +116,7 @@ class FLGLM(Section):
         prefix: P-tuning v2.
         lora: LoRA.
         time: Table 3.
+        attack: Table 4.
 
     """
 
@@ -114,6 +133,7 @@ class FLGLM(Section):
     prefix: AdapterTraining
     lora: AdapterTraining
     time: TimedTraining
+    attack: DecoderAttack
 
 
 class FedJudge(Section):

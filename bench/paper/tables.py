@@ -70,17 +70,23 @@ class Table:
     digits: int = 1
 
     def markdown(self) -> str:
-        """Return the table with its title and notes, or what to know if nothing of it was run."""
-        values = [value for _, own in self.rows for value in own if not value.quoted]
+        """Return the table with its title and notes.
+
+        If nothing of it was run, its rows are shown only if some quote figures of the literature,
+        or if there is a reason.
+        """
+        values = [value for _, own in self.rows for value in own]
+        quoted = any(value.quoted and value.published is not None for value in values)
+        run = any(value.own for value in values if not value.quoted)
         lines = [f"**{self.title}**", ""]
-        if any(value.own for value in values):
+        if run or quoted or any(value.reason for value in values):
             rows = (
                 [*labels, *(value.text(self.digits) for value in own)] for labels, own in self.rows
             )
             lines += table(self.columns, rows)
             lines += [f"Not run: {reason}.\n" for reason in self._reasons()]
         else:
-            lines += [f"Not run: {reason}.\n" for reason in self._reasons()] or [NOT_RUN, ""]
+            lines += [NOT_RUN, ""]
         return "\n".join([*lines, *(f"{note}\n" for note in self.notes)])
 
     def csv(self) -> str:

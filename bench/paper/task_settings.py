@@ -37,7 +37,7 @@ def settings_of(cell: TaskCell, size: Size, sources: Sources) -> dict[str, Any]:
         "training": training_of(cell.task, size).model_dump(by_alias=True),
     }
     if cell.adapter:
-        settings["adapter"] = _adapter_of(cell, size).model_dump(by_alias=True)
+        settings["adapter"] = adapter_of(cell.adapter, size).model_dump(by_alias=True)
     return settings
 
 
@@ -65,7 +65,7 @@ def run_values(cell: TaskCell, size: Size, model: str, folder: Path) -> dict[str
         "seed": cell.seed,
         "model.name": model,
         "model.dtype": size.fl_glm.dtype,
-        **_adapter_values(cell, size),
+        **adapter_values(cell.adapter, size),
         "data.path": str(folder),
         "data.task": cell.task,
         "data.max-length": training.max_length,
@@ -82,15 +82,16 @@ def run_values(cell: TaskCell, size: Size, model: str, folder: Path) -> dict[str
     }
 
 
-def _adapter_of(cell: TaskCell, size: Size) -> AdapterTraining:
-    return size.fl_glm.prefix if cell.adapter == "prefix" else size.fl_glm.lora
+def adapter_of(kind: str, size: Size) -> AdapterTraining:
+    """Return a kind of adapter's settings at a size."""
+    return size.fl_glm.prefix if kind == "prefix" else size.fl_glm.lora
 
 
-def _adapter_values(cell: TaskCell, size: Size) -> dict[str, Scalar]:
-    own = _adapter_of(cell, size)
-    assert cell.adapter
+def adapter_values(kind: str, size: Size) -> dict[str, Scalar]:
+    """Return the part of a run config that concerns the adapter."""
+    own = adapter_of(kind, size)
     return {
-        "adapter.kind": cell.adapter,
+        "adapter.kind": kind,
         "adapter.prefix-length": own.prefix_length,
         "adapter.rank": own.rank,
         "adapter.alpha": own.alpha,

@@ -12,7 +12,7 @@ from bench.paper.cells import Result, TimeCell
 from bench.paper.sizes import Size
 from bench.paper.sources import Sources
 from bench.paper.task_data import write_rows
-from bench.paper.task_settings import PATIENT
+from bench.paper.task_settings import PATIENT, adapter_of, adapter_values
 from strategies.run_config import Scalar
 
 _TASK = "record"
@@ -32,6 +32,7 @@ def settings_of(size: Size, sources: Sources) -> dict[str, Any]:
         "model": sources.model_digest(size.fl_glm.time.model),
         "dtype": size.fl_glm.dtype,
         "training": size.fl_glm.time.model_dump(by_alias=True, exclude={"repetitions"}),
+        "adapter": adapter_of(size.fl_glm.time.adapter, size).model_dump(by_alias=True),
     }
 
 
@@ -63,6 +64,7 @@ def measure(cell: TimeCell, size: Size, sources: Sources) -> Result:
             "seed": cell.seed,
             "model.name": sources.model(timed.model),
             "model.dtype": size.fl_glm.dtype,
+            **adapter_values(timed.adapter, size),
             "data.path": str(folder),
             "data.task": _TASK,
             "data.max-length": timed.max_length,

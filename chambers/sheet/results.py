@@ -1,20 +1,18 @@
 """The means of what annotators scored, per model, and how far they agree."""
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from chambers.errors import CommandError
 from chambers.sheet.blinding import CRITERIA, Key
 from chambers.sheet.filled import read_sheet
+from finetuning.evaluation.intervals import half_width
 
 # Scores by criterion, by id.
 Scores = Mapping[str, Mapping[str, int]]
-
-_NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,8 @@ class Mean:
 
     Attributes:
         value: Mean over questions and annotators.
-        half_width: Half the width of the mean's 95 % confidence interval over questions; None if
-            there is only one question.
+        half_width: Half the width of the mean's 95 % confidence interval over questions, by Student's
+            t; None if there is only one question.
 
     """
 
@@ -105,8 +103,7 @@ def _mean(scores: Scores, key: Key, model: str, criterion: str) -> Mean:
         if key.rows[name].model == model:
             by_question[key.rows[name].question].append(values[criterion])
     means = [mean(values) for values in by_question.values()]
-    width = _NORMAL_95 * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
-    return Mean(mean(means), width)
+    return Mean(mean(means), half_width(means) if len(means) > 1 else None)
 
 
 def _alpha(scores: Scores, key: Key, criterion: str) -> float | None:

@@ -98,12 +98,15 @@ def test_losses_are_those_of_the_program(size, sources, results, checkpoint, tmp
             assert scores[name][client]["loss"] == pytest.approx(found[client, model], abs=1e-5)
 
 
-def test_documents_are_made_of_results(size, results):
-    records = [
+def _records(size, results):
+    return [
         {"cell": described(cells_of(size, method)[0]), "result": result}
         for method, result in results.items()
     ]
-    found = Results(records)
+
+
+def test_documents_are_made_of_results(size, results):
+    found = Results(_records(size, results))
     by_name = {artefact.name: artefact.document(size, found) for artefact in ARTEFACTS}
     for table in by_name["fedjudge-table2"].tables:
         assert len(table.rows) == 13
@@ -113,11 +116,22 @@ def test_documents_are_made_of_results(size, results):
     assert by_name["fedjudge-figures4-5"].markdown().count("**Bare model**") == len(ASKED)
 
 
+def test_the_full_size_has_the_papers_model(size, results):
+    full = read_size("full")
+    cells = [cell for method in MODELS for cell in cells_of(full, method)]
+    assert {cell.model for cell in cells} == {"baichuan-inc/Baichuan-7B"}
+    records = [{"cell": described(cell), "result": results[cell.method]} for cell in cells]
+    document = ARTEFACTS[0].document(full, Results(records))
+    assert document.text.startswith("baichuan-inc/Baichuan-7B. ")
+    document = ARTEFACTS[0].document(size, Results(_records(size, results)))
+    assert document.text.startswith("google/gemma-3-270m in place of Baichuan-7B. ")
+
+
 def test_a_missing_encoder_is_named_before_anything_starts(size, sources):
     own = size.fedjudge.model_copy(update={"encoder": "/nowhere/encoder"})
     with pytest.raises(SourceError, match=r"BERTScore's encoder /nowhere/encoder: there is no fol"):
         settings_of(
-            LegalCell(size.models.chinese, "bare"),
+            LegalCell(size.models.legal, "bare"),
             size.model_copy(update={"fedjudge": own}),
             sources,
         )

@@ -5,7 +5,11 @@ from decimal import Decimal
 
 import pytest
 
+from bench.paper import fl_glm_cells
+from bench.paper.cells import Results, described
+from bench.paper.fl_glm_values import losses_lowered
 from bench.paper.published import published
+from bench.paper.sizes import read_size
 from bench.paper.tables import Document, Table, Value, write_document
 
 
@@ -27,16 +31,23 @@ def test_own_figures_have_their_spread_and_the_papers_beside_them():
 
 
 def test_what_was_not_run_says_so_with_its_reason():
-    assert table([]).markdown() == "**Accuracy**\n\nNot run yet.\n"
+    own = Table("Accuracy", ("", "CB"), [(("split",), (Value(published=Decimal("80.0")),))])
+    assert own.markdown() == "**Accuracy**\n\nNot run yet.\n"
+    missing = "Not run: split, 2 clients: there is no data."
     partly = table([70.0], reason="there is no data").markdown()
     assert "| split | 2 clients | 70.0 · *80.0* | not run |" in partly
-    assert "Not run: split, 2 clients: there is no data." in partly
-    assert (
-        "Not run: split, 2 clients: there is no data."
-        in table([], reason="there is no data").markdown()
-    )
+    assert missing in partly
     assert "no data" not in table([70.0], [60.0], reason="there is no data").markdown()
     assert Document().markdown() == "Not run yet.\n"
+
+
+def test_the_papers_figures_stand_where_nothing_was_run():
+    literature = table([]).markdown()
+    assert "| T5 | large | *85.7* | – |" in literature
+    assert "| split | 2 clients | not run · *80.0* | not run |" in literature
+    reason = Value(published=Decimal("4.1"), reason="there are no sheets")
+    text = Table("Means", ("", "fluency"), [(("CL-Client2",), (reason,))]).markdown()
+    assert "| CL-Client2 | not run · *4.1* |" in text and "Not run: there are no sheets." in text
 
 
 def test_csv_has_a_line_for_each_figure(tmp_path):
@@ -71,8 +82,21 @@ def test_published_figures_are_found_by_row_and_column():
         "74.95"
     )
     assert published("fl-glm-table1").figure("ChatGLM-6B", "MultiRC EM") == Decimal("45.6")
-    assert published("fl-glm-table1").figure("FL-GLM", "CB accuracy") is None
+    assert str(published("fl-glm-table1").figure("FL-GLM", "CB accuracy")) == "83.9"
     assert published("fl-glm-table8").figure("WSC, 100", "client-batch") == Decimal("65.4")
     assert str(published("fedjudge-table2").figure("FedJudge-CL", "court R-L")) == "59.10"
     with pytest.raises(KeyError):
         published("fl-glm-table8").figure("WSC, 100", "parallel")
+
+
+def test_losses_that_training_has_not_lowered_are_named():
+    size, model = read_size("small"), "HuggingFaceTB/SmolLM2-135M-Instruct"
+    trained = fl_glm_cells.split(size, "rte")
+    records = [(fl_glm_cells.bare("rte", model), 2.0), (trained[0], 1.5), (trained[1], 2.5)]
+    results = Results({"cell": described(cell), "result": {"loss": loss}} for cell, loss in records)
+    (sentence,) = losses_lowered(results, trained)
+    assert "lower than the bare model's in 1 of 2 cells" in sentence
+    assert sentence.endswith("it is not in: RTE, serial, period 2, seed 1.")
+    (sentence,) = losses_lowered(results, trained[:1])
+    assert sentence.endswith("in 1 of 1 cells.")
+    assert losses_lowered(results, trained[2:]) == []

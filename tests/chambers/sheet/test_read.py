@@ -25,7 +25,8 @@ def test_the_table_has_means_and_their_spread(study, capsys):
     files = [fill(folder, score, annotator) for annotator in (1, 2)]
     shown = told(capsys, "sheet", "read", folder / "key.json", *files)
     # Of 12 questions, 8 have the mean 2.5 and 4 have 2.
-    spread = 1.96 * np.std([2.5] * 8 + [2] * 4, ddof=1) / np.sqrt(12)
+    # The quantile of Student's t with 11 degrees of freedom.
+    spread = 2.201 * np.std([2.5] * 8 + [2] * 4, ddof=1) / np.sqrt(12)
     assert shown.splitlines()[:5] == [
         "| Model | Usefulness | Fluency |",
         "|---|---|---|",
