@@ -21,8 +21,8 @@ class Mean:
 
     Attributes:
         value: Mean over questions and annotators.
-        half_width: Half the width of the mean's 95 % confidence interval over questions, by Student's
-            t; None if there is only one question.
+        half_width: Half the width of the mean's 95 % confidence interval over questions, by
+            Student's t; None if there is only one question.
 
     """
 
