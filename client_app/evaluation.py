@@ -73,7 +73,10 @@ class Evaluation:
             metrics |= score(answers, [example.reference for example in examples])
             if task.instruction.round == 0 or task.instruction.final:
                 shown = list(zip(examples, answers, strict=True))[: settings.shown]
-                self.answers += [Answer(kind, e.question, e.reference, text) for e, text in shown]
+                self.answers += [
+                    Answer(model=kind, question=e.question, reference=e.reference, text=text)
+                    for e, text in shown
+                ]
         self.metrics |= {f"{kind}.{name}": value for name, value in metrics.items()}
 
 

@@ -100,7 +100,7 @@ def train_adapter(task: Task, penalty_of: PenaltyOf) -> tuple[State, Metrics, Pe
     penalty = penalty_of(task, model, parameters)
     stages: Stages = model
     if terms := task.site.privacy:
-        local_round, stages = _privately(task, terms, model, parameters)
+        local_round, stages = _privately(task=task, terms=terms, model=model, parameters=parameters)
     else:
         local_round = task.local_round()
     report, optimizer = train_round(

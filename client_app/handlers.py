@@ -197,7 +197,12 @@ def _task(message: Message, context: Context, site: Site) -> Task:
             "replaced"
         )
     sends_importance = _STRATEGIES[config.strategy].sends_importance(config)
-    permitted = site.accept(instruction, config, institution, sends_importance)
+    permitted = site.accept(
+        instruction=instruction,
+        config=config,
+        institution=institution,
+        sends_importance=sends_importance,
+    )
     log(INFO, "%s is ready in %.1f s", institution.name, time.monotonic() - started)
     return Task(
         message=message,

@@ -28,9 +28,19 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
         known = config.strategy in policy.strategies
         require(known, f'strategy = "{config.strategy}"', "not in its strategies")
     _check_paths(policy, config)
-    _at_most("rounds", config.rounds, "most-rounds", policy.most_rounds)
-    _at_most("round-timeout", config.round_timeout, "most-seconds", policy.most_seconds)
-    _at_most("train.local-steps", config.train.local_steps, "most-steps", policy.most_steps)
+    _at_most(name="rounds", value=config.rounds, key="most-rounds", limit=policy.most_rounds)
+    _at_most(
+        name="round-timeout",
+        value=config.round_timeout,
+        key="most-seconds",
+        limit=policy.most_seconds,
+    )
+    _at_most(
+        name="train.local-steps",
+        value=config.train.local_steps,
+        key="most-steps",
+        limit=policy.most_steps,
+    )
     generates = config.evaluate.generate
     require(policy.generation or not generates, "evaluate.generate = true", "generation = false")
     shown = config.evaluate.shown
@@ -67,7 +77,12 @@ def check_institution(policy: SitePolicy, config: RunConfig, institution: Instit
         require(delta * count < 1, "training with so many rows", f"privacy.delta = {delta:g}")
     most = config.train.local_steps * config.train.batch_size * config.train.accumulation
     _check_rows("training", min(rows, most or rows), policy)
-    _at_most("steps", steps_per_round(count, config.train), "most-steps", policy.most_steps)
+    _at_most(
+        name="steps",
+        value=steps_per_round(count, config.train),
+        key="most-steps",
+        limit=policy.most_steps,
+    )
 
 
 def check_request(
@@ -93,8 +108,8 @@ def check_request(
 
     """
     limit = instruction.time_limit
-    _at_most("the time limit", limit, "most-seconds", policy.most_seconds)
-    _at_most("round", instruction.round, "most-rounds", policy.most_rounds)
+    _at_most(name="the time limit", value=limit, key="most-seconds", limit=policy.most_seconds)
+    _at_most(name="round", value=instruction.round, key="most-rounds", limit=policy.most_rounds)
     private = policy.privacy.epsilon is not None
     require(
         not (private and instruction.importance), "importance", "privacy.epsilon: it has no noise"
@@ -131,7 +146,7 @@ def check_steps(
         PolicyError: They are too few.
 
     """
-    _at_most("steps", len(steps), "most-steps", policy.most_steps)
+    _at_most(name="steps", value=len(steps), key="most-steps", limit=policy.most_steps)
     every = average_every or len(steps)
     for first in range(0, len(steps), every):
         used = (examples[index] for step in steps[first : first + every] for index in step)
@@ -173,11 +188,16 @@ def check_counts(
         if line.get("event") == "accepted" and line.get("client") == about["client"]
     ]
     runs = {run for run, _ in accepted} | {about["run"]}
-    _at_most("runs", len(runs), "most-runs", policy.most_runs)
+    _at_most(name="runs", value=len(runs), key="most-runs", limit=policy.most_runs)
     number = accepted.count((about["run"], about["kind"])) + 1
     # A run evaluates after each round, and once before the first.
     spare = about["kind"] == "evaluate"
-    _at_most(f"{about['kind']} messages", number - spare, "most-rounds", policy.most_rounds)
+    _at_most(
+        name=f"{about['kind']} messages",
+        value=number - spare,
+        key="most-rounds",
+        limit=policy.most_rounds,
+    )
 
 
 def _check_privacy(config: RunConfig) -> None:

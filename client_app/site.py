@@ -74,7 +74,9 @@ class Site:
         """
         if self.privacy:
             rounds = config.rounds - finished
-            steps = private_steps(self.privacy, config.train, institution.size, rounds)
+            steps = private_steps(
+                policy=self.privacy, settings=config.train, rows=institution.size, rounds=rounds
+            )
             PrivacyAccount(self.privacy).check(steps)
 
     def spend(self, config: RunConfig, institution: Institution) -> PrivateSteps:
