@@ -85,7 +85,9 @@ def measure(sources: Mapping[str, Source], scored: Scored) -> Scores:
                     metrics["bertscore"] = _bertscore(answers.texts, references, scored.encoder)
                 scores[name]["models"][model_name] = {**metrics, "seconds": round(seconds, 3)}
             if scored.harness is not None:
-                for name, found in _harness_scores(model, tokenizer, source, scored).items():
+                for name, found in _harness_scores(
+                    model=model, tokenizer=tokenizer, source=source, scored=scored
+                ).items():
                     empty = {"questions": found["questions"], _MAJORITY: {}, "models": {}}
                     scores.setdefault(name, empty)["models"][model_name] = found["metrics"]
     return scores
@@ -105,7 +107,7 @@ def _harness_scores(
         max_length=most_positions(source.directory, tokenizer) - source.columns_before,
     )
     try:
-        return harness_scores(seen, names, manager, scored.limit)
+        return harness_scores(model=seen, names=names, manager=manager, limit=scored.limit)
     except DataError as error:
         raise CommandError(str(error)) from error
 
@@ -145,7 +147,12 @@ def _prepare(source: Source, scored: Scored) -> tuple[Any, dict[str, Prepared]]:
     try:
         tokenizer = load_tokenizer(source.directory)
         prepared = {
-            name: prepare(tokenizer, task, questions, scored.prompt_length)
+            name: prepare(
+                tokenizer=tokenizer,
+                task=task,
+                questions=questions,
+                prompt_length=scored.prompt_length,
+            )
             for name, (task, questions) in scored.questions.items()
         }
         for questions in prepared.values():

@@ -73,7 +73,10 @@ class Evaluation:
             metrics |= score(answers, [prompt.reference for prompt in asked])
             if task.instruction.round == 0 or task.instruction.final:
                 shown = list(zip(asked, answers, strict=True))[: settings.shown]
-                self.answers += [Answer(kind, p.question, p.reference, text) for p, text in shown]
+                self.answers += [
+                    Answer(model=kind, question=p.question, reference=p.reference, text=text)
+                    for p, text in shown
+                ]
         self.metrics |= {f"{kind}.{name}": value for name, value in metrics.items()}
 
 

@@ -1,6 +1,6 @@
-"""FedJudge and FedProx at a client, which has the whole model and exchanges only adapters."""
+"""FedJudge at a client, which has the whole model and exchanges only adapters."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.institution import Institution
 from client_app.kept import keep_one
+from client_app.policy import require
 from client_app.task import Metrics, Task, training_metrics
 from finetuning.adapters.adapter import (
     State,
@@ -25,13 +26,14 @@ from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.training.continual import ContinualPenalty, importance
-from finetuning.training.loop import LocalRound, Stages, TrainingReport, train_round
+from finetuning.training.loop import LocalRound, Stages, train_round
 from finetuning.training.penalty import Penalty
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
-from finetuning.training.proximal import ProximalPenalty
 from strategies.messages import ARRAYS, IMPORTANCE
 from strategies.run_config import RunConfig
-from strategies.site_policy import PrivacyPolicy
+from strategies.site_policy import PrivacyPolicy, SitePolicy
+
+PenaltyOf = Callable[[Task, WholeModel, Mapping[str, torch.nn.Parameter]], Penalty | None]
 
 
 def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
@@ -45,6 +47,26 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
     return directory, fingerprint(directory)
 
 
+def check(policy: SitePolicy, config: RunConfig) -> None:
+    """Check where importance is computed.
+
+    Raises:
+        PolicyError: The policy doesn't allow it.
+
+    """
+    continual = config.strategy == "fedjudge-cl"
+    require(
+        policy.privacy.epsilon is None or not continual or sends_importance(config),
+        'continual.importance = "client"',
+        "privacy.epsilon: the site's own importance has no noise, and would steer its training",
+    )
+
+
+def sends_importance(config: RunConfig) -> bool:
+    """Whether the coordinator may ask for J, to average it."""
+    return config.strategy == "fedjudge-cl" and config.continual.importance == "server"
+
+
 def train(task: Task) -> tuple[State, Metrics]:
     """Train from the global adapter for one round (FedJudge Algorithm 1, ClientUpdate).
 
@@ -52,14 +74,33 @@ def train(task: Task) -> tuple[State, Metrics]:
         The local adapter, and the round's metrics.
 
     """
+    adapter, metrics, penalty = train_adapter(task, _penalty)
+    if penalty is not None:
+        distance, count = penalty.distance(), sum(value.numel() for value in adapter.values())
+        metrics["importance-distance"] = distance
+        metrics["mean-importance-distance"] = distance / count
+    return adapter, metrics
+
+
+def train_adapter(task: Task, penalty_of: PenaltyOf) -> tuple[State, Metrics, Penalty | None]:
+    """Train from the global adapter for one round.
+
+    Args:
+        task: What to train.
+        penalty_of: Returns the penalty of the round's training, if there is one.
+
+    Returns:
+        The local adapter, the metrics that all strategies with adapters report, and the penalty.
+
+    """
     model, _ = _model_of(task)
     model.deadline = task.deadline
     load_adapter(model.peft_model, task.arrays[ARRAYS])
     parameters = trainable_parameters(model.peft_model)
-    penalty = _penalty(task, model, parameters)
+    penalty = penalty_of(task, model, parameters)
     stages: Stages = model
     if terms := task.site.privacy:
-        local_round, stages = _privately(task, terms, model, parameters)
+        local_round, stages = _privately(task=task, terms=terms, model=model, parameters=parameters)
     else:
         local_round = task.local_round()
     report, optimizer = train_round(
@@ -75,7 +116,11 @@ def train(task: Task) -> tuple[State, Metrics]:
     )
     adapter = export_adapter(model.peft_model)
     task.save(adapter, optimizer)
-    return adapter, training_metrics(report) | _penalty_metrics(report, penalty, parameters)
+    metrics = training_metrics(report)
+    if penalty is not None:
+        metrics["penalty"] = penalty.value()
+        metrics["penalty-gradient-share"] = report.penalty_gradient_share or 0.0
+    return adapter, metrics, penalty
 
 
 def evaluate(task: Task) -> Evaluation:
@@ -174,41 +219,27 @@ def _importance(model: WholeModel, institution: Institution, config: RunConfig) 
     return {names[name]: value.float().cpu() for name, value in values.items()}
 
 
+def global_weights(
+    task: Task, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
+) -> State:
+    """Return the global adapter's weights by the names of the model's parameters."""
+    names = exported_names(model.peft_model)
+    return {name: task.arrays[ARRAYS][names[name]] for name in parameters}
+
+
 def _penalty(
     task: Task, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
 ) -> Penalty | None:
-    """Return the penalty of this round's training, if there is one."""
-    names = exported_names(model.peft_model)
-    anchor = {name: task.arrays[ARRAYS][names[name]] for name in parameters}
-    if task.config.strategy == "fedprox":
-        return ProximalPenalty(parameters, anchor, task.config.fedprox.mu)
+    """Return the continual-learning penalty of this round's training, if there is one."""
     weights = task.arrays.get(IMPORTANCE)
     if task.instruction.importance:
         weights = _importance(model, task.institution, task.config)
     if weights is None:
         return None
+    names = exported_names(model.peft_model)
     return ContinualPenalty(
         parameters,
-        anchor=anchor,
+        anchor=global_weights(task, model, parameters),
         importance={name: weights[names[name]] for name in parameters},
         weight=task.config.continual.weight,
     )
-
-
-def _penalty_metrics(
-    report: TrainingReport,
-    penalty: Penalty | None,
-    parameters: Mapping[str, torch.nn.Parameter],
-) -> Metrics:
-    """Return the penalty after the round, and its share of the gradient during it."""
-    if penalty is None:
-        return {}
-    distance, share = penalty.distance(), report.penalty_gradient_share
-    metrics = {"penalty": penalty.value(), "penalty-gradient-share": share or 0.0}
-    if isinstance(penalty, ProximalPenalty):
-        return metrics | {"distance": distance}
-    count = sum(parameter.numel() for parameter in parameters.values())
-    return metrics | {
-        "importance-distance": distance,
-        "mean-importance-distance": distance / count,
-    }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.kept import keep_one
+from client_app.policy import check_address, require
 from client_app.task import Metrics, Task, training_metrics
 from finetuning.adapters.adapter import State, initial_adapter, load_state
 from finetuning.files import Stamps
@@ -25,6 +26,7 @@ from split.protocol.training import RoundPlan
 from split.settings import SplitSettings
 from strategies.messages import ARRAYS, BODY, invitation_of, models_of
 from strategies.run_config import RunConfig
+from strategies.site_policy import SitePolicy
 
 _PARTS: tuple[PartyName, ...] = ("head", "tail")
 
@@ -49,6 +51,34 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
     return directory, fingerprint(directory, tensors_of(directory, partition, _PARTS))
 
 
+def check(policy: SitePolicy, config: RunConfig) -> None:
+    """Check whether hidden states may leave, after how many blocks, and to where.
+
+    Raises:
+        PolicyError: The policy doesn't allow it.
+
+    """
+    split, allowed = config.split, policy.split
+    require(
+        policy.privacy.epsilon is None,
+        'strategy = "fl-glm"',
+        "privacy.epsilon: hidden states of single rows leave, which no honest ε covers",
+    )
+    require(allowed.allowed, 'strategy = "fl-glm"', "split.allowed = false")
+    require(
+        split.head_blocks >= allowed.fewest_head_blocks,
+        f"split.head-blocks = {split.head_blocks}",
+        f"split.fewest-head-blocks = {allowed.fewest_head_blocks}",
+    )
+    if split.advertise or not split.listen.endswith(":0"):
+        check_address(policy, split.advertise or split.listen)
+
+
+def sends_importance(_config: RunConfig) -> bool:
+    """Whether the coordinator may ask for J: there is none."""
+    return False
+
+
 def train(task: Task) -> tuple[State, Metrics]:
     """Train head and tail for one round, with the body at the server.
 
@@ -59,7 +89,7 @@ def train(task: Task) -> tuple[State, Metrics]:
         LaneError: The block server can't be reached, or the lane has ended.
 
     """
-    config, local_round = task.config, task.local_round()
+    config, local_round = task.config, task.local_round(task.config.split.average_every)
     with _split_model(task) as model:
         parameters = model.parameters
         load_state(parameters, task.arrays[ARRAYS])

@@ -12,7 +12,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
-from client_app import fedjudge, fl_glm
+from client_app import fedjudge, fedprox, fl_glm
 from client_app.audit import AuditError
 from client_app.evaluation import Evaluation
 from client_app.institution import Institution, open_institution
@@ -37,13 +37,21 @@ from strategies.messages import (
     to_arrays,
 )
 from strategies.run_config import ConfigError, RunConfig, parse_run_config
-from strategies.site_policy import PolicyError
+from strategies.site_policy import PolicyError, SitePolicy
 
 app = ClientApp()
 
 
 class Strategy(Protocol):
     """The client's half of a strategy, one module each."""
+
+    def check(self, policy: SitePolicy, config: RunConfig) -> None:
+        """Check what the site's policy says of this strategy; raise ``PolicyError``."""
+        ...
+
+    def sends_importance(self, config: RunConfig) -> bool:
+        """Whether the coordinator may ask for J, to average it."""
+        ...
 
     def base_model(self, config: RunConfig) -> tuple[Path, dict[str, str]]:
         """Return the directory and the fingerprint of the client's part of the base model."""
@@ -61,7 +69,7 @@ class Strategy(Protocol):
 _STRATEGIES: dict[str, Strategy] = {
     "fedjudge-base": fedjudge,
     "fedjudge-cl": fedjudge,
-    "fedprox": fedjudge,
+    "fedprox": fedprox,
     "fl-glm": fl_glm,
 }
 Handler = Callable[[Message, Context], Message]
@@ -164,8 +172,10 @@ def evaluate(message: Message, context: Context, site: Site) -> Message:
 def _open(context: Context, site: Site) -> tuple[RunConfig, Institution]:
     config = parse_run_config(context.run_config)
     site.check_run(config)
-    base_model = _STRATEGIES[config.strategy].base_model
-    institution = open_institution(config, context.node_config, base_model)
+    strategy = _STRATEGIES[config.strategy]
+    if site.policy:
+        strategy.check(site.policy, config)
+    institution = open_institution(config, context.node_config, strategy.base_model)
     site.check_institution(config, institution)
     return config, institution
 
@@ -186,7 +196,13 @@ def _task(message: Message, context: Context, site: Site) -> Task:
             f"the base model in {institution.directory} is not the run's: it was changed or "
             "replaced"
         )
-    permitted = site.accept(instruction, config, institution)
+    sends_importance = _STRATEGIES[config.strategy].sends_importance(config)
+    permitted = site.accept(
+        instruction=instruction,
+        config=config,
+        institution=institution,
+        sends_importance=sends_importance,
+    )
     log(INFO, "%s is ready in %.1f s", institution.name, time.monotonic() - started)
     return Task(
         message=message,

@@ -26,32 +26,31 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
     """
     if policy.strategies is not None:
         known = config.strategy in policy.strategies
-        _require(known, f'strategy = "{config.strategy}"', "not in its strategies")
+        require(known, f'strategy = "{config.strategy}"', "not in its strategies")
     _check_paths(policy, config)
-    _at_most("rounds", config.rounds, "most-rounds", policy.most_rounds)
-    _at_most("round-timeout", config.round_timeout, "most-seconds", policy.most_seconds)
-    _at_most("train.local-steps", config.train.local_steps, "most-steps", policy.most_steps)
+    _at_most(name="rounds", value=config.rounds, key="most-rounds", limit=policy.most_rounds)
+    _at_most(
+        name="round-timeout",
+        value=config.round_timeout,
+        key="most-seconds",
+        limit=policy.most_seconds,
+    )
+    _at_most(
+        name="train.local-steps",
+        value=config.train.local_steps,
+        key="most-steps",
+        limit=policy.most_steps,
+    )
     generates = config.evaluate.generate
-    _require(policy.generation or not generates, "evaluate.generate = true", "generation = false")
+    require(policy.generation or not generates, "evaluate.generate = true", "generation = false")
     shown = config.evaluate.shown
-    _require(
+    require(
         policy.show_answers or not shown,
         f"evaluate.show-answers = {config.evaluate.show_answers}",
         "show-answers = false",
     )
     if policy.privacy.epsilon is not None:
         _check_privacy(config)
-    if config.strategy == "fl-glm":
-        split = config.split
-        _require(policy.split.allowed, 'strategy = "fl-glm"', "split.allowed = false")
-        fewest = policy.split.fewest_head_blocks
-        _require(
-            split.head_blocks >= fewest,
-            f"split.head-blocks = {split.head_blocks}",
-            f"split.fewest-head-blocks = {fewest}",
-        )
-        if split.advertise or not split.listen.endswith(":0"):
-            check_address(policy, split.advertise or split.listen)
 
 
 def check_institution(policy: SitePolicy, config: RunConfig, institution: Institution) -> None:
@@ -63,22 +62,27 @@ def check_institution(policy: SitePolicy, config: RunConfig, institution: Instit
     """
     base = digest(institution.fingerprint)
     if policy.base_models is not None:
-        _require(base in policy.base_models, f"the base model {base}", "not in its base-models")
+        require(base in policy.base_models, f"the base model {base}", "not in its base-models")
     count, rows = len(institution.train), _rows(institution.train)
     if policy.privacy.epsilon is not None:
         # How many rows are examples would tell something about their contents.
         count = rows = institution.size
-        _require(
+        require(
             not institution.rows_divided,
             "training with a chat template that divides rows into several examples",
             "privacy.epsilon: it protects single examples",
         )
         delta = policy.privacy.delta
         # With δ = 1 / rows, publishing a row as it is would be allowed.
-        _require(delta * count < 1, "training with so many rows", f"privacy.delta = {delta:g}")
+        require(delta * count < 1, "training with so many rows", f"privacy.delta = {delta:g}")
     most = config.train.local_steps * config.train.batch_size * config.train.accumulation
     _check_rows("training", min(rows, most or rows), policy)
-    _at_most("steps", steps_per_round(count, config.train), "most-steps", policy.most_steps)
+    _at_most(
+        name="steps",
+        value=steps_per_round(count, config.train),
+        key="most-steps",
+        limit=policy.most_steps,
+    )
 
 
 def check_request(
@@ -87,18 +91,27 @@ def check_request(
     instruction: Instruction,
     config: RunConfig,
     institution: Institution,
+    sends_importance: bool,
 ) -> None:
     """Check what a message asks for, and how many rows that is computed from.
+
+    Args:
+        policy: The policy.
+        kind: Kind of the message.
+        instruction: What the message asks for.
+        config: The run's configuration.
+        institution: The institution's data.
+        sends_importance: Whether clients of the run's strategy send importance.
 
     Raises:
         PolicyError: The policy doesn't allow it.
 
     """
     limit = instruction.time_limit
-    _at_most("the time limit", limit, "most-seconds", policy.most_seconds)
-    _at_most("round", instruction.round, "most-rounds", policy.most_rounds)
+    _at_most(name="the time limit", value=limit, key="most-seconds", limit=policy.most_seconds)
+    _at_most(name="round", value=instruction.round, key="most-rounds", limit=policy.most_rounds)
     private = policy.privacy.epsilon is not None
-    _require(
+    require(
         not (private and instruction.importance), "importance", "privacy.epsilon: it has no noise"
     )
     if kind == "train":
@@ -108,33 +121,32 @@ def check_request(
         if config.evaluate.generate:
             _check_rows("generation", len(institution.asked), policy)
     if instruction.importance:
-        averaged = config.strategy == "fedjudge-cl" and config.continual.importance == "server"
-        _require(averaged, "importance", f'strategy = "{config.strategy}" has none to send')
+        none = f'strategy = "{config.strategy}" has none to send'
+        require(sends_importance, "importance", none)
         used = institution.drawn(config.seed, config.continual.importance_examples)
         _check_rows("importance", _rows(used), policy)
 
 
 def check_steps(
     policy: SitePolicy,
-    config: RunConfig,
     examples: Sequence[Example],
     steps: Sequence[Sequence[int]],
+    average_every: int,
 ) -> None:
     """Check how many rows an adapter is trained on before it leaves, at a round's end or within.
 
     Args:
         policy: The policy.
-        config: The run's configuration.
         examples: The institution's training examples.
         steps: Indices of the examples of each step of the round.
+        average_every: Steps after which adapters leave within the round; 0 if they don't.
 
     Raises:
         PolicyError: They are too few.
 
     """
-    _at_most("steps", len(steps), "most-steps", policy.most_steps)
-    every = config.split.average_every if config.strategy == "fl-glm" else 0
-    every = every or len(steps)
+    _at_most(name="steps", value=len(steps), key="most-steps", limit=policy.most_steps)
+    every = average_every or len(steps)
     for first in range(0, len(steps), every):
         used = (examples[index] for step in steps[first : first + every] for index in step)
         _check_rows("training", _rows(used), policy)
@@ -150,7 +162,7 @@ def check_address(policy: SitePolicy, address: str) -> None:
     known = {entry.lower() for entry in policy.coordinators or ()}
     host = address.rpartition(":")[0]
     listed = address.lower() in known or host.lower() in known
-    _require(listed, f"a lane to {address}", "not in its coordinators")
+    require(listed, f"a lane to {address}", "not in its coordinators")
 
 
 def check_counts(
@@ -175,36 +187,31 @@ def check_counts(
         if line.get("event") == "accepted" and line.get("client") == about["client"]
     ]
     runs = {run for run, _ in accepted} | {about["run"]}
-    _at_most("runs", len(runs), "most-runs", policy.most_runs)
+    _at_most(name="runs", value=len(runs), key="most-runs", limit=policy.most_runs)
     number = accepted.count((about["run"], about["kind"])) + 1
     # A run evaluates after each round, and once before the first.
     spare = about["kind"] == "evaluate"
-    _at_most(f"{about['kind']} messages", number - spare, "most-rounds", policy.most_rounds)
+    _at_most(
+        name=f"{about['kind']} messages",
+        value=number - spare,
+        key="most-rounds",
+        limit=policy.most_rounds,
+    )
 
 
 def _check_privacy(config: RunConfig) -> None:
-    """Check that no ε is claimed for what has none."""
-    _require(
-        config.strategy != "fl-glm",
-        'strategy = "fl-glm"',
-        "privacy.epsilon: hidden states of single rows leave, which no honest ε covers",
-    )
-    _require(
-        config.strategy != "fedjudge-cl" or config.continual.importance == "server",
-        'continual.importance = "client"',
-        "privacy.epsilon: the site's own importance has no noise, and would steer its training",
-    )
-    _require(
+    """Check that no ε is claimed for what has none, whatever the strategy."""
+    require(
         not config.evaluate.shown,
         f"evaluate.show-answers = {config.evaluate.show_answers}",
         "privacy.epsilon: they are text of single rows",
     )
-    _require(
+    require(
         config.train.optimizer_state == "reset",
         'train.optimizer-state = "keep"',
         "privacy.epsilon: a state could come from training without noise",
     )
-    _require(
+    require(
         config.model.quantization != "int8",
         'model.quantization = "int8"',
         "privacy.epsilon: rows of a batch are quantised together, so that one changes another's "
@@ -215,10 +222,10 @@ def _check_privacy(config: RunConfig) -> None:
 def _check_paths(policy: SitePolicy, config: RunConfig) -> None:
     model = config.model.name
     known = model == "tiny" or model in policy.hub_models or _is_within(model, policy.paths)
-    _require(known, f'model.name = "{model}"', "not in its hub-models or paths")
+    require(known, f'model.name = "{model}"', "not in its hub-models or paths")
     for key, value in (("data.path", config.data.path), ("state-path", config.state_path)):
         known = not value or _is_within(value, policy.paths)
-        _require(known, f'{key} = "{value}"', "not in its paths")
+        require(known, f'{key} = "{value}"', "not in its paths")
 
 
 def _is_within(path: str, folders: Iterable[str]) -> bool:
@@ -241,14 +248,15 @@ def _rows(examples: Iterable[Example]) -> int:
 def _check_rows(what: str, rows: int, policy: SitePolicy) -> None:
     # Without their number, which would tell how few the institution has.
     fewest = policy.fewest_examples
-    _require(rows >= fewest, f"{what} with too few of its rows", f"fewest-examples = {fewest}")
+    require(rows >= fewest, f"{what} with too few of its rows", f"fewest-examples = {fewest}")
 
 
 def _at_most(name: str, value: float, key: str, limit: float | None) -> None:
     # Not `value > limit`: NaN is not at most anything.
-    _require(limit is None or value <= limit, f"{name} = {value}", f"{key} = {limit}")
+    require(limit is None or value <= limit, f"{name} = {value}", f"{key} = {limit}")
 
 
-def _require(allowed: bool, asked: str, reason: str) -> None:
+def require(allowed: bool, asked: str, reason: str) -> None:
+    """Raise ``PolicyError`` unless what is asked is allowed."""
     if not allowed:
         raise PolicyError(f"the site's policy refuses {asked} ({reason})")

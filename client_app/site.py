@@ -74,7 +74,9 @@ class Site:
         """
         if self.privacy:
             rounds = config.rounds - finished
-            steps = private_steps(self.privacy, config.train, institution.size, rounds)
+            steps = private_steps(
+                policy=self.privacy, settings=config.train, rows=institution.size, rounds=rounds
+            )
             PrivacyAccount(self.privacy).check(steps)
 
     def spend(self, config: RunConfig, institution: Institution) -> PrivateSteps:
@@ -92,19 +94,25 @@ class Site:
         return steps
 
     def check_steps(
-        self, config: RunConfig, examples: Sequence[Example], steps: Sequence[Sequence[int]]
+        self, examples: Sequence[Example], steps: Sequence[Sequence[int]], average_every: int
     ) -> None:
-        """Check the rows that a round trains on.
+        """Check the rows that a round trains on; see ``policy.check_steps``.
 
         Raises:
             PolicyError: They are too few.
 
         """
         if self.policy:
-            checks.check_steps(self.policy, config, examples, steps)
+            checks.check_steps(
+                policy=self.policy, examples=examples, steps=steps, average_every=average_every
+            )
 
     def accept(
-        self, instruction: Instruction, config: RunConfig, institution: Institution
+        self,
+        instruction: Instruction,
+        config: RunConfig,
+        institution: Institution,
+        sends_importance: bool,
     ) -> Instruction:
         """Check and count a train or evaluate message; return what is done of it.
 
@@ -116,7 +124,14 @@ class Site:
         if self.policy is None:
             return instruction
         policy, kind = self.policy, self.about["kind"]
-        checks.check_request(policy, kind, instruction, config, institution)
+        checks.check_request(
+            policy=policy,
+            kind=kind,
+            instruction=instruction,
+            config=config,
+            institution=institution,
+            sends_importance=sends_importance,
+        )
         AuditLog(policy.audit_file).append(
             {"event": "accepted", **self.about},
             check=lambda lines: checks.check_counts(policy, self.about, lines),

@@ -50,8 +50,11 @@ class Task:
         """Text before the progress bar."""
         return f"{self.institution.name}, round {self.instruction.round}"
 
-    def local_round(self) -> LocalRound:
+    def local_round(self, average_every: int = 0) -> LocalRound:
         """Return the examples of this round in order, and the deadline.
+
+        Args:
+            average_every: Steps after which adapters leave within the round; 0 if they don't.
 
         Raises:
             PolicyError: They are fewer than the site's policy allows.
@@ -66,7 +69,7 @@ class Task:
             round_number=number,
             seed=derive_seed("order", self.config.seed, name),
         )
-        self.site.check_steps(self.config, self.institution.train, steps)
+        self.site.check_steps(self.institution.train, steps, average_every)
         return LocalRound(
             steps=steps,
             first_step=(number - 1) * per_round,

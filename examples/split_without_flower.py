@@ -53,7 +53,9 @@ def main() -> None:
     # The largest micro-batch, in padded tokens: the server reserves memory for it.
     longest = TRAIN.batch_size * max(len(example.tokens) for example in text)
 
-    body = load_parts(ModelSettings(), directory, partition, ["body"])["body"]
+    body = load_parts(
+        settings=ModelSettings(), directory=directory, partition=partition, parties=["body"]
+    )["body"]
     server = BlockServer(
         body=body,
         state=initial,
@@ -67,9 +69,16 @@ def main() -> None:
     )
     try:
         server.begin_round({"client": len(text)}, SEED)
-        invitation = server.invite_to_train("client", 1, SEED, SECONDS)
+        invitation = server.invite_to_train(
+            client="client", round_number=1, seed=SEED, lifetime=SECONDS
+        )
 
-        client_parts = load_parts(ModelSettings(), directory, partition, ["head", "tail"])
+        client_parts = load_parts(
+            settings=ModelSettings(),
+            directory=directory,
+            partition=partition,
+            parties=["head", "tail"],
+        )
         for party, part in client_parts.items():
             part.attach(ADAPTER)
             load_state(part.trainable(), initial[party])
@@ -89,14 +98,16 @@ def main() -> None:
         server.stop()
     trained = join_adapters([model.parameters, trained_body])
     tensors = {name: value.detach() for name, value in trained.items()}
-    save_adapter(arguments.output, tensors, config, "# Trained without Flower\n")
+    save_adapter(
+        directory=arguments.output, state=tensors, config=config, card="# Trained without Flower\n"
+    )
     print(f"saved to {arguments.output}")
 
 
 def private_text(directory: Path) -> list[Example]:
     """Return tokenized examples; here they are generated."""
     count = STEPS * TRAIN.batch_size * TRAIN.accumulation
-    values = examples("consultation", count, SEED, "train")
+    values = examples(style="consultation", count=count, seed=SEED, split="train")
     rows = [Row(parse_messages(value), f"row {n}", {}) for n, value in enumerate(values)]
     return tokenize(rows, load_tokenizer(directory), 256)[0]
 

@@ -79,7 +79,12 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
         )
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{newest} can't be read: {error}") from error
-    return Checkpoint(progress, _with_prefix(tensors, "adapter."), sizes, metrics_bytes)
+    return Checkpoint(
+        progress=progress,
+        state=_with_prefix(tensors, "adapter."),
+        sizes=sizes,
+        metrics_bytes=metrics_bytes,
+    )
 
 
 def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:

@@ -46,7 +46,7 @@ def main(grid: Grid, context: Context) -> None:
     with running(directory):
         log(INFO, "Results: %s", directory)
         try:
-            _run(grid, config, directory, checkpoint)
+            _run(grid=grid, config=config, directory=directory, checkpoint=checkpoint)
         except BaseException as error:
             if (directory / METRICS).exists():
                 log(INFO, "Results so far: %s", directory)
@@ -68,7 +68,12 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
     state, peft_config = first_adapter(config, base)
     if checkpoint is not None:
         check_base_model(directory, digests)
-    results = Results(directory, config, reference(config.model.name, base), peft_config)
+    results = Results(
+        directory=directory,
+        config=config,
+        base=reference(config.model.name, base),
+        peft_config=peft_config,
+    )
     if checkpoint is None:
         progress = Progress(lineage=uuid.uuid4().hex)
     else:
@@ -76,7 +81,7 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
         results.rewind_to(checkpoint)
         log(INFO, "Resuming after round %d of %s", progress.finished_rounds, directory)
     results.describe(digests)
-    strategy = kind(config, digests, progress, results)
+    strategy = kind(config=config, fingerprint=digests, progress=progress, journal=results)
     try:
         strategy.start(grid, to_arrays(state), config.rounds, timeout=config.reply_timeout)
     finally:
@@ -92,7 +97,9 @@ def first_adapter(config: RunConfig, base: Path) -> tuple[State, Any]:
 
     """
     seed = derive_seed("adapter", config.seed)
-    state, peft_config = initial_adapter(config.model.name, config.adapter, seed, base)
+    state, peft_config = initial_adapter(
+        name=config.model.name, settings=config.adapter, seed=seed, directory=base
+    )
     if config.initial_adapter:
         folder = Path(config.initial_adapter).expanduser()
         state = read_fitting(folder, config.adapter, state)

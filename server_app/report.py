@@ -97,7 +97,10 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
         tables=[columns for columns in (_LOSSES, _SCORES) if _known(events, list(columns)[1])],
         cells=_cells,
         questions=questions(events),
-        panels={title: _panels(events, key, title, looks) for key, title in _PANELS},
+        panels={
+            title: _panels(events=events, key=key, title=title, looks=looks)
+            for key, title in _PANELS
+        },
         plots=plots,
         rounds=[rounds[number] for number in sorted(rounds)],
         unevaluated=[event for event in events if event["event"] == "evaluation-missing"],
@@ -198,7 +201,12 @@ def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict
     panels = {}
     for client, look in looks.items():
         curves = {model: _curve(evaluated, key, client=client, model=model) for model in MODELS}
-        panels[client] = _plot(f"{title} of {client}", curves, dict.fromkeys(MODELS, look), limits)
+        panels[client] = _plot(
+            title=f"{title} of {client}",
+            curves=curves,
+            looks=dict.fromkeys(MODELS, look),
+            limits=limits,
+        )
     return panels
 
 

@@ -161,7 +161,12 @@ class Results:
             rounds=rounds,
             config=self._config.flat(),
         )
-        save_adapter(self.directory / "adapters" / folder, state, self._peft_config, card)
+        save_adapter(
+            directory=self.directory / "adapters" / folder,
+            state=state,
+            config=self._peft_config,
+            card=card,
+        )
 
     def rewind_to(self, checkpoint: Checkpoint) -> None:
         """Drop everything written after a checkpoint: the resumed run writes it again."""

@@ -297,7 +297,10 @@ class Participants:
                 config = config_of(reply)
                 self.fingerprint |= dict(zip(config["tensors"], config["digests"], strict=True))
                 participants[node] = Participant(
-                    node, name, metrics_of(reply)[SIZE], withheld_of(reply) is not None
+                    node_id=node,
+                    name=name,
+                    examples=metrics_of(reply)[SIZE],
+                    withholds=withheld_of(reply) is not None,
                 )
             else:
                 who = f"{printable(name, 64)} (node {node})" if name else f"node {node}"

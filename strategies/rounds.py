@@ -292,7 +292,7 @@ class Rounds(Strategy):
         self, messages: Iterable[Message], grid: Grid, timeout: float
     ) -> Iterator[Message]:
         """Send messages and yield replies; all clients work at the same time."""
-        return exchange(grid, messages, timeout, self._show_progress)
+        return exchange(grid=grid, messages=messages, timeout=timeout, on_poll=self._show_progress)
 
     def _show_progress(self) -> None:
         self._status.refresh(self._lanes)
@@ -320,7 +320,9 @@ class Rounds(Strategy):
     ) -> None:
         messages = list(self.configure_evaluate(round_number, arrays, ConfigRecord(), grid))
         if messages:
-            replies = exchange(grid, messages, timeout, self._show_progress)
+            replies = exchange(
+                grid=grid, messages=messages, timeout=timeout, on_poll=self._show_progress
+            )
             metrics = self.aggregate_evaluate(round_number, replies)
             seconds = self._status.seconds
             self._journal.record({"event": "evaluation", "round": round_number, "seconds": seconds})

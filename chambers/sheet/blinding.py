@@ -125,9 +125,18 @@ def blind(
                 name = "".join(draw.choices(_LETTERS, k=_ID_LENGTH))
                 while name in rows:
                     name = "".join(draw.choices(_LETTERS, k=_ID_LENGTH))
-                rows[name] = KeyRow(annotator, number, question.name, model)
+                rows[name] = KeyRow(
+                    annotator=annotator, number=number, question=question.name, model=model
+                )
                 answers.append(SheetAnswer(name, question.answers[model]))
-            own.append(SheetQuestion(number, question.text, question.reference, tuple(answers)))
+            own.append(
+                SheetQuestion(
+                    number=number,
+                    text=question.text,
+                    reference=question.reference,
+                    answers=tuple(answers),
+                )
+            )
         sheets.append(Sheet(annotator, tuple(own)))
     return sheets, Key(seed, tuple(models), rows)
 

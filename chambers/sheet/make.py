@@ -59,12 +59,16 @@ class Make:
         seed = secrets.randbits(64) if self.seed is None else self.seed
         drawn = random.Random(seed).sample(found, min(self.questions, len(found)))
         if self.hide_references:
-            drawn = [Question(q.name, q.text, "", q.answers) for q in drawn]
+            drawn = [
+                Question(name=q.name, text=q.text, reference="", answers=q.answers) for q in drawn
+            ]
         for model in files:
             named = sum(any(model in a for a in q.answers.values()) for q in drawn)
             if named:
                 print(f"answers to {named} questions contain the text {model}", file=sys.stderr)
-        sheets, key = blind(drawn, list(files), self.annotators, seed)
+        sheets, key = blind(
+            questions=drawn, models=list(files), annotators=self.annotators, seed=seed
+        )
         try:
             with replacing(folder) as aside:
                 (aside / "sheets").mkdir(parents=True)

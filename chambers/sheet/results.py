@@ -88,12 +88,15 @@ def evaluate(key: Key, files: Sequence[Path]) -> Results:
         read[annotator] = file
         scores |= own
     means = {
-        model: {criterion: _mean(scores, key, model, criterion) for criterion in CRITERIA}
+        model: {
+            criterion: _mean(scores=scores, key=key, model=model, criterion=criterion)
+            for criterion in CRITERIA
+        }
         for model in key.models
     }
     agreement = {criterion: _alpha(scores, key, criterion) for criterion in CRITERIA}
     questions = {key.rows[name].question for name in scores}
-    return Results(len(read), len(questions), means, agreement)
+    return Results(annotators=len(read), questions=len(questions), means=means, agreement=agreement)
 
 
 def _mean(scores: Scores, key: Key, model: str, criterion: str) -> Mean:

@@ -76,7 +76,7 @@ class Authority:
             )
             .sign(self.key, hashes.SHA256())
         )
-        _write(certificate, folder / SERVER, key, folder / SERVER_KEY)
+        _write(certificate=certificate, file=folder / SERVER, key=key, key_file=folder / SERVER_KEY)
         return certificate
 
 
@@ -181,7 +181,9 @@ def _create_authority(folder: Path) -> Authority:
         .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
         .sign(key, hashes.SHA256())
     )
-    _write(certificate, folder / AUTHORITY, key, folder / AUTHORITY_KEY)
+    _write(
+        certificate=certificate, file=folder / AUTHORITY, key=key, key_file=folder / AUTHORITY_KEY
+    )
     return Authority(certificate, key)
 
 

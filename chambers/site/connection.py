@@ -60,7 +60,9 @@ def get(address: str, path: str, authority: Path) -> Answer:
         after = datetime.now(UTC)
         theirs = parsedate_to_datetime(response.headers["Date"])
     except (OSError, HTTPException, TypeError, ValueError) as error:
-        raise CommandError(_explained(error, address, host, authority)) from error
+        raise CommandError(
+            _explained(error=error, address=address, host=host, authority=authority)
+        ) from error
     finally:
         connection.close()
     assert certificate is not None

@@ -48,7 +48,9 @@ class Sign:
         key = read_signing_key(self.key.expanduser())
         try:
             folder = self.output.expanduser()
-            signers = publish(folder, content, sign(content, key), self.url)
+            signers = publish(
+                folder=folder, content=content, verification=sign(content, key), url=self.url
+            )
         except OSError as error:
             raise CommandError(f"{error.filename} can't be written: {error.strerror}") from error
         print(f"{release}: signed by {key_id(key)}")

@@ -111,7 +111,9 @@ def initial_adapter(
 
     directory = directory or locate(name)
     if settings.kind == "prefix":
-        return _initial_prefix(directory, settings, seed, reference(name, directory))
+        return _initial_prefix(
+            directory=directory, settings=settings, seed=seed, base=reference(name, directory)
+        )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(directory, trust_remote_code=False)

@@ -53,7 +53,7 @@ def prefix_cache(
     device = next((prefix.device for prefix in prefixes.values()), None)
     placeholder = torch.zeros(1, 1, length, 1, dtype=dtype, device=device)
     return DynamicCache(
-        _keys_and_values(prefixes[number], config, rows, dtype)
+        _keys_and_values(prefix=prefixes[number], config=config, rows=rows, dtype=dtype)
         if number in prefixes
         else (placeholder, placeholder)
         for number in range(max(prefixes, default=0) + 1)
@@ -104,7 +104,9 @@ class BlockPrefixes:
             dtype: Data type that the blocks compute in.
 
         """
-        cache = prefix_cache(self._blocks, self.length, self._config, rows, dtype)
+        cache = prefix_cache(
+            prefixes=self._blocks, length=self.length, config=self._config, rows=rows, dtype=dtype
+        )
         return {**self.shift(inputs), "past_key_values": cache}
 
     def shift(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +130,10 @@ class BlockPrefixes:
 
         """
         for number, prefix in self._blocks.items():
-            cache.update(*_keys_and_values(prefix, self._config, rows, dtype), number)
+            cache.update(
+                *_keys_and_values(prefix=prefix, config=self._config, rows=rows, dtype=dtype),
+                number,
+            )
 
 
 def name_of_block(number: int) -> str:
@@ -152,7 +157,13 @@ def refuse_without_prefix(model: Any, length: int) -> None:
         config = model.config
         blocks = int(config.num_hidden_layers)
         prefix = torch.zeros(length, columns_of(config), dtype=torch.bfloat16, device="meta")
-        cache = prefix_cache(dict.fromkeys(range(blocks), prefix), length, config, 1, prefix.dtype)
+        cache = prefix_cache(
+            prefixes=dict.fromkeys(range(blocks), prefix),
+            length=length,
+            config=config,
+            rows=1,
+            dtype=prefix.dtype,
+        )
         width = model.get_input_embeddings().embedding_dim
         token = torch.zeros(1, 1, width, dtype=prefix.dtype, device="meta")
         model.base_model(inputs_embeds=token, past_key_values=cache, use_cache=False)

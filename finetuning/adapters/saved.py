@@ -96,7 +96,12 @@ def read_adapter(directory: Path) -> SavedAdapter:
         state = load_file(directory / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{directory / _WEIGHTS} can't be read: {error}") from error
-    return SavedAdapter(directory, settings, state, str(found.base_model_name_or_path or ""))
+    return SavedAdapter(
+        directory=directory,
+        settings=settings,
+        state=state,
+        base=str(found.base_model_name_or_path or ""),
+    )
 
 
 def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") -> "State":

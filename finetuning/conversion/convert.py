@@ -50,7 +50,7 @@ def convert(
     _refuse_full_disk(target, sum(file.stat().st_size for file in files))
     with replacing(target) as aside:
         aside.mkdir()
-        dtype = _convert_tensors(files, plan, aside, shard_bytes)
+        dtype = _convert_tensors(files=files, plan=plan, folder=aside, limit=shard_bytes)
         plan.config.dtype = dtype
         plan.config.architectures = [type(_outline(plan.config)).__name__]
         plan.config.save_pretrained(aside)

@@ -46,7 +46,9 @@ def collate(examples: Sequence[Example], padding: int) -> MicroBatch:
     is_target[:, 0] = False
     flat = is_target.flatten().nonzero().squeeze(1)
     lengths = torch.tensor([len(example.tokens) for example in examples])
-    return MicroBatch(tokens, lengths, flat - 1, tokens.flatten()[flat])
+    return MicroBatch(
+        tokens=tokens, lengths=lengths, positions=flat - 1, labels=tokens.flatten()[flat]
+    )
 
 
 def steps_per_round(examples: int, settings: TrainSettings) -> int:
@@ -118,7 +120,12 @@ def split_rows(batch: MicroBatch, most: int) -> list[MicroBatch]:
         own = (first <= row) & (row < first + most)
         positions = (row[own] - first) * longest + column[own]
         parts.append(
-            MicroBatch(batch.tokens[rows, :longest], lengths, positions, batch.labels[own])
+            MicroBatch(
+                tokens=batch.tokens[rows, :longest],
+                lengths=lengths,
+                positions=positions,
+                labels=batch.labels[own],
+            )
         )
     return parts
 

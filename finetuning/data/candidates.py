@@ -100,7 +100,9 @@ def candidate_batches(
     units = [
         unit
         for number, group in enumerate(groups)
-        for unit in _units(number, group, columns_before, most_tokens)
+        for unit in _units(
+            number=number, group=group, columns_before=columns_before, most_tokens=most_tokens
+        )
     ]
     # The largest batches come first, so that a lack of memory shows immediately.
     units.sort(key=lambda unit: (-len(unit.endings), *(-size for size in unit.columns)))
@@ -130,7 +132,7 @@ def _units(
     texts = [(*c.context.tolist(), *c.answer.tolist()[:-1]) for c in group]
     distinct = sorted(dict.fromkeys(texts), key=len, reverse=True)
     longest = len(distinct[0])
-    each = _tokens_kept(1, columns_before, longest, 1)
+    each = _tokens_kept(endings=1, columns_before=columns_before, beginning=longest, ending=1)
     if each > most_tokens:
         raise DataError(
             f"a text of {longest} tokens takes {each} with its prefix and answer, and at most "

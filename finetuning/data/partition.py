@@ -42,7 +42,13 @@ def partition(
         if settings.partition == "label":
             groups = _by_label(order, labels, parts)
         else:
-            groups = _by_dirichlet(order, labels, parts, settings.dirichlet_alpha, random)
+            groups = _by_dirichlet(
+                order=order,
+                labels=labels,
+                parts=parts,
+                alpha=settings.dirichlet_alpha,
+                random=random,
+            )
     return [[rows[index] for index in group] for group in groups]
 
 

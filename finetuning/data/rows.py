@@ -62,7 +62,7 @@ def read_rows(path: Path | str, part: str = "train", skip_bad: bool = False) -> 
 
     """
     rows, problems = parse_rows(path, part, lambda o, v: Row(parse_messages(v), o, v))
-    return keep_good(rows, problems, skip_bad, path)
+    return keep_good(rows=rows, problems=problems, skip_bad=skip_bad, path=path)
 
 
 def keep_good(

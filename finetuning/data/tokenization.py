@@ -116,7 +116,7 @@ def tokenize(
                     break
                 fitted, was_shortened = shorter, True  # noqa: PLW2901
                 (tokens,) = _encode([fitted], tokenizer)  # noqa: PLW2901
-            example = _example(fitted, tokens, max_length, row)
+            example = _example(conversation=fitted, tokens=tokens, max_length=max_length, row=row)
             if example is None:
                 left_out += 1
             else:
@@ -128,7 +128,9 @@ def tokenize(
             f"none of {len(rows)} rows has an output that fits even partly into data.max-length = "
             f"{max_length} tokens"
         )
-    return examples, TokenizationReport(inputs, outputs, left_out, divided)
+    return examples, TokenizationReport(
+        inputs_shortened=inputs, outputs_shortened=outputs, left_out=left_out, rows_divided=divided
+    )
 
 
 def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple[str, Spans]:

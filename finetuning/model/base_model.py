@@ -128,7 +128,10 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
     prepare(model, settings)
     refuse_unless_causal(model, directory)
     return BaseModel(
-        model, load_tokenizer(directory), directory, reference(settings.name, directory)
+        model=model,
+        tokenizer=load_tokenizer(directory),
+        directory=directory,
+        reference=reference(settings.name, directory),
     )
 
 

@@ -98,7 +98,12 @@ def _texts(recipe: TinyRecipe) -> list[str]:
     """Return neutral passages and inputs like the clients', but none of their outputs."""
     texts = background(recipe.passages, recipe.seed)
     for style in STYLES:
-        texts += [row["input"] for row in examples(style, recipe.inputs, recipe.seed + 1, "train")]
+        texts += [
+            row["input"]
+            for row in examples(
+                style=style, count=recipe.inputs, seed=recipe.seed + 1, split="train"
+            )
+        ]
     random.Random(recipe.seed).shuffle(texts)
     return texts
 

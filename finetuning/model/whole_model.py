@@ -75,7 +75,11 @@ class WholeModel:
                 set_seed(derive_seed("dropout", seed, index))
                 with self._autocast():
                     hidden = self._hidden(batch)
-                    losses.append(add_target_gradient(self._head, hidden, batch, 1 / targets))
+                    losses.append(
+                        add_target_gradient(
+                            head=self._head, hidden=hidden, batch=batch, scale=1 / targets
+                        )
+                    )
         return [float(loss) for loss in losses]
 
     def clip(self, maximum: float) -> float:
@@ -159,7 +163,9 @@ class WholeModel:
             self._by_row(rows) as weights,
             self._autocast(),
         ):
-            loss = add_target_gradient(self._head, self._hidden(batch), batch, scale)
+            loss = add_target_gradient(
+                head=self._head, hidden=self._hidden(batch), batch=batch, scale=scale
+            )
         gradients = {
             n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()
         }
@@ -244,7 +250,13 @@ class WholeModel:
 
             return DynamicCache(config=self._config)
         blocks = dict(enumerate(self._prefix.split(columns_of(self._config), dim=-1)))
-        return prefix_cache(blocks, self.columns_before, self._config, rows, self._dtype)
+        return prefix_cache(
+            prefixes=blocks,
+            length=self.columns_before,
+            config=self._config,
+            rows=rows,
+            dtype=self._dtype,
+        )
 
     def _check_deadline(self, *_: Any) -> None:
         if time.monotonic() > self.deadline:

@@ -49,7 +49,9 @@ def read_task_rows(path: Path | str, settings: DataSettings) -> list[Row]:
             origin=question.origin,
             fields={"label": question.answers[0], **value},
         )
-        for value, questions in keep_good(rows, problems, settings.skip_bad_rows, path)
+        for value, questions in keep_good(
+            rows=rows, problems=problems, skip_bad=settings.skip_bad_rows, path=path
+        )
         for question in questions
         if question.answers
     ]

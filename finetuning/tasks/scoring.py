@@ -94,11 +94,16 @@ def prepare(
 
     """
     if task.is_cloze:
-        return Prepared(task, questions, _continuations(questions, tokenizer), [])
+        return Prepared(
+            task=task,
+            questions=questions,
+            candidates=_continuations(questions, tokenizer),
+            prompts=[],
+        )
     rows = prompt_rows([question.prompt for question in questions])
     examples, _ = tokenize(rows, tokenizer, prompt_length)
     prompts = [example.tokens[: example.prompt_length] for example in examples]
-    return Prepared(task, questions, [], prompts)
+    return Prepared(task=task, questions=questions, candidates=[], prompts=prompts)
 
 
 def answer(
@@ -121,7 +126,9 @@ def answer(
 
     """
     if prepared.task.is_cloze:
-        return _choose(model, tokenizer.pad_token_id, prepared, most_tokens)
+        return _choose(
+            model=model, padding=tokenizer.pad_token_id, prepared=prepared, most_tokens=most_tokens
+        )
     return Answers(
         _generate(
             model=model,

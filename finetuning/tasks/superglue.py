@@ -20,7 +20,11 @@ def boolq(origin: str, value: Any) -> list[Question]:
     row = as_object(value)
     passage, question = text_of(row, "passage"), text_of(row, "question").rstrip("?")
     prompt = f"{passage} Question: {question}? Answer:"
-    return [Question(origin, prompt, (label_of(row, _TRUE_FALSE),), _YES_NO)]
+    return [
+        Question(
+            origin=origin, prompt=prompt, answers=(label_of(row, _TRUE_FALSE),), candidates=_YES_NO
+        )
+    ]
 
 
 def cb(origin: str, value: Any) -> list[Question]:
@@ -37,7 +41,14 @@ def rte(origin: str, value: Any) -> list[Question]:
 def _entailment(origin: str, value: Any, labels: Mapping[str, str]) -> list[Question]:
     row = as_object(value)
     prompt = f'"{text_of(row, "premise")}" "{text_of(row, "hypothesis")}"?'
-    return [Question(origin, prompt, (label_of(row, labels),), tuple(labels.values()))]
+    return [
+        Question(
+            origin=origin,
+            prompt=prompt,
+            answers=(label_of(row, labels),),
+            candidates=tuple(labels.values()),
+        )
+    ]
 
 
 def copa(origin: str, value: Any) -> list[Question]:
@@ -49,7 +60,14 @@ def copa(origin: str, value: Any) -> list[Question]:
         raise DataError("needs 'cause' or 'effect' in 'question'")
     premise = text_of(row, "premise").rstrip(".")
     prompt = f'"{choices[0]}" or "{choices[1]}"? {premise}, {words[row["question"]]}'
-    return [Question(origin, prompt, (label_of(row, dict(enumerate(choices))),), choices)]
+    return [
+        Question(
+            origin=origin,
+            prompt=prompt,
+            answers=(label_of(row, dict(enumerate(choices))),),
+            candidates=choices,
+        )
+    ]
 
 
 def wic(origin: str, value: Any) -> list[Question]:
@@ -57,7 +75,11 @@ def wic(origin: str, value: Any) -> list[Question]:
     row = as_object(value)
     first, second, word = (text_of(row, key) for key in ("sentence1", "sentence2", "word"))
     prompt = f'"{first}" / "{second}" Similar sense of "{word}"?'
-    return [Question(origin, prompt, (label_of(row, _TRUE_FALSE),), _YES_NO)]
+    return [
+        Question(
+            origin=origin, prompt=prompt, answers=(label_of(row, _TRUE_FALSE),), candidates=_YES_NO
+        )
+    ]
 
 
 def wsc(origin: str, value: Any) -> list[Question]:
@@ -75,7 +97,15 @@ def wsc(origin: str, value: Any) -> list[Question]:
     words[last] = f"{words[last]}*"
     prompt = f"{' '.join(words)} The pronoun '*{pronoun}*' refers to"
     is_right = label_of(row, _TRUE_FALSE) == "yes"
-    return [Question(origin, prompt, (noun,) if is_right else (), (noun,), text)]
+    return [
+        Question(
+            origin=origin,
+            prompt=prompt,
+            answers=(noun,) if is_right else (),
+            candidates=(noun,),
+            group=text,
+        )
+    ]
 
 
 def with_other_nouns(questions: list[Question]) -> list[Question]:
@@ -102,7 +132,15 @@ def multirc(origin: str, value: Any) -> list[Question]:
         for answer in list_of(asked, "answers"):
             prompt = f"{text} Question: {question} Is it {text_of(answer, 'text')}?"
             right = (label_of(answer, {1: "yes", 0: "no"}),)
-            questions.append(Question(origin, prompt, right, _YES_NO, f"{origin} {number}"))
+            questions.append(
+                Question(
+                    origin=origin,
+                    prompt=prompt,
+                    answers=right,
+                    candidates=_YES_NO,
+                    group=f"{origin} {number}",
+                )
+            )
     return questions
 
 
@@ -126,5 +164,7 @@ def record(origin: str, value: Any) -> list[Question]:
             raise DataError("a 'query' has no @placeholder")
         prompt = f"{shown}\n{query.replace('@placeholder', '___')}\nThe blank is"
         answers = dict.fromkeys(text_of(answer, "text") for answer in list_of(asked, "answers"))
-        questions.append(Question(origin, prompt, tuple(answers), entities))
+        questions.append(
+            Question(origin=origin, prompt=prompt, answers=tuple(answers), candidates=entities)
+        )
     return questions

@@ -52,10 +52,20 @@ def _generated(
 
 
 TASKS: Mapping[str, Task] = {
-    "boolq": Task("BoolQ", "val", superglue.boolq, metrics.accuracy),
-    "cb": Task("CB", "val", superglue.cb, metrics.commitment_bank),
-    "copa": Task("COPA", "val", superglue.copa, metrics.accuracy, has_words=False),
-    "multirc": Task("MultiRC", "val", superglue.multirc, metrics.multirc),
+    "boolq": Task(
+        folder="BoolQ", held_out="val", convert=superglue.boolq, metrics=metrics.accuracy
+    ),
+    "cb": Task(folder="CB", held_out="val", convert=superglue.cb, metrics=metrics.commitment_bank),
+    "copa": Task(
+        folder="COPA",
+        held_out="val",
+        convert=superglue.copa,
+        metrics=metrics.accuracy,
+        has_words=False,
+    ),
+    "multirc": Task(
+        folder="MultiRC", held_out="val", convert=superglue.multirc, metrics=metrics.multirc
+    ),
     "record": Task(
         folder="ReCoRD",
         held_out="val",
@@ -64,8 +74,8 @@ TASKS: Mapping[str, Task] = {
         has_classes=False,
         has_words=False,
     ),
-    "rte": Task("RTE", "val", superglue.rte, metrics.accuracy),
-    "wic": Task("WiC", "val", superglue.wic, metrics.accuracy),
+    "rte": Task(folder="RTE", held_out="val", convert=superglue.rte, metrics=metrics.accuracy),
+    "wic": Task(folder="WiC", held_out="val", convert=superglue.wic, metrics=metrics.accuracy),
     "wsc": Task(
         folder="WSC",
         held_out="val",
@@ -75,11 +85,30 @@ TASKS: Mapping[str, Task] = {
         has_words=False,
     ),
     "cnn-dailymail": _generated(
-        "cnn_dailymail", "test", generated_text.cnn_dailymail, metrics.summaries
+        folder="cnn_dailymail",
+        held_out="test",
+        convert=generated_text.cnn_dailymail,
+        metrics=metrics.summaries,
     ),
-    "xsum": _generated("xsum", "test", generated_text.xsum, metrics.summaries),
-    "huatuo": _generated("huatuo", "val", generated_text.instruction, metrics.medical),
-    "court": _generated("court", "test", generated_text.instruction, metrics.legal),
-    "consultation": _generated("consultation", "test", generated_text.instruction, metrics.legal),
-    "reasoning": _generated("reasoning", "test", generated_text.instruction, metrics.legal),
+    "xsum": _generated(
+        folder="xsum", held_out="test", convert=generated_text.xsum, metrics=metrics.summaries
+    ),
+    "huatuo": _generated(
+        folder="huatuo", held_out="val", convert=generated_text.instruction, metrics=metrics.medical
+    ),
+    "court": _generated(
+        folder="court", held_out="test", convert=generated_text.instruction, metrics=metrics.legal
+    ),
+    "consultation": _generated(
+        folder="consultation",
+        held_out="test",
+        convert=generated_text.instruction,
+        metrics=metrics.legal,
+    ),
+    "reasoning": _generated(
+        folder="reasoning",
+        held_out="test",
+        convert=generated_text.instruction,
+        metrics=metrics.legal,
+    ),
 }

@@ -169,7 +169,12 @@ class SplitModel:
                         )
                 gradient = middle.grad
                 assert gradient is not None  # every micro-batch has targets
-                self.lane.send(Kind.GRADIENT, self._step, index, {"gradient": gradient})
+                self.lane.send(
+                    Kind.GRADIENT,
+                    step=self._step,
+                    micro_batch=index,
+                    tensors={"gradient": gradient},
+                )
                 return not wants_gradient
             output = sent.pop(index)
             received = _of_shape(frame, "gradient", output.shape)
@@ -245,7 +250,9 @@ class SplitModel:
     def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute candidate answers; see ``WholeModel.log_probabilities``."""
         self._set_up(training=False)
-        hidden = hidden_of_candidates(self._head, self._tail, batch, self._through_body)
+        hidden = hidden_of_candidates(
+            head=self._head, tail=self._tail, batch=batch, exchange=self._through_body
+        )
         self.lane.send(Kind.STEP)
         chosen = hidden[batch.positions.to(hidden.device)]
         return target_log_probabilities(self._output_head, chosen, batch.labels)
@@ -269,10 +276,10 @@ class SplitModel:
         hidden = self._head(batch.tokens.to(self._head.device), _padding(batch))
         self.lane.send(
             Kind.HIDDEN,
-            self._step,
-            index,
-            {"hidden": self._with_noise(hidden.detach()), "lengths": batch.lengths},
-            {"side": "right", **counts},
+            step=self._step,
+            micro_batch=index,
+            tensors={"hidden": self._with_noise(hidden.detach()), "lengths": batch.lengths},
+            fields={"side": "right", **counts},
         )
         return hidden
 
@@ -280,7 +287,9 @@ class SplitModel:
         self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: dict[str, Value]
     ) -> torch.Tensor:
         tensors = {"hidden": self._with_noise(hidden), "lengths": lengths}
-        self.lane.send(Kind.HIDDEN, self._step, index, tensors, fields)
+        self.lane.send(
+            Kind.HIDDEN, step=self._step, micro_batch=index, tensors=tensors, fields=fields
+        )
         # Generations of other clients may have to end before there is room for this one.
         frame = self._receive(Kind.HIDDEN, None if index else self._deadline, micro_batch=index)
         return _of_shape(frame, "hidden", hidden.shape)

@@ -218,7 +218,10 @@ class SeparateTrainer:
             result = self._adapters.backward(activations, gradient.gradient)
             if result is not None:
                 self._session.lane.send(
-                    Kind.GRADIENT, gradient.step, gradient.index, {"gradient": result}
+                    Kind.GRADIENT,
+                    step=gradient.step,
+                    micro_batch=gradient.index,
+                    tensors={"gradient": result},
                 )
 
         self._session.put(Priority.BACKWARD, backward)

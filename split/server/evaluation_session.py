@@ -255,7 +255,7 @@ class EvaluationSession(Session):
             output = compute()
             self.account.tokens += output.shape[0] * output.shape[1]
             self._computed += 1
-            self.lane.send(Kind.HIDDEN, step, index, {"hidden": output})
+            self.lane.send(Kind.HIDDEN, step=step, micro_batch=index, tensors={"hidden": output})
 
         self.put(priority, forward, tokens)
 

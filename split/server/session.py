@@ -113,7 +113,9 @@ class Session:
 
     def answer(self, step: int, index: int, states: torch.Tensor) -> None:
         """Send the hidden states of a micro-batch after the body."""
-        self.lane.send(Kind.HIDDEN, step, index, {"hidden": states.detach()})
+        self.lane.send(
+            Kind.HIDDEN, step=step, micro_batch=index, tensors={"hidden": states.detach()}
+        )
 
     def dispatch(
         self,

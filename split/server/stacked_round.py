@@ -256,7 +256,12 @@ class StackedRound:
                     scale = part.step_targets * factors[member.client]
                     tensors = {"gradient": rows / scale}
                     with suppress(LaneError):
-                        member.session.lane.send(Kind.GRADIENT, step, stacked.index, tensors)
+                        member.session.lane.send(
+                            Kind.GRADIENT,
+                            step=step,
+                            micro_batch=stacked.index,
+                            tensors=tensors,
+                        )
 
         self._put(Priority.BACKWARD, backward)
 

@@ -1,0 +1,43 @@
+"""FedProx at a client: as FedJudge's, with the proximal term as the penalty."""
+
+from collections.abc import Mapping
+
+import torch
+
+from client_app.fedjudge import base_model, evaluate, global_weights, train_adapter
+from client_app.task import Metrics, Task
+from finetuning.adapters.adapter import State
+from finetuning.model.whole_model import WholeModel
+from finetuning.training.proximal import ProximalPenalty
+from strategies.run_config import RunConfig
+from strategies.site_policy import SitePolicy
+
+__all__ = ["base_model", "check", "evaluate", "sends_importance", "train"]
+
+
+def check(_policy: SitePolicy, _config: RunConfig) -> None:
+    """Check nothing: what adapters need is checked for every strategy."""
+
+
+def sends_importance(_config: RunConfig) -> bool:
+    """Whether the coordinator may ask for J: there is none."""
+    return False
+
+
+def train(task: Task) -> tuple[State, Metrics]:
+    """Train from the global adapter for one round, with the proximal term in every step.
+
+    Returns:
+        The local adapter, and the round's metrics.
+
+    """
+    adapter, metrics, penalty = train_adapter(task, _penalty)
+    assert penalty is not None
+    return adapter, metrics | {"distance": penalty.distance()}
+
+
+def _penalty(
+    task: Task, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
+) -> ProximalPenalty:
+    anchor = global_weights(task, model, parameters)
+    return ProximalPenalty(parameters, anchor, task.config.fedprox.mu)
