@@ -73,6 +73,23 @@ class TaskCell:
 
 
 @dataclass(frozen=True)
+class SplitCell:
+    """A split model's answers beside those of the whole model.
+
+    Attributes:
+        task: Name of the task, as ``data.task``.
+        model: The base model's id.
+        seed: Seed of the adapter.
+
+    """
+
+    kind: ClassVar[str] = "split"
+    task: str
+    model: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class TimeCell:
     """The duration of training by a schedule.
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from bench.paper import fl_glm_cells as cells
 from bench.paper.artefact import Artefact
 from bench.paper.cells import Results, TaskCell, TimeCell
-from bench.paper.fl_glm_comparisons import table1, table2, table5, table6
+from bench.paper.fl_glm_comparisons import split_scores, table1, table2, table5, table6
 from bench.paper.fl_glm_figures import figure5, figures6to8
 from bench.paper.fl_glm_values import (
     ADAPTERS,
@@ -172,5 +172,11 @@ ARTEFACTS = (
         "FL-GLM, figures 6 to 8: number of clients",
         cells.figures6to8,
         figures6to8,
+    ),
+    Artefact(
+        "fl-glm-split-scores",
+        "FL-GLM: a split model's scores",
+        cells.split_scores,
+        split_scores,
     ),
 )

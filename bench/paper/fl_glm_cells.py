@@ -7,13 +7,15 @@ in figures 5 and 6, where adapter and model are the same.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.paper.cells import AttackCell, Cell, Method, TaskCell, TimeCell
+from bench.paper.cells import AttackCell, Cell, Method, SplitCell, TaskCell, TimeCell
 from bench.paper.sizes import Size
 from bench.paper.task_settings import training_of
 
 SCHEDULES: tuple[Method, ...] = ("serial", "client-batch", "hierarchical")
 # The task of figure 5.
 DIVIDED = "copa"
+# The task that is answered over a lane too.
+ANSWERED = "copa"
 # Head blocks and decoder of table 4, by the row in the paper.
 ATTACKS = {
     "embedding alone, linear decoder": (0, "linear"),
@@ -172,6 +174,11 @@ def figures6to8(size: Size) -> list[Cell]:
             for clients in size.fl_glm.clients:
                 cells += split(size, task, method, clients=clients)
     return cells
+
+
+def split_scores(size: Size) -> list[SplitCell]:
+    """Return the cell that compares a split model with the whole one, if the size is in float32."""
+    return [SplitCell(ANSWERED, size.models.english)] if size.fl_glm.dtype == "float32" else []
 
 
 def _compared(size: Size, tasks: Sequence[str], model: str, adapter: str) -> list[Cell]:

@@ -33,6 +33,7 @@ _METRICS: Mapping[str, Mapping[str, str]] = {
     "record": {"F1": "f1", "accuracy": "em"},
 }
 _CENTRALISED, _SPLIT = "centralised", "FL-GLM, serial"
+_SIDES = ("whole", "split")
 _CHINESE = "Llama2-Chinese-7B-Chat"
 _SUMMARIES = {"cnn-dailymail": "CNN/DailyMail", "xsum": "XSum"}
 
@@ -131,6 +132,43 @@ def table6(size: Size, results: Results) -> Document:
     losses = _losses(size, results, ["huatuo"], model, "lora")
     notes = [f"{base_model(model)} The paper's figures beside ours are those of {_CHINESE}."]
     return Document([Table(title, ["", *columns], rows, notes), losses])
+
+
+def split_scores(size: Size, results: Results) -> Document:
+    """Return a split model's scores and losses beside the whole model's."""
+    found = [result for cell in cells.split_scores(size) if (result := results.get(cell))]
+    if not found:
+        return Document()
+    (result,) = found
+    rows = [
+        (
+            [label],
+            [
+                *(Value([100 * own[side]["accuracy"]]) for side in _SIDES),
+                *(Value([own[side]["loss"]], digits=6) for side in _SIDES),
+                Value([own["other answers"]], digits=0),
+                Value([own["difference"]], digits=7),
+            ],
+        )
+        for label, own in (
+            ("bare base model", result["models"]["base"]),
+            ("LoRA with random weights", result["models"]["tuned"]),
+        )
+    ]
+    columns = [
+        "",
+        *(f"accuracy, {side}" for side in _SIDES),
+        *(f"held-out loss, {side}" for side in _SIDES),
+        "other answers",
+        "largest difference of a probability",
+    ]
+    notes = [
+        base_model(size.models.english),
+        f"{result['questions']} questions of {NAMES[cells.ANSWERED]}, answered by the whole model "
+        "in one process, and over an encrypted lane with a float32 wire to a block server that "
+        "has all blocks but the first and the last. Probabilities are those of the right answers.",
+    ]
+    return Document([Table("The whole model and the split one", columns, rows, notes)])
 
 
 def _compared(size: Size, tasks: Sequence[str], model: str, adapter: str) -> _Rows:

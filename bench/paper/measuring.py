@@ -18,6 +18,7 @@ from bench.paper.cells import (
     Record,
     Result,
     SheetsCell,
+    SplitCell,
     TaskCell,
     TimeCell,
 )
@@ -35,6 +36,10 @@ def settings_of(cell: Cell, size: Size, sources: Sources) -> dict[str, Any]:
     match cell:
         case TaskCell():
             return task_settings.settings_of(cell, size, sources)
+        case SplitCell():
+            from bench.paper import split_scores
+
+            return split_scores.settings_of(cell, size, sources)
         case TimeCell():
             from bench.paper import training_times
 
@@ -61,6 +66,10 @@ def measure(cell: Cell, size: Size, sources: Sources) -> Result:
             from bench.paper import task_training
 
             return task_training.measure(cell, size, sources)
+        case SplitCell():
+            from bench.paper import split_scores
+
+            return split_scores.measure(cell, size, sources)
         case TimeCell():
             from bench.paper import training_times
 

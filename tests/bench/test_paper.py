@@ -12,7 +12,7 @@ import torch
 
 from bench.paper import fl_glm, fl_glm_cells
 from bench.paper.__main__ import main
-from bench.paper.cells import CellFolder, Results, TaskCell, TimeCell, described
+from bench.paper.cells import CellFolder, Results, SplitCell, TaskCell, TimeCell, described
 from bench.paper.measuring import Measuring, measure, settings_of
 from bench.paper.sizes import NAMES, read_size
 from bench.paper.sources import Sources
@@ -200,3 +200,14 @@ def test_an_interrupted_command_continues(sources, tmp_path):
     assert len(records) == len(list(cells.glob("*.json")))
     assert all(str(sources.models) not in line for line in records)
     assert "FL-GLM, table 5" in (docs / "reproduction.md").read_text()
+
+
+def test_a_split_model_answers_like_the_whole_one(size, sources):
+    result = measure(SplitCell("copa", MODEL), size, sources)
+    assert result["questions"] == 6
+    for own in result["models"].values():
+        assert own["split"]["loss"] == pytest.approx(own["whole"]["loss"], abs=1e-5)
+        assert own["split"]["accuracy"] == own["whole"]["accuracy"]
+        assert own["other answers"] == 0 and own["difference"] < 1e-5
+    base, tuned = (own["whole"]["loss"] for own in result["models"].values())
+    assert abs(base - tuned) > 1e-3, "the adapter has an influence"
