@@ -17,11 +17,12 @@ from tests.deployment.test_hosts import SHORT
 pytestmark = pytest.mark.slow
 
 
-def supernode(running, *options):
+def supernode(running, *options, without=""):
     """Start another SuperNode at the court until it ends, and return what it says."""
     program = running.programs["court"]["supernode"]
+    own = [word for word in program.command if word.partition("=")[0] != without]
     # Of an option that is given twice, the last one counts.
-    command = [*program.command, "--port=9095", *options]
+    command = [*own, "--port=9095", *options]
     return program.host.run(command, program.view, seconds=60).stdout
 
 
@@ -74,6 +75,23 @@ def test_a_key_that_is_not_registered_or_in_use(running):
     key = running.hosts["court"].folder / "unregistered"
     for option in (f"--auth-supernode-private-key={key}", "--port=9095"):
         explained(supernode(running, option), "[code: 2004] Failed to activate SuperNode.")
+
+
+def test_no_key(running):
+    said = supernode(running, without="--auth-supernode-private-key")
+    explained(said, "[code: 2001] SuperNode authentication is enabled.")
+
+
+def test_a_signing_key_as_node_key(running):
+    site(running.hosts["court"], "signing-key", "signing")
+    key = running.hosts["court"].folder / "signing"
+    said = supernode(running, f"--auth-supernode-private-key={key}")
+    explained(said, "Unable to parse the private key file.")
+
+
+def test_a_key_without_tls(running):
+    said = supernode(running, "--insecure", without="--root-certificates")
+    explained(said, "Insecure connection is enabled, but the SuperNode's private key is provided")
 
 
 def test_a_key_that_is_registered_twice(running):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.deployment.deployment import CHECKOUT, COMPLETED
-from bench.deployment.hosts import namespaces_permitted
+from server_app.main import STRATEGIES
 from tests.conftest import write_checkpoint, write_rows
 
 pytestmark = pytest.mark.slow
@@ -47,8 +47,8 @@ def folder():
     shutil.rmtree(made)
 
 
-def test_the_commands_of_the_page_lead_to_a_completed_run(nginx, folder):
-    if not namespaces_permitted():
+def test_the_commands_of_the_page_lead_to_runs_of_each_strategy(nginx, namespaces, folder):
+    if not namespaces:
         pytest.skip("the ports of the walk may be taken: network namespaces are not permitted")
     for seed, name in enumerate(("court", "consultation")):
         write_rows(folder / "data" / name / "train.jsonl", 12, seed)
@@ -64,9 +64,12 @@ def test_the_commands_of_the_page_lead_to_a_completed_run(nginx, folder):
         for host, commands in BLOCKS:
             # Each block runs in a shell of its own, so the host's environment is read again.
             again = "if [ -f flower.env ]; then set -a; . ./flower.env; set +a; fi\n"
+            # As a reader would, wait until the SuperLink is up.
             if commands.startswith("flwr supernode"):
-                # As a reader would, wait until the SuperLink is up.
                 again += "for i in $(seq 100); do flwr ls deployment > /dev/null && break; done\n"
+            elif commands.startswith("chambers site check"):
+                attempt = f"{{ {commands}}} > /dev/null"
+                again += f"for i in $(seq 30); do {attempt} && break; sleep 1; done\n"
             result = subprocess.run(
                 [*enter, "bash", "-euc", again + commands],
                 cwd=folder if host == "trial" else folder / host,
@@ -79,7 +82,7 @@ def test_the_commands_of_the_page_lead_to_a_completed_run(nginx, folder):
                 timeout=SECONDS,
             )
             assert result.returncode == 0, f"{commands}\n{result.stdout}"
-            said = result.stdout
+            said += result.stdout
         listing = subprocess.run(
             [
                 *enter,
@@ -94,4 +97,7 @@ def test_the_commands_of_the_page_lead_to_a_completed_run(nginx, folder):
             text=True,
             timeout=60,
         ).stdout
-    assert json.loads(listing)["runs"][0]["status"] == COMPLETED, said
+    runs = json.loads(listing)["runs"]
+    assert [run["status"] for run in runs] == [COMPLETED] * len(STRATEGIES), said
+    results = (folder / "coordinator" / "state" / ".local/share/chambers/runs").iterdir()
+    assert {result.name.rpartition("_")[2] for result in results} == set(STRATEGIES)
