@@ -134,6 +134,10 @@ def test_every_document_is_made_of_all_results_or_none(name):
     def invented(cell):
         if isinstance(cell, TimeCell):
             return {"seconds": source.random(), "rows": 8}
+        if isinstance(cell, SplitCell):
+            side = {"accuracy": source.random(), "loss": source.random()}
+            own = {"whole": side, "split": side, "other answers": 0, "difference": 0.0}
+            return {"models": {"base": own, "tuned": own}, "questions": 100}
         names = ("accuracy", "f1", "f1a", "em", "bleu4", "rouge1", "rouge2", "rougeL", "tokens")
         scores = {metric: source.random() for metric in names}
         if not isinstance(cell, TaskCell):
