@@ -1,29 +1,17 @@
 """A deployment that the tests of this folder share."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 from bench.deployment.deployment import CHECKOUT, Deployment, deployment
-from bench.deployment.hosts import namespaces_permitted
 from tests.conftest import write_checkpoint, write_rows
 
 PAGE = (CHECKOUT / "docs" / "deployment.md").read_text()
 
 
 @pytest.fixture(scope="session")
-def namespaces():
-    """Return whether hosts can be network namespaces; in CI they must be, if it runs as root."""
-    if namespaces_permitted():
-        return True
-    if "CHAMBERS_CI" in os.environ and os.geteuid() == 0:
-        pytest.fail("root can't make network namespaces: ip or setpriv is missing, or forbidden")
-    return False
-
-
-@pytest.fixture(scope="session")
-def running(nginx, namespaces, tmp_path_factory):
+def running(nginx, tmp_path_factory):
     """Start a coordinator and two institutions, court and consultation."""
     folder = tmp_path_factory.mktemp("hosts")
     data = tmp_path_factory.mktemp("data")
