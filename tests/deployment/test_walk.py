@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.deployment.deployment import CHECKOUT, COMPLETED
+from bench.deployment.hosts import namespaces_permitted
 from server_app.main import STRATEGIES
 from tests.conftest import write_checkpoint, write_rows
 
@@ -47,8 +48,8 @@ def folder():
     shutil.rmtree(made)
 
 
-def test_the_commands_of_the_page_lead_to_runs_of_each_strategy(nginx, namespaces, folder):
-    if not namespaces:
+def test_the_commands_of_the_page_lead_to_runs_of_each_strategy(nginx, folder):
+    if not namespaces_permitted():
         pytest.skip("the ports of the walk may be taken: network namespaces are not permitted")
     for seed, name in enumerate(("court", "consultation")):
         write_rows(folder / "data" / name / "train.jsonl", 12, seed)
