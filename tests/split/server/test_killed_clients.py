@@ -49,7 +49,10 @@ def train_until(stage: str, base: Path, split: SplitSettings, state: State, link
 
         def acting(*arguments, **named):
             result = act(*arguments, **named)
-            done = arguments[:2] if how == "send" else (result.kind, result.step)
+            if how == "send":
+                done = (arguments[0], named.get("step"))
+            else:
+                done = (result.kind, result.step)
             if done == (kind, _LAST_STEP):
                 seen.append(done)
                 if len(seen) == 2:
