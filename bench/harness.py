@@ -199,11 +199,13 @@ def show(*parts: Table | str) -> None:
 
 
 def _markdown(table: Table) -> str:
-    """Return a table with its title above it; each row is a line, however long."""
+    """Return a table, below its title if it has one; each row is a line, however long."""
     title, table.title = table.title, None
     console = Console(width=_WIDTH, soft_wrap=True, highlight=False, markup=False)
     with console.capture() as printed:
         console.print(table)
-    # Rich's Markdown tables have empty lines for edges and sections.
-    lines = (line.rstrip() for line in printed.get().splitlines())
-    return "\n".join([f"{title}\n", *(line for line in lines if line)])
+    # Rich draws edges as empty lines, and repeats the line below the headings between sections.
+    lines = [line.rstrip() for line in printed.get().splitlines() if line.strip()]
+    headings, below, *rows = lines
+    above = [f"{title}\n"] if title else []
+    return "\n".join([*above, headings, below, *(row for row in rows if row != below)])
