@@ -287,8 +287,10 @@ def stop_after(step: int, count: int, how: str):
             begun = step == 0 or (Kind.STEP, step - 1) in came
             if joined and begun and came.count((Kind.GRADIENT, step)) == count:
                 if how == "cut":
-                    lane.detach("cut by the test")
-                    lane.fail(LaneCutError("for good"))
+                    # At once, or the lane opens another stream in between and closes it in order.
+                    with lane._changed:
+                        lane.detach("cut by the test")
+                        lane.fail(LaneCutError("for good"))
                 raise StoppedError
             frame = receive(timeout)
             came.append((frame.kind, frame.step))
