@@ -17,10 +17,9 @@ of which ``python -m bench.paper`` makes a part of ``docs/reproduction.md``.
 import argparse
 import json
 import os
+import signal
 import tomllib
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from flwr.common.config import flatten_dict, parse_config_args
 
 from bench.continual_cells import Experiment, calibrate, cell, first_round
 from bench.continual_table import Row, recorded, table
+from bench.pool import pool
 from finetuning.files import replacing
 from strategies.run_config import ConfigError, parse_run_config
 
@@ -40,13 +40,8 @@ def main() -> None:
     experiment = Experiment(arguments.folder, _settings(arguments))
     seeds = list(range(arguments.seeds))
     _claim(experiment)
-    processes = arguments.processes
-    os.environ["TQDM_DISABLE"] = "1"  # for all processes that are started
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    with ProcessPoolExecutor(
-        processes, mp_context=get_context("spawn"), initializer=_use, initargs=(threads,)
-    ) as pool:
-        list(pool.map(partial(first_round, experiment), seeds))
+    with pool(arguments.processes) as executor:
+        list(executor.map(partial(first_round, experiment), seeds))
         rows: list[Row]
         if arguments.lambdas:
             rows = [
@@ -58,7 +53,7 @@ def main() -> None:
             shares = [share / 100 for share in arguments.shares]
             find = partial(calibrate, experiment, seeds[0], shares=shares)
             found = dict(
-                zip(arguments.importance, pool.map(find, arguments.importance), strict=True)
+                zip(arguments.importance, executor.map(find, arguments.importance), strict=True)
             )
             rows = [
                 (importance, share, found[importance][share])
@@ -68,7 +63,7 @@ def main() -> None:
         weights = [("server", 0.0), *((importance, weight) for importance, _, weight in rows)]
         futures = {
             (importance, weight): [
-                pool.submit(cell, experiment, seed, weight, importance) for seed in seeds
+                executor.submit(cell, experiment, seed, weight, importance) for seed in seeds
             ]
             for importance, weight in weights
         }
@@ -150,12 +145,7 @@ def _claim(experiment: Experiment) -> None:
         )
 
 
-def _use(threads: int) -> None:
-    """Limit the threads of a process."""
-    import torch
-
-    torch.set_num_threads(min(threads, torch.get_num_threads()))
-
-
 if __name__ == "__main__":
+    # So that the processes that measure end too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

@@ -8,18 +8,18 @@ contain no losses, so the losses on held-out rows are measured here.
 import argparse
 import math
 import os
+import signal
 import statistics
 import tempfile
 import tomllib
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from flwr.common.config import flatten_dict, parse_config_args
 
 from bench.harness import make_table, show
+from bench.pool import pool
 
 _PRESET = Path(__file__).parent.parent / "presets" / "demo.toml"
 _CLIENTS = 3
@@ -143,8 +143,10 @@ def main() -> None:
     overrides = [arguments.run_config] if arguments.run_config else []
     cells = [(epsilon, seed) for epsilon in arguments.epsilons for seed in range(arguments.seeds)]
     cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
-        futures = {cell: pool.submit(run, *cell, arguments.row_norm, overrides) for cell in cells}
+    with pool(cores) as executor:
+        futures = {
+            cell: executor.submit(run, *cell, arguments.row_norm, overrides) for cell in cells
+        }
         outcomes = {cell: future.result() for cell, future in futures.items()}
     table = make_table(
         f"FedJudge-Base, mean ± standard deviation over seeds ({arguments.seeds}), δ = {_DELTA:g}",
@@ -169,4 +171,6 @@ def _spread(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
+    # So that the processes that measure end too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

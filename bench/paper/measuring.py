@@ -1,12 +1,8 @@
 """Measure cells of all kinds, several at the same time."""
 
-import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
-from multiprocessing import get_context
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from bench.paper import task_settings
@@ -24,6 +20,7 @@ from bench.paper.cells import (
 )
 from bench.paper.sizes import Size
 from bench.paper.sources import Sources
+from bench.pool import pool
 
 
 def settings_of(cell: Cell, size: Size, sources: Sources) -> dict[str, Any]:
@@ -133,14 +130,14 @@ class Measuring:
                 yield from self._run(group, processes)
 
     def _run(self, cells: Sequence[Cell], processes: int) -> Iterator[tuple[Cell, Record]]:
-        with _pool(processes) as pool:
+        with pool(processes) as executor:
             waiting: dict[Future[Record], Cell] = {}
             remaining = list(cells)
             while remaining or waiting:
                 while remaining and len(waiting) < processes:
                     cell = remaining.pop(0)
                     work = (cell, self._size, self._sources, self._folder)
-                    waiting[pool.submit(_measured, *work)] = cell
+                    waiting[executor.submit(_measured, *work)] = cell
                 for done in wait(waiting, return_when=FIRST_COMPLETED).done:
                     cell = waiting.pop(done)
                     try:
@@ -155,33 +152,3 @@ def _measured(cell: Cell, size: Size, sources: Sources, folder: CellFolder) -> R
     started = time.perf_counter()
     result = measure(cell, size, sources)
     return folder.write(cell, settings, result, time.perf_counter() - started)
-
-
-@contextmanager
-def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Start processes that share the cores; they end with this process, however it ends."""
-    os.environ["TQDM_DISABLE"] = "1"
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    pool = ProcessPoolExecutor(
-        processes, mp_context=get_context("spawn"), initializer=_begin, initargs=(threads,)
-    )
-    try:
-        yield pool
-    except BaseException:
-        # A cell takes minutes, and its unfinished work is of no use.
-        for process in list(pool._processes.values()):
-            process.kill()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _begin(threads: int) -> None:
-    """Prepare a process: the main process alone answers to an interrupt."""
-    import torch
-    from flwr.common.logger import FLOWER_LOGGER
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(threads)
-    FLOWER_LOGGER.setLevel("WARNING")
