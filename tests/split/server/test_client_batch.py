@@ -290,7 +290,7 @@ def test_a_client_that_hangs_is_left_behind(base, beginning):
 
 
 def test_those_who_join_too_late_are_named(base, beginning):
-    split = split_settings(schedule="client-batch", join_timeout=0.5)
+    split = split_settings(schedule="client-batch", join_timeout=2.0)
     clients = [Client(name, base, split) for name in ("alpha", "beta")]
     with serving(base, beginning, split) as server:
         server.begin_round(SIZES, 0)
