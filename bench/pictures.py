@@ -2,10 +2,10 @@
 
     python -m bench.pictures [--run runs/…]
 
-``docs/recorded/`` has the metrics of a run of ``presets/smollm2.toml``, and the result of
-``python -m bench.split_step --record docs/recorded/split_step.json``. With ``--run`` the metrics of
-another run replace the recorded ones first. This writes ``docs/pictures/`` and the README's part
-between its two comments; a test fails if they differ from what is recorded.
+``docs/recorded/`` has the metrics of ``chambers train presets/smollm2.toml evaluate.every=1``, and
+the result of ``python -m bench.split_step --record docs/recorded/split_step.json``. With ``--run``
+the metrics of another run replace the recorded ones first. This writes ``docs/pictures/`` and the
+README's part between its two comments; a test fails if they differ from what is recorded.
 """
 
 import argparse
@@ -103,10 +103,10 @@ def readme_part(events: Sequence[Event], result: Mapping[str, Any]) -> str:
             BEGIN,
             "SmolLM2-135M-Instruct before and after "
             f"{_rounds(events)} rounds of FedJudge-CL with {len(rows)} simulated institutions "
-            "(`chambers train presets/smollm2.toml`). The table shows a held-out question of each "
-            "institution and the answers of the base, global and personalised models. After only "
-            f"{steps} optimizer steps per institution, the models imitate the style of the answers "
-            "but have not learned the law.",
+            "(`chambers train presets/smollm2.toml evaluate.every=1`). The table shows a held-out "
+            "question of each institution and the answers of the base, global and personalised "
+            f"models. After only {steps} optimizer steps per institution, the models imitate the "
+            "style of the answers but have not learned the law.",
             "",
             *table,
             "",
@@ -173,7 +173,7 @@ def _compared(result: Mapping[str, Any]) -> str:
 def main() -> None:
     """Record a run if one is named, and write the pictures and the README's part."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--run", type=Path, help="folder of a run of presets/smollm2.toml")
+    parser.add_argument("--run", type=Path, help="folder of such a run of SmolLM2")
     arguments = parser.parse_args()
     if arguments.run:
         RUN.write_bytes((arguments.run / METRICS).read_bytes())
