@@ -116,13 +116,17 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     values |= {"model.name": name, "evaluate.generate": False}
     values.pop("continual.lambda", None)
     try:
-        rounds = parse_run_config(values).rounds
+        config = parse_run_config(values)
     except ConfigError as error:
         raise SystemExit(str(error)) from error
-    if rounds < 2:
+    if config.rounds < 2:
         raise SystemExit("the penalty applies from round 2 on; give at least two rounds")
-    # Losses after the last round are all that is compared.
-    return values | {"evaluate.every": rounds}
+    return values | {
+        "rounds": config.rounds,
+        "train.local-steps": config.train.local_steps,
+        # Losses after the last round are all that is compared.
+        "evaluate.every": config.rounds,
+    }
 
 
 def _claim(experiment: Experiment) -> None:

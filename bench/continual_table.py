@@ -80,9 +80,11 @@ def document(record: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     rows: list[Row] = [(importance, share, weight) for importance, share, weight in record["rows"]]
     results = {(each["importance"], each["lambda"]): each["seeds"] for each in record["results"]}
+    steps = settings["train.local-steps"]
+    trained = f"{steps} steps" if steps else "an epoch"
     about = (
         f"Model {settings['model.name']}, three generated clients, {settings['rounds']} rounds of "
-        f"{settings['train.local-steps']} steps; {versions}. Differences are paired by seed.\n\n"
+        f"{trained}; {versions}. Differences are paired by seed.\n\n"
     )
     return f"{about}{table(rows, results)}\n{_reading(rows, results)}\n"
 

@@ -27,7 +27,7 @@ from bench.paper.artefacts import ARTEFACTS
 from bench.paper.cells import Cell, CellFolder, Record, Results, SheetsCell, name_of
 from bench.paper.measuring import Measuring
 from bench.paper.progress import seconds_left
-from bench.paper.report import read_record, write_record, write_reproduction
+from bench.paper.report import current, read_record, write_record, write_reproduction
 from bench.paper.sizes import NAMES, Size, read_size
 from bench.paper.sources import SourceError, Sources
 from bench.paper.tables import write_document
@@ -103,9 +103,10 @@ def _render(arguments: argparse.Namespace, artefacts: Sequence[Artefact]) -> Non
     """Write what the record has."""
     if arguments.document is None:
         raise SystemExit("--render needs --document, the folder with the record, such as docs")
-    results = Results(read_record(arguments.document, arguments.size))
+    size = read_size(arguments.size)
+    results = Results(current(read_record(arguments.document, arguments.size), size, artefacts))
     for artefact in artefacts:
-        document = artefact.document(read_size(arguments.size), results)
+        document = artefact.document(size, results)
         write_document(arguments.folder / arguments.size / artefact.name, document)
     write_reproduction(arguments.document, ARTEFACTS)
 

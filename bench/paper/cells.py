@@ -190,9 +190,13 @@ class Results:
         return self._records.get(name_of(described(cell)))
 
     def of_seeds(self, cells: Sequence[Cell]) -> list[Result]:
-        """Return the results of cells that differ in their seeds; empty unless all are there."""
-        found = [self.get(cell) for cell in cells]
-        return [] if None in found else [result for result in found if result is not None]
+        """Return the results of cells that differ in their seeds.
+
+        Empty unless all are there, and of the same data and models.
+        """
+        found = [record for record in map(self.record, cells) if record is not None]
+        same = all(record["settings"] == found[0]["settings"] for record in found)
+        return [record["result"] for record in found] if same and len(found) == len(cells) else []
 
 
 class CellFolder:

@@ -62,6 +62,7 @@ def _tables(size: Size, results: Results) -> Document:
     ]
     notes = [
         _about_training(size),
+        published("fedjudge-table2").note,
         _about_rows(size, next(own[0] for own in found.values() if own)),
         *_about_penalty(size, found["fedjudge-cl"]),
     ]
@@ -86,13 +87,16 @@ def _values(name: str, found: Sequence[Result], client: str) -> list[Value]:
 def _about_training(size: Size) -> str:
     """Return what the tables compare."""
     own = size.fedjudge
-    steps = f"{own.local_steps} steps" if own.local_steps else "an epoch"
+    rows = own.batch_size * own.accumulation
+    steps, more = f"an epoch in steps of {rows} rows", ""
+    if own.local_steps:
+        steps = f"{own.local_steps} steps of {rows} rows"
+        more = f", and takes {len(CLIENTS)} times as many steps"
     encoder = f"{own.encoder}, layer {own.encoder_layer}" if own.encoder else "not run"
     return (
-        f"{_model(size)}. A client trains {steps} of "
-        f"{own.batch_size * own.accumulation} rows in each of {own.rounds} rounds; Center, which "
-        f"has the rows of all clients, takes {len(CLIENTS)} times as many steps. Every model "
-        f"answers the same questions in at most {own.new_tokens} tokens. "
+        f"{_model(size)}. A client trains {steps} in each of {own.rounds} rounds; Center has the "
+        f"rows of all clients{more}. Every model answers the same questions in at most "
+        f"{own.new_tokens} tokens. "
         f"BERTScore: {encoder}, not rescaled; the paper doesn't name its encoder."
     )
 
@@ -180,8 +184,8 @@ def _training_process(size: Size, results: Results) -> Document:
             rows.append((f"{metric}, %", panels))
     text = (
         "Each client's personalised model on the client's own rows, after each round. No penalty "
-        "applies in the first round. Bands are standard deviations over seeds. The paper prints no "
-        "figures here; it finds CL-Client almost always above Base-Client.\n"
+        "applies in the first round. Bands are standard deviations over seeds. The paper gives no "
+        "numbers for this figure; it finds CL-Client almost always above Base-Client.\n"
     )
     return Document(figures={"fedjudge-figure3": curves(rows, "round")}, text=text)
 

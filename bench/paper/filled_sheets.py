@@ -2,7 +2,6 @@
 
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from bench.paper.cells import Result
 from bench.paper.published import published
@@ -14,7 +13,7 @@ from chambers.sheet.results import evaluate
 _TABLE = "fedjudge-table5"
 
 
-def settings_of(sources: Sources) -> dict[str, Any]:
+def digests(sources: Sources) -> list[str]:
     """Return digests of the key and the sheets.
 
     Raises:
@@ -22,7 +21,7 @@ def settings_of(sources: Sources) -> dict[str, Any]:
 
     """
     measure(sources)
-    return {"sheets": sorted(sha256(f.read_bytes()).hexdigest()[:16] for f in sources.sheets)}
+    return sorted(sha256(file.read_bytes()).hexdigest()[:16] for file in sources.sheets)
 
 
 def measure(sources: Sources) -> Result:

@@ -57,7 +57,7 @@ def table1(size: Size, results: Results) -> Document:
     title = f"SuperGLUE's validation parts, {with_clients(size)}, P-tuning v2"
     notes = [
         base_model(size.models.english),
-        "The paper's figures of the last rows are those of ChatGLM-6B.",
+        "The paper's values in the last rows are those of ChatGLM-6B.",
         paper.note,
     ]
     losses = _losses(size, results, tasks, size.models.english, "prefix")
@@ -130,7 +130,7 @@ def table6(size: Size, results: Results) -> Document:
     ]
     title = f"Huatuo-26M, sampled, {with_clients(size)}, LoRA"
     losses = _losses(size, results, ["huatuo"], model, "lora")
-    notes = [f"{base_model(model)} The paper's figures beside ours are those of {_CHINESE}."]
+    notes = [f"{base_model(model)} The paper's values beside ours are those of {_CHINESE}."]
     return Document([Table(title, ["", *columns], rows, notes), losses])
 
 
@@ -201,7 +201,7 @@ def _scores(
         results: What has been recorded.
         columns: The columns.
         rows: The rows; of the bare model also the most frequent answers are shown.
-        paper: The paper's figures.
+        paper: The paper's values.
         known: Their rows by own label.
         reason: Why nothing is run, if so.
 

@@ -61,8 +61,8 @@ def losses_lowered(results: Results, trained: Sequence[TaskCell]) -> list[str]:
     if not compared:
         return []
     lower = compared - len(others)
-    text = f"The held-out loss is lower than the bare model's in {lower} of {compared} cells"
-    return [f"{text}; it is not in: {'; '.join(others)}." if others else f"{text}."]
+    text = f"The held-out loss is lower than the bare model's after {lower} of {compared} trainings"
+    return [f"{text}; it is not after: {'; '.join(others)}." if others else f"{text}."]
 
 
 def base_model(name: str) -> str:

@@ -14,7 +14,7 @@ from bench.in_process import MemoryJournal, run_in_process
 from bench.paper.cells import LegalCell, Result
 from bench.paper.legal import ASKED, CENTER_CLIENTS, CLIENTS, MODELS
 from bench.paper.legal_data import legal_rows
-from bench.paper.legal_scoring import LegalScoring, encoder_digest
+from bench.paper.legal_scoring import LegalScoring
 from bench.paper.sizes import FedJudge, Size
 from bench.paper.sources import Sources
 from finetuning.adapters.adapter import State
@@ -23,6 +23,10 @@ from finetuning.model.base_model import locate
 
 _PRESETS = Path(__file__).parents[2] / "presets" / "baselines"
 _WEEK = 7 * 24 * 3600.0
+_SCORING = {
+    *("dtype", "batch_size", "max_length", "prompt_length", "questions", "new_tokens"),
+    *("encoder", "encoder_layer"),
+}
 
 
 @dataclass(frozen=True)
@@ -41,20 +45,14 @@ class Trained:
     penalty_share: float | None
 
 
-def settings_of(cell: LegalCell, size: Size, sources: Sources) -> dict[str, Any]:
-    """Return everything that a cell's result depends on, except the libraries' versions.
-
-    Raises:
-        SourceError: Data, the model or the encoder is missing.
-
-    """
-    return {
-        **size.fedjudge.model_dump(),
-        "encoder digest": encoder_digest(size.fedjudge, sources),
-        "model": sources.model_digest(cell.model),
-        "data": {client: sources.data_digest(client) for client in CLIENTS},
-        "asked": dict(ASKED),
-    }
+def settings_of(cell: LegalCell, size: Size) -> dict[str, Any]:
+    """Return the settings that a cell's result depends on."""
+    scoring = {"asked": dict(ASKED), **size.fedjudge.model_dump(include=_SCORING)}
+    if cell.method == "bare":
+        return {"scoring": scoring}
+    run = _run_config(cell, size.fedjudge)
+    del run["seed"]
+    return {"scoring": scoring, "rows": size.fedjudge.rows, "run": run}
 
 
 def measure(cell: LegalCell, size: Size, sources: Sources) -> Result:
@@ -100,8 +98,10 @@ def measure(cell: LegalCell, size: Size, sources: Sources) -> Result:
 def _train(cell: LegalCell, settings: FedJudge, sources: Sources, folder: Path) -> Trained:
     if cell.method == "bare":
         return Trained([None], [], None)
-    values = _run_config(cell, settings, sources.model(cell.model))
-    values["data.path"] = str(_write_clients(folder / "data", cell.model, settings, sources))
+    values = _run_config(cell, settings) | {
+        "model.name": sources.model(cell.model),
+        "data.path": str(_write_clients(folder / "data", cell.model, settings, sources)),
+    }
     clients = 1 if "data.pool" in values else len(CLIENTS)
     journal = run_in_process(values, folder / "state", clients)
     final = journal.adapters[settings.rounds]
@@ -114,19 +114,24 @@ def _train(cell: LegalCell, settings: FedJudge, sources: Sources, folder: Path) 
     return Trained([final, *(s[-1] for s in personalised)], personalised, _penalty_share(journal))
 
 
-def _run_config(cell: LegalCell, settings: FedJudge, model: str) -> dict[str, Any]:
-    """Return the run config of a method: the preset of the baseline, at this size."""
+def _run_config(cell: LegalCell, settings: FedJudge) -> dict[str, Any]:
+    """Return the run config of a method: the preset of the baseline, at this size.
+
+    The model and the data are missing.
+    """
     preset = {"center": "center", "fedjudge-base": "fedavg", "fedjudge-cl": "fedjudge-cl"}
     file = _PRESETS / f"{preset.get(cell.method, 'center-client')}.toml"
     values: dict[str, Any] = flatten_dict(tomllib.loads(file.read_text(encoding="utf-8")))
     if cell.method in CENTER_CLIENTS:
         values["data.pool"] = CENTER_CLIENTS[cell.method]
+    if cell.method == "fedjudge-cl":
+        values["continual.lambda"] = settings.weight
+        values["continual.importance-examples"] = settings.importance_examples
     share = len(CLIENTS) if cell.method == "center" else 1
     return values | {
         "seed": cell.seed,
         "rounds": settings.rounds,
         "round-timeout": _WEEK,
-        "model.name": model,
         "model.dtype": settings.dtype,
         "adapter.rank": settings.rank,
         "adapter.alpha": settings.alpha,
@@ -137,8 +142,6 @@ def _run_config(cell: LegalCell, settings: FedJudge, model: str) -> dict[str, An
         "train.accumulation": settings.accumulation,
         "train.learning-rate": settings.learning_rate,
         "train.max-gradient-norm": settings.max_gradient_norm,
-        "continual.lambda": settings.weight,
-        "continual.importance-examples": settings.importance_examples,
         "evaluate.every": settings.rounds,
         "evaluate.generate": False,
     }

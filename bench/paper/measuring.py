@@ -18,42 +18,76 @@ from bench.paper.cells import (
     TaskCell,
     TimeCell,
 )
+from bench.paper.legal import CLIENTS
 from bench.paper.sizes import Size
 from bench.paper.sources import Sources
 from bench.pool import pool
 
 
-def settings_of(cell: Cell, size: Size, sources: Sources) -> dict[str, Any]:
-    """Return everything that a cell's result depends on, except the libraries' versions.
-
-    Raises:
-        SourceError: Data or the model is missing.
-
-    """
+def settings_of(cell: Cell, size: Size) -> dict[str, Any]:
+    """Return the settings that a cell's result depends on, without what `inputs_of` has."""
     match cell:
         case TaskCell():
-            return task_settings.settings_of(cell, size, sources)
+            return task_settings.settings_of(cell, size)
         case SplitCell():
             from bench.paper import split_scores
 
-            return split_scores.settings_of(cell, size, sources)
+            return split_scores.settings_of(cell, size)
         case TimeCell():
             from bench.paper import training_times
 
-            return training_times.settings_of(size, sources)
+            return training_times.settings_of(size)
         case AttackCell():
             from bench.paper import attacks
 
-            return attacks.settings_of(cell, size, sources)
+            return attacks.settings_of(size)
         case LegalCell():
             from bench.paper import legal_training
 
-            return legal_training.settings_of(cell, size, sources)
+            return legal_training.settings_of(cell, size)
+        case SheetsCell():
+            return {}
+    raise TypeError(f"unknown kind of cell: {cell}")
+
+
+def inputs_of(cell: Cell, size: Size, sources: Sources) -> dict[str, Any]:
+    """Return digests of the data and models that a cell's result depends on.
+
+    Raises:
+        SourceError: Data or a model is missing.
+
+    """
+    match cell:
+        case TaskCell() | SplitCell():
+            return _digests(sources, cell.task, cell.model)
+        case TimeCell():
+            from bench.paper import training_times
+
+            return {
+                **_digests(sources, training_times.TASK, size.fl_glm.time.model),
+                "machine": training_times.machine(),
+            }
+        case AttackCell():
+            from bench.paper import attacks
+
+            return _digests(sources, attacks.TASK, cell.model)
+        case LegalCell():
+            from bench.paper import legal_scoring
+
+            return {
+                "data": {client: sources.data_digest(client) for client in CLIENTS},
+                "model": sources.model_digest(cell.model),
+                "encoder digest": legal_scoring.encoder_digest(size.fedjudge, sources),
+            }
         case SheetsCell():
             from bench.paper import filled_sheets
 
-            return filled_sheets.settings_of(sources)
+            return {"sheets": filled_sheets.digests(sources)}
     raise TypeError(f"unknown kind of cell: {cell}")
+
+
+def _digests(sources: Sources, task: str, model: str) -> dict[str, Any]:
+    return {"data": sources.data_digest(task), "model": sources.model_digest(model)}
 
 
 def measure(cell: Cell, size: Size, sources: Sources) -> Result:
@@ -116,10 +150,8 @@ class Measuring:
             BaseModelError: A model is missing.
 
         """
-        settings = [settings_of(cell, self._size, self._sources) for cell in cells]
-        return {
-            cell: self._folder.read(cell, own) for cell, own in zip(cells, settings, strict=True)
-        }
+        found = [_all_settings(cell, self._size, self._sources) for cell in cells]
+        return {cell: self._folder.read(cell, own) for cell, own in zip(cells, found, strict=True)}
 
     def run(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Record]]:
         """Measure cells, and yield each as soon as its file is written."""
@@ -147,8 +179,12 @@ class Measuring:
                         raise
 
 
+def _all_settings(cell: Cell, size: Size, sources: Sources) -> dict[str, Any]:
+    return settings_of(cell, size) | inputs_of(cell, size, sources)
+
+
 def _measured(cell: Cell, size: Size, sources: Sources, folder: CellFolder) -> Record:
-    settings = settings_of(cell, size, sources)
+    settings = _all_settings(cell, size, sources)
     started = time.perf_counter()
     result = measure(cell, size, sources)
     return folder.write(cell, settings, result, time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""The figures that both papers print, from ``published.toml``."""
+"""The values that both papers print, from ``published.toml``."""
 
 import functools
 import tomllib
@@ -17,7 +17,7 @@ class Published:
     Attributes:
         source: Paper, section and number of the table.
         columns: Its columns.
-        rows: The figures of each row as they are printed, in the order of the columns; None where
+        rows: The values of each row as they are printed, in the order of the columns; None where
             there is none.
         note: What is to be known about them; may be empty.
 
@@ -45,7 +45,7 @@ def published(name: str) -> Published:
     """Return a table by its name on the command line, such as ``fl-glm-table1``.
 
     Raises:
-        KeyError: The papers print no figures of that name.
+        KeyError: The papers print no values of that name.
 
     """
     # 59.10 stays 59.10.

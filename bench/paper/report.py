@@ -8,7 +8,8 @@ from typing import Any
 
 from bench import continual_table
 from bench.paper.artefact import Artefact
-from bench.paper.cells import Record, Results, name_of
+from bench.paper.cells import Record, Results, described, name_of
+from bench.paper.measuring import settings_of
 from bench.paper.sizes import NAMES, Size, read_size
 from bench.paper.tables import write_text
 
@@ -26,7 +27,11 @@ python -m bench.paper --all --small --data DATA --models MODELS --document docs
 
 DATA has the tasks' published files ([`tasks.md`](tasks.md)), MODELS a folder for each base model,
 unless they come from the Hugging Face Hub. Each section names the command that runs it alone; add
-`--data`, `--models` and `--document docs` as above.
+`--data` and `--models`.
+
+With `--document docs`, measurements that are in `recorded/` with the same model, data and settings
+are not repeated. To repeat them, leave out `--document` and name an empty folder, such as
+`--folder runs/again`.
 
 - Values are means ± standard deviations over seeds. *Values in italics are the paper's.*
 - **Small models show trends only, and say nothing about the papers' scores.** With so few seeds,
@@ -58,6 +63,19 @@ def read_record(docs: Path, size: str) -> list[Record]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+def current(records: Sequence[Record], size: Size, artefacts: Sequence[Artefact]) -> list[Record]:
+    """Return the records of artefacts' cells that were measured with the size's settings."""
+    found = {name_of(record["cell"]): record for record in records}
+    kept = []
+    for cell in dict.fromkeys(cell for artefact in artefacts for cell in artefact.cells(size)):
+        record = found.get(name_of(described(cell)))
+        # Through JSON, as the record was.
+        settings = json.loads(json.dumps(settings_of(cell, size)))
+        if record is not None and settings.items() <= record["settings"].items():
+            kept.append(record)
+    return kept
+
+
 def write_reproduction(docs: Path, artefacts: Sequence[Artefact]) -> None:
     """Write the document and its pictures from what is recorded."""
     text, pictures = reproduction(docs, artefacts)
@@ -82,7 +100,9 @@ def reproduction(docs: Path, artefacts: Sequence[Artefact]) -> tuple[str, Mappin
         if not records:
             parts.append(f"Not run yet: `python -m bench.paper --all --{name}`.\n")
             continue
-        size, results, folder = read_size(name), Results(records), f"pictures/paper/{name}/"
+        size, folder = read_size(name), f"pictures/paper/{name}/"
+        records = current(records, size, artefacts)
+        results = Results(records)
         parts.append(_summary(size, records))
         for artefact in artefacts:
             document = artefact.document(size, results)

@@ -33,17 +33,10 @@ _BARE, _TUNED, _CLIENT = "base", "tuned", "client"
 _DEVIATION = 0.05
 
 
-def settings_of(cell: SplitCell, size: Size, sources: Sources) -> dict[str, Any]:
-    """Return everything that a cell's result depends on.
-
-    Raises:
-        SourceError: Data or the model is missing.
-
-    """
+def settings_of(cell: SplitCell, size: Size) -> dict[str, Any]:
+    """Return the settings that a cell's result depends on."""
     training = training_of(cell.task, size)
     return {
-        "data": sources.data_digest(cell.task),
-        "model": sources.model_digest(cell.model),
         "questions": training.questions,
         "max-length": training.max_length,
         "rows": _ROWS,

@@ -6,7 +6,6 @@ from typing import Any
 
 from bench.paper.cells import TaskCell
 from bench.paper.sizes import AdapterTraining, Size, TaskTraining
-from bench.paper.sources import Sources
 from strategies.run_config import Scalar
 
 # A slow machine, or one that is busy with other cells, changes no result.
@@ -23,16 +22,9 @@ def training_of(task: str, size: Size) -> TaskTraining:
     return tasks.get(task, tasks["default"])
 
 
-def settings_of(cell: TaskCell, size: Size, sources: Sources) -> dict[str, Any]:
-    """Return everything that a cell's result depends on.
-
-    Raises:
-        SourceError: Data or the model is missing.
-
-    """
+def settings_of(cell: TaskCell, size: Size) -> dict[str, Any]:
+    """Return the settings that a cell's result depends on."""
     settings: dict[str, Any] = {
-        "data": sources.data_digest(cell.task),
-        "model": sources.model_digest(cell.model),
         "dtype": size.fl_glm.dtype,
         "training": training_of(cell.task, size).model_dump(by_alias=True),
     }

@@ -1,6 +1,7 @@
 """How long training takes by each schedule (FL-GLM section 4.3.1, table 3)."""
 
 import os
+import platform
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,21 +16,14 @@ from bench.paper.task_data import write_rows
 from bench.paper.task_settings import PATIENT, adapter_of, adapter_values
 from strategies.run_config import Scalar
 
-_TASK = "record"
+TASK = "record"
 # The first round loads the model, and is not measured.
 _ROUNDS = 2
 
 
-def settings_of(size: Size, sources: Sources) -> dict[str, Any]:
-    """Return everything that a cell's result depends on.
-
-    Raises:
-        SourceError: Data or the model is missing.
-
-    """
+def settings_of(size: Size) -> dict[str, Any]:
+    """Return the settings that a cell's result depends on."""
     return {
-        "data": sources.data_digest(_TASK),
-        "model": sources.model_digest(size.fl_glm.time.model),
         "dtype": size.fl_glm.dtype,
         "training": size.fl_glm.time.model_dump(by_alias=True, exclude={"repetitions"}),
         "adapter": adapter_of(size.fl_glm.time.adapter, size).model_dump(by_alias=True),
@@ -57,7 +51,7 @@ def measure(cell: TimeCell, size: Size, sources: Sources) -> Result:
         }
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write_rows(_TASK, sources.parts(_TASK), cell.clients, folder)
+        write_rows(TASK, sources.parts(TASK), cell.clients, folder)
         values = {
             "strategy": "fl-glm" if split else "fedjudge-base",
             "rounds": _ROUNDS,
@@ -66,7 +60,7 @@ def measure(cell: TimeCell, size: Size, sources: Sources) -> Result:
             "model.dtype": size.fl_glm.dtype,
             **adapter_values(timed.adapter, size),
             "data.path": str(folder),
-            "data.task": _TASK,
+            "data.task": TASK,
             "data.max-length": timed.max_length,
             "train.local-steps": steps,
             "train.batch-size": 1,
@@ -88,6 +82,16 @@ def measure(cell: TimeCell, size: Size, sources: Sources) -> Result:
         if event["event"] == "round" and event["round"] == _ROUNDS
     ]
     return {"seconds": seconds, "rows": steps * cell.clients}
+
+
+def machine() -> str:
+    """Return what computes; durations on other machines can't be compared."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.is_file() else []
+    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
 
 
 def _use_one_core() -> None:

@@ -13,7 +13,7 @@ import torch
 from bench.paper import fl_glm, fl_glm_cells
 from bench.paper.__main__ import main
 from bench.paper.cells import CellFolder, Results, SplitCell, TaskCell, TimeCell, described
-from bench.paper.measuring import Measuring, measure, settings_of
+from bench.paper.measuring import Measuring, inputs_of, measure, settings_of
 from bench.paper.sizes import NAMES, read_size
 from bench.paper.sources import Sources
 from finetuning.data.rows import Row
@@ -103,7 +103,7 @@ def test_cells_are_kept_until_their_settings_change(size, sources, tmp_path):
     cell = TaskCell("copa", MODEL, "bare")
     measuring = Measuring(size, sources, CellFolder(tmp_path), processes=1)
     assert measuring.known([cell]) == {cell: None}
-    settings = settings_of(cell, size, sources)
+    settings = settings_of(cell, size) | inputs_of(cell, size, sources)
     record = CellFolder(tmp_path).write(cell, settings, {"loss": 1.0}, seconds=2.0)
     assert measuring.known([cell]) == {cell: record}
     own = size.fl_glm.model_copy(update={"dtype": "bfloat16"})
@@ -147,7 +147,9 @@ def test_every_document_is_made_of_all_results_or_none(name):
 
     for artefact in fl_glm.ARTEFACTS:
         cells = artefact.cells(size)
-        records = [{"cell": described(cell), "result": invented(cell)} for cell in cells]
+        records = [
+            {"cell": described(cell), "settings": {}, "result": invented(cell)} for cell in cells
+        ]
         text = artefact.document(size, Results([])).markdown()
         assert "not run" in text.lower()
         document = artefact.document(size, Results(records))

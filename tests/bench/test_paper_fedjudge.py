@@ -10,10 +10,9 @@ from bench.in_process import run_in_process
 from bench.paper.__main__ import main
 from bench.paper.cells import LegalCell, Results, SheetsCell, described
 from bench.paper.fedjudge import ARTEFACTS, cells_of
-from bench.paper.filled_sheets import settings_of as settings_of_sheets
 from bench.paper.legal import ASKED, CLIENTS, METRICS, MODELS
 from bench.paper.legal_data import legal_rows
-from bench.paper.measuring import measure, settings_of
+from bench.paper.measuring import inputs_of, measure
 from bench.paper.sizes import read_size
 from bench.paper.sources import SourceError, Sources
 from chambers.sheet.blinding import CRITERIA, Key, KeyRow
@@ -100,7 +99,7 @@ def test_losses_are_those_of_the_program(size, sources, results, checkpoint, tmp
 
 def _records(size, results):
     return [
-        {"cell": described(cells_of(size, method)[0]), "result": result}
+        {"cell": described(cells_of(size, method)[0]), "settings": {}, "result": result}
         for method, result in results.items()
     ]
 
@@ -120,7 +119,9 @@ def test_the_full_size_has_the_papers_model(size, results):
     full = read_size("full")
     cells = [cell for method in MODELS for cell in cells_of(full, method)]
     assert {cell.model for cell in cells} == {"baichuan-inc/Baichuan-7B"}
-    records = [{"cell": described(cell), "result": results[cell.method]} for cell in cells]
+    records = [
+        {"cell": described(cell), "settings": {}, "result": results[cell.method]} for cell in cells
+    ]
     document = ARTEFACTS[0].document(full, Results(records))
     assert document.text.startswith("baichuan-inc/Baichuan-7B. ")
     document = ARTEFACTS[0].document(size, Results(_records(size, results)))
@@ -130,7 +131,7 @@ def test_the_full_size_has_the_papers_model(size, results):
 def test_a_missing_encoder_is_named_before_anything_starts(size, sources):
     own = size.fedjudge.model_copy(update={"encoder": "/nowhere/encoder"})
     with pytest.raises(SourceError, match=r"BERTScore's encoder /nowhere/encoder: there is no fol"):
-        settings_of(
+        inputs_of(
             LegalCell(size.models.legal, "bare"),
             size.model_copy(update={"fedjudge": own}),
             sources,
@@ -155,17 +156,17 @@ def test_filled_sheets_become_table_5(size, tmp_path):
     key.write_text(Key(0, ("FedJudge-CL", "CL-Client2"), rows).to_json())
     sheet.write_text("\n".join(lines))
     sources = Sources(sheets=(key, sheet))
-    settings_of_sheets(sources)
+    inputs_of(SheetsCell(), size, sources)
     result = measure(SheetsCell(), size, sources)
     document = ARTEFACTS[-1].document(
-        size, Results([{"cell": described(SheetsCell()), "result": result}])
+        size, Results([{"cell": described(SheetsCell()), "settings": {}, "result": result}])
     )
     text = document.markdown()
     assert "| FedJudge-CL | 4.50 · *3.92* | 4.00 · *4.56* |" in text
     assert "| Base-Client2 | not run · *3.88* | not run · *4.45* |" in text
     sheet.write_text("\n".join(lines[:-1]))
     with pytest.raises(SourceError, match="is missing"):
-        settings_of_sheets(sources)
+        inputs_of(SheetsCell(), size, sources)
 
 
 def test_rows_that_do_not_fit_are_left_out_and_none_is_shortened(size, checkpoint, tmp_path):

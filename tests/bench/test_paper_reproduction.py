@@ -11,6 +11,7 @@ from bench.paper.artefacts import ARTEFACTS
 from bench.paper.cells import LIBRARIES, SheetsCell, described
 from bench.paper.fedjudge import cells_of
 from bench.paper.legal import ASKED, CLIENTS, COUNTED, METRICS, MODELS
+from bench.paper.measuring import settings_of
 from bench.paper.report import DOCUMENT, read_record, reproduction, write_record
 from bench.paper.sizes import read_size
 from bench.paper.tables import NOT_RUN
@@ -35,7 +36,7 @@ def record_of(cell, result, seconds=60.0):
     versions = dict.fromkeys(LIBRARIES, "1.0")
     return {
         "cell": described(cell),
-        "settings": {},
+        "settings": settings_of(cell, read_size("small")),
         "versions": versions,
         "result": result,
         "seconds": seconds,
@@ -69,6 +70,17 @@ def legal_records(methods, shift=0.0):
                 }
             records.append(record_of(cell, result))
     return records
+
+
+def test_results_of_other_settings_are_neither_shown_nor_averaged(tmp_path):
+    records = legal_records(["bare", "center", "fedjudge-base"])
+    records[1]["settings"]["run"]["train.learning-rate"] = 0.5
+    records[-1]["settings"]["data"] = "of other rows"
+    write_record(tmp_path, "small", records)
+    text, _ = reproduction(tmp_path, FEDJUDGE)
+    assert f"{len(records) - 1} measurements" in text
+    for model in ("Center", "FedJudge-Base"):
+        assert f"| {model} | not run · " in text
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 7])

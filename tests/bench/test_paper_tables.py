@@ -93,10 +93,13 @@ def test_losses_that_training_has_not_lowered_are_named():
     size, model = read_size("small"), "HuggingFaceTB/SmolLM2-135M-Instruct"
     trained = fl_glm_cells.split(size, "rte")
     records = [(fl_glm_cells.bare("rte", model), 2.0), (trained[0], 1.5), (trained[1], 2.5)]
-    results = Results({"cell": described(cell), "result": {"loss": loss}} for cell, loss in records)
+    results = Results(
+        {"cell": described(cell), "settings": {}, "result": {"loss": loss}}
+        for cell, loss in records
+    )
     (sentence,) = losses_lowered(results, trained)
-    assert "lower than the bare model's in 1 of 2 cells" in sentence
-    assert sentence.endswith("it is not in: RTE, serial, period 2, seed 1.")
+    assert "lower than the bare model's after 1 of 2 trainings" in sentence
+    assert sentence.endswith("it is not after: RTE, serial, period 2, seed 1.")
     (sentence,) = losses_lowered(results, trained[:1])
-    assert sentence.endswith("in 1 of 1 cells.")
+    assert sentence.endswith("after 1 of 1 trainings.")
     assert losses_lowered(results, trained[2:]) == []
