@@ -57,7 +57,8 @@ class RunConfig(Section):
     min_nodes: PositiveInt = Field(
         2,
         description="A round counts with at least this many valid replies; with fewer the run "
-        "fails. It starts when this many SuperNodes are connected, with all that are.",
+        "fails. It starts when this many SuperNodes are connected, with all that are. `chambers "
+        "train` sets it to the number of clients, unless it is given.",
     )
     node_timeout: PositiveFloat = Field(
         120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."

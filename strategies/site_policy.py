@@ -119,7 +119,8 @@ class SitePolicy(_Table):
     hub_models: list[str] = Field(
         [],
         description="Hugging Face ids that `model.name` may be. They are downloaded if they are "
-        "not in the local cache. Absent: none.",
+        "not in the local cache, unless `HF_HUB_OFFLINE=1` is set, as in `docker/flower.env`. "
+        "Absent: none.",
     )
     paths: list[str] = Field(
         [],
