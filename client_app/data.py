@@ -216,14 +216,21 @@ class _Reader:
         return parts
 
     def hold_out(self, name: str, rows: list[Row]) -> ClientData:
-        """Hold out a share of the rows, at least one."""
-        if len(rows) < 2:
-            raise DataError(f"{name} has {len(rows)} row and no test part; nothing can be held out")
+        """Hold out a share of the rows, at least one.
+
+        Rows of the same origin, such as a passage with several questions, stay together.
+        """
+        origins = list(dict.fromkeys(row.origin for row in rows))
+        if len(origins) < 2:
+            count = f"{len(rows)} row{'s' * (len(rows) != 1)}"
+            where = f", all from {origins[0]}," if len(rows) > 1 else ""
+            raise DataError(f"{name} has {count}{where} and no test part; nothing can be held out")
         seed = derive_seed("hold out", self.seed, name)
-        order = np.random.default_rng(seed).permutation(len(rows))
-        cut = min(max(1, round(self.settings.test_fraction * len(rows))), len(rows) - 1)
+        order = np.random.default_rng(seed).permutation(len(origins))
+        cut = min(max(1, round(self.settings.test_fraction * len(origins))), len(origins) - 1)
+        held_out = {origins[number] for number in order[:cut]}
         return ClientData(
             name,
-            train=[rows[i] for i in sorted(order[cut:])],
-            test=[rows[i] for i in sorted(order[:cut])],
+            train=[row for row in rows if row.origin not in held_out],
+            test=[row for row in rows if row.origin in held_out],
         )

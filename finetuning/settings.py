@@ -137,7 +137,8 @@ class DataSettings(Section):
         0.1,
         gt=0,
         lt=1,
-        description="Share of a client's rows held out when its data has no test file.",
+        description="Share of a client's rows held out when its data has no test file. Questions "
+        "on one passage, as MultiRC's, stay together, here and with `data.partition = \"iid\"`.",
     )
     max_length: int = Field(
         800,

@@ -17,6 +17,8 @@ def partition(
 ) -> list[list[Row]]:
     """Divide rows into disjoint, non-empty parts that cover all of them.
 
+    With "iid", rows of the same origin, such as a passage with several questions, stay together.
+
     Args:
         rows: The whole data set.
         parts: Number of clients.
@@ -31,10 +33,10 @@ def partition(
     if len(rows) < parts:
         raise DataError(f"{len(rows)} rows can't be divided among {parts} clients")
     random = np.random.default_rng(derive_seed("partition", seed))
-    order = random.permutation(len(rows))
     if settings.partition == "iid":
-        groups = [order[part::parts] for part in range(parts)]
-    elif settings.partition == "length":
+        return _iid(rows, parts, random)
+    order = random.permutation(len(rows))
+    if settings.partition == "length":
         lengths = np.array([sum(len(turn["content"]) for turn in row.messages) for row in rows])
         groups = np.array_split(order[np.argsort(lengths[order], kind="stable")], parts)
     else:
@@ -50,6 +52,17 @@ def partition(
                 random=random,
             )
     return [[rows[index] for index in group] for group in groups]
+
+
+def _iid(rows: Sequence[Row], parts: int, random: np.random.Generator) -> list[list[Row]]:
+    by_origin: dict[str, list[Row]] = {}
+    for row in rows:
+        by_origin.setdefault(row.origin, []).append(row)
+    if len(by_origin) < parts:
+        raise DataError(f"{len(by_origin)} lines can't be divided among {parts} clients")
+    together = list(by_origin.values())
+    order = random.permutation(len(together))
+    return [[row for n in order[part::parts] for row in together[n]] for part in range(parts)]
 
 
 def _labels(rows: Sequence[Row], field: str) -> NDArray[np.int64]:

@@ -199,6 +199,25 @@ def test_one_row_can_t_be_held_out_from(tmp_path):
         simulated(file, 0, 1)
 
 
+def test_questions_on_a_passage_stay_together(tmp_path):
+    """In one part of one client: the passage, or other answers, would give an answer away."""
+    answers = [{"text": text, "label": number % 2} for number, text in enumerate("abc")]
+    passages = [
+        {"text": f"passage {n}", "questions": [{"question": q, "answers": answers} for q in "rs"]}
+        for n in range(9)
+    ]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"passage": passage}) + "\n" for passage in passages))
+    clients = [simulated(file, number, 2, task="multirc", test_fraction=0.3) for number in (0, 1)]
+    parts = [part for client in clients for part in (client.train, client.test)]
+    assert sorted(len(part) for part in parts) == [6, 12, 18, 18]
+    origins = [{row.origin for row in part} for part in parts]
+    assert sum(map(len, origins)) == len(set().union(*origins)) == 9
+    file.write_text(json.dumps({"passage": passages[0]}) + "\n")
+    with pytest.raises(DataError, match=r"has 6 rows, all from .*train\.jsonl:1, and no test part"):
+        simulated(file, 0, 1, task="multirc")
+
+
 def test_malformed_rows_are_refused_or_left_out(tmp_path):
     file = write(tmp_path / "all.jsonl", [*numbered("row", 10), " "])
     with pytest.raises(DataError, match=r"all\.jsonl:11: 'output' is empty"):
