@@ -49,7 +49,8 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
         machine: Cores and memory of the machine.
 
     Raises:
-        CommandError: All clients must train at once, and the machine has no room for them.
+        CommandError: All clients must train at once, and the machine has no room for them; or the
+            model can't be downloaded.
 
     """
     weights = _weight_bytes(config)
@@ -78,10 +79,17 @@ def _all_at_once(config: RunConfig) -> bool:
 
 
 def _weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of a client's frozen weights; 0 if the checkpoint isn't here."""
-    checkpoint = Path(config.model.name)
-    if config.model.name == "tiny" or not checkpoint.exists():
+    """Return the bytes of a client's frozen weights; those of ``tiny`` are not worth counting."""
+    if config.model.name == "tiny":
         return 0
+    from finetuning.model.base_model import BaseModelError, fetch
+
+    path = Path(config.model.name).expanduser()
+    try:
+        # The run would download it too, but several actors at once.
+        checkpoint = path if path.is_absolute() else fetch(config.model.name)
+    except BaseModelError as error:
+        raise CommandError(str(error)) from error
     split = config.strategy == "fl-glm"
     blocks = config.split.head_blocks + config.split.tail_blocks if split else None
     width = 2 if config.model.dtype == "bfloat16" else 4

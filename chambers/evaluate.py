@@ -13,6 +13,7 @@ from chambers.errors import CommandError
 from chambers.sources import AdapterOptions, BaseModelOptions, option
 from finetuning.data.rows import DataError, find_part
 from finetuning.evaluation.bertscore import Encoder, EncoderError
+from finetuning.settings import ModelSettings
 from finetuning.tasks.question import Question
 from finetuning.tasks.reading import read_questions
 from finetuning.tasks.tasks import TASKS, Task
@@ -112,7 +113,7 @@ class Evaluate(BaseModelOptions):
         sources: dict[str, Source] = {}
         for text, options in zip(self.models or [""], named, strict=True):
             source = find(options, self.invitation)
-            sources.setdefault(source.settings.name, source.bare)
+            sources.setdefault(_name_of(source.settings, sources), source.bare)
             if source.adapter is not None:
                 sources[text] = source
         try:
@@ -128,10 +129,15 @@ class Evaluate(BaseModelOptions):
             harness=harness,
             limit=self.limit,
         )
-        scores = measure(sources, scored)
-        render(scores)
-        if self.output:
-            self._write(self.output, sources, scores)
+        scores: Scores = {}
+        try:
+            measure(sources, scored, scores)
+        finally:
+            # Also if it was interrupted: what has been scored is kept.
+            if scores:
+                render(scores)
+            if scores and self.output:
+                self._write(self.output, sources, scores)
         return 0
 
     def _tasks(self) -> dict[str, Task]:
@@ -224,6 +230,8 @@ class Evaluate(BaseModelOptions):
             "models": {
                 name: {
                     "base": source.settings.name,
+                    "dtype": source.settings.dtype,
+                    "quantization": source.settings.quantization,
                     "adapter": str(source.adapter.directory) if source.adapter else None,
                     "split": source.invitation is not None,
                 }
@@ -235,3 +243,11 @@ class Evaluate(BaseModelOptions):
             file.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
         except OSError as error:
             raise CommandError(f"--output {file} can't be written: {error.strerror}") from error
+
+
+def _name_of(settings: ModelSettings, sources: "dict[str, Source]") -> str:
+    """Return a base model's name, with its precision if another run has it with another one."""
+    other = sources.get(settings.name)
+    if other is None or other.settings == settings:
+        return settings.name
+    return f"{settings.name} ({settings.dtype}, quantization {settings.quantization})"

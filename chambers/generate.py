@@ -130,7 +130,12 @@ class Generate(AdapterOptions):
             return prompt_rows(self.prompts)
         if sys.stdin.isatty():
             print("one prompt per line; Ctrl-D ends the input", file=sys.stderr)
-        lines = [line.strip() for line in sys.stdin]
+        try:
+            lines = [line.strip() for line in sys.stdin]
+        except UnicodeDecodeError as error:
+            raise CommandError(
+                f"standard input is not {error.encoding}: {error.reason} at byte {error.start + 1}"
+            ) from error
         prompts = [line for line in lines if line]
         if not prompts:
             raise CommandError("no prompts: pass them as arguments, on standard input or by --file")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import tomli_w
 
 from chambers.errors import CommandError
 from strategies.run_config import Scalar
@@ -127,9 +128,7 @@ def run_app(
 
     """
     config = Path(superlink.environment["FLWR_HOME"]) / "run-config.toml"
-    config.write_text(
-        "".join(f"{key} = {json.dumps(value)}\n" for key, value in run_config.items())
-    )
+    config.write_text(tomli_w.dumps(dict(run_config)), encoding="utf-8")
     command = ["flwr", "run", str(app), "--stream", "--run-config", str(config)]
     if supernodes is not None:
         # One actor per CPU that Ray is told of. By default Flower gives each client 2 CPUs.

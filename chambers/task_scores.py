@@ -50,22 +50,19 @@ class Scored:
     limit: int | None
 
 
-def measure(sources: Mapping[str, Source], scored: Scored) -> Scores:
+def measure(sources: Mapping[str, Source], scored: Scored, scores: Scores) -> None:
     """Score models, one after another.
+
+    Args:
+        sources: The models by name.
+        scored: What is scored.
+        scores: Gets each task's scores as soon as a model has them.
 
     Raises:
         CommandError: A question is too long, or a model can't be used.
 
     """
     prepared = {name: _prepare(source, scored) for name, source in sources.items()}
-    scores: Scores = {
-        name: {
-            "questions": len(questions),
-            _MAJORITY: majority_class(task, questions),
-            "models": {},
-        }
-        for name, (task, questions) in scored.questions.items()
-    }
     for model_name, source in sources.items():
         tokenizer, tasks = prepared[model_name]
         with opened(source) as model:
@@ -80,17 +77,21 @@ def measure(sources: Mapping[str, Source], scored: Scored) -> Scores:
                 )
                 seconds = time.perf_counter() - started
                 metrics = score_answers(questions.task, questions.questions, answers)
+                if name not in scores:
+                    task, own = scored.questions[name]
+                    majority = majority_class(task, own)
+                    scores[name] = {"questions": len(own), _MAJORITY: majority, "models": {}}
+                kept = {**metrics, "seconds": round(seconds, 3)}
+                scores[name]["models"][model_name] = kept
                 if scored.encoder is not None and not questions.task.is_cloze:
                     references = [question.answers[0] for question in questions.questions]
-                    metrics["bertscore"] = _bertscore(answers.texts, references, scored.encoder)
-                scores[name]["models"][model_name] = {**metrics, "seconds": round(seconds, 3)}
+                    kept["bertscore"] = _bertscore(answers.texts, references, scored.encoder)
             if scored.harness is not None:
                 for name, found in _harness_scores(
                     model=model, tokenizer=tokenizer, source=source, scored=scored
                 ).items():
                     empty = {"questions": found["questions"], _MAJORITY: {}, "models": {}}
                     scores.setdefault(name, empty)["models"][model_name] = found["metrics"]
-    return scores
 
 
 def _harness_scores(

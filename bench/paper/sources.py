@@ -62,6 +62,8 @@ class Sources:
         """
         if self.data is None:
             raise SourceError(f"--data is missing: a folder that has {name}")
+        if not self.data.is_dir():
+            raise SourceError(f"--data {self.data}: there is no such folder")
         for parent in (self.data, *sorted(f for f in self.data.glob("*") if f.is_dir())):
             for folder in sorted(parent.iterdir()):
                 if folder.is_dir() and folder.name.lower() == name.lower():

@@ -238,15 +238,18 @@ def _values(path: Path | str, part: str) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{path} is not a file")
     if path.suffix not in FORMATS:
         raise DataError(f"{path}: the format must be one of {', '.join(FORMATS)}")
-    if path.suffix == ".jsonl":
-        yield from _json_lines(path)
-    elif path.suffix == ".json":
-        yield from _json_array(path)
-    elif path.suffix == ".csv":
-        yield from _csv_rows(path)
-    else:
-        pattern = glob.escape(str(path))
-        yield from _number(path, _stream("parquet", path, data_files=pattern, split="train"))
+    try:
+        if path.suffix == ".jsonl":
+            yield from _json_lines(path)
+        elif path.suffix == ".json":
+            yield from _json_array(path)
+        elif path.suffix == ".csv":
+            yield from _csv_rows(path)
+        else:
+            pattern = glob.escape(str(path))
+            yield from _number(path, _stream("parquet", path, data_files=pattern, split="train"))
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror or error}") from error
 
 
 def _number(path: Path | str, values: Iterable[Any]) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+# A tokenizer that doesn't know its encoder's length has a larger one.
+_NO_LENGTH = 10**9
+
 
 class EncoderError(ValueError):
     """An encoder can't be used; the message says why and what to do."""
@@ -27,10 +30,10 @@ class Encoder:
     layer: int | None
 
     def check(self) -> None:
-        """Check that the library is installed and that a folder exists.
+        """Check that the library is installed, and that the encoder has the layer.
 
         Raises:
-            EncoderError: One of them is missing.
+            EncoderError: The library or the encoder is missing, or it has no such layer.
 
         """
         if find_spec("bert_score") is None:
@@ -38,6 +41,33 @@ class Encoder:
         path = Path(self.name).expanduser()
         if path.is_absolute() and not path.is_dir():
             raise EncoderError(f"there is no folder {path}")
+        self.compared_layer()
+
+    @property
+    def path(self) -> str:
+        """Its folder, or its id."""
+        path = Path(self.name).expanduser()
+        return str(path) if path.is_dir() else self.name
+
+    def compared_layer(self) -> int:
+        """Return the layer whose hidden states are compared.
+
+        Raises:
+            EncoderError: The encoder's configuration can't be read, or it has no such layer.
+
+        """
+        from bert_score.utils import model2layers
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+            layers = config.num_hidden_layers
+        except (OSError, ValueError, KeyError) as error:
+            raise EncoderError(f"the encoder {self.path} can't be used: {error}") from error
+        layer = self.layer or model2layers.get(self.path, layers)
+        if not 1 <= layer <= layers:
+            raise EncoderError(f"the encoder {self.path} has layers 1 to {layers}, not {layer}")
+        return int(layer)
 
 
 def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: Encoder) -> float:
@@ -52,25 +82,15 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: En
         EncoderError: The encoder can't be loaded, or has no such layer.
 
     """
-    from bert_score.utils import model2layers
-    from transformers import AutoConfig
-
-    path = Path(encoder.name).expanduser()
-    name = str(path) if path.is_dir() else encoder.name
     # The library warns of empty texts, and one token would be left of them.
     kept = [(p, r) for p, r in zip(predictions, references, strict=True) if p.strip()]
     if not kept:
         return 0.0
+    layer = encoder.compared_layer()
     try:
-        layers = AutoConfig.from_pretrained(name, trust_remote_code=False).num_hidden_layers
-        layer = encoder.layer or model2layers.get(name, layers)
-        if not 1 <= layer <= layers:
-            raise EncoderError(f"the encoder {name} has layers 1 to {layers}, not {layer}")
-        _, _, f1 = _scorer(name, layer).score(*map(list, zip(*kept, strict=True)))
+        _, _, f1 = _scorer(encoder.path, layer).score(*map(list, zip(*kept, strict=True)))
     except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, EncoderError):
-            raise
-        raise EncoderError(f"the encoder {name} can't be used: {error}") from error
+        raise EncoderError(f"the encoder {encoder.path} can't be used: {error}") from error
     return float(f1.double().sum()) / len(predictions)
 
 
@@ -79,4 +99,9 @@ def _scorer(name: str, layer: int) -> Any:
     """Load an encoder, which takes longer than to score a few texts."""
     from bert_score import BERTScorer
 
-    return BERTScorer(model_type=name, num_layers=layer)
+    scorer = BERTScorer(model_type=name, num_layers=layer)
+    tokenizer, config = scorer._tokenizer, scorer._model.config
+    if tokenizer.model_max_length > _NO_LENGTH:
+        # The library cuts texts to this length. Some encoders' positions begin at 2.
+        tokenizer.model_max_length = getattr(config, "max_position_embeddings", 512) - 2
+    return scorer

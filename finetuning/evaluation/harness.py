@@ -114,8 +114,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                     torch.tensor(self.tok_encode(requests[i].args[0])[new - self.max_length :])
                     for i in group
                 ]
+                lengths = [self._model.columns_before + len(prompt) for prompt in prompts]
+                if max(lengths) + new > self._most_tokens:
+                    raise DataError(
+                        f"a prompt of {max(lengths)} tokens takes {max(lengths) + new} with its "
+                        f"answer, and at most {self._most_tokens} can be computed at once"
+                    )
                 for batch in batches_by_length(
-                    lengths=[self._model.columns_before + len(prompt) for prompt in prompts],
+                    lengths=lengths,
                     size=_TEXTS_AT_ONCE,
                     new=new,
                     most=self._most_tokens,

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from finetuning.model.gguf_file import GGUFError, read_header
 
 # The names that `save_pretrained` gives; other files beside them hold the same weights again.
@@ -34,11 +36,18 @@ def problem_of(name: str, path: Path) -> str | None:
             f'model.name = "{name}": no config.json in {path}; it must be a checkpoint directory '
             "in Hugging Face format, or a GGUF file"
         )
-    if not any(path.glob(WEIGHTS)):
+    files = sorted(path.glob(WEIGHTS))
+    if not files:
         return (
             f'model.name = "{name}": no {WEIGHTS} in {path}; other formats can run code when '
             "they are loaded, so convert the checkpoint first, see docs/models.md"
         )
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f'model.name = "{name}": {file} is damaged ({error}); copy it again'
     return None
 
 

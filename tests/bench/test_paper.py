@@ -164,6 +164,7 @@ def test_every_document_is_made_of_all_results_or_none(name):
         (["fl-glm-table7", "--small"], "there is no fl-glm-table7; there are "),
         (["--small"], "name tables and figures, or --all"),
         (["fl-glm-table5", "--small"], "--data is missing"),
+        (["fl-glm-table5", "--small", "--data", "/nowhere"], "--data /nowhere: there is no such"),
         (["fl-glm-table5", "--small", "--data", "DATA"], "SmolLM2-135M-Instruct"),
         (["fl-glm-table6", "--small", "--data", "DATA", "--models", "MODELS"], "huatuo"),
         (["fl-glm-table5", "--small", "--render"], "--render needs --document"),

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from chambers.__main__ import main
 from tests.chambers.conftest import refused, told
 
 WORDS = ["the court holds", "goods were never delivered", "this claim is upheld", "who signed"]
@@ -69,7 +70,7 @@ def test_split_scores_are_the_whole_model_s(run_folder, base, served, data, tmp_
     whole = json.loads((tmp_path / "scores.json").read_text())
     assert list(whole["models"]) == [str(base), str(run_folder), str(mine)]
     assert whole["models"][str(run_folder)] == {
-        **{"base": str(base), "split": False},
+        **{"base": str(base), "dtype": "auto", "quantization": "none", "split": False},
         **{"adapter": str(run_folder / "adapters" / "global")},
     }
     metrics = {name: list(task["models"][str(base)]) for name, task in whole["tasks"].items()}
@@ -108,6 +109,18 @@ def test_a_base_model_alone_and_a_folder_of_one_task(base, data, tmp_path, capsy
         scores[-1]["tasks"]["cb"]["models"][str(base)].pop("seconds")
     assert scores[0] == scores[1]
     assert scores[0]["tasks"]["cb"]["questions"] == 3
+
+
+def test_what_has_been_scored_is_kept(base, data, tmp_path, capsys):
+    """The encoder has no weights, which is noticed when the answers have been generated."""
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    words = ["evaluate", *ALL, "--data", data, "--output", tmp_path / "scores.json"]
+    assert main(list(map(str, [*words, "--bertscore", tmp_path, base]))) == 2
+    shown = capsys.readouterr()
+    assert "multirc" in shown.out and "can't be used" in shown.err
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert list(scores["tasks"]) == ["cb", "copa", "multirc", "xsum"]
+    assert list(scores["tasks"]["xsum"]["models"]) == [str(base)]
 
 
 @pytest.mark.slow

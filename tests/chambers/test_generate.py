@@ -142,6 +142,13 @@ def test_a_line_of_standard_input_is_a_prompt(base, capsys, monkeypatch):
     assert told(capsys, *words) == told(capsys, *words, *QUESTIONS)
 
 
+def test_other_encodings_of_standard_input_are_refused(base, capsys, monkeypatch):
+    latin = io.TextIOWrapper(io.BytesIO(b"Caf\xe9\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", latin)
+    refusal = refused(capsys, "generate", "--model", base)
+    assert "standard input is not utf-8: " in refusal and "at byte 4" in refusal
+
+
 def test_two_clients_generate_at_once(run_folder, served, tmp_path, capsys):
     """Each with its personalised model, which the other may not choose."""
     file = rows(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,7 +52,10 @@ def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client
     write_rows(tmp_path / "few.jsonl", 3, seed=1)
     write_rows(tmp_path / "clients" / "one" / "train.jsonl", 3, seed=1)
     (tmp_path / "clients" / "one" / "test.jsonl").write_text('{"instruction": "a"}\n')
+    damaged = shutil.copytree(checkpoint, tmp_path / "damaged") / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
     for setting, reason in (
+        (f"model.name={damaged.parent}", f"{damaged} is damaged ("),
         ("model.name=/nowhere", "no config.json in /nowhere"),
         ("model.name=./nowhere", "there is no such file or folder"),
         (f"model.name={tmp_path / 'file'}", "is not a GGUF file"),
@@ -194,6 +198,21 @@ def test_larger_models_leave_room_for_fewer_actors(deep_checkpoint):
     assert client_parameters(deep_checkpoint, 2) == whole - blocks // 2
 
 
+def test_a_model_of_the_hub_counts_as_one_in_a_folder(deep_checkpoint, tmp_path, monkeypatch):
+    repository = tmp_path / "models--someone--model"
+    shutil.copytree(deep_checkpoint, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
+    actors = [
+        count_actors(parse_run_config({"model.name": name}), 16, Machine(16, 4 * 2**30))
+        for name in (str(deep_checkpoint), "someone/model")
+    ]
+    assert actors[0] == actors[1]
+    with pytest.raises(CommandError, match="nobody/model"):
+        count_actors(parse_run_config({"model.name": "nobody/model"}), 1, Machine(16, 2**40))
+
+
 def start(tmp_path, *words) -> psutil.Popen:
     return psutil.Popen(
         [
@@ -211,7 +230,9 @@ def start(tmp_path, *words) -> psutil.Popen:
 def test_what_was_trained_is_served_and_used(deep_checkpoint, client_folders, tmp_path, capsys):
     """There are as many clients as folders; the institutions use the adapters of the run."""
     (tmp_path / "preset.toml").write_text('strategy = "fl-glm"\n[train]\nlearning-rate = 0.05\n')
-    data = os.path.relpath(client_folders, tmp_path)
+    # Characters that TOML and JSON escape differently.
+    data = "data 𠮷🙂"
+    (tmp_path / data).symlink_to(client_folders)
     settings = (f"model.name={deep_checkpoint}", f"data.path={data}", "rounds=1")
     training = start(tmp_path, "preset.toml", *settings, "split.wire-dtype=float32")
     assert training.wait(300) == 0, (tmp_path / "output").read_text()[-3000:]

@@ -245,6 +245,9 @@ def test_files_that_are_not_what_they_seem(tmp_path):
     path = lines_of(tmp_path / "cut.json", '[{"instruction": "a",', '"output": "b"')
     assert f"{path}: not JSON" in refusal(path)
     assert "line 3, column 1" in refusal(path)
+    for name in ("other.jsonl", "other.json", "other.csv"):
+        (tmp_path / name).symlink_to("/proc/self/mem")  # nothing can be read at its beginning
+        assert f"{tmp_path / name} can't be read: Input/output error" in refusal(tmp_path / name)
     assert "is not a file" in refusal(tmp_path / "missing.jsonl")
     assert "is not a file" in refusal(tmp_path)
     message = refusal(lines_of(tmp_path / "rows.txt", json.dumps(RECORDS[0])))

@@ -1,5 +1,8 @@
 """BERTScore with an encoder from a folder: the library's own, and what a plain loop gives."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
@@ -62,6 +65,22 @@ def test_it_is_the_mean_f1_of_greedy_matching(encoder, layer):
     assert bertscore(["a court"], ["a court"], Encoder(str(encoder), layer)) == pytest.approx(1.0)
 
 
+def test_an_encoder_whose_tokenizer_sets_no_length(encoder, tmp_path):
+    """Texts are cut to its positions."""
+    other = shutil.copytree(encoder, tmp_path / "encoder")
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    del settings["model_max_length"]
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    predictions, references = zip(*PAIRS, strict=True)
+    found, expected = (
+        bertscore(predictions, references, Encoder(str(folder), None))
+        for folder in (other, encoder)
+    )
+    assert found == expected
+    long = " ".join(["goods"] * 1000)
+    assert bertscore([long], [long], Encoder(str(other), None)) == pytest.approx(1.0)
+
+
 def test_an_empty_text_scores_nothing(encoder):
     one = Encoder(str(encoder), None)
     assert bertscore(["a court", " "], ["a court", "a claim"], one) == pytest.approx(0.5)
@@ -73,6 +92,8 @@ def test_what_can_t_be_used_is_refused(encoder, tmp_path):
         bertscore(["a"], ["a"], Encoder(str(encoder), 4))
     with pytest.raises(EncoderError, match="can't be used"):
         bertscore(["a"], ["a"], Encoder(str(tmp_path), 1))
+    with pytest.raises(EncoderError, match="has layers 1 to 3, not 4"):
+        Encoder(str(encoder), 4).check()
     with pytest.raises(EncoderError, match="there is no folder /nowhere"):
         Encoder("/nowhere", None).check()
     Encoder(str(encoder), None).check()
