@@ -138,7 +138,7 @@ class DataSettings(Section):
         gt=0,
         lt=1,
         description="Share of a client's rows held out when its data has no test file. Questions "
-        "on one passage, as MultiRC's, stay together, here and with `data.partition = \"iid\"`.",
+        "on one passage, as of MultiRC, stay together, here and with an `iid` partition.",
     )
     max_length: int = Field(
         800,
