@@ -31,7 +31,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from bench.harness import Worker, make_table, show
-from bench.in_process import InProcessGrid
+from bench.in_process import InProcessGrid, identified
 from bench.memory_use import Memory
 from server_app.results import Results
 from strategies.fedjudge import FedJudgeBase
@@ -88,7 +88,7 @@ class RandomClients(InProcessGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Keep the messages."""
-        self._messages = {str(message.metadata.dst_node_id): message for message in messages}
+        self._messages = {each.metadata.message_id: each for each in identified(messages)}
         return list(self._messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

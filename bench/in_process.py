@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid4
 
 from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -24,6 +25,14 @@ from strategies.journal import Progress
 from strategies.messages import to_arrays
 from strategies.run_config import Scalar, parse_run_config
 from strategies.status import RunStatus
+
+
+def identified(messages: Iterable[Message]) -> list[Message]:
+    """Give each message an id, as Flower's grids do when they push it."""
+    sent = list(messages)
+    for message in sent:
+        message.metadata.__dict__["_message_id"] = str(uuid4())
+    return sent
 
 
 class InProcessGrid(Grid):
@@ -61,20 +70,24 @@ class InProcessGrid(Grid):
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Ask the clients, and return an id for each answer."""
-        replies = self.send_and_receive(messages)
-        self._replies = {str(reply.metadata.src_node_id): reply for reply in replies}
-        return list(self._replies)
+        """Ask the clients, and return the id of each message."""
+        sent = identified(messages)
+        self._ask(sent)
+        return [message.metadata.message_id for message in sent]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return answers by id, each once."""
-        return [self._replies.pop(identifier) for identifier in message_ids]
+        """Return the answers to messages that have one, each once."""
+        return [self._replies.pop(each) for each in message_ids if each in self._replies]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Return the answer to every message."""
         return [self._answer(message) for message in messages]
+
+    def _ask(self, messages: Iterable[Message]) -> None:
+        replies = self.send_and_receive(messages)
+        self._replies |= {reply.metadata.reply_to_message_id: reply for reply in replies}
 
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from logging import INFO, WARNING
 
+import httpx
 from flwr.app import ArrayRecord, Error, Message, MessageType, Metadata, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
@@ -78,10 +79,10 @@ def exchange(
     timeout: float,
     on_poll: Callable[[], None] = lambda: None,
 ) -> Iterator[Message]:
-    """Send messages, and yield each reply as it arrives.
+    """Send messages, and yield each reply as it arrives, as from the client that was asked.
 
-    Replies are pulled one at a time, and no reference to them is kept: if the caller keeps none
-    either, only one is in memory.
+    An error takes the place of a reply that can't be read. Replies are pulled one at a time, and no
+    reference to them is kept: if the caller keeps none either, only one is in memory.
 
     Args:
         grid: Connects to the SuperNodes.
@@ -92,7 +93,6 @@ def exchange(
     """
     sent = list(messages)
     requests = [message.metadata for message in sent]
-    nodes = {request.dst_node_id for request in requests}
     end = time.monotonic() + timeout * turns(grid, len(sent))
     # Flower's grids give None for a message that could not be pushed.
     pushed = zip(grid.push_messages(sent), requests, strict=False)
@@ -101,11 +101,11 @@ def exchange(
     while waiting:
         is_late = time.monotonic() >= end
         for identifier, request in list(waiting.items()):
-            replies = list(grid.pull_messages([identifier]))
+            replies = _pull(grid, identifier, request)
             if replies:
                 del waiting[identifier]
             while replies:
-                yield _from_client(replies.pop(), request, nodes)
+                yield replies.pop()
         if is_late:
             return
         on_poll()
@@ -113,15 +113,36 @@ def exchange(
             time.sleep(_PULL_SECONDS[isinstance(grid, InMemoryGrid)])
 
 
-def _from_client(reply: Message, request: Metadata, nodes: Collection[int]) -> Message:
-    """Return a reply; an error that the SuperLink has sent in a client's place, as the client's."""
-    if not reply.has_error() or reply.metadata.src_node_id in nodes:
+def _pull(grid: Grid, identifier: str, request: Metadata) -> list[Message]:
+    """Return the reply to a request if there is one."""
+    try:
+        return [_from_client(reply, request) for reply in grid.pull_messages([identifier])]
+    except httpx.HTTPError:  # the SuperLink's, not the client's
+        raise
+    except Exception as error:  # untrusted objects can make Flower raise anything
+        return [_failed(request, f"its reply can't be read ({type(error).__name__})")]
+
+
+def _from_client(reply: Message, request: Metadata) -> Message:
+    """Return a reply; an error that the SuperLink has sent in a client's place, as the client's.
+
+    The SuperLink compares the sender with the client that was asked only on the envelope, which the
+    grid drops; the client has written the one inside.
+    """
+    if reply.metadata.src_node_id == request.dst_node_id:
         return reply
-    error = reply.error
-    if error.code == ErrorCode.NODE_UNAVAILABLE:
-        error = Error(error.code, "its SuperNode is no longer connected")
+    if not reply.has_error():
+        return _failed(request, "its reply names another sender")
+    code, reason = reply.error.code, reply.error.reason
+    if code == ErrorCode.NODE_UNAVAILABLE:
+        reason = "its SuperNode is no longer connected"
+    return _failed(request, reason or "", code)
+
+
+def _failed(request: Metadata, reason: str, code: int = ErrorCode.UNKNOWN) -> Message:
+    """Return an error as the reply of the client that was asked."""
     asked = Message(RecordDict(), request.dst_node_id, request.message_type)
-    return Message(error, reply_to=asked)
+    return Message(Error(code, reason), reply_to=asked)
 
 
 def turns(grid: Grid, clients: int) -> int:

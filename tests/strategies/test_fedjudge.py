@@ -8,6 +8,7 @@ import pytest
 
 from bench.in_process import MemoryJournal, run_in_process
 from finetuning.model.fingerprint import fingerprint
+from strategies import participants
 from strategies.messages import ARRAYS, METRICS, SIZE
 from tests.strategies.grids import SpyingGrid, same, start
 
@@ -106,16 +107,18 @@ def test_clients_share_no_storage(values, tmp_path):
             assert same(states[other], before[other])
 
 
-def test_result_does_not_depend_on_who_answers_first(values, tmp_path):
+def test_result_does_not_depend_on_who_answers_first(values, tmp_path, monkeypatch):
     class Reversed(SpyingGrid):
-        def send_and_receive(self, messages, *, timeout=None):
-            return list(super().send_and_receive(messages))[::-1]
+        def pull_messages(self, message_ids):
+            return super().pull_messages(i for i in message_ids if i == [*self._replies][-1])
+
+    monkeypatch.setattr(participants, "_PULL_SECONDS", {False: 0.01})
 
     journals = []
     for number, kind in enumerate((SpyingGrid, Reversed)):
         journal = MemoryJournal()
         own = values | {"state-path": str(tmp_path / str(number)), "rounds": 2}
-        start(own, kind(own), journal)
+        start(own, kind(own), journal, timeout=3600.0)
         journals.append(journal)
     assert same(journals[0].adapters[2], journals[1].adapters[2])
 

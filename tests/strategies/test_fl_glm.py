@@ -271,17 +271,11 @@ def test_progress_within_a_round_is_shown(split_values, tmp_path, monkeypatch):
     class Threaded(InProcessGrid):
         """Polled while the clients work, as Flower's grids are."""
 
-        def push_messages(self, messages):
-            messages = list(messages)
-            kind = messages[0].metadata.message_type
-            if kind != "train":
-                return super().push_messages(messages)
-            self._thread = threading.Thread(target=super().push_messages, args=[messages])
-            self._thread.start()
-            return [str(message.metadata.dst_node_id) for message in messages]
-
-        def pull_messages(self, message_ids):
-            return super().pull_messages(i for i in message_ids if i in self._replies)
+        def _ask(self, messages):
+            if messages[0].metadata.message_type != "train":
+                super()._ask(messages)
+            else:
+                threading.Thread(target=super()._ask, args=[messages]).start()
 
     monkeypatch.setattr(participants, "_PULL_SECONDS", {False: 0.01})
     monkeypatch.setattr(live_status, "_REFRESH_SECONDS", 0.0)

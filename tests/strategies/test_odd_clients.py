@@ -211,6 +211,7 @@ def test_a_client_whose_supernode_is_lost_is_named(values, tmp_path):
 
     def lose(reply):
         asked = Message(RecordDict(), 10**9, reply.metadata.message_type)
+        asked.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
         return Message(Error(ErrorCode.NODE_UNAVAILABLE, "no heartbeat"), reply_to=asked)
 
     own = values | {"state-path": str(tmp_path), "rounds": 1, "min-nodes": 2}
@@ -238,7 +239,7 @@ def test_one_who_joins_later_is_asked_first_and_a_silent_one_only_once(values, t
         third = reply.metadata.src_node_id == 3
         return None if third and reply.metadata.message_type == "query" else reply
 
-    own["state-path"] = str(tmp_path / "silent")
+    own |= {"state-path": str(tmp_path / "silent"), "node-timeout": 1e-3}
     grid = Growing(own, silent)
     start(own, grid, MemoryJournal())
     asked = [m for m in grid.sent if m.metadata.message_type == "query"]
