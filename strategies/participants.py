@@ -81,8 +81,9 @@ def exchange(
 ) -> Iterator[Message]:
     """Send messages, and yield each reply as it arrives, as from the client that was asked.
 
-    An error takes the place of a reply that can't be read. Replies are pulled one at a time, and no
-    reference to them is kept: if the caller keeps none either, only one is in memory.
+    An error takes the place of a reply that can't be read, and of one to a message that could not
+    be sent. Replies are pulled one at a time, and no reference to them is kept: if the caller keeps
+    none either, only one is in memory.
 
     Args:
         grid: Connects to the SuperNodes.
@@ -94,10 +95,13 @@ def exchange(
     sent = list(messages)
     requests = [message.metadata for message in sent]
     end = time.monotonic() + timeout * turns(grid, len(sent))
-    # Flower's grids give None for a message that could not be pushed.
-    pushed = zip(grid.push_messages(sent), requests, strict=False)
-    waiting = {identifier: request for identifier, request in pushed if identifier}
+    # Grids give each message its id; they return those of the messages that could be pushed.
+    pushed = set(grid.push_messages(sent))
+    waiting = {each.message_id: each for each in requests if each.message_id in pushed}
     sent.clear()
+    for request in requests:
+        if request.message_id not in waiting:
+            yield _failed(request, "the message to it could not be sent")
     while waiting:
         is_late = time.monotonic() >= end
         for identifier, request in list(waiting.items()):

@@ -4,6 +4,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import pytest
 from flwr.app import Message, MessageType, RecordDict
 from flwr.proto.task_pb2 import Task
 from flwr.server.superlink.fleet.vce.vce_api import _register_nodes
@@ -16,9 +17,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.grid import InMemoryGrid
 
+from strategies.messages import problem_of
 from strategies.participants import exchange
 
 SECONDS = 0.4
+UNKNOWN = 12345
 
 
 @contextmanager
@@ -54,10 +57,24 @@ def simulated(clients: int):
         thread.join(10)
 
 
-def test_waiting_for_an_actor_is_not_a_client_s_time(monkeypatch):
+@pytest.fixture
+def one_run(monkeypatch):
     for number in ("_run_id", "_task_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, number, 1)
+
+
+def test_waiting_for_an_actor_is_not_a_client_s_time(one_run):
     with simulated(clients=4) as (grid, nodes):
         messages = [Message(RecordDict(), n, MessageType.TRAIN, ttl=60.0) for n in nodes]
         replies = list(exchange(grid, messages, timeout=1.5 * SECONDS))
     assert len(replies) == 4
+
+
+def test_a_message_that_could_not_be_sent_is_no_silence(one_run):
+    with simulated(clients=2) as (grid, nodes):
+        asked = [nodes[0], UNKNOWN, nodes[1]]
+        messages = [Message(RecordDict(), n, MessageType.TRAIN, ttl=60.0) for n in asked]
+        replies = {r.metadata.src_node_id: r for r in exchange(grid, messages, timeout=60.0)}
+    assert replies.keys() == set(asked)
+    assert problem_of(replies[UNKNOWN]) == "the message to it could not be sent"
+    assert all(replies[node].has_content() for node in nodes)
