@@ -29,6 +29,7 @@ from split.protocol.errors import LaneError
 from strategies.answers import ANSWERS, answers_record
 from strategies.messages import (
     SIZE,
+    TRAIN_EXAMPLES,
     Instruction,
     InstructionError,
     answer,
@@ -135,7 +136,7 @@ def query(message: Message, context: Context, site: Site) -> Message:
     config, institution = _open(context, site)
     site.check_budget(config, institution, Instruction.of(message).round)
     withheld = {"withheld": _WITHHELD} if site.privacy else {}
-    tested = {} if site.privacy else {"test-examples": len(institution.test)}
+    counts = {TRAIN_EXAMPLES: len(institution.train), "test-examples": len(institution.test)}
     return answer(
         message,
         {
@@ -144,7 +145,7 @@ def query(message: Message, context: Context, site: Site) -> Message:
             "tensors": list(institution.fingerprint),
             "digests": list(institution.fingerprint.values()),
         },
-        {SIZE: institution.size, **tested},
+        {SIZE: institution.size, **({} if site.privacy else counts)},
     )
 
 

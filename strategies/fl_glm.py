@@ -93,13 +93,13 @@ class FLGLM(Rounds):
         seed = derive_seed("stack", self.config.seed, server_round)
         self._server.begin_round(self._participants.asked, seed)
         for message in messages:
-            client = self._participants.name_of(message)
-            seed = derive_seed("train", self.config.seed, client, server_round)
+            client = self._participants.recipient_of(message)
             invitation = self._server.invite_to_train(
-                client,
+                client.name,
                 round_number=server_round,
-                seed=seed,
+                seed=derive_seed("train", self.config.seed, client.name, server_round),
                 lifetime=message.metadata.ttl,
+                examples=client.divided,
             )
             message.content[LANE] = lane_record(invitation)
             yield message
@@ -113,7 +113,7 @@ class FLGLM(Rounds):
         """
         final = self._evaluation(server_round).final
         for message in super().configure_evaluate(server_round, arrays, config, grid):
-            client = self._participants.name_of(message)
+            client = self._participants.recipient_of(message).name
             bodies = self._bodies_of(client, server_round)
             states = {model: state for model, (_, state) in bodies.items()}
             invitation = self._server.invite_to_evaluate(

@@ -34,6 +34,8 @@ CONFIG = "config"
 LANE = "lane"
 METRICS = "metrics"
 SIZE = "num-examples"
+# The examples that the rows give, more than one each if a chat template divides conversations.
+TRAIN_EXAMPLES = "train-examples"
 
 # Larger metrics could overflow in averages and plots; TensorBoard holds them as float32.
 LARGEST_METRIC = 1e30

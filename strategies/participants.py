@@ -15,7 +15,15 @@ from flwr.superlink.grid import InMemoryGrid
 
 from finetuning.model.fingerprint import digest
 from split.protocol.errors import printable
-from strategies.messages import CONFIG, SIZE, Instruction, config_of, metrics_of, withheld_of
+from strategies.messages import (
+    CONFIG,
+    SIZE,
+    TRAIN_EXAMPLES,
+    Instruction,
+    config_of,
+    metrics_of,
+    withheld_of,
+)
 from strategies.refusals import reason_to_refuse, reason_to_refuse_registration
 from strategies.run_config import RunConfig
 
@@ -39,7 +47,8 @@ class Participant:
     Attributes:
         node_id: Flower's id of its SuperNode; it changes from run to run in simulation.
         name: Name chosen by the institution; unique in a run.
-        examples: Number of its training examples, |Dᵢ| of FedJudge Eq. 2.
+        examples: Number of its training rows, |Dᵢ| of FedJudge Eq. 2.
+        divided: Number of examples that a chat template divides them into, which bounds its steps.
         withholds: Whether its policy withholds metrics and importance.
 
     """
@@ -47,6 +56,7 @@ class Participant:
     node_id: int
     name: str
     examples: int
+    divided: int
     withholds: bool
 
 
@@ -233,9 +243,9 @@ class Participants:
         """Whether the policies of all recipients of the last messages withhold importance."""
         return all(p.withholds for p in self._asked.values())
 
-    def name_of(self, message: Message) -> str:
-        """Return the name of a message's recipient."""
-        return self._registered[message.metadata.dst_node_id].name
+    def recipient_of(self, message: Message) -> Participant:
+        """Return the recipient of a message."""
+        return self._registered[message.metadata.dst_node_id]
 
     def address(self, message_type: str, content: RecordDict, grid: Grid) -> Iterator[Message]:
         """Make a message to every participant that is connected, in the order of names.
@@ -319,12 +329,13 @@ class Participants:
             )
             if problem is None:
                 names.add(name)
-                config = config_of(reply)
+                config, metrics = config_of(reply), metrics_of(reply)
                 self.fingerprint |= dict(zip(config["tensors"], config["digests"], strict=True))
                 participants[node] = Participant(
                     node_id=node,
                     name=name,
-                    examples=metrics_of(reply)[SIZE],
+                    examples=metrics[SIZE],
+                    divided=metrics.get(TRAIN_EXAMPLES, metrics[SIZE]),
                     withholds=withheld_of(reply) is not None,
                 )
             else:

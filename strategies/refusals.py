@@ -19,6 +19,7 @@ from strategies.messages import (
     LARGEST_METRIC,
     METRICS,
     SIZE,
+    TRAIN_EXAMPLES,
     config_of,
     is_name,
     metrics_of,
@@ -89,9 +90,11 @@ def reason_to_refuse_registration(
             f"another SuperNode is named {name!r} already (upper and lower case count as equal); "
             "give each its own name"
         )
-    config, size = config_of(reply), metrics_of(reply).get(SIZE)
-    if not isinstance(size, int) or not 0 < size <= _MOST_EXAMPLES:
-        return f"its {SIZE} is {size!r}, and must be a whole number from 1 to {_MOST_EXAMPLES}"
+    config, metrics = config_of(reply), metrics_of(reply)
+    for key in (SIZE, *({TRAIN_EXAMPLES} & metrics.keys())):
+        count = metrics.get(key)
+        if not isinstance(count, int) or not 0 < count <= _MOST_EXAMPLES:
+            return f"its {key} is {count!r}, and must be a whole number from 1 to {_MOST_EXAMPLES}"
     return _base_model_problem(config.get("tensors"), config.get("digests"), fingerprint)
 
 

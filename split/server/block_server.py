@@ -131,7 +131,7 @@ class BlockServer:
 
         Args:
             examples: Numbers of training examples of the clients that will be invited, by name.
-                They are the clients' weights in averages, and bound their numbers of steps.
+                They are the clients' weights in averages.
             seed: Seed of everything that the clients train together in this round.
 
         """
@@ -140,7 +140,12 @@ class BlockServer:
         self._compute.call(lambda: self._schedule.begin_round(examples, keep, seed))
 
     def invite_to_train(
-        self, client: str, round_number: int, seed: int, lifetime: float
+        self,
+        client: str,
+        round_number: int,
+        seed: int,
+        lifetime: float,
+        examples: int | None = None,
     ) -> Invitation:
         """Invite a client to train for a round.
 
@@ -149,10 +154,12 @@ class BlockServer:
             round_number: Number of the round, from 1.
             seed: Seed of the client's training in this round.
             lifetime: Seconds for which the ticket is valid.
+            examples: Number of its training examples, which bounds its steps; None if it is the
+                client's weight in averages.
 
         """
         plan = largest_plan(
-            examples=self._examples[client],
+            examples=self._examples[client] if examples is None else examples,
             train=self._train,
             rounds=self._rounds,
             round_number=round_number,

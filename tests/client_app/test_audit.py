@@ -23,7 +23,8 @@ def test_a_line_says_what_left(site):
     for line, kind in ((query, "query"), (train, "train"), (evaluate, "evaluate")):
         assert line.items() >= (about | {"kind": kind}).items()
         assert line["time"].endswith("+00:00")
-    assert query["digests"] > 2 and query["metrics"] == ["num-examples", "test-examples"]
+    assert query["digests"] > 2
+    assert query["metrics"] == ["num-examples", "test-examples", "train-examples"]
     assert train["arrays"] == evaluate["arrays"] == sorted(reply.content[ARRAYS])
     assert train["metrics"] == sorted(reply.content[METRICS])
     assert train["array-bytes"] == sum(len(a.data) for a in reply.content[ARRAYS].values())

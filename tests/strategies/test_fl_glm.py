@@ -20,6 +20,7 @@ from strategies import live_status, participants
 from strategies.messages import one_line
 from strategies.participants import RefusedError
 from strategies.run_config import ConfigError, parse_run_config
+from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
 
 
@@ -64,6 +65,23 @@ def test_a_gguf_file_trains_as_its_checkpoint_does(split_values, deep_checkpoint
         for name, folder in ((deep_checkpoint, tmp_path / "one"), (file, tmp_path / "other"))
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 3 * 4
+
+
+def test_a_template_that_divides_rows_makes_more_steps_of_them(
+    split_values, deep_checkpoint, tmp_path
+):
+    """Four rows with three answers each: twelve examples, of which a step has four."""
+    model, data = tmp_path / "model", tmp_path / "data" / "alpha"
+    shutil.copytree(deep_checkpoint, model)
+    (model / "chat_template.jinja").write_text(THINKING)
+    data.mkdir(parents=True)
+    turns = [{"role": role, "content": "the court"} for role in ("user", "assistant")] * 3
+    for part in ("train", "test"):
+        (data / f"{part}.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 4)
+    values = split_values | {"model.name": str(model), "data.path": str(data.parent), "rounds": 1}
+    journal = run_in_process(values | {"min-nodes": 1}, tmp_path / "state", 1)
+    (trained,) = (event for event in journal.events if event["event"] == "train")
+    assert (trained["examples"], trained["steps"]) == (4, 3)
 
 
 def test_both_schedules_agree_on_one_client(split_values, tmp_path):
