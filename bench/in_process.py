@@ -171,9 +171,10 @@ class MemoryJournal:
         self.kept[client] = state
         self.personalised_by_round.setdefault(round_number, {})[client] = state
 
-    def personalised(self, client: str) -> State | None:
-        """Return a client's adapter."""
-        return self.kept.get(client)
+    def personalised(self, client: str) -> tuple[int, State] | None:
+        """Return a client's last adapter and its round."""
+        rounds = [number for number, kept in self.personalised_by_round.items() if client in kept]
+        return (max(rounds), self.kept[client]) if rounds else None
 
     def checkpoint(self, progress: Progress, state: State) -> None:
         """Keep the global adapter."""

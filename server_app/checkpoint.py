@@ -26,6 +26,7 @@ class Checkpoint:
         progress: Progress of the run.
         state: The global adapter.
         sizes: Numbers of training examples of all clients that have taken part.
+        rounds: Rounds of their personalised adapters, which differ if a client was left out.
         metrics_bytes: Length of ``metrics.jsonl`` at that time.
 
     """
@@ -33,6 +34,7 @@ class Checkpoint:
     progress: Progress
     state: State
     sizes: dict[str, int]
+    rounds: dict[str, int]
     metrics_bytes: int
 
 
@@ -50,6 +52,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
         "finished_rounds": progress.finished_rounds,
         "evaluated": progress.evaluated,
         "sizes": checkpoint.sizes,
+        "rounds": checkpoint.rounds,
         "metrics_bytes": checkpoint.metrics_bytes,
     }
     with replacing(_path(directory, progress.finished_rounds)) as aside:
@@ -71,7 +74,7 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
         with safe_open(newest, framework="pt") as content:
             fields = json.loads(content.metadata()["checkpoint"])
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-        sizes, metrics_bytes = fields.pop("sizes"), fields.pop("metrics_bytes")
+        sizes, rounds, recorded = (fields.pop(k) for k in ("sizes", "rounds", "metrics_bytes"))
         progress = Progress(
             **fields,
             importance=_with_prefix(tensors, "importance.") or None,
@@ -83,7 +86,8 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
         progress=progress,
         state=_with_prefix(tensors, "adapter."),
         sizes=sizes,
-        metrics_bytes=metrics_bytes,
+        rounds=rounds,
+        metrics_bytes=recorded,
     )
 
 

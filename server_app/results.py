@@ -49,6 +49,7 @@ class Results:
         self._base = base
         self._peft_config = peft_config
         self._sizes: dict[str, int] = {}
+        self._rounds: dict[str, int] = {}
         self._global_round = 0  # whose global adapter has been saved
         self._metrics = directory / METRICS
         with filling(directory):
@@ -111,7 +112,7 @@ class Results:
         self, client: str, state: State, round_number: int, size: int, file: Path | None = None
     ) -> None:
         """Save a client's personalised adapter under ``adapters/clients``."""
-        self._sizes[client] = size
+        self._sizes[client], self._rounds[client] = size, round_number
         title = f"Personalised adapter of {client}"
         self._save_adapter(
             folder=f"clients/{client}",
@@ -121,10 +122,12 @@ class Results:
             rounds=round_number,
         )
 
-    def personalised(self, client: str) -> State | None:
-        """Return a client's last saved personalised adapter, or None."""
+    def personalised(self, client: str) -> tuple[int, State] | None:
+        """Return the round and the adapter of a client that were saved last, or None."""
+        if client not in self._rounds:
+            return None
         file = self.directory / "adapters" / "clients" / client / "adapter_model.safetensors"
-        return dict(load_file(file)) if file.is_file() else None
+        return self._rounds[client], dict(load_file(file))
 
     def checkpoint(self, progress: Progress, state: State) -> None:
         """Save the global adapter, a checkpoint to resume from, and the report so far.
@@ -144,7 +147,13 @@ class Results:
             )
             self._global_round = rounds
         recorded = self._metrics.stat().st_size if self._metrics.exists() else 0
-        checkpoint = Checkpoint(progress, state, sizes=self._sizes, metrics_bytes=recorded)
+        checkpoint = Checkpoint(
+            progress=progress,
+            state=state,
+            sizes=self._sizes,
+            rounds=self._rounds,
+            metrics_bytes=recorded,
+        )
         save_checkpoint(self.directory, checkpoint)
         with filling(self.directory):
             self._tensorboard.flush()
@@ -171,7 +180,7 @@ class Results:
     def rewind_to(self, checkpoint: Checkpoint) -> None:
         """Drop everything written after a checkpoint: the resumed run writes it again."""
         remove_unfinished(self.directory)
-        self._sizes = dict(checkpoint.sizes)
+        self._sizes, self._rounds = dict(checkpoint.sizes), dict(checkpoint.rounds)
         if self._metrics.exists():
             with self._metrics.open("r+b") as metrics:
                 metrics.truncate(checkpoint.metrics_bytes)

@@ -222,8 +222,8 @@ class FLGLM(Rounds):
             bodies: dict[str, tuple[int, State | None]] = {"base": (0, None)}
             return bodies | ({"global": (0, self._body)} if self.config.initial_adapter else {})
         if client not in self._bodies and (kept := self._journal.personalised(client)):
-            # In a resumed run, a client's last adapter is taken as that of the last round.
-            self._bodies[client] = (server_round, take_apart(kept, self._partition)["body"])
+            number, state = kept
+            self._bodies[client] = (number, take_apart(state, self._partition)["body"])
         own = {"personalised": self._bodies[client]} if client in self._bodies else {}
         return {"global": (server_round, self._body), **own}
 

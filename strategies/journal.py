@@ -61,8 +61,8 @@ class Journal(Protocol):
         """
         ...
 
-    def personalised(self, client: str) -> State | None:
-        """Return what ``keep_personalised`` saved last for a client, or None."""
+    def personalised(self, client: str) -> tuple[int, State] | None:
+        """Return the round and the adapter that were saved last for a client, or None."""
         ...
 
     def checkpoint(self, progress: Progress, state: State) -> None:

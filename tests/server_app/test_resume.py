@@ -25,7 +25,21 @@ class PowerFailureError(Exception):
     """The machine stops."""
 
 
-def run(values: dict, stop_after: tuple[int, bool] | None = None) -> Path:
+class Losing(InProcessGrid):
+    """Loses beta's reply in the second round of training."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        replies = list(super().send_and_receive(messages))
+        about = messages[0].metadata.message_type, messages[0].content["config"]["round"]
+        if about != ("train", 2):
+            return replies
+        return [reply for reply in replies if reply.content["config"]["name"] != "beta"]
+
+
+def run(
+    values: dict, stop_after: tuple[int, bool] | None = None, kind: type = InProcessGrid
+) -> Path:
     """Do what the ServerApp does, until a checkpoint after which the machine stops."""
     config = parse_run_config(values)
     base = locate(config.model.name)
@@ -49,7 +63,7 @@ def run(values: dict, stop_after: tuple[int, bool] | None = None) -> Path:
     results.checkpoint = stopping
     strategy = STRATEGIES[config.strategy](config, fingerprint(base), progress, results)
     try:
-        strategy.start(InProcessGrid(values, NODES), to_arrays(state), config.rounds)
+        strategy.start(kind(values, NODES), to_arrays(state), config.rounds, timeout=0.0)
     except PowerFailureError:
         pass
     finally:
@@ -113,6 +127,20 @@ def test_resumed_equals_unbroken(
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert events(unbroken) == events(broken)
+
+
+def test_resumed_equals_unbroken_after_a_reply_was_lost(values, tmp_path, deep_checkpoint):
+    """Beta's head and tail of round 2 have no body: those of round 1 are evaluated with theirs."""
+    values |= {"strategy": "fl-glm", "model.name": str(deep_checkpoint), "min-nodes": 2}
+    values |= {"split.schedule": "hierarchical", "rounds": 3, "train.local-steps": 2}
+    here = {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
+    there = {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
+    unbroken = run(values | here, kind=Losing)
+    broken = run(values | there, (2, False), kind=Losing)
+    run(values | there | {"resume": str(broken)})
+    assert events(unbroken) == events(broken)
+    evaluated = [e for e in events(unbroken) if e["event"] == "evaluate" and e["round"] == 2]
+    assert ("beta", "personalised") in {(e["client"], e["model"]) for e in evaluated}
 
 
 def test_a_finished_run_can_have_more_rounds(values, tmp_path):
