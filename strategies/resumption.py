@@ -5,8 +5,9 @@ from pathlib import Path
 
 from strategies.run_config import ConfigError, RunConfig
 
-# May differ between a run and its resumption, since they don't change what is computed. (Other
-# devices round differently and draw other dropout masks, but runs may move to another machine.)
+# May differ between a run and its resumption, since they don't change how adapters are trained.
+# (Other devices round differently and draw other dropout masks, but runs may move to another
+# machine. Time limits decide who takes part, as the network does.)
 _MAY_CHANGE = {
     "min-nodes",
     "node-timeout",
@@ -22,18 +23,19 @@ _MAY_CHANGE = {
     "evaluate.show-answers",
     "evaluate.max-new-tokens",
     "split.window",
-    "split.activation-budget",
     "split.body-devices",
     "split.listen",
     "split.advertise",
     "split.key-exchange",
     "split.rotate-keys-every",
-    "split.share-cap",
     "split.gather-timeout",
     "split.join-timeout",
     "split.resume-timeout",
     "split.frame-timeout",
 }
+# With ``client-batch`` the budget divides stacks into passes, which have dropout masks of their
+# own, and the cap scales gradients.
+_CHANGE_STACKS = {"split.activation-budget", "split.share-cap"}
 FOLDER = "checkpoints"
 
 
@@ -63,6 +65,8 @@ def check_resumable(directory: Path, config: RunConfig) -> None:
     may_change = set(_MAY_CHANGE)
     if config.train.schedule == "constant" and config.train.warmup_ratio == 0:
         may_change.add("rounds")  # all other schedules depend on the number of rounds
+    if config.split.schedule != "client-batch":
+        may_change |= _CHANGE_STACKS
     changed = [
         f"{key} was {before[key]!r} and is {value!r}"
         for key, value in config.flat().items()

@@ -16,6 +16,7 @@ from server_app.main import STRATEGIES, open_directory
 from server_app.results import Results
 from strategies.journal import Progress
 from strategies.messages import to_arrays
+from strategies.resumption import check_resumable
 from strategies.run_config import ConfigError, parse_run_config
 
 NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
@@ -170,6 +171,22 @@ def test_a_resumption_with_another_config_is_refused(values, tmp_path, change, r
     with pytest.raises(ConfigError, match=reason):
         run(values | {"rounds": 2, "resume": str(directory)} | change)
     assert sorted(p.name for p in directory.rglob("*")) == before
+
+
+@pytest.mark.parametrize("key", ["split.share-cap", "split.activation-budget"])
+def test_what_changes_stacks_must_stay_only_with_client_batch(values, tmp_path, key):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "round-0001.safetensors").touch()
+
+    def resume(schedule):
+        before = parse_run_config(values | {"strategy": "fl-glm", "split.schedule": schedule})
+        (tmp_path / "config.json").write_text(json.dumps(before.flat()))
+        after = before.flat() | {key: before.flat()[key] * 2}
+        check_resumable(tmp_path, parse_run_config(after))
+
+    resume("serial")
+    with pytest.raises(ConfigError, match=f"{key} was"):
+        resume("client-batch")
 
 
 def test_a_key_that_an_older_run_lacks_had_its_default(values, tmp_path):
