@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 
 import httpx
@@ -60,8 +60,8 @@ class Participant:
     withholds: bool
 
 
-def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> list[int]:
-    """Wait until ``minimum`` SuperNodes are connected, and return all that are.
+def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, str]:
+    """Wait until ``minimum`` SuperNodes are connected; return since when each of them is.
 
     Raises:
         TooFewClientsError: Fewer are connected after ``timeout`` seconds.
@@ -69,7 +69,7 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> list[int]:
     """
     end = time.monotonic() + timeout
     announced = -1
-    while len(nodes := sorted(grid.get_node_ids())) < minimum:
+    while len(nodes := {n.node_id: n.last_activated_at for n in grid.get_nodes()}) < minimum:
         if time.monotonic() >= end:
             raise TooFewClientsError(
                 f"{len(nodes)} SuperNodes were connected after {timeout:g} s (node-timeout), and "
@@ -185,7 +185,8 @@ class Participants:
         self._registered: dict[int, Participant] = {}
         self._asked: dict[int, Participant] = {}
         self._absent: list[str] = []
-        self._refused: set[int] = set()
+        # When the SuperNodes that were queried had connected.
+        self._queried: dict[int, str] = {}
 
     @property
     def base(self) -> str:
@@ -202,14 +203,18 @@ class Participants:
         """
         nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
         self._registered, problems = self._query(grid, nodes, self._config.reply_timeout)
+        self._queried = nodes
         if problems:
             lines = "".join(f"\n  {name}: {problem}" for name, problem in problems.items())
             raise RefusedError(f"training can't start:{lines}")
         for participant in sorted(self._registered.values(), key=lambda p: p.name):
             log(INFO, "%s takes part with %d examples", participant.name, participant.examples)
 
-    def register_newcomers(self, grid: Grid) -> dict[str, str]:
+    def register_newcomers(self, grid: Grid, finished_rounds: int) -> dict[str, str]:
         """Register SuperNodes that connected later; problems of one don't affect the others.
+
+        One that has reconnected is asked again: with a node key it keeps its id, and its data or
+        name may have changed. If it doesn't answer, or can't take part, its registration stays.
 
         Returns:
             Reasons for refusing clients, by name.
@@ -219,14 +224,13 @@ class Participants:
 
         """
         nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
-        # A refused SuperNode is asked again after it has reconnected, not in every round.
-        self._refused &= set(nodes)
-        newcomers = set(nodes) - self._registered.keys() - self._refused
+        newcomers = [node for node, since in nodes.items() if self._queried.get(node) != since]
+        self._queried = nodes
         if not newcomers:
             return {}
+        self._instruction = replace(self._instruction, round=finished_rounds)
         joined, problems = self._query(grid, newcomers, self._config.node_timeout)
         self._registered |= joined
-        self._refused |= newcomers - joined.keys()
         for participant in joined.values():
             log(INFO, "%s joins with %d examples", participant.name, participant.examples)
         for name, problem in problems.items():
@@ -316,19 +320,22 @@ class Participants:
                 for key in list(reply.content.array_records):  # none were requested
                     del reply.content[key]
             replies.append(reply)
-        # A SuperNode that was restarted has a new id and its old name.
+        # Without a node key, a SuperNode that was restarted has a new id and its old name.
         connected = set(grid.get_node_ids())
-        names = {p.name for p in self._registered.values() if p.node_id in connected}
+        names = {node: p.name for node, p in self._registered.items() if node in connected}
         participants: dict[int, Participant] = {}
         problems: dict[str, str] = {}
         for reply in sorted(replies, key=_name):
             node, name = reply.metadata.src_node_id, _name(reply)
             silent.discard(node)
             problem = reason_to_refuse_registration(
-                reply=reply, name=name, taken=names, fingerprint=self.fingerprint
+                reply=reply,
+                name=name,
+                taken={other for number, other in names.items() if number != node},
+                fingerprint=self.fingerprint,
             )
             if problem is None:
-                names.add(name)
+                names[node] = name
                 config, metrics = config_of(reply), metrics_of(reply)
                 self.fingerprint |= dict(zip(config["tensors"], config["digests"], strict=True))
                 participants[node] = Participant(
@@ -341,7 +348,7 @@ class Participants:
             else:
                 who = f"{printable(name, 64)} (node {node})" if name else f"node {node}"
                 problems[who] = printable(problem)
-        for node in sorted(silent):
+        for node in sorted(silent - self._registered.keys()):
             problems[f"node {node}"] = f"no answer within {wait:g} s"
         return participants, problems
 

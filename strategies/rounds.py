@@ -136,7 +136,7 @@ class Rounds(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Make a train message with the global adapter to every connected client."""
-        refused = self._participants.register_newcomers(grid)
+        refused = self._participants.register_newcomers(grid, server_round - 1)
         if refused:
             event = {"event": "refused", "round": server_round}
             self._journal.record({**event, "left_out": _reasons(refused)})
