@@ -33,6 +33,13 @@ class FailedInWorkerError(Exception):
     """The worker raised an exception; only its class's name leaves the worker."""
 
 
+class WorkerEndedError(Exception):
+    """The worker ended while it answered a message, which isn't answered a second time.
+
+    Its invitation to a lane may have been used, and the site has counted it.
+    """
+
+
 @app.query()
 @app.train()
 @app.evaluate()
@@ -53,7 +60,8 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
     """Hand a message to the worker and wait for the reply.
 
     Raises:
-        WorkerError: There is no worker, it refuses the message, or it ended while it answered.
+        WorkerError: There is no worker, or it refuses the message or can't be given it.
+        WorkerEndedError: It has been given the message and then ended.
         FailedInWorkerError: The message's handler raised an exception.
         TimeoutError: The worker didn't answer in the time that a client has.
 
@@ -75,7 +83,9 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
             problem = receive(connection, MOST_TEXT).decode(errors="replace")
             reply = receive(connection)
         except ConnectionError as error:
-            raise WorkerError(f"ended before it had answered: {error}") from error
+            raise WorkerEndedError(
+                f"the worker ended before it had answered ({error}); memory may have been short"
+            ) from error
     if problem:
         raise FailedInWorkerError(problem)
     return message_from_proto(MessageProto.FromString(reply))
