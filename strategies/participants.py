@@ -1,20 +1,18 @@
-"""The clients of a run: wait for SuperNodes, register them by name, and send messages."""
+"""The clients of a run: wait for SuperNodes, register them by name, and address messages."""
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 
-import httpx
-from flwr.app import ArrayRecord, Error, Message, MessageType, Metadata, RecordDict
-from flwr.common.constant import ErrorCode
+from flwr.app import ArrayRecord, Message, MessageType, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.superlink.grid import InMemoryGrid
 
 from finetuning.model.fingerprint import digest
 from split.protocol.errors import printable
+from strategies.exchange import exchange, turns
 from strategies.messages import (
     CONFIG,
     SIZE,
@@ -28,8 +26,6 @@ from strategies.refusals import reason_to_refuse, reason_to_refuse_registration
 from strategies.run_config import RunConfig
 
 _POLL_SECONDS = 1.0
-# By whether the clients are simulated, as Flower's own grids poll.
-_PULL_SECONDS = {False: 3.0, True: 0.1}
 
 
 class TooFewClientsError(RuntimeError):
@@ -81,92 +77,6 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, str]:
             announced = len(nodes)
         time.sleep(min(_POLL_SECONDS, max(0.0, end - time.monotonic())))
     return nodes
-
-
-def exchange(
-    grid: Grid,
-    messages: Iterable[Message],
-    timeout: float,
-    on_poll: Callable[[], None] = lambda: None,
-) -> Iterator[Message]:
-    """Send messages, and yield each reply as it arrives, as from the client that was asked.
-
-    An error takes the place of a reply that can't be read, and of one to a message that could not
-    be sent. Replies are pulled one at a time, and no reference to them is kept: if the caller keeps
-    none either, only one is in memory.
-
-    Args:
-        grid: Connects to the SuperNodes.
-        messages: Messages, at most one to each client.
-        timeout: Seconds that each client has.
-        on_poll: Called after each time that all clients were polled.
-
-    """
-    sent = list(messages)
-    requests = [message.metadata for message in sent]
-    end = time.monotonic() + timeout * turns(grid, len(sent))
-    # Grids give each message its id; they return those of the messages that could be pushed.
-    pushed = set(grid.push_messages(sent))
-    waiting = {each.message_id: each for each in requests if each.message_id in pushed}
-    sent.clear()
-    for request in requests:
-        if request.message_id not in waiting:
-            yield _failed(request, "the message to it could not be sent")
-    while waiting:
-        is_late = time.monotonic() >= end
-        for identifier, request in list(waiting.items()):
-            replies = _pull(grid, identifier, request)
-            if replies:
-                del waiting[identifier]
-            while replies:
-                yield replies.pop()
-        if is_late:
-            return
-        on_poll()
-        if waiting:
-            time.sleep(_PULL_SECONDS[isinstance(grid, InMemoryGrid)])
-
-
-def _pull(grid: Grid, identifier: str, request: Metadata) -> list[Message]:
-    """Return the reply to a request if there is one."""
-    try:
-        return [_from_client(reply, request) for reply in grid.pull_messages([identifier])]
-    except httpx.HTTPError:  # the SuperLink's, not the client's
-        raise
-    except Exception as error:  # untrusted objects can make Flower raise anything
-        return [_failed(request, f"its reply can't be read ({type(error).__name__})")]
-
-
-def _from_client(reply: Message, request: Metadata) -> Message:
-    """Return a reply; an error that the SuperLink has sent in a client's place, as the client's.
-
-    The SuperLink compares the sender with the client that was asked only on the envelope, which the
-    grid drops; the client has written the one inside.
-    """
-    if reply.metadata.src_node_id == request.dst_node_id:
-        return reply
-    if not reply.has_error():
-        return _failed(request, "its reply names another sender")
-    code, reason = reply.error.code, reply.error.reason
-    if code == ErrorCode.NODE_UNAVAILABLE:
-        reason = "its SuperNode is no longer connected"
-    return _failed(request, reason or "", code)
-
-
-def _failed(request: Metadata, reason: str, code: int = ErrorCode.UNKNOWN) -> Message:
-    """Return an error as the reply of the client that was asked."""
-    asked = Message(RecordDict(), request.dst_node_id, request.message_type)
-    return Message(Error(code, reason), reply_to=asked)
-
-
-def turns(grid: Grid, clients: int) -> int:
-    """Return the largest number of clients that may have to work one after another.
-
-    A simulation may have fewer actors than clients: messages then wait in Flower's queue, and a
-    client's own time begins when its message is taken from the queue. Flower doesn't expose the
-    number of actors, so one is assumed. In a deployment each client has its own machine.
-    """
-    return max(1, clients) if isinstance(grid, InMemoryGrid) else 1
 
 
 class Participants:

@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from finetuning.model.base_model import locate
 from strategies.answers import answer_events, answers_of
+from strategies.exchange import exchange, turns
 from strategies.journal import Journal, Progress
 from strategies.live_status import LiveStatus
 from strategies.messages import (
@@ -28,7 +29,7 @@ from strategies.messages import (
     withheld_of,
 )
 from strategies.metrics import averages, evaluation_events, underscored
-from strategies.participants import Participants, TooFewClientsError, exchange, turns
+from strategies.participants import Participants, TooFewClientsError
 from strategies.replies import Replies
 from strategies.run_config import RunConfig
 from strategies.status import LaneStatus, Phase

@@ -8,7 +8,7 @@ import pytest
 
 from bench.in_process import MemoryJournal, run_in_process
 from finetuning.model.fingerprint import fingerprint
-from strategies import participants
+from strategies import exchange
 from strategies.messages import ARRAYS, METRICS, SIZE
 from tests.strategies.grids import SpyingGrid, same, start
 
@@ -112,7 +112,7 @@ def test_result_does_not_depend_on_who_answers_first(values, tmp_path, monkeypat
         def pull_messages(self, message_ids):
             return super().pull_messages(i for i in message_ids if i == [*self._replies][-1])
 
-    monkeypatch.setattr(participants, "_PULL_SECONDS", {False: 0.01})
+    monkeypatch.setattr(exchange, "_PULL_SECONDS", {False: 0.01})
 
     journals = []
     for number, kind in enumerate((SpyingGrid, Reversed)):

@@ -16,7 +16,7 @@ from bench.in_process import InProcessGrid, MemoryJournal, run_in_process
 from client_app import fl_glm
 from client_app.institution import open_institution
 from finetuning.model.base_model import BaseModelError
-from strategies import live_status, participants
+from strategies import exchange, live_status
 from strategies.messages import one_line
 from strategies.participants import RefusedError
 from strategies.run_config import ConfigError, parse_run_config
@@ -295,7 +295,7 @@ def test_progress_within_a_round_is_shown(split_values, tmp_path, monkeypatch):
             else:
                 threading.Thread(target=super()._ask, args=[messages]).start()
 
-    monkeypatch.setattr(participants, "_PULL_SECONDS", {False: 0.01})
+    monkeypatch.setattr(exchange, "_PULL_SECONDS", {False: 0.01})
     monkeypatch.setattr(live_status, "_REFRESH_SECONDS", 0.0)
     shown = []
     monkeypatch.setattr(MemoryJournal, "show", lambda _, status: shown.append(status.model_copy()))
