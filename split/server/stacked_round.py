@@ -27,7 +27,7 @@ from contextlib import suppress
 import torch
 
 from finetuning.randomness import derive_seed
-from split.protocol.errors import LaneError
+from split.protocol.errors import LaneError, ProtocolError
 from split.protocol.frames import Kind
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.body_adapters import BodyAdapters
@@ -84,8 +84,16 @@ class StackedRound:
             return member
 
     def forward(self, member: Member, output: HeadOutput) -> None:
-        """Take a micro-batch after the head."""
+        """Take a micro-batch after the head.
+
+        Raises:
+            ProtocolError: It is the next step's, and the present one has not been answered.
+
+        """
         with self._lock:
+            # The end of this step resets what would be counted here; the others would wait forever.
+            if member.squared_norm is not None:
+                raise ProtocolError("a micro-batch came before the last step was answered")
             if member.received == member.finished:
                 member.awaited_since = None  # otherwise the member owes another frame
             member.micro_batches = output.micro_batches

@@ -205,9 +205,16 @@ def hidden(
     return _sealed(sealer, Kind.HIDDEN, _payload(tensors, {"side": "right"} | counts), step)
 
 
-def gradient(sealer: Sealer, width: int, rows: int = 1, columns: int = 4, step: int = 0) -> bytes:
-    """Return a frame of gradients, (rows, columns, width), all 0."""
-    tensors = {"gradient": torch.zeros(rows, columns, width)}
+def gradient(
+    sealer: Sealer,
+    width: int,
+    rows: int = 1,
+    columns: int = 4,
+    step: int = 0,
+    number: float = 0.0,
+) -> bytes:
+    """Return a frame of gradients, (rows, columns, width), all of them ``number``."""
+    tensors = {"gradient": torch.full((rows, columns, width), number)}
     return _sealed(sealer, Kind.GRADIENT, _payload(tensors, {}), step)
 
 

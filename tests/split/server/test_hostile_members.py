@@ -1,0 +1,58 @@
+"""Clients of a stack that send frames which no program of ours would send."""
+
+from contextlib import ExitStack, closing, contextmanager
+
+from split.protocol.frames import Kind
+from tests.split import hostile
+from tests.split.clients import serving, split_settings
+
+WIDTH = 32
+COUNTS = {"targets": 1, "step_targets": 1, "micro_batches": 1}
+
+
+@contextmanager
+def joined(base, beginning, names, steps=1, longest=4, **changes):
+    """Yield a server with ``client-batch``, and its members, who have joined."""
+    split = split_settings(schedule="client-batch", **changes)
+    fields = {"steps": steps, "first_step": 0, "total_steps": steps, "longest": longest}
+    with serving(base, beginning, split) as server, ExitStack() as peers:
+        server.begin_round(dict.fromkeys(names, 6), 0)
+        members = {}
+        for name in names:
+            invitation = server.invite_to_train(name, 1, 0, 60.0)
+            member = members[name] = peers.enter_context(closing(hostile.Member(invitation)))
+            member.send(hostile.join(member.sealer, fields | {"wants_gradient": True}))
+        for member in members.values():
+            awaited(member, Kind.WELCOME)
+        yield server, members
+
+
+def awaited(member, kind):
+    assert member.wait_for(kind, Kind.ERROR) is kind
+
+
+def send_gradient(member, **named):
+    """Send a micro-batch's gradient after its output."""
+    awaited(member, Kind.HIDDEN)
+    member.send(hostile.gradient(member.sealer, WIDTH, **named))
+
+
+def test_a_step_that_begins_before_the_last_is_answered_stops_nobody(base, beginning):
+    """The others used to wait for the hasty one until their own time was over."""
+    with joined(base, beginning, ("alpha", "mallory"), steps=2) as (server, members):
+        alpha, mallory = members.values()
+        for member in members.values():
+            member.send(hostile.hidden(member.sealer, WIDTH, **COUNTS))
+        for member in members.values():
+            send_gradient(member)
+        for member in members.values():
+            awaited(member, Kind.GRADIENT)
+        mallory.send(hostile.end_of_step(mallory.sealer))
+        mallory.send(hostile.hidden(mallory.sealer, WIDTH, step=1, **COUNTS))
+        assert mallory.wait_for(Kind.STEP, Kind.ERROR) is Kind.ERROR
+        alpha.send(hostile.end_of_step(alpha.sealer))
+        awaited(alpha, Kind.STEP)
+        alpha.send(hostile.hidden(alpha.sealer, WIDTH, step=1, **COUNTS))
+        awaited(alpha, Kind.HIDDEN)
+        accounts = {account.client: account.error for account in server.finish_lanes()}
+    assert "before the last step was answered" in accounts["mallory"]
