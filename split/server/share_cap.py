@@ -17,6 +17,9 @@ class ShareCap:
     it can't be known which of them is wrong: the larger is scaled down to the multiple of the
     smaller.
 
+    What comes while no other client has been measured is accepted as it is, and compared as soon as
+    another one has (``late_factor``).
+
     Args:
         multiple: Multiple of the median that a client's measure may reach.
 
@@ -26,6 +29,9 @@ class ShareCap:
         self._multiple = multiple
         self._squares: dict[str, float] = {}
         self._counts: dict[str, float] = {}
+        # Sums of squares and counts that have been compared with nothing yet.
+        self._unchecked: dict[str, tuple[float, float]] = {}
+        self._left: set[str] = set()
 
     def factors(
         self, squares: Mapping[str, float], counts: Mapping[str, float]
@@ -51,13 +57,48 @@ class ShareCap:
             measure = (square / counts[client]) ** 0.5
             most = self._multiple * median(others) if others else measure
             factors[client] = most / measure if measure > most else 1.0
+            if not others and measure > _NEGLIGIBLE:
+                total, count = self._unchecked.get(client, (0.0, 0.0))
+                self._unchecked[client] = (total + square, count + counts[client])
         for client, factor in factors.items():
             accepted = squares[client] * factor**2
             self._squares[client] = self._squares.get(client, 0.0) + accepted
             self._counts[client] = self._counts.get(client, 0.0) + counts[client]
         return factors
 
+    def late_factor(self) -> float:
+        """Return the factor for the sum of all that has been compared with nothing yet.
+
+        It is below 1.0 at most once, after the ``factors`` of the first pass with which there is
+        something to compare that with.
+        """
+        usual = [
+            (square / self._counts[client]) ** 0.5
+            for client, square in self._squares.items()
+            if client not in self._unchecked
+        ]
+        others = [measure for measure in usual if measure > _NEGLIGIBLE]
+        if not self._unchecked or not others:
+            return 1.0
+        squares, counts = zip(*self._unchecked.values(), strict=True)
+        measure = (sum(squares) / sum(counts)) ** 0.5
+        factor: float = min(1.0, self._multiple * median(others) / measure)
+        for client in self._unchecked:
+            self._squares[client] *= factor**2
+        self.end_step()
+        return factor
+
+    def end_step(self) -> None:
+        """Forget what has been compared with nothing: it can't be scaled down any more."""
+        self._unchecked.clear()
+        self._forget_left()
+
     def remove(self, client: str) -> None:
-        """Forget a client that has left."""
-        self._squares.pop(client, None)
-        self._counts.pop(client, None)
+        """Forget a client that has left, once what came of it has been compared."""
+        self._left.add(client)
+        self._forget_left()
+
+    def _forget_left(self) -> None:
+        for client in self._left - self._unchecked.keys():
+            self._squares.pop(client, None)
+            self._counts.pop(client, None)

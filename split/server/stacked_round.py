@@ -11,7 +11,8 @@ Two numbers of a member are held to ``split.share-cap`` times the median of the 
 
 - The gradient that it sends of a micro-batch's output (of the sum of its losses), as the root of
   the squared norm per target. A larger one is scaled down before the backward pass, which limits
-  its share in the body's gradient. The member's own head gets its gradient unscaled.
+  its share in the body's gradient. The member's own head gets its gradient unscaled. A gradient
+  that comes when there is no other member's is scaled down as soon as there is one.
 - The norm that it reports of its head's and tail's gradients. A larger one counts as the cap in the
   others' norm over all parties, but fully in its own, where it scales the member's head and tail
   down.
@@ -248,6 +249,9 @@ class StackedRound:
             if activations is None or not gradients:
                 return
             factors = self._gradient_cap.factors(*stacked.sums_of_squares(gradients))
+            if (late := self._gradient_cap.late_factor()) < 1:
+                # As yet the body's gradient is the sum of what had not been compared.
+                self._adapters.scale(late)
             gradient = stacked.gradient(gradients, factors, activations.output)
             result = self._adapters.backward(activations, gradient)
             self._counted += sum(stacked.parts[member].targets for member in gradients)
@@ -277,6 +281,7 @@ class StackedRound:
         """Clip over all parties, answer all members, and take the optimizer's step."""
         self._adapters.scale(1 / self._counted)
         self._counted = 0
+        self._gradient_cap.end_step()
         reported = {member.client: square for member, square in squared_norms.items()}
         factors = self._norm_cap.factors(reported, dict.fromkeys(reported, 1))
         capped = {client: square * factors[client] ** 2 for client, square in reported.items()}

@@ -141,6 +141,21 @@ def test_a_share_is_capped_by_what_is_usual_of_the_others():
     assert cap.factors({"a": 1e9}, {"a": 1}) == {"a": 1.0}
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_who_comes_first_is_capped_when_another_has_come(leaves):
+    """Even if it has left by then."""
+    cap = ShareCap(10.0)
+    assert cap.factors({"a": 1e18}, {"a": 1}) == {"a": 1.0}
+    assert cap.late_factor() == 1.0
+    if leaves:
+        cap.remove("a")
+    assert cap.factors({"b": 1.0}, {"b": 1}) == {"b": 1.0}
+    assert cap.late_factor() == pytest.approx(1e-8)
+    assert cap.late_factor() == 1.0
+    # 10 was left of a, or nothing if it has left.
+    assert cap.factors({"b": 1e18}, {"b": 1}) == {"b": 1.0 if leaves else pytest.approx(1e-7)}
+
+
 @pytest.mark.parametrize("what", SPOILT)
 def test_numbers_that_could_spoil_the_stack_end_their_lane_alone(base, beginning, what):
     """Without limits the stack's gradients would be NaN, and all its lanes would end."""

@@ -2,9 +2,12 @@
 
 from contextlib import ExitStack, closing, contextmanager
 
+import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from split.protocol.frames import Kind
 from tests.split import hostile
-from tests.split.clients import serving, split_settings
+from tests.split.clients import TRAIN, serving, split_settings
 
 WIDTH = 32
 COUNTS = {"targets": 1, "step_targets": 1, "micro_batches": 1}
@@ -15,7 +18,8 @@ def joined(base, beginning, names, steps=1, longest=4, **changes):
     """Yield a server with ``client-batch``, and its members, who have joined."""
     split = split_settings(schedule="client-batch", **changes)
     fields = {"steps": steps, "first_step": 0, "total_steps": steps, "longest": longest}
-    with serving(base, beginning, split) as server, ExitStack() as peers:
+    train = TRAIN.model_copy(update={"max_gradient_norm": 0.0})
+    with serving(base, beginning, split, train=train) as server, ExitStack() as peers:
         server.begin_round(dict.fromkeys(names, 6), 0)
         members = {}
         for name in names:
@@ -56,3 +60,33 @@ def test_a_step_that_begins_before_the_last_is_answered_stops_nobody(base, begin
         awaited(alpha, Kind.HIDDEN)
         accounts = {account.client: account.error for account in server.finish_lanes()}
     assert "before the last step was answered" in accounts["mallory"]
+
+
+@pytest.mark.parametrize(("columns", "budget"), [(8, 8), (4, 4)])
+def test_a_gradient_of_the_first_pass_is_capped_too(base, beginning, columns, budget):
+    """Of a pass that has nobody else, before one of the two others, or one of each of them."""
+    names, norms = ("ada", "alpha", "beta"), []
+
+    def note(optimizer, *_) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        norms.append(sum(float(g.square().sum()) for g in gradients) ** 0.5)
+
+    for number in (1.0, 2.0**30):
+        changes = {"longest": columns, "activation_budget": budget}
+        with joined(base, beginning, names, **changes) as (_, members):
+            ada = members["ada"]
+            shapes = {member: {"columns": 4} for member in members.values()}
+            shapes[ada] = {"columns": columns}
+            for member, shape in shapes.items():
+                content = {"number": 1.0} | COUNTS | shape
+                member.send(hostile.hidden(member.sealer, WIDTH, **content))
+            for member, shape in shapes.items():
+                send_gradient(member, number=number if member is ada else 1.0, **shape)
+            hook = register_optimizer_step_pre_hook(note)
+            for member in members.values():
+                awaited(member, Kind.GRADIENT)
+                member.send(hostile.end_of_step(member.sealer))
+            for member in members.values():
+                awaited(member, Kind.STEP)
+        hook.remove()  # the server has stopped, after its step
+    assert 0 < norms[1] < 20 * norms[0]
