@@ -104,9 +104,11 @@ class Hierarchical:
         return SeparateTrainer(session, self._adapters[client], plan)
 
     def leave(self, client: str, finished: bool) -> None:
-        """Remove a client; the others no longer wait for it."""
+        """Remove a client; the others no longer wait for it, nor average what it handed in."""
         with self._changed:
             self._steps.pop(client, None)
+            for handed_in in self._gathered.values():
+                handed_in.pop(client, None)
             self._changed.notify_all()
 
     def average(self, session: Session, step: int, own: State) -> State:

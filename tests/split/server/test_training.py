@@ -1,5 +1,7 @@
 """Training through lanes equals training in one process: every loss, every final weight."""
 
+import time
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from finetuning.training.optimization import make_optimizer
 from split.model.adapters import join_adapters, take_apart
 from split.model.partition import partition_of
 from split.protocol.errors import LaneError
+from split.protocol.frames import Kind
 from tests.split.clients import (
     ADAPTER,
     SIZES,
@@ -17,6 +20,7 @@ from tests.split.clients import (
     TRAIN,
     Center,
     Client,
+    StoppedError,
     assert_close,
     assert_nothing_is_left,
     draw,
@@ -218,6 +222,46 @@ def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert_nothing_is_left()
+
+
+def test_who_breaks_off_after_handing_in_is_not_in_the_average(base, beginning):
+    """Beta leaves while it waits for alpha."""
+    split = split_settings(schedule="hierarchical", average_every=2)
+    results = []
+
+    def leave(model) -> None:
+        send = model.lane.send
+
+        def sending(kind, *rest, **named):
+            send(kind, *rest, **named)
+            if kind is Kind.AVERAGE:
+                while not server._schedule._gathered:
+                    time.sleep(0.1)
+                raise StoppedError
+
+        model.lane.send = sending
+
+    def be_late(model) -> None:
+        send = model.lane.send
+
+        def sending(kind, *rest, **named):
+            while kind is Kind.AVERAGE and len(server.progress()) > 1:
+                time.sleep(0.1)
+            send(kind, *rest, **named)
+
+        model.lane.send = sending
+
+    for names in (["alpha", "beta"], ["alpha"]):
+        clients = [Client(name, base, split) for name in names]
+        with serving(base, beginning, split) as server:
+            server.begin_round({name: SIZES[name] for name in names}, 0)
+            disturbing = {"alpha": be_late, "beta": leave}
+            steps = dict.fromkeys(names, 4)
+            trained = train_together(clients, server, beginning, steps, {}, disturbing)
+            results.append(trained["alpha"] | server.state_of("alpha"))
+    one, other = results
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_too_few_who_average_are_told_what_to_do(base, beginning):
