@@ -240,10 +240,17 @@ class BlockServer:
         self._keys.rotate()
 
     def stop(self) -> None:
-        """End all lanes and threads."""
-        self.finish_lanes()
-        self._server.stop()
-        self._compute.stop()
+        """End all lanes and threads, even if a lane doesn't end in time.
+
+        Raises:
+            RuntimeError: A lane didn't; the threads have ended nevertheless.
+
+        """
+        try:
+            self.finish_lanes()
+        finally:
+            self._server.stop()
+            self._compute.stop()
 
     def _invite(self, identity: Identity, grant: Grant, lifetime: float) -> Invitation:
         self._grants[identity] = grant

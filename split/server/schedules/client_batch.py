@@ -64,6 +64,7 @@ class ClientBatch(SharedAdapters):
             plan: The client's round.
 
         Raises:
+            LaneError: The client's lane has ended.
             RuntimeError: The round began without the client, or too few joined.
 
         """
@@ -71,7 +72,7 @@ class ClientBatch(SharedAdapters):
             self._barrier.join(session.account.client)
             member = self._round.add(session, plan)
             try:
-                self._barrier.wait(session.account.client)
+                self._barrier.wait(session.account.client, session.lane.check)
             except RuntimeError:
                 self._round.remove(member)
                 raise

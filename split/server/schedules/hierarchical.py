@@ -86,6 +86,7 @@ class Hierarchical:
             plan: The client's round.
 
         Raises:
+            LaneError: The client's lane has ended.
             RuntimeError: The round began without the client, or too few joined.
 
         """
@@ -97,7 +98,7 @@ class Hierarchical:
             self._due[client] = self._average_every
             if self._average_every:
                 try:
-                    self._barrier.wait(client)
+                    self._barrier.wait(client, session.lane.check)
                 except RuntimeError:
                     del self._steps[client]
                     raise

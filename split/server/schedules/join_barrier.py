@@ -2,7 +2,11 @@
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from split.protocol.errors import LaneError
+
+_POLL_SECONDS = 1.0
 
 
 class JoinBarrier:
@@ -45,20 +49,28 @@ class JoinBarrier:
         self.joined.add(client)
         self._changed.notify_all()
 
-    def wait(self, client: str) -> None:
+    def wait(self, client: str, check: Callable[[], None]) -> None:
         """Wait until all have joined or the time is over; the caller holds ``changed``.
 
         Args:
-            client: The client that waits; it is removed if too few join.
+            client: The client that waits; it is removed if its lane ends or too few join.
+            check: Raises the error that the client's lane has ended with, if it has.
 
         Raises:
+            LaneError: The client's lane has ended.
             RuntimeError: Fewer than the minimum have joined in time.
 
         """
         end = time.monotonic() + self._timeout
-        self._changed.wait_for(
-            lambda: self._begun or self._invited <= self.joined, timeout=end - time.monotonic()
-        )
+        while not self._begun and not self._invited <= self.joined:
+            if (left := end - time.monotonic()) <= 0:
+                break
+            self._changed.wait(min(left, _POLL_SECONDS))
+            try:
+                check()
+            except LaneError:
+                self.joined.discard(client)
+                raise
         if not self._begun and len(self.joined) < self._minimum:
             joined = len(self.joined)
             self.joined.discard(client)

@@ -1,0 +1,55 @@
+"""Clients that wait for each other at the beginning of a round, and the end of the server."""
+
+import time
+
+import pytest
+
+from split.protocol.errors import LaneError
+from split.protocol.frames import Kind
+from split.server import block_server
+from tests.split.clients import SIZES, Client, assert_nothing_is_left, serving, split_settings
+
+
+@pytest.mark.parametrize("schedule", ["client-batch", "hierarchical"])
+def test_who_has_gone_before_the_round_begins_has_not_joined(base, beginning, schedule):
+    """Alpha goes, and gamma never comes; beta alone is fewer than the minimum."""
+    split = split_settings(schedule=schedule, average_every=2, join_timeout=5.0)
+    alpha, beta = (Client(name, base, split) for name in ("alpha", "beta"))
+    plan = {"steps": 3, "first_step": 0, "total_steps": 3, "longest": 16}
+    with serving(base, beginning, split, minimum=2) as server:
+        server.begin_round(SIZES, 0)
+        with alpha.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            model.lane.send(Kind.JOIN, fields=plan)
+            while not server._schedule._barrier.joined:
+                time.sleep(0.1)
+        with pytest.raises(LaneError, match="1 of 3 clients joined"):
+            beta.train(server, beginning, 3)
+
+
+def test_lanes_that_wait_for_others_to_join_can_be_ended(base, beginning, monkeypatch):
+    """Where the join-timeout is longer than the time that lanes have to end."""
+    monkeypatch.setattr(block_server, "_END_SECONDS", 10.0)
+    split = split_settings(schedule="client-batch", join_timeout=30.0)
+    client = Client("alpha", base, split)
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            plan = {"steps": 3, "first_step": 0, "total_steps": 3, "longest": 16}
+            model.lane.send(Kind.JOIN, fields=plan)
+            while not server._schedule._barrier.joined:
+                time.sleep(0.1)
+            (account,) = server.finish_lanes()
+        assert "this phase of the round is over" in account.error
+
+
+def test_a_server_stops_even_if_a_lane_does_not_end(base, beginning, monkeypatch):
+    client = Client("alpha", base, split_settings())
+    with serving(base, beginning, split_settings()) as server:
+        invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
+        with client.lane(invitation) as model:
+            model.choose("base", None)
+            with monkeypatch.context() as patch:
+                patch.setattr(block_server, "_END_SECONDS", 0.0)
+                with pytest.raises(RuntimeError, match="did not end within 0 s"):
+                    server.stop()
+        assert_nothing_is_left()
