@@ -80,7 +80,8 @@ class SplitSettings(Section):
     gather_timeout: PositiveFloat = Field(
         60.0,
         description="Seconds after which `client-batch` continues without clients that all others "
-        "are waiting for.",
+        "are waiting for, and after which the lane of a silent client ends if others wait for what "
+        "it holds of `activation-budget`.",
     )
     resume_timeout: PositiveFloat = Field(
         30.0,
@@ -88,7 +89,10 @@ class SplitSettings(Section):
         "resumed; with `client-batch` the others wait no longer than `gather-timeout` for it.",
     )
     frame_timeout: PositiveFloat = Field(
-        300.0, description="Seconds that client and server wait for each other within a step."
+        300.0,
+        description="Seconds that client and server wait for each other within a step. So long may "
+        "a client also be silent altogether in a step, or in the generation of a batch, while "
+        "others wait for what it holds of `activation-budget`.",
     )
 
     @property

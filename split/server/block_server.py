@@ -302,6 +302,7 @@ class BlockServer:
                 compute=self._compute,
                 limits=limits,
                 frame_timeout=self._split.frame_timeout,
+                gather_timeout=self._split.gather_timeout,
             )
         return EvaluationSession(
             lane=lane,
@@ -313,4 +314,5 @@ class BlockServer:
             longest=self._longest,
             most_kept=min(self._most_kept, self._split.activation_budget),
             frame_timeout=self._split.frame_timeout,
+            gather_timeout=self._split.gather_timeout,
         )

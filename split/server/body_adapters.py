@@ -242,6 +242,10 @@ class SeparateTrainer:
         """Return False: the session counts the queued jobs itself."""
         return False
 
+    def holds(self) -> bool:
+        """Whether activations exist that the client's gradients free."""
+        return self._held > 0
+
     def leave(self) -> None:
         """Drop the activations and gradients of an unfinished step."""
         self._session.compute.withdraw(self._session)

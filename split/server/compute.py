@@ -92,6 +92,12 @@ class ComputeThread:
             self._free += tokens
             self._changed.notify()
 
+    def keeps_waiting(self, owner: JobOwner) -> bool:
+        """Whether the next job is another owner's, and waits for room in the activation budget."""
+        with self._changed:
+            job = min(self._waiting, key=lambda job: job.priority, default=None)
+            return job is not None and job.owner is not owner and job.tokens > self._free
+
     def withdraw(self, owner: JobOwner) -> None:
         """Remove the owner's jobs that have not started."""
         with self._changed:

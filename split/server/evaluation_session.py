@@ -38,6 +38,7 @@ class EvaluationSession(Session):
             generation.
         most_kept: Padded tokens whose keys and values may be kept at once, prefixes included.
         frame_timeout: Seconds to wait for the client's next frame.
+        gather_timeout: Seconds to wait for it if others wait for room that the client holds.
 
     """
 
@@ -52,9 +53,14 @@ class EvaluationSession(Session):
         longest: int,
         most_kept: int,
         frame_timeout: float,
+        gather_timeout: float,
     ) -> None:
         super().__init__(
-            lane=lane, purpose="evaluate", compute=compute, frame_timeout=frame_timeout
+            lane=lane,
+            purpose="evaluate",
+            compute=compute,
+            frame_timeout=frame_timeout,
+            gather_timeout=gather_timeout,
         )
         self._models = models
         self._body = body
@@ -98,6 +104,10 @@ class EvaluationSession(Session):
             self.compute.call(self._detach)
         with suppress(LaneError):  # until the client has the end
             self.receive()
+
+    def holds(self) -> bool:
+        """Whether keys and values of a generation exist."""
+        return self._kept > 0
 
     def _choose(self, frame: Frame) -> None:
         model = frame.fields.get("model")
@@ -227,6 +237,7 @@ class EvaluationSession(Session):
         self._refuse_if_under_way("the end of a generation, or another one,")
         if self._generation is not None:
             self._generation = None
+            self._kept_waiting = 0.0
             self.put(Priority.CLEANUP, self._forget)
 
     def _budget_tokens(self, hidden: torch.Tensor, new_tokens: int) -> int:

@@ -115,6 +115,7 @@ class ModelServer:
             longest=0,  # nothing but generation, which alone is counted by the compute thread
             most_kept=self._split.activation_budget,
             frame_timeout=self._split.frame_timeout,
+            gather_timeout=self._split.gather_timeout,
         )
         with self._lock:
             older = self._sessions.get(lane.identity)
@@ -130,9 +131,9 @@ class ModelServer:
         expiry.start()
         try:
             session.serve()
-        except LaneTimeoutError:
+        except LaneTimeoutError as error:
             # Without an error: a slow reader of the texts may open another lane and continue.
-            session.account.error = f"silent for {self._split.frame_timeout:g} s"
+            session.account.error = str(error)
             session.lane.close()
         except (LaneError, ProtocolError, RuntimeError) as error:
             session.give_up(f"{type(error).__name__}: {error}")

@@ -60,6 +60,7 @@ class Session:
         purpose: ``train`` or ``evaluate``.
         compute: Runs the session's jobs.
         frame_timeout: Seconds to wait for the client's next frame.
+        gather_timeout: Seconds to wait for it if others wait for room that the client holds.
 
     Attributes:
         account: Account of the lane.
@@ -69,12 +70,20 @@ class Session:
     """
 
     def __init__(
-        self, lane: Lane, purpose: str, compute: ComputeThread, frame_timeout: float
+        self,
+        lane: Lane,
+        purpose: str,
+        compute: ComputeThread,
+        frame_timeout: float,
+        gather_timeout: float,
     ) -> None:
         self.account = Account(lane.identity.node, purpose)
         self.lane = lane
         self.compute = compute
         self._frame_timeout = frame_timeout
+        self._gather_timeout = gather_timeout
+        # Seconds of silence in which others waited for room, in the present step or generation.
+        self._kept_waiting = 0.0
         self._owed = 0
         self._lock = threading.Lock()
 
@@ -139,18 +148,28 @@ class Session:
     def receive(self) -> Frame:
         """Wait for the client's next frame; without limit while one of its jobs is due.
 
+        While others wait for room in the activation budget, a client that holds some may be silent
+        for ``gather_timeout`` at once, and in a whole step or generation for ``frame_timeout``. So
+        that a prompt client isn't ended for its number of frames, only whole polls count.
+
         Raises:
             LaneError: The lane has ended, or the client was silent for too long.
 
         """
-        silent_since = time.monotonic()
+        silent_since, kept_waiting = time.monotonic(), 0.0
+        poll = min(self._frame_timeout, POLL_SECONDS)
         while True:
             try:
-                return self.lane.receive(min(self._frame_timeout, POLL_SECONDS))
+                return self.lane.receive(poll)
             except LaneTimeoutError:
                 if self.waits():
                     silent_since = time.monotonic()
-                elif time.monotonic() - silent_since >= self._frame_timeout:
+                    continue
+                if self.holds() and self.compute.keeps_waiting(self):
+                    kept_waiting += poll
+                    self._kept_waiting += poll
+                    self._check_kept_waiting(kept_waiting)
+                if time.monotonic() - silent_since >= self._frame_timeout:
                     raise LaneTimeoutError(
                         f"{self.account.client} sent nothing for {self._frame_timeout:g} s "
                         "(split.frame-timeout)"
@@ -161,6 +180,10 @@ class Session:
         with self._lock:
             return self._owed > 0
 
+    def holds(self) -> bool:
+        """Whether the client holds room in the activation budget that it alone can free."""
+        return False
+
     def abandon(self, reason: str) -> None:
         """End the lane from another thread."""
         self.lane.close(reason)
@@ -169,3 +192,14 @@ class Session:
         """End the lane, and tell the client the reason."""
         self.account.error = self.account.error or reason
         self.lane.close(reason)
+
+    def _check_kept_waiting(self, seconds: float) -> None:
+        for kept, most, setting in (
+            (seconds, self._gather_timeout, "split.gather-timeout"),
+            (self._kept_waiting, self._frame_timeout, "split.frame-timeout"),
+        ):
+            if kept >= most:
+                client = self.account.client
+                raise LaneTimeoutError(
+                    f"others waited {kept:g} s for room that {client} holds ({setting})"
+                )

@@ -34,6 +34,7 @@ class TrainingSession(Session):
         compute: Runs the session's jobs.
         limits: Limits of the round.
         frame_timeout: Seconds to wait for the client's next frame.
+        gather_timeout: Seconds to wait for it if others wait for room that the client holds.
 
     """
 
@@ -45,8 +46,15 @@ class TrainingSession(Session):
         compute: ComputeThread,
         limits: RoundLimits,
         frame_timeout: float,
+        gather_timeout: float,
     ) -> None:
-        super().__init__(lane=lane, purpose="train", compute=compute, frame_timeout=frame_timeout)
+        super().__init__(
+            lane=lane,
+            purpose="train",
+            compute=compute,
+            frame_timeout=frame_timeout,
+            gather_timeout=gather_timeout,
+        )
         self._schedule = schedule
         self._round = TrainingRound(largest, limits)
         self._trainer: ClientTrainer | None = None
@@ -70,7 +78,7 @@ class TrainingSession(Session):
         handlers: dict[type, Callable[[Any], None]] = {
             HeadOutput: trainer.forward,
             OutputGradient: trainer.backward,
-            StepEnd: trainer.step,
+            StepEnd: self._end_step,
             AverageRequest: self._average,
         }
         finished = False
@@ -99,6 +107,15 @@ class TrainingSession(Session):
         waiting = (self._trainer is not None and self._trainer.waits()) or super().waits()
         # It is the client's turn while it has an unused answer, whatever else is queued.
         return waiting and self._round.answered <= self._round.returned
+
+    def holds(self) -> bool:
+        """Whether activations of the client's micro-batches exist that it alone can free."""
+        return self._trainer is not None and self._trainer.holds()
+
+    def _end_step(self, end: StepEnd) -> None:
+        self._kept_waiting = 0.0
+        assert self._trainer is not None
+        self._trainer.step(end)
 
     def _average(self, request: AverageRequest) -> None:
         self._settle()

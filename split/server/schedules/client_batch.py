@@ -25,6 +25,10 @@ class StackedTrainer:
     waits: Callable[[], bool]
     leave: Callable[[], None]
 
+    def holds(self) -> bool:
+        """Return False: the round ends the lanes of late members itself."""
+        return False
+
 
 class ClientBatch(SharedAdapters):
     """One set of adapters, and one optimizer step for all clients' micro-batches.

@@ -32,6 +32,10 @@ class ClientTrainer(Protocol):
         """Whether it is not the client's turn to send a frame."""
         ...
 
+    def holds(self) -> bool:
+        """Whether the client holds room in the activation budget, for which others may wait."""
+        ...
+
     def leave(self) -> None:
         """Drop an unfinished step."""
         ...
