@@ -305,6 +305,7 @@ def test_a_killed_worker_s_message_fails_and_the_next_one_falls_back(request_, t
         worker.wait_until_it_answers(1)
         assert status(worker.socket) == "is busy with another message"
         worker.process.kill()
+        worker.process.wait(20)
         with pytest.raises(WorkerEndedError, match="ended before it had answered"):
             first.result()
         answer(request_.message, request_.context(worker.socket))
