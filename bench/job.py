@@ -53,6 +53,7 @@ class Job:
         model: Precision and quantisation; its name is not used.
         client_device: Device of heads, tails and whole models.
         server_device: Device of the blocks between.
+        seed: Seed of random examples, of the initial adapter and of dropout.
 
     """
 
@@ -65,6 +66,7 @@ class Job:
     model: ModelSettings = FLOAT32
     client_device: str = "cpu"
     server_device: str = "cpu"
+    seed: int = SEED
 
     @property
     def train(self) -> TrainSettings:
@@ -84,20 +86,23 @@ class Job:
             steps=steps,
             first_step=0,
             total_steps=self.steps,
-            seed=SEED,
+            seed=self.seed,
             deadline=time.monotonic() + LIFETIME,
         )
 
     def state(self) -> State:
         """Return the initial adapter of all parties."""
         return initial_adapter(
-            name=str(self.directory), settings=self.adapter, seed=SEED, directory=self.directory
+            name=str(self.directory),
+            settings=self.adapter,
+            seed=self.seed,
+            directory=self.directory,
         )[0]
 
 
 def random_examples(job: Job) -> list[Example]:
     """Draw random tokens for every step; the second half of each example is the target."""
-    shape, generator = job.shape, torch.Generator().manual_seed(SEED)
+    shape, generator = job.shape, torch.Generator().manual_seed(job.seed)
     size = (shape.rows * shape.micro_batches * job.steps, shape.columns)
     return as_examples(torch.randint(shape.vocabulary, size, generator=generator))
 
@@ -196,7 +201,7 @@ def open_model(
 def join(model: SplitModel, job: Job) -> None:
     """Begin the job's round of training."""
     model.join(
-        RoundPlan(steps=job.steps, first_step=0, total_steps=job.steps, seed=SEED),
+        RoundPlan(steps=job.steps, first_step=0, total_steps=job.steps, seed=job.seed),
         longest=job.shape.tokens,
         deadline=time.monotonic() + LIFETIME,
     )

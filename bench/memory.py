@@ -40,7 +40,7 @@ from bench.harness import Worker, make_table, show
 from bench.job import LIFETIME, Job, join, load_body, load_ends, open_model, random_job, serving
 from bench.memory_use import Memory, SavedTensors, bytes_of
 from bench.parties import serve_clients, train_clients
-from bench.shape import SEED, Shape
+from bench.shape import Shape
 from finetuning.training.loop import train_round
 from split.client.split_model import SplitModel
 from split.protocol.invitation import Invitation
@@ -153,10 +153,12 @@ def _serve(
     layers = bytes_of([*body.model.parameters(), *body.model.buffers()])
     names = [f"client-{number}" for number in range(lanes)]
     with serving(body=body, job=job, split=split, clients=lanes) as server:
-        server.begin_round(dict.fromkeys(names, 1), SEED)
+        server.begin_round(dict.fromkeys(names, 1), job.seed)
         link.send(
             [
-                server.invite_to_train(client=name, round_number=1, seed=SEED, lifetime=LIFETIME)
+                server.invite_to_train(
+                    client=name, round_number=1, seed=job.seed, lifetime=LIFETIME
+                )
                 for name in names
             ]
         )

@@ -16,7 +16,6 @@ import torch
 from bench.harness import Side, Worker, ask_all
 from bench.job import LIFETIME, Job, join, load_body, load_ends, load_whole, open_model, serving
 from bench.proxy import forward
-from bench.shape import SEED
 from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import WholeModel
@@ -205,10 +204,12 @@ def serve_clients(link: Connection, jobs: Sequence[Job], split: SplitSettings) -
     with serving(
         body=load_body(jobs[0], split), job=jobs[0], split=split, clients=len(jobs)
     ) as server:
-        server.begin_round(dict.fromkeys(names, 1), SEED)
+        server.begin_round(dict.fromkeys(names, 1), jobs[0].seed)
         link.send(
             [
-                server.invite_to_train(client=name, round_number=1, seed=SEED, lifetime=LIFETIME)
+                server.invite_to_train(
+                    client=name, round_number=1, seed=jobs[0].seed, lifetime=LIFETIME
+                )
                 for name in names
             ]
         )

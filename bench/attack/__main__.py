@@ -4,7 +4,7 @@ Repeats the attack of FL-GLM section 4.3.3, in which a decoder is trained on a c
 hidden states and text and reads another client's, and then attacks as somebody would who knows the
 public model. Each cell of the tables is a file in the output folder; cells that exist are not
 computed again. The document, its figures and the record that they are made of are written to
-``--document``.
+``--document``. With ``--render`` nothing is measured; they are made of the record that is there.
 """
 
 import argparse
@@ -19,10 +19,11 @@ import torch
 
 from bench.attack.cells import Cell, Sizes, cells_of
 from bench.attack.measuring import Attacked
-from bench.attack.report import markdown, write_document
+from bench.attack.report import RECORD, markdown, write_document
 from bench.attack.texts import GENERATED, Texts, generated_texts, texts_in
 from finetuning.files import replacing
 from finetuning.model.base_model import load_tokenizer, locate
+from finetuning.model.fingerprint import digest, fingerprint
 
 
 def main() -> None:
@@ -34,24 +35,33 @@ def main() -> None:
         nargs="+",
         default=[GENERATED],
         help="'generated', or folders of texts (see bench/attack/texts.py); all attacks are made "
-        "on the first, and on others those that depend on the head blocks, with one seed",
+        "on the first, and on others those that depend on the head blocks",
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("runs/attack"))
     parser.add_argument("--document", type=Path, help="folder for attack.md, such as docs")
+    parser.add_argument("--render", action="store_true", help="only write --document again")
     arguments = parser.parse_args()
+    if arguments.render:
+        if arguments.document is None:
+            raise SystemExit("--render needs --document, the folder with the record, such as docs")
+        found = json.loads((arguments.document / RECORD).read_text(encoding="utf-8"))
+        write_document(found, arguments.document)
+        return
     torch.set_num_threads(1)
     directory, sizes = locate(arguments.model), Sizes()
     settings = _described(arguments.model, directory, sizes)
     record: dict[str, Any] = {**settings, "covered": {}, "cells": []}
+    model = digest(fingerprint(directory))
     for number, data in enumerate(arguments.data):
         texts = _texts(data, directory, sizes)
         attacked = Attacked(directory, texts, sizes)
         record["covered"][texts.name] = texts.covered(sizes.texts, sizes.longest)
-        seeds = 1 if number else arguments.seeds
-        for cell in cells_of(texts.name, settings["blocks"], seeds, complete=not number):
+        complete = number == 0
+        inputs = {"model digest": model, "texts digest": texts.digest()}
+        for cell in cells_of(texts.name, settings["blocks"], arguments.seeds, complete):
             file = arguments.output / f"{cell.name}.json"
-            record["cells"].append(_measured(cell, attacked, file, settings))
+            record["cells"].append(_measured(cell, attacked, file, settings | inputs))
     if arguments.document:
         write_document(record, arguments.document)
     print(markdown(record))
@@ -60,7 +70,7 @@ def main() -> None:
 def _described(name: str, directory: Path, sizes: Sizes) -> dict[str, Any]:
     config = json.loads((directory / "config.json").read_text())
     return {
-        "model": name if name == "tiny" else directory.name,
+        "model": Path(name).name,
         "blocks": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
         "vocabulary": config["vocab_size"],

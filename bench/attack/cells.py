@@ -61,7 +61,7 @@ class Cell:
         noise: ``split.noise``.
         seen: What the attacker sees; "nothing" is random numbers in their place.
         tuned: Whether the client's head has an adapter that the attacker doesn't have.
-        seed: Seed of the attack and of the choice of texts.
+        seed: Seed of the attack and of the choice of texts, or of training.
 
     """
 
@@ -88,7 +88,7 @@ def cells_of(data: str, blocks: int, seeds: int, complete: bool) -> Iterator[Cel
     Args:
         data: Name of the texts.
         blocks: Blocks of the model, one of which stays at the end and one in the middle.
-        seeds: Number of seeds of each cell; training with noise has one.
+        seeds: Number of seeds of each cell.
         complete: Whether to measure more than the decoders and the search by head blocks.
 
     """
@@ -114,9 +114,12 @@ def cells_of(data: str, blocks: int, seeds: int, complete: bool) -> Iterator[Cel
             {"attack": "gradient", "noise": 1.0},
         ]
         by_seed += [
-            {"attack": k, "head_blocks": head, "tuned": True} for head in TUNED for k in both
+            {"attack": k, "head_blocks": head, "tuned": True}
+            for head in TUNED
+            if head in heads
+            for k in both
         ]
         by_seed += [{"attack": "loss", "noise": noise} for noise in (0.0, *NOISE)]
     for settings in by_seed:
-        for seed in range(1 if settings["attack"] == "loss" else seeds):
+        for seed in range(seeds):
             yield Cell(data=data, seed=seed, **settings)

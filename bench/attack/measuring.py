@@ -56,7 +56,7 @@ class Attacked:
         """Return the scores of a cell's attack, or a loss cell's losses."""
         match cell.attack:
             case "loss":
-                run = self._trained(cell.noise)
+                run = self._trained(cell.noise, cell.seed)
                 return {"loss_before": run.loss_before, "loss_after": run.loss_after}
             case "gradient":
                 return self._labels(cell)
@@ -80,7 +80,7 @@ class Attacked:
             case "optimisation":
                 rows = self._attacked(cell, self._sizes.optimised)
                 found = invert(
-                    head=self._head(cell.head_blocks, False),
+                    head=self._head(cell.head_blocks, None),
                     beginning=self._texts.beginning,
                     received=self._received(cell, rows),
                     steps=self._sizes.optimisation_steps,
@@ -93,7 +93,7 @@ class Attacked:
 
     def _received(self, cell: Cell, rows: Sequence[Tensor]) -> list[Tensor]:
         """Return what the server has of texts, after the tokens that all begin with."""
-        outputs = head_outputs(self._head(cell.head_blocks, cell.tuned), rows)
+        outputs = head_outputs(self._attacked_head(cell), rows)
         own = [row[self._texts.known :] for row in outputs]
         return as_received(own, cell.wire, cell.noise)
 
@@ -101,7 +101,7 @@ class Attacked:
         """Train a decoder on the colluding client, and read the attacked texts."""
         known = self._texts.known_of_colluding
         given = self._colluding(cell.head_blocks)
-        attacked = head_outputs(self._head(cell.head_blocks, cell.tuned), rows)
+        attacked = head_outputs(self._attacked_head(cell), rows)
         read = [row[self._texts.known :] for row in attacked]
         if cell.seen == "encrypted records":
             given, read = as_encrypted(given, cell.wire), as_encrypted(read, cell.wire)
@@ -128,7 +128,7 @@ class Attacked:
     def _colluding_outputs(self, head_blocks: int) -> list[Tensor]:
         """Compute the colluding client's hidden states, after the tokens that all begin with."""
         # Its head is its own, without the attacked client's adapter.
-        outputs = head_outputs(self._head(head_blocks, False), self._training_rows())
+        outputs = head_outputs(self._head(head_blocks, None), self._training_rows())
         return [row[self._texts.known_of_colluding :] for row in outputs]
 
     def _scores(self, found: Sequence[Tensor], rows: Sequence[Tensor]) -> dict[str, float]:
@@ -180,29 +180,35 @@ class Attacked:
             part.train(False)
         return parts
 
-    def _load_head(self, head_blocks: int, tuned: bool) -> Part:
+    def _attacked_head(self, cell: Cell) -> Part:
+        return self._head(cell.head_blocks, cell.seed if cell.tuned else None)
+
+    def _load_head(self, head_blocks: int, trained: int | None) -> Part:
+        """Load a head with the adapter trained with a seed, or without one."""
         head = self._load(head_blocks, 1, ("head",))["head"]
-        if tuned:
+        if trained is not None:
             head.attach(ADAPTER)
             load_state(
-                head.trainable(), take_apart(self._trained(0.0).adapter, head.partition)["head"]
+                head.trainable(),
+                take_apart(self._trained(0.0, trained).adapter, head.partition)["head"],
             )
         return head
 
     def _prepare_search(self, head_blocks: int) -> PublicHead:
         return PublicHead(
-            head=self._head(head_blocks, False),
+            head=self._head(head_blocks, None),
             vocabulary=len(self._texts.tokenizer),
             beginning=self._texts.beginning,
         )
 
-    def _train(self, noise: float) -> NoisyRun:
+    def _train(self, noise: float, seed: int) -> NoisyRun:
         return train_with_noise(
             directory=self._directory,
             training=self._texts.own,
             held_out=self._texts.attacked[: self._sizes.measured],
             steps=self._sizes.steps,
             noise=noise,
+            seed=seed,
             padding=self._texts.padding,
         )
 

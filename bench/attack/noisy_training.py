@@ -3,13 +3,14 @@
 Client and block server are the program's own, in one process and connected by real lanes.
 """
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.job import LIFETIME, Job, join, load_body, load_ends, open_model, serving
-from bench.shape import SEED, Shape
+from bench.shape import Shape
 from finetuning.adapters.adapter import State
 from finetuning.data.tokenization import Example
 from finetuning.evaluation.held_out import held_out_loss
@@ -49,6 +50,7 @@ def train_with_noise(
     held_out: Sequence[Example],
     steps: int,
     noise: float,
+    seed: int,
     padding: int,
 ) -> NoisyRun:
     """Train a split model of a client with one block at each end.
@@ -59,11 +61,13 @@ def train_with_noise(
         held_out: Examples whose loss is measured.
         steps: Optimizer steps of 4 rows.
         noise: Noise on all hidden states that the client sends.
+        seed: Seed of the initial adapter and of the order of the examples.
         padding: The padding token.
 
     """
     split = SplitSettings(head_blocks=1, tail_blocks=1)
-    job = _job(directory, list(training), list(held_out), steps)
+    training = random.Random(seed).sample(list(training), len(training))
+    job = _job(directory, training, list(held_out), steps, seed)
     body, ends = load_body(job, split), load_ends(job, split)
     initial = take_apart(job.state(), body.partition)
 
@@ -90,9 +94,9 @@ def train_with_noise(
 
         loss_before = loss(0, initial)
         server.finish_lanes()
-        server.begin_round({_CLIENT: len(training)}, SEED)
+        server.begin_round({_CLIENT: len(training)}, seed)
         with lane(
-            server.invite_to_train(client=_CLIENT, round_number=1, seed=SEED, lifetime=LIFETIME)
+            server.invite_to_train(client=_CLIENT, round_number=1, seed=seed, lifetime=LIFETIME)
         ) as model:
             join(model, job)
             train_round(
@@ -110,7 +114,9 @@ def train_with_noise(
     return NoisyRun(loss_before, loss_after, adapter)
 
 
-def _job(directory: Path, training: list[Example], held_out: list[Example], steps: int) -> Job:
+def _job(
+    directory: Path, training: list[Example], held_out: list[Example], steps: int, seed: int
+) -> Job:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory)
@@ -129,4 +135,5 @@ def _job(directory: Path, training: list[Example], held_out: list[Example], step
         examples=lambda _: training,
         adapter=ADAPTER,
         learning_rate=_LEARNING_RATE,
+        seed=seed,
     )

@@ -28,6 +28,7 @@ _ATTACKS = {
     "search": "search",
     "gradient": "labels from gradients",
 }
+_LOSSES = {"loss_before": "base model", "loss_after": "trained"}
 _DEFAULTS = {
     "head_blocks": 1,
     "tail_blocks": 1,
@@ -157,12 +158,11 @@ def _by_head_blocks(record: Record, data: str) -> list[str]:
 def _noise_table(record: Record, data: str) -> list[str]:
     rows = []
     for noise in _values(record, data, "noise", attack="loss"):
-        (loss,) = _cells(record, data, "loss", noise=noise)
+        losses = _cells(record, data, "loss", noise=noise)
         rows.append(
             (
                 f"{noise:g}",
-                f"{loss['result']['loss_before']:.3f}",
-                f"{loss['result']['loss_after']:.3f}",
+                *(_spread(losses, name, scale=1, digits=3) for name in _LOSSES),
                 *(
                     _spread(_cells(record, data, attack, noise=noise), score)
                     for attack in ("transformer", "search")
@@ -172,7 +172,7 @@ def _noise_table(record: Record, data: str) -> list[str]:
         )
     names = ("ROUGE-1", "BLEU-4", "tokens")
     headings = (
-        *("`split.noise`", "loss, base model", "loss, trained"),
+        *("`split.noise`", *(f"loss, {model}" for model in _LOSSES.values())),
         *(f"{attack}: {name}" for attack in ("decoder", "search") for name in names),
     )
     return table(headings, rows)
@@ -195,11 +195,15 @@ def _scores(record: Record, data: str, attack: str, **settings: Any) -> list[str
     return [_spread(cells, score) for score in _SCORES]
 
 
-def _spread(cells: Sequence[CellRecord], score: str) -> str:
-    """Format a score's mean and standard deviation over seeds, in percent."""
-    values = [100 * cell["result"][score] for cell in cells]
-    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{deviation}"
+def _spread(cells: Sequence[CellRecord], score: str, scale: float = 100, digits: int = 1) -> str:
+    """Format a result's mean and standard deviation over seeds; scores are in percent."""
+    mean, deviation = _statistics(cells, score, scale)
+    return f"{mean:.{digits}f} ± {deviation:.{digits}f}" if len(cells) > 1 else f"{mean:.{digits}f}"
+
+
+def _statistics(cells: Sequence[CellRecord], score: str, scale: float = 100) -> tuple[float, float]:
+    values = [scale * cell["result"][score] for cell in cells]
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _draw_blocks(record: Record, file: Path) -> None:
@@ -217,7 +221,8 @@ def _draw_blocks(record: Record, file: Path) -> None:
         for attack in ("linear", "transformer", "optimisation", "search"):
             blocks = _values(record, data, "head_blocks", attack=attack)
             cells = [_cells(record, data, attack, head_blocks=number) for number in blocks]
-            _draw(panel, blocks, cells, _ATTACKS[attack])
+            if cells:
+                _draw(panel, blocks, cells, _ATTACKS[attack])
         chance = _cells(record, data, "transformer", seen="nothing")
         if chance:
             level = statistics.mean(100 * cell["result"]["rouge1"] for cell in chance)
@@ -244,9 +249,9 @@ def _draw_noise(record: Record, file: Path) -> None:
         cells = [_cells(record, data, attack, noise=noise) for noise in noises]
         _draw(scores, noises, cells, _ATTACKS[attack])
     scores.set(ylabel="ROUGE-1, %", ylim=(0, 104))
-    for key, label in (("loss_before", "base model"), ("loss_after", "trained")):
-        values = [_cells(record, data, "loss", noise=n)[0]["result"][key] for n in noises]
-        losses.plot(noises, values, "o-", label=label)
+    for key, label in _LOSSES.items():
+        cells = [_cells(record, data, "loss", noise=noise) for noise in noises]
+        _draw(losses, noises, cells, label, score=key, scale=1)
     losses.set_ylabel("held-out loss, nats per token")
     for panel in (scores, losses):
         panel.set_xscale("symlog", linthresh=0.1)
@@ -258,14 +263,14 @@ def _draw_noise(record: Record, file: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw(panel: Any, values: Sequence[Any], cells: Sequence[list[CellRecord]], label: str) -> None:
-    """Draw the mean ROUGE-1 of the cells of each value, with its standard deviation."""
-    found = [[100 * cell["result"]["rouge1"] for cell in each] for each in cells]
-    panel.errorbar(
-        values,
-        [statistics.mean(each) for each in found],
-        yerr=[statistics.stdev(each) if len(each) > 1 else 0.0 for each in found],
-        marker="o",
-        capsize=3,
-        label=label,
-    )
+def _draw(
+    panel: Any,
+    values: Sequence[Any],
+    cells: Sequence[list[CellRecord]],
+    label: str,
+    score: str = "rouge1",
+    scale: float = 100,
+) -> None:
+    """Draw the mean of the cells of each value, with its standard deviation."""
+    means, deviations = zip(*(_statistics(each, score, scale) for each in cells), strict=True)
+    panel.errorbar(values, means, yerr=deviations, marker="o", capsize=3, label=label)

@@ -1,5 +1,7 @@
 """The texts of two clients: one that colludes with the attacker, and one that is attacked."""
 
+import hashlib
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +53,14 @@ class Texts:
     def known_of_colluding(self) -> int:
         """Tokens that all texts of the colluding client begin with."""
         return _common(self.colluding)
+
+    def digest(self) -> str:
+        """Return a SHA-256 digest of all tokens."""
+        found = hashlib.sha256()
+        for part in (self.colluding, self.attacked, self.own):
+            for example in part:
+                found.update(json.dumps(example.tokens.tolist()).encode())
+        return found.hexdigest()
 
     def training_rows(self, count: int, longest: int) -> list[torch.Tensor]:
         """Cut ``count`` of the colluding client's texts like the attacked ones."""

@@ -55,8 +55,8 @@ NOISE = """\
 
 `split.noise` is added to all hidden states that the client sends, in training too. *Loss* is the
 consultancy's held-out loss in nats per token, with the noise, of the base model and after
-training with LoRA ({steps} steps of 4 rows, one run each). The decoder is trained on hidden
-states with the same noise, and the search knows its scale.
+training with LoRA ({steps} steps of 4 rows, whose order and initial adapter depend on the seed).
+The decoder is trained on hidden states with the same noise, and the search knows its scale.
 """
 
 SEALED = """\
