@@ -23,8 +23,7 @@ and reconstructs the {longest} tokens after it.
 
 **Scores** are those of `finetuning/evaluation/scoring.py` in percent, and the share of tokens that
 were read correctly: means ± standard deviations over {seeds} seeds, which determine texts and
-initial weights; values without a deviation are of one seed. All measurements took {minutes} minutes
-on one core of a busy machine.
+initial weights. All measurements took {minutes} minutes on one core of a busy machine.
 
 **What the attacks see** has gone through the program's own head, noise, encoding and encryption
 (`bench/attack/observed.py`). Unless a table says otherwise, the wire is bfloat16, and the client

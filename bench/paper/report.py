@@ -15,6 +15,10 @@ from bench.paper.tables import write_text
 
 DOCUMENT = "reproduction.md"
 _CONTINUAL = "recorded/continual.json"
+_CONTINUAL_COMMAND = """\
+python -m bench.continual FOLDER --model MODEL --preset presets/smollm2.toml \\
+  --run-config 'rounds=3 train.local-steps=5 train.accumulation=1' \\
+  --record docs/recorded/continual.json"""
 _INTRODUCTION = """\
 # Tables and figures of both papers, run again
 
@@ -143,8 +147,7 @@ def _versions(versions: Mapping[str, Any]) -> str:
 
 def _continual(file: Path) -> str:
     """Return the comparison of FedJudge-CL with FedJudge-Base, which has a command of its own."""
-    command = "python -m bench.continual FOLDER --model MODEL --record docs/recorded/continual.json"
-    heading = f"## FedJudge-CL against FedJudge-Base\n\n`{command}`\n"
+    heading = f"## FedJudge-CL against FedJudge-Base\n\n```\n{_CONTINUAL_COMMAND}\n```\n"
     if not file.is_file():
         return f"{heading}\nNot run yet.\n"
     record = json.loads(file.read_text(encoding="utf-8"))
