@@ -28,7 +28,7 @@ from strategies.status import RunStatus
 
 
 def identified(messages: Iterable[Message]) -> list[Message]:
-    """Give each message an id, as Flower's grids do when they push it."""
+    """Assign an id to each message, as Flower's grids do when they push it."""
     sent = list(messages)
     for message in sent:
         message.metadata.__dict__["_message_id"] = str(uuid4())

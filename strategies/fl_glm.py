@@ -99,7 +99,7 @@ class FLGLM(Rounds):
                 round_number=server_round,
                 seed=derive_seed("train", self.config.seed, client.name, server_round),
                 lifetime=message.metadata.ttl,
-                examples=client.divided,
+                examples=client.train_examples,
             )
             message.content[LANE] = lane_record(invitation)
             yield message

@@ -44,7 +44,8 @@ class Participant:
         node_id: Flower's id of its SuperNode; it changes from run to run in simulation.
         name: Name chosen by the institution; unique in a run.
         examples: Number of its training rows, |Dᵢ| of FedJudge Eq. 2.
-        divided: Number of examples that a chat template divides them into, which bounds its steps.
+        train_examples: Number of examples made of them, more if a chat template divides
+            conversations; it bounds the steps.
         withholds: Whether its policy withholds metrics and importance.
 
     """
@@ -52,7 +53,7 @@ class Participant:
     node_id: int
     name: str
     examples: int
-    divided: int
+    train_examples: int
     withholds: bool
 
 
@@ -252,7 +253,7 @@ class Participants:
                     node_id=node,
                     name=name,
                     examples=metrics[SIZE],
-                    divided=metrics.get(TRAIN_EXAMPLES, metrics[SIZE]),
+                    train_examples=metrics.get(TRAIN_EXAMPLES, metrics[SIZE]),
                     withholds=withheld_of(reply) is not None,
                 )
             else:

@@ -70,7 +70,7 @@ def test_a_gguf_file_trains_as_its_checkpoint_does(split_values, deep_checkpoint
 def test_a_template_that_divides_rows_makes_more_steps_of_them(
     split_values, deep_checkpoint, tmp_path
 ):
-    """Four rows with three answers each: twelve examples, of which a step has four."""
+    """Four rows with three answers each: twelve examples, four in each step."""
     model, data = tmp_path / "model", tmp_path / "data" / "alpha"
     shutil.copytree(deep_checkpoint, model)
     (model / "chat_template.jinja").write_text(THINKING)
