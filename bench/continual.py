@@ -29,6 +29,8 @@ from bench.continual_cells import Experiment, calibrate, cell, first_round
 from bench.continual_table import Row, recorded, table
 from bench.pool import pool
 from finetuning.files import replacing
+from finetuning.model.base_model import locate
+from finetuning.model.fingerprint import digest, fingerprint
 from strategies.run_config import ConfigError, parse_run_config
 
 _PRESET = Path(__file__).parent.parent / "presets" / "demo.toml"
@@ -72,7 +74,8 @@ def main() -> None:
     with replacing(experiment.folder / "table.md") as aside:
         aside.write_text(text)
     if arguments.record:
-        record = recorded(experiment.values, rows, results)
+        model = digest(fingerprint(locate(experiment.values["model.name"])))
+        record = recorded(experiment.values, model, rows, results)
         with replacing(arguments.record) as aside:
             aside.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     print(text, end="")

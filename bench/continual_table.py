@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from bench.weights import origin
 from finetuning.evaluation.intervals import half_width
 
 _HEADINGS = (
@@ -54,17 +55,21 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def recorded(settings: Mapping[str, Any], rows: Sequence[Row], results: Results) -> dict[str, Any]:
+def recorded(
+    settings: Mapping[str, Any], model_digest: str, rows: Sequence[Row], results: Results
+) -> dict[str, Any]:
     """Return everything that `document` shows, for a JSON file.
 
     Args:
         settings: The run config of all runs.
+        model_digest: The base model's (`finetuning.model.fingerprint.digest`).
         rows: As for `table`.
         results: As for `table`.
 
     """
     return {
         "settings": {key: _without_place(value) for key, value in settings.items()},
+        "model digest": model_digest,
         "versions": {library: version(library) for library in ("torch", "transformers", "peft")},
         "rows": [list(row) for row in rows],
         "results": [
@@ -84,9 +89,11 @@ def document(record: Mapping[str, Any]) -> str:
     trained = f"{steps} steps" if steps else "an epoch"
     about = (
         f"Model {settings['model.name']}, three generated clients, {settings['rounds']} rounds of "
-        f"{trained}; {versions}. Differences are paired by seed.\n\n"
+        f"{trained}; {versions}. Differences are paired by seed."
     )
-    return f"{about}{table(rows, results)}\n{_reading(rows, results)}\n"
+    weights = origin([record["model digest"]])
+    about = " ".join(part for part in (about, weights) if part)
+    return f"{about}\n\n{table(rows, results)}\n{_reading(rows, results)}\n"
 
 
 def _without_place(value: Any) -> Any:

@@ -2,10 +2,11 @@
 
     python -m bench.pictures [--run runs/…]
 
-``docs/recorded/`` has the metrics of ``chambers train presets/smollm2.toml evaluate.every=1``, and
-the result of ``python -m bench.split_step --record docs/recorded/split_step.json``. With ``--run``
-the metrics of another run replace the recorded ones first. This writes ``docs/pictures/`` and the
-README's part between its two comments; a test fails if they differ from what is recorded.
+``docs/recorded/`` has the metrics of ``chambers train presets/smollm2.toml evaluate.every=1`` with
+the base model's digest, and the result of ``python -m bench.split_step --record
+docs/recorded/split_step.json``. With ``--run`` the metrics of another run replace the recorded ones
+first. This writes ``docs/pictures/`` and the README's part between its two comments; a test fails
+if they differ from what is recorded.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from matplotlib.figure import Figure
 
 from bench.drawing import BLUE, GREY, RED, STYLE, svg
 from bench.markdown import escaped, shortened
+from bench.weights import origin
+from finetuning.model.fingerprint import digest
 from server_app.answers import questions
 from server_app.report import ClientSummary, summary_rows
 from strategies.answers import MODELS
@@ -27,6 +30,7 @@ from strategies.run_folder import METRICS, Event, read_events
 ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "docs" / "recorded"
 PICTURES = ROOT / "docs" / "pictures"
+BASE_MODEL = "base-model"  # the event with its digest
 RUN, STEP = RECORDED / "smollm2.jsonl", RECORDED / "split_step.json"
 BEGIN, END = "<!-- from here on written by: python -m bench.pictures -->", "<!-- until here -->"
 
@@ -106,7 +110,7 @@ def readme_part(events: Sequence[Event], result: Mapping[str, Any]) -> str:
             "(`chambers train presets/smollm2.toml evaluate.every=1`). The table shows a held-out "
             "question of each institution and the answers of the base, global and personalised "
             f"models. After only {steps} optimizer steps per institution, the models imitate the "
-            "style of the answers but have not learned the law.",
+            f"style of the answers but have not learned the law. {_weights(events)}".rstrip(),
             "",
             *table,
             "",
@@ -152,6 +156,10 @@ def _rounds(events: Sequence[Event]) -> int:
     return max(int(event["round"]) for event in events if event["event"] == "round")
 
 
+def _weights(events: Sequence[Event]) -> str:
+    return origin([event["digest"] for event in events if event["event"] == BASE_MODEL])
+
+
 def _row(name: str, texts: Sequence[str]) -> str:
     cells = (escaped(shortened(text, _MOST_CHARACTERS)) for text in texts)
     return f"| {name} | " + " | ".join(cells) + " |"
@@ -176,8 +184,16 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="folder of such a run of SmolLM2")
     arguments = parser.parse_args()
     if arguments.run:
-        RUN.write_bytes((arguments.run / METRICS).read_bytes())
+        _record(arguments.run)
     write()
+
+
+def _record(run: Path) -> None:
+    """Replace the recorded metrics by those of a run, and add its base model's digest."""
+    fingerprint = json.loads((run / "base-model.json").read_text(encoding="utf-8"))["digests"]
+    first = json.dumps({"event": BASE_MODEL, "digest": digest(fingerprint)})
+    metrics = (run / METRICS).read_text(encoding="utf-8")
+    RUN.write_text(f"{first}\n{metrics}", encoding="utf-8")
 
 
 if __name__ == "__main__":

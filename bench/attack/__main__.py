@@ -50,9 +50,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     directory, sizes = locate(arguments.model), Sizes()
-    settings = _described(arguments.model, directory, sizes)
-    record: dict[str, Any] = {**settings, "covered": {}, "cells": []}
-    model = digest(fingerprint(directory))
+    settings, model = _described(arguments.model, directory, sizes), digest(fingerprint(directory))
+    record: dict[str, Any] = {**settings, "model digest": model, "covered": {}, "cells": []}
     for number, data in enumerate(arguments.data):
         texts = _texts(data, directory, sizes)
         attacked = Attacked(directory, texts, sizes)

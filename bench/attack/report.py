@@ -2,18 +2,23 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
 from bench.attack.wording import ADAPTER, GRADIENTS, INTRODUCTION, NOISE, SEALED, WIRE
+from bench.drawing import BLUE, GREEN, GREY, PURPLE, RED, STYLE, svg
 from bench.markdown import table
 from bench.paper.published import published
+from bench.weights import origin
 
 RECORD = "attack.json"
 DOCUMENT = "attack.md"
-_BLOCKS_FIGURE = "attack-head-blocks.png"
-_NOISE_FIGURE = "attack-noise.png"
+_BLOCKS_PICTURE = "pictures/attack-head-blocks.svg"
+_NOISE_PICTURE = "pictures/attack-noise.svg"
 _SCORES = {
     "rouge1": "ROUGE-1",
     "rouge2": "ROUGE-2",
@@ -27,6 +32,15 @@ _ATTACKS = {
     "optimisation": "optimisation",
     "search": "search",
     "gradient": "labels from gradients",
+}
+# Of an attack in all panels, whichever it is in; lines differ in more than their colour.
+_LINES: Mapping[str, Mapping[str, Any]] = {
+    "linear": {"color": BLUE, "marker": "o"},
+    "transformer": {"color": RED, "marker": "s"},
+    "optimisation": {"color": GREEN, "marker": "^"},
+    "search": {"color": PURPLE, "marker": "D"},
+    "loss_before": {"color": BLUE, "marker": "o"},
+    "loss_after": {"color": RED, "marker": "s"},
 }
 _LOSSES = {"loss_before": "base model", "loss_after": "trained"}
 _DEFAULTS = {
@@ -44,11 +58,17 @@ CellRecord = dict[str, Any]
 
 
 def write_document(record: Record, folder: Path) -> None:
-    """Write the record, the document and its figures into a folder."""
+    """Write the record, the document and its pictures into a folder."""
+    (folder / "pictures").mkdir(exist_ok=True)
     (folder / RECORD).write_text(_one_cell_a_line(record), encoding="utf-8")
     (folder / DOCUMENT).write_text(markdown(record), encoding="utf-8")
-    _draw_blocks(record, folder / _BLOCKS_FIGURE)
-    _draw_noise(record, folder / _NOISE_FIGURE)
+    for name, picture in pictures(record).items():
+        (folder / name).write_text(picture, encoding="utf-8")
+
+
+def pictures(record: Record) -> dict[str, str]:
+    """Return the document's pictures as SVG, by the names of their files."""
+    return {_BLOCKS_PICTURE: _blocks_picture(record), _NOISE_PICTURE: _noise_picture(record)}
 
 
 def markdown(record: Record) -> str:
@@ -69,10 +89,11 @@ def markdown(record: Record) -> str:
                 seeds=seeds,
                 minutes=f"{minutes:.0f}",
                 covered=covered,
+                weights=origin([record["model digest"]]),
                 **sizes,
             ),
             *(line for name in record["covered"] for line in _by_head_blocks(record, name)),
-            f"![ROUGE-1 by number of head blocks]({_BLOCKS_FIGURE})\n",
+            f"![ROUGE-1 by number of head blocks]({_BLOCKS_PICTURE})\n",
             WIRE,
             *table(
                 ("wire", "attack", *_SCORES.values()),
@@ -84,7 +105,7 @@ def markdown(record: Record) -> str:
             ),
             NOISE.format(**sizes),
             *_noise_table(record, first),
-            f"![ROUGE-1 and held-out loss by noise]({_NOISE_FIGURE})\n",
+            f"![ROUGE-1 and held-out loss by noise]({_NOISE_PICTURE})\n",
             SEALED,
             *table(
                 ("the decoder sees", *_SCORES.values()),
@@ -206,61 +227,49 @@ def _statistics(cells: Sequence[CellRecord], score: str, scale: float = 100) -> 
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def _draw_blocks(record: Record, file: Path) -> None:
-    """Draw ROUGE-1 of each attack by the number of head blocks, a panel for each data."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+@rc_context(STYLE)
+def _blocks_picture(record: Record) -> str:
+    """Return an SVG with ROUGE-1 of each attack by head blocks, a panel for each data."""
     names = list(record["covered"])
-    figure, panels = pyplot.subplots(
-        1, len(names), figsize=(4.5 * len(names), 3.4), sharey=True, squeeze=False
-    )
-    for panel, data in zip(panels[0], names, strict=True):
+    figure = Figure(figsize=(4.5 * len(names), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    for panel, data in zip(panels, names, strict=True):
         for attack in ("linear", "transformer", "optimisation", "search"):
             blocks = _values(record, data, "head_blocks", attack=attack)
             cells = [_cells(record, data, attack, head_blocks=number) for number in blocks]
             if cells:
-                _draw(panel, blocks, cells, _ATTACKS[attack])
+                _draw(panel, blocks, cells, _ATTACKS[attack], _LINES[attack])
         chance = _cells(record, data, "transformer", seen="nothing")
         if chance:
             level = statistics.mean(100 * cell["result"]["rouge1"] for cell in chance)
-            panel.axhline(level, color="grey", linestyle=":", label="chance")
+            panel.axhline(level, color=GREY, linestyle=":", label="chance")
         panel.set(title=data, xlabel="head blocks", ylim=(0, 104))
-    panels[0][0].set_ylabel("ROUGE-1, %")
-    panels[0][0].legend(fontsize="small", loc="upper right", bbox_to_anchor=(1, 0.95), ncols=2)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    panels[0].set_ylabel("ROUGE-1, %")
+    panels[0].legend(fontsize="small", loc="upper right", bbox_to_anchor=(1, 0.95), ncols=2)
+    return svg(figure)
 
 
-def _draw_noise(record: Record, file: Path) -> None:
-    """Draw ROUGE-1 by noise, and beside it the held-out loss."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+@rc_context(STYLE)
+def _noise_picture(record: Record) -> str:
+    """Return an SVG with ROUGE-1 by noise, and beside it the held-out loss."""
     data, *_ = record["covered"]
     noises = _values(record, data, "noise", attack="loss")
-    figure, (scores, losses) = pyplot.subplots(1, 2, figsize=(9, 3.4))
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    scores, losses = figure.subplots(1, 2)
     for attack in ("transformer", "search"):
         cells = [_cells(record, data, attack, noise=noise) for noise in noises]
-        _draw(scores, noises, cells, _ATTACKS[attack])
+        _draw(scores, noises, cells, _ATTACKS[attack], _LINES[attack])
     scores.set(ylabel="ROUGE-1, %", ylim=(0, 104))
     for key, label in _LOSSES.items():
         cells = [_cells(record, data, "loss", noise=noise) for noise in noises]
-        _draw(losses, noises, cells, label, score=key, scale=1)
+        _draw(losses, noises, cells, label, _LINES[key], score=key, scale=1)
     losses.set_ylabel("held-out loss, nats per token")
     for panel in (scores, losses):
         panel.set_xscale("symlog", linthresh=0.1)
         panel.set_xlim(-0.01, 1.2 * max(noises))
         panel.set_xlabel("split.noise")
         panel.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    return svg(figure)
 
 
 def _draw(
@@ -268,9 +277,10 @@ def _draw(
     values: Sequence[Any],
     cells: Sequence[list[CellRecord]],
     label: str,
+    line: Mapping[str, Any],
     score: str = "rouge1",
     scale: float = 100,
 ) -> None:
     """Draw the mean of the cells of each value, with its standard deviation."""
     means, deviations = zip(*(_statistics(each, score, scale) for each in cells), strict=True)
-    panel.errorbar(values, means, yerr=deviations, marker="o", capsize=3, label=label)
+    panel.errorbar(values, means, yerr=deviations, capsize=3, label=label, **line)

@@ -3,9 +3,9 @@
 INTRODUCTION = """\
 # How much text can be read from what a client sends
 
-This page is written by `python -m bench.attack --model FOLDER --data … --document docs` from
-[`attack.json`](attack.json); a test compares the two. [`security.md`](security.md) says what
-follows from it.
+This page is written by `python -m bench.attack --model FOLDER --data generated DATA/BoolQ
+--document docs` from [`attack.json`](attack.json); a test compares the two.
+[`security.md`](security.md) says what follows from it.
 
 Split learning (FL-GLM) sends hidden states instead of text. Section 4.3.3 of the paper trains a
 decoder on the hidden states and the text of a client that colludes with the server, lets it read
@@ -14,6 +14,7 @@ measurement repeats that, and adds what the paper leaves out: an attacker who kn
 model, gradients, noise, and what a peer on the network sees.
 
 **Model**: {model} ({blocks} blocks, hidden size {hidden}, vocabulary {vocabulary}), {versions}.
+{weights}
 
 **Texts** of two clients. *generated* are the demonstration's: the court colludes, the consultancy
 is attacked. *BoolQ*, the paper's data, has English passages and questions: half of the training

@@ -88,15 +88,17 @@ def _about_training(size: Size) -> str:
     """Return what the tables compare."""
     own = size.fedjudge
     rows = own.batch_size * own.accumulation
-    steps, more = f"an epoch in steps of {rows} rows", ""
+    steps, seen, more = f"an epoch in steps of {rows} rows", "", ""
     if own.local_steps:
         steps = f"{own.local_steps} steps of {rows} rows"
+        seen = f", which makes {own.rounds * own.local_steps * rows} rows"
         more = f", and takes {len(CLIENTS)} times as many steps"
     encoder = f"{own.encoder}, layer {own.encoder_layer}" if own.encoder else "not run"
     return (
-        f"{_model(size)}. A client trains {steps} in each of {own.rounds} rounds; Center has the "
-        f"rows of all clients{more}. Every model answers the same questions in at most "
-        f"{own.new_tokens} tokens. "
+        f"{_model(size)}. A client trains {steps} in each of {own.rounds} rounds{seen}; Center "
+        f"has the rows of all clients{more}. Every model answers the same questions in at most "
+        f"{own.new_tokens} tokens; deviations are those between seeds, and say nothing about other "
+        "questions. "
         f"BERTScore: {encoder}, not rescaled; the paper doesn't name its encoder."
     )
 
@@ -120,7 +122,7 @@ def _about_rows(size: Size, result: Result) -> str:
         f"Rows of more than {own.max_length} tokens are neither trained on nor measured by their "
         f"loss, questions of more than {own.prompt_length} are not answered, and none is shortened:"
     )
-    heads = ("", "trained on", "answered", "measured by their loss")
+    heads = ("", "rows to train on", "questions answered", "rows measured by their loss")
     return "\n".join([f"{about}\n", *table(heads, rows)])
 
 

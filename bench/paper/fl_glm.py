@@ -20,6 +20,7 @@ from bench.paper.fl_glm_values import (
     losses_lowered,
     metrics,
     percent,
+    rows_and_questions,
     with_clients,
 )
 from bench.paper.published import published
@@ -121,7 +122,12 @@ def table8(size: Size, results: Results) -> Document:
         [LOSS_NOTE, *losses_lowered(results, trained)],
         digits=3,
     )
-    return Document([scores, losses])
+    by_task: dict[str, list[TaskCell]] = {}
+    for cell in trained:
+        by_task.setdefault(cell.task, []).append(cell)
+    return Document(
+        [scores, losses, rows_and_questions(size, results, by_task, own.period_adapter)]
+    )
 
 
 def _rows_of_periods(size: Size) -> list[tuple[str, int, int]]:

@@ -15,6 +15,7 @@ from bench.paper.fl_glm_values import (
     losses_lowered,
     metrics,
     percent,
+    rows_and_questions,
     with_clients,
 )
 from bench.paper.published import Published, published
@@ -54,14 +55,14 @@ def table1(size: Size, results: Results) -> Document:
             known=known,
         ),
     ]
-    title = f"SuperGLUE's validation parts, {with_clients(size)}, P-tuning v2"
+    title = f"SuperGLUE, {with_clients(size)}, P-tuning v2"
     notes = [
         base_model(size.models.english),
         "The paper's values in the last rows are those of ChatGLM-6B.",
         paper.note,
     ]
-    losses = _losses(size, results, tasks, size.models.english, "prefix")
-    return Document([Table(title, ["", *columns], rows, notes), losses])
+    more = _losses_and_rows(size, results, tasks, size.models.english, "prefix")
+    return Document([Table(title, ["", *columns], rows, notes), *more])
 
 
 def table2(size: Size, results: Results) -> Document:
@@ -104,14 +105,14 @@ def table5(size: Size, results: Results) -> Document:
         known={_CENTRALISED: "centralised", _SPLIT: "split, serial"},
     )
     title = f"SuperGLUE with a chat model, {with_clients(size)}, LoRA"
-    losses = _losses(size, results, tasks, size.models.chat, "lora")
+    more = _losses_and_rows(size, results, tasks, size.models.chat, "lora")
     notes = [
         f"{base_model(size.models.chat)} The paper's is Llama2-7B-Chat.",
         "Prompts are those of table 1 in the model's chat template.",
     ]
     if size.models.chat == size.models.english:
         notes.append("The model is that of table 1: the tables differ by the adapter alone.")
-    return Document([Table(title, ["", *columns], rows, notes), losses])
+    return Document([Table(title, ["", *columns], rows, notes), *more])
 
 
 def table6(size: Size, results: Results) -> Document:
@@ -129,9 +130,9 @@ def table6(size: Size, results: Results) -> Document:
         ),
     ]
     title = f"Huatuo-26M, sampled, {with_clients(size)}, LoRA"
-    losses = _losses(size, results, ["huatuo"], model, "lora")
+    more = _losses_and_rows(size, results, ["huatuo"], model, "lora")
     notes = [f"{base_model(model)} The paper's values beside ours are those of {_CHINESE}."]
-    return Document([Table(title, ["", *columns], rows, notes), losses])
+    return Document([Table(title, ["", *columns], rows, notes), *more])
 
 
 def split_scores(size: Size, results: Results) -> Document:
@@ -225,8 +226,10 @@ def _scores(
     return found
 
 
-def _losses(size: Size, results: Results, tasks: Sequence[str], model: str, adapter: str) -> Table:
-    """Return the table of held-out losses of a comparison."""
+def _losses_and_rows(
+    size: Size, results: Results, tasks: Sequence[str], model: str, adapter: str
+) -> list[Table]:
+    """Return the table of held-out losses of a comparison, and that of its rows."""
     compared = _compared(size, tasks, model, adapter)
     rows = [
         ([label], [Value(loss(results, by_task[task])) for task in tasks])
@@ -237,7 +240,9 @@ def _losses(size: Size, results: Results, tasks: Sequence[str], model: str, adap
     ]
     notes = [LOSS_NOTE, *losses_lowered(results, trained)]
     columns = ["", *(NAMES[task] for task in tasks)]
-    return Table("Held-out loss of the answers", columns, rows, notes, digits=3)
+    losses = Table("Held-out loss of the answers", columns, rows, notes, digits=3)
+    own = {task: [*compared[_CENTRALISED][task], *compared[_SPLIT][task]] for task in tasks}
+    return [losses, rows_and_questions(size, results, own, adapter)]
 
 
 def _quoted(

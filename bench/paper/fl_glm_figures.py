@@ -78,7 +78,8 @@ def figures6to8(size: Size, results: Results) -> Document:
 
 
 def _about_model(size: Size) -> str:
-    return f"{base_model(size.models.english)} Adapter: {ADAPTERS[size.fl_glm.period_adapter]}."
+    adapter = ADAPTERS[size.fl_glm.period_adapter]
+    return f"{base_model(size.models.english)} Adapter: {adapter}. Rows and questions: table 8's."
 
 
 def _curve(

@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from bench.paper.cells import Cell, Results, TaskCell
 from bench.paper.fl_glm_cells import bare
 from bench.paper.sizes import Size
+from bench.paper.tables import Table, Value
+from bench.paper.task_settings import training_of
+from finetuning.tasks.tasks import TASKS
 
 NAMES = {
     "boolq": "BoolQ",
@@ -73,3 +76,53 @@ def base_model(name: str) -> str:
 def with_clients(size: Size) -> str:
     """Return the number of clients of most tables in words."""
     return f"{size.fl_glm.clients[0]} clients"
+
+
+def rows_and_questions(
+    size: Size, results: Results, trained: Mapping[str, Sequence[TaskCell]], adapter: str
+) -> Table:
+    """Return how many rows and questions a table's scores come from.
+
+    Args:
+        size: The size.
+        results: What has been recorded.
+        trained: Trained cells by task, which have the same rows.
+        adapter: Kind of their adapters.
+
+    """
+    rows = []
+    for task, cells in trained.items():
+        training = training_of(task, size)
+        found = [result for cell in cells if (result := results.get(cell))][:1]
+        values = [
+            Value([training.max_length]),
+            *(Value([result[key] for result in found]) for key in ("training_rows", "rows")),
+            Value([training.rows]),
+            Value([result["questions"] for result in found]),
+        ]
+        rows.append(([NAMES[task]], values))
+    longer = "left out" if all(TASKS[task].is_cloze for task in trained) else "shortened"
+    notes = [
+        f"Longer rows and questions are {longer}; questions are the first of the validation part. "
+        f"Adapters: {_adapters(size, adapter)}."
+    ]
+    columns = [
+        "",
+        "tokens at most",
+        "rows to choose from",
+        "trained on",
+        "rows a step",
+        "questions",
+    ]
+    return Table("Rows and questions", columns, rows, notes, digits=0)
+
+
+def _adapters(size: Size, kind: str) -> str:
+    if kind == "lora":
+        lora = size.fl_glm.lora
+        return f"LoRA of rank {lora.rank}, learning rate {lora.learning_rate:g}"
+    prefix = size.fl_glm.prefix
+    return (
+        f"P-tuning v2 with {prefix.prefix_length} trained positions, learning rate "
+        f"{prefix.learning_rate:g}"
+    )

@@ -8,10 +8,11 @@ from typing import Any
 
 from bench import continual_table
 from bench.paper.artefact import Artefact
-from bench.paper.cells import Record, Results, described, name_of
+from bench.paper.cells import Record, Results, TimeCell, described, name_of
 from bench.paper.measuring import settings_of
 from bench.paper.sizes import NAMES, Size, read_size
 from bench.paper.tables import write_text
+from bench.weights import origin
 
 DOCUMENT = "reproduction.md"
 _CONTINUAL = "recorded/continual.json"
@@ -132,13 +133,32 @@ def _section(artefact: Artefact, size_name: str, size: Size, results: Results) -
 
 def _summary(size: Size, records: Sequence[Record]) -> str:
     """Return what all cells of a size have in common."""
-    hours = sum(record["seconds"] for record in records) / 3600
     models = ", ".join(dict.fromkeys(size.models.model_dump().values()))
     versions = Counter(_versions(record["versions"]) for record in records)
-    return (
-        f"{len(records)} measurements, {hours:.1f} process-hours; {size.seeds} seeds. "
-        f"Models: {models}. Versions: {'; or '.join(v for v, _ in versions.most_common())}.\n"
-    )
+    digests = {
+        value
+        for record in records
+        for value in (record["settings"].get(key) for key in ("model", "encoder digest"))
+        if value
+    }
+    parts = [
+        f"{len(records)} measurements, {_duration(records)}; {size.seeds} seeds. Models: {models}.",
+        origin(digests),
+        f"Versions: {'; or '.join(v for v, _ in versions.most_common())}.",
+    ]
+    return " ".join(part for part in parts if part) + "\n"
+
+
+def _duration(records: Sequence[Record]) -> str:
+    """Return how long the measurements took, added up and with two at a time."""
+    alone, together = 0.0, 0.0
+    for record in records:
+        if record["cell"]["kind"] == TimeCell.kind:  # nothing runs beside it
+            alone += record["seconds"]
+        else:
+            together += record["seconds"]
+    hours, of_two = (alone + together) / 3600, (alone + together / 2) / 3600
+    return f"{hours:.1f} process-hours ({of_two:.1f} hours with two processes)"
 
 
 def _versions(versions: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from bench.attack.decoder import DecoderTraining, train_decoder
 from bench.attack.gradients import Sent, client_gradient, read_labels
 from bench.attack.observed import as_encrypted, as_received, head_outputs
 from bench.attack.public_head import PublicHead
-from bench.attack.report import DOCUMENT, RECORD, markdown
+from bench.attack.report import DOCUMENT, RECORD, markdown, pictures
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
 from finetuning.settings import ModelSettings
@@ -18,6 +18,7 @@ from split.model.loading import load_parts
 from split.model.partition import PARTIES, partition_of
 from split.protocol.frames import Padding
 from split.settings import SplitSettings
+from tests.bench.pictures_equal import assert_same_picture
 
 DOCS = Path(__file__).parents[2] / "docs"
 VOCABULARY = 320
@@ -98,3 +99,5 @@ def test_the_gradient_tells_the_labels(deep_checkpoint, tail_blocks, wire):
 def test_the_document_equals_its_record():
     record = json.loads((DOCS / RECORD).read_text(encoding="utf-8"))
     assert (DOCS / DOCUMENT).read_text(encoding="utf-8") == markdown(record)
+    for name, picture in pictures(record).items():
+        assert_same_picture(picture, (DOCS / name).read_text(encoding="utf-8"))

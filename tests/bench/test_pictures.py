@@ -7,6 +7,7 @@ import pytest
 
 from bench import pictures
 from strategies.answers import MODELS
+from tests.bench.pictures_equal import assert_same_picture
 
 
 def test_the_readme_says_what_is_recorded():
@@ -27,7 +28,7 @@ def test_pictures_show_what_is_recorded(name):
         "split_step.svg": pictures.split_picture(result),
     }[name]
     file = pictures.PICTURES / name
-    assert texts(made) == texts(file.read_text(encoding="utf-8"))
+    assert_same_picture(made, file.read_text(encoding="utf-8"))
     shown = set(texts(made))
     if name == "smollm2.svg":
         losses = [e["loss"] for e in events if e["event"] == "evaluate" and e["round"] == 3]
