@@ -1,7 +1,9 @@
 """``chambers evaluate``: scores of models on tasks, whole or split with a block server."""
 
 import json
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,28 +118,27 @@ class Evaluate(BaseModelOptions):
             sources.setdefault(_name_of(source.settings, sources), source.bare)
             if source.adapter is not None:
                 sources[text] = source
-        try:
-            harness = self._harness()
-        except DataError as error:
-            raise CommandError(f"--tasks {self.tasks}: {error}") from error
-        scored = Scored(
-            questions={name: (TASKS[name], own) for name, own in questions.items()},
-            batch_tokens=self.batch_tokens,
-            prompt_length=self.max_length,
-            new_tokens=self.max_new_tokens,
-            encoder=encoder,
-            harness=harness,
-            limit=self.limit,
-        )
-        scores: Scores = {}
-        try:
-            measure(sources, scored, scores)
-        finally:
-            # Also if it was interrupted: what has been scored is kept.
-            if scores:
-                render(scores)
-            if scores and self.output:
-                self._write(self.output, sources, scores)
+        # SIGTERM must also delete the copies of rows.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with self._harness() as harness:
+            scored = Scored(
+                questions={name: (TASKS[name], own) for name, own in questions.items()},
+                batch_tokens=self.batch_tokens,
+                prompt_length=self.max_length,
+                new_tokens=self.max_new_tokens,
+                encoder=encoder,
+                harness=harness,
+                limit=self.limit,
+            )
+            scores: Scores = {}
+            try:
+                measure(sources, scored, scores)
+            finally:
+                # Also if it was interrupted: what has been scored is kept.
+                if scores:
+                    render(scores)
+                if scores and self.output:
+                    self._write(self.output, sources, scores)
         return 0
 
     def _tasks(self) -> dict[str, Task]:
@@ -182,13 +183,20 @@ class Evaluate(BaseModelOptions):
         names = [name.strip() for name in self.tasks.split(",") if name.strip()]
         return [name.lower() if name.lower() in TASKS else name for name in names]
 
-    def _harness(self) -> "Harness | None":
+    @contextmanager
+    def _harness(self) -> Iterator["Harness | None"]:
         names = [name for name in self._names() if name not in TASKS]
         if not names:
-            return None
-        from finetuning.evaluation.harness import find_tasks
+            yield None
+            return
+        from finetuning.evaluation.harness import loaded_tasks
 
-        return names, find_tasks(names, self.include)
+        with ExitStack() as stack:
+            try:
+                manager = stack.enter_context(loaded_tasks(names, self.include))
+            except DataError as error:
+                raise CommandError(f"--tasks {self.tasks}: {error}") from error
+            yield names, manager
 
     def _named(self, text: str) -> AdapterOptions:
         """Return the base model and adapter that a word of the command line names."""

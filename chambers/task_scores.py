@@ -110,7 +110,7 @@ def _harness_scores(
     try:
         return harness_scores(model=seen, names=names, manager=manager, limit=scored.limit)
     except DataError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(f"{error}; --batch-tokens is {scored.batch_tokens}") from error
 
 
 def render(scores: Scores) -> None:

@@ -171,11 +171,22 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return results
 
 
-def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
-    """Return the harness's manager of tasks that a folder describes, or of its own tasks too.
+@contextmanager
+def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
+    """Load tasks with their rows, and delete all copies of the rows at the end.
+
+    Neither the caches of ``datasets`` and ``evaluate`` nor their temporary folder keep any, unless
+    the process is killed.
+
+    Args:
+        names: Names of tasks or groups of tasks.
+        folder: Folder whose YAML files describe tasks in addition to the harness's own.
+
+    Yields:
+        The harness's manager of tasks.
 
     Raises:
-        DataError: There is no task or group of such a name.
+        DataError: There is no task or group of such a name, or it can't be loaded.
 
     """
     manager = TaskManager(include_path=folder, include_defaults=False) if folder else None
@@ -184,7 +195,15 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
     unknown = sorted(set(names) - set(manager.all_tasks))
     if unknown:
         raise DataError(f"{unknown[0]} is not a task of lm-evaluation-harness")
-    return manager
+    with _no_copies():
+        for name in names:
+            try:
+                manager.load([name])
+            except Exception as error:
+                # What a task's description says is run; anything may be wrong with it.
+                reason = f"{type(error).__name__}: {error}"
+                raise DataError(f"the task {name} can't be loaded: {reason}") from error
+        yield manager
 
 
 def most_positions(directory: Path, tokenizer: Any) -> int:
@@ -200,28 +219,24 @@ def harness_scores(
 ) -> dict[str, dict[str, Any]]:
     """Score a model on tasks of the harness.
 
-    Nothing of their rows stays behind: neither a copy in the cache of ``datasets``, nor samples in
-    the results.
-
     Args:
         model: The model.
         names: Names of tasks or groups of tasks.
-        manager: See `find_tasks`.
+        manager: See `loaded_tasks`, which has to go on.
         limit: Number of rows of each task; None for all.
 
     Returns:
         The number of questions and the metrics by task.
 
     """
-    with _no_copies():
-        found = simple_evaluate(
-            model=model,
-            tasks=list(names),
-            task_manager=manager,
-            limit=limit,
-            bootstrap_iters=0,
-            log_samples=False,
-        )
+    found = simple_evaluate(
+        model=model,
+        tasks=list(names),
+        task_manager=manager,
+        limit=limit,
+        bootstrap_iters=0,
+        log_samples=False,
+    )
     counts = found["n-samples"]
     return {
         task: {

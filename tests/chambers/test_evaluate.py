@@ -26,6 +26,25 @@ doc_to_text: "Premise: {{{{premise}}}} Answer:"
 doc_to_target: "{{{{label}}}}"
 doc_to_choice: [entailment, neutral, contradiction, "neither of them"]
 metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+---
+task: read_local
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {file}}}}}
+output_type: loglikelihood_rolling
+validation_split: validation
+doc_to_text: ""
+doc_to_target: "{{{{premise}}}}"
+metric_list: [{{metric: word_perplexity}}]
+---
+task: write_local
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {file}}}}}
+output_type: generate_until
+validation_split: validation
+doc_to_text: "{{{{premise}}}}"
+doc_to_target: "{{{{hypothesis}}}}"
+generation_kwargs: {{until: ["e"], max_gen_toks: 12}}
+metric_list: [{{metric: chrf}}]
 """
 
 
@@ -125,8 +144,11 @@ def test_what_has_been_scored_is_kept(base, data, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_tasks_of_the_harness_over_a_lane(run_folder, base, served, data, tmp_path, capsys):
-    (tmp_path / "repeat.yaml").write_text(HARNESS.format(file=data / "CB" / "val.jsonl"))
-    words = ["evaluate", "--tasks", "repeat_local,cb", "--include", tmp_path, "--data", data]
+    for number, task in enumerate(HARNESS.split("---")):
+        described = task.format(file=data / "CB" / "val.jsonl")
+        (tmp_path / f"task-{number}.yaml").write_text(described)
+    names = "repeat_local,read_local,write_local"
+    words = ["evaluate", "--tasks", f"{names},cb", "--include", tmp_path, "--data", data]
     words += ["--output", tmp_path / "scores.json", run_folder]
     found = []
     for where in ([], ["--invitation", served / "alpha.json"]):
@@ -135,8 +157,13 @@ def test_tasks_of_the_harness_over_a_lane(run_folder, base, served, data, tmp_pa
         for name in (str(base), str(run_folder)):
             del found[-1]["cb"]["models"][name]["seconds"]
     whole, split = found
-    assert whole["repeat_local"] == split["repeat_local"]
-    assert whole["repeat_local"]["questions"] == 4
+    for name in names.split(","):
+        for model, metrics in whole[name]["models"].items():
+            assert split[name]["models"][model] == pytest.approx(metrics, rel=1e-4)
+        assert whole[name]["questions"] == split[name]["questions"] == 4
+    assert (
+        whole["read_local"]["models"][str(base)] != whole["read_local"]["models"][str(run_folder)]
+    )
     assert list(whole["repeat_local"]["models"][str(base)]) == ["acc", "acc_norm"]
     refusal = refused(capsys, *words[:2], "none_such", *words[3:])
     assert "none_such is not a task of lm-evaluation-harness" in refusal

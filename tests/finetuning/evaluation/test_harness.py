@@ -4,15 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
-from finetuning.evaluation.harness import HarnessModel, find_tasks, harness_scores
+from finetuning.data.rows import DataError
+from finetuning.evaluation.harness import HarnessModel, harness_scores, loaded_tasks
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.whole_model import WholeModel
 from tests.conftest import WORDS
@@ -21,14 +24,28 @@ MARK = "xylophone"
 LENGTH = 48
 
 
-@pytest.fixture(scope="module")
-def models(checkpoint):
+@pytest.fixture(scope="module", params=["no token before texts", "a token before texts"])
+def models(checkpoint, request):
+    """Return two models for the harness, ours and its own, of the same weights."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     torch.manual_seed(3)
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     tokenizer = load_tokenizer(checkpoint)
-    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, max_length=LENGTH)
+    if request.param == "a token before texts":
+        own = [(tokenizer.eos_token, tokenizer.eos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{tokenizer.eos_token} $A", special_tokens=own
+        )
+        tokenizer.bos_token = tokenizer.eos_token
+    # Its cache confuses windows of the same tokens of which different numbers are predicted.
+    theirs = HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=3,
+        max_length=LENGTH,
+        logits_cache=False,
+    )
     ours = HarnessModel(WholeModel(model), tokenizer, most_tokens=200, max_length=LENGTH)
     return ours, theirs
 
@@ -44,6 +61,27 @@ def test_continuations_are_as_likely(models):
     ours, theirs = (model.loglikelihood(asked) for model in models)
     assert [value for value, _ in ours] == pytest.approx([v for v, _ in theirs], abs=1e-4)
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+
+
+def test_the_context_of_several_answers_is_computed_once(models):
+    context, answers = " ".join(WORDS)[:80], (" goods", " claim", " the court", " a")
+    ours, theirs = models
+    taken = []
+
+    def count(_module, arguments, _output):
+        taken.append(arguments[0].numel())
+
+    hook = theirs.model.get_input_embeddings().register_forward_hook(count)
+    asked = requests(*((context, answer) for answer in answers))
+    totals = []
+    for model in (ours, theirs):
+        taken.clear()
+        model.loglikelihood(asked)
+        totals.append(sum(taken))
+    hook.remove()
+    length = len(ours.tok_encode(context))
+    assert length <= totals[0] < 2 * length
+    assert totals[1] >= len(answers) * length
 
 
 def test_whole_texts_are_as_likely(models):
@@ -89,10 +127,11 @@ metric_list:
 """
 
 
-def write_tasks(folder: Path) -> Path:
+def write_tasks(folder: Path, count: int = 9) -> Path:
     rows = [
-        {"passage": f"{MARK} {' '.join(WORDS[n : n + 6])}", "question": WORDS[n], "label": n % 3}
-        for n in range(9)
+        {"passage": f"{MARK} {' '.join(WORDS[n % 9 :][:6])}", "question": WORDS[n % 9]}
+        | {"label": n % 3}
+        for n in range(count)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, kind, rest in (
@@ -106,53 +145,59 @@ def write_tasks(folder: Path) -> Path:
 
 def test_a_task_with_local_data_has_the_same_scores(models, tmp_path):
     names = ["choice_local", "text_local"]
-    manager = find_tasks(names, write_tasks(tmp_path))
-    ours, theirs = (harness_scores(model, names, manager, None) for model in models)
+    with loaded_tasks(names, write_tasks(tmp_path)) as manager:
+        ours, theirs = (harness_scores(model, names, manager, None) for model in models)
+        limited = harness_scores(models[0], names[:1], manager, 4)
     assert ours == theirs
     assert ours["choice_local"]["questions"] == 9
     assert sorted(ours["choice_local"]["metrics"]) == ["acc", "acc_norm"]
     assert list(ours["text_local"]["metrics"]) == ["bleu"]
-    limited = harness_scores(models[0], names[:1], manager, 4)
     assert limited["choice_local"]["questions"] == 4
 
 
+def test_a_task_that_can_t_be_loaded_is_refused_by_name(tmp_path):
+    folder = write_tasks(tmp_path)
+    (folder / "rows.jsonl").unlink()
+    reason = r"choice_local can't be loaded: FileNotFoundError: .*rows"
+    with pytest.raises(DataError, match=reason), loaded_tasks(["choice_local"], folder):
+        pass
+
+
 @pytest.mark.slow
-def test_no_private_text_is_left_behind(checkpoint, tmp_path):
+@pytest.mark.parametrize("terminated", [False, True])
+def test_no_private_text_is_left_behind(checkpoint, tmp_path, terminated):
     """Run where the caches, the user's and the temporary folder can be searched."""
     for name in ("tasks", "home", "tmp", "work"):
         (tmp_path / name).mkdir()
-    write_tasks(tmp_path / "tasks")
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from finetuning.evaluation.harness import HarnessModel, find_tasks, harness_scores\n"
-        "from finetuning.model.base_model import load_base_model\n"
-        "from finetuning.model.whole_model import WholeModel\n"
-        "from finetuning.settings import ModelSettings\n"
-        "base = load_base_model(ModelSettings(name=sys.argv[1]))\n"
-        "model = HarnessModel(WholeModel(base.model), base.tokenizer, 500, 400)\n"
-        "names = ['choice_local', 'text_local']\n"
-        "manager = find_tasks(names, Path(sys.argv[2]))\n"
-        "print(harness_scores(model, names, manager, None))\n"
-    )
+    write_tasks(tmp_path / "tasks", count=3000 if terminated else 9)
+
+    def left() -> list[Path]:
+        return [
+            file
+            for name in ("home", "tmp", "work")
+            for file in (tmp_path / name).rglob("*")
+            if file.is_file() and MARK.encode() in file.read_bytes()
+        ]
+
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "XDG_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(checkpoint), str(tmp_path / "tasks")],
+    words = ["evaluate", "--tasks", "choice_local,text_local", "--include", tmp_path / "tasks"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "chambers", *words, checkpoint],
         cwd=tmp_path / "work",
         env=kept
         | {
             **{"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             **{"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")},
         },
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert MARK not in done.stdout
-    left = [
-        file
-        for name in ("home", "tmp", "work")
-        for file in (tmp_path / name).rglob("*")
-        if file.is_file() and MARK.encode() in file.read_bytes()
-    ]
-    assert not left
+    if terminated:
+        while not left() and process.poll() is None:
+            time.sleep(0.1)
+        process.terminate()
+    shown, errors = process.communicate(timeout=300)
+    assert process.returncode == (130 if terminated else 0), errors
+    assert MARK not in shown
+    assert not left()
