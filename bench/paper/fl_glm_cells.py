@@ -14,8 +14,9 @@ from bench.paper.task_settings import training_of
 SCHEDULES: tuple[Method, ...] = ("serial", "client-batch", "hierarchical")
 # The task of figure 5.
 DIVIDED = "copa"
-# The task that is answered over a lane too.
-ANSWERED = "copa"
+# The tasks that are answered over a lane too: answers of several tokens, of one, and many questions
+# about one passage.
+ANSWERED = ("copa", "cb", "multirc")
 # Head blocks and decoder of table 4, by the row in the paper.
 ATTACKS = {
     "embedding alone, linear decoder": (0, "linear"),
@@ -177,8 +178,9 @@ def figures6to8(size: Size) -> list[Cell]:
 
 
 def split_scores(size: Size) -> list[SplitCell]:
-    """Return the cell that compares a split model with the whole one, if the size is in float32."""
-    return [SplitCell(ANSWERED, size.models.english)] if size.fl_glm.dtype == "float32" else []
+    """Return the cells that compare a split model with the whole one, if the size is in float32."""
+    tasks = ANSWERED if size.fl_glm.dtype == "float32" else ()
+    return [SplitCell(task, size.models.english) for task in tasks]
 
 
 def _compared(size: Size, tasks: Sequence[str], model: str, adapter: str) -> list[Cell]:

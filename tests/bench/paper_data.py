@@ -49,10 +49,22 @@ def _record(source, index):
     return {"passage": {"text": text, "entities": entities}, "qas": [asked]}
 
 
+def _multirc(source, index):
+    questions = [
+        {
+            "question": f"{_words(source, 4)}?",
+            "answers": [{"text": _words(source, 4), "label": label} for label in (index % 2, 1)],
+        }
+        for _ in range(2)
+    ]
+    return {"passage": {"text": _words(source, 12), "questions": questions}}
+
+
 _ROWS = {
     "superglue/BoolQ": _boolq,
     "superglue/CB": _entailment("entailment", "contradiction", "neutral"),
     "superglue/COPA": _copa,
+    "superglue/MultiRC": _multirc,
     "superglue/RTE": _entailment("entailment", "not_entailment"),
     "superglue/ReCoRD": _record,
 }
