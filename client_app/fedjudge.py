@@ -54,17 +54,17 @@ def check(policy: SitePolicy, config: RunConfig) -> None:
         PolicyError: The policy doesn't allow it.
 
     """
-    continual = config.strategy == "fedjudge-cl"
     require(
-        policy.privacy.epsilon is None or not continual or sends_importance(config),
+        policy.privacy.epsilon is None or not computes_importance(config, "train"),
         'continual.importance = "client"',
         "privacy.epsilon: the site's own importance has no noise, and would steer its training",
     )
 
 
-def sends_importance(config: RunConfig) -> bool:
-    """Whether the coordinator may ask for J, to average it."""
-    return config.strategy == "fedjudge-cl" and config.continual.importance == "server"
+def computes_importance(config: RunConfig, kind: str) -> bool:
+    """Whether messages of this kind may ask for J: to train with it, or to average it."""
+    asking = "train" if config.continual.importance == "client" else "evaluate"
+    return config.strategy == "fedjudge-cl" and kind == asking
 
 
 def train(task: Task) -> tuple[State, Metrics]:

@@ -12,15 +12,15 @@ from finetuning.training.proximal import ProximalPenalty
 from strategies.run_config import RunConfig
 from strategies.site_policy import SitePolicy
 
-__all__ = ["base_model", "check", "evaluate", "sends_importance", "train"]
+__all__ = ["base_model", "check", "computes_importance", "evaluate", "train"]
 
 
 def check(_policy: SitePolicy, _config: RunConfig) -> None:
     """Check nothing: what adapters need is checked for every strategy."""
 
 
-def sends_importance(_config: RunConfig) -> bool:
-    """Whether the coordinator may ask for J: there is none."""
+def computes_importance(_config: RunConfig, _kind: str) -> bool:
+    """Whether messages of this kind may ask for J: none may."""
     return False
 
 

@@ -74,8 +74,8 @@ def check(policy: SitePolicy, config: RunConfig) -> None:
         check_address(policy, split.advertise or split.listen)
 
 
-def sends_importance(_config: RunConfig) -> bool:
-    """Whether the coordinator may ask for J: there is none."""
+def computes_importance(_config: RunConfig, _kind: str) -> bool:
+    """Whether messages of this kind may ask for J: none may."""
     return False
 
 

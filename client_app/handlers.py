@@ -50,8 +50,8 @@ class Strategy(Protocol):
         """Check what the site's policy says of this strategy; raise ``PolicyError``."""
         ...
 
-    def sends_importance(self, config: RunConfig) -> bool:
-        """Whether the coordinator may ask for J, to average it."""
+    def computes_importance(self, config: RunConfig, kind: str) -> bool:
+        """Whether messages of this kind may ask for J."""
         ...
 
     def base_model(self, config: RunConfig) -> tuple[Path, dict[str, str]]:
@@ -197,12 +197,12 @@ def _task(message: Message, context: Context, site: Site) -> Task:
             f"the base model in {institution.directory} is not the run's: it was changed or "
             "replaced"
         )
-    sends_importance = _STRATEGIES[config.strategy].sends_importance(config)
+    kind = site.about["kind"]
     permitted = site.accept(
         instruction=instruction,
         config=config,
         institution=institution,
-        sends_importance=sends_importance,
+        computes_importance=_STRATEGIES[config.strategy].computes_importance(config, kind),
     )
     log(INFO, "%s is ready in %.1f s", institution.name, time.monotonic() - started)
     return Task(

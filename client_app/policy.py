@@ -91,7 +91,7 @@ def check_request(
     instruction: Instruction,
     config: RunConfig,
     institution: Institution,
-    sends_importance: bool,
+    computes_importance: bool,
 ) -> None:
     """Check what a message asks for, and how many rows that is computed from.
 
@@ -101,7 +101,7 @@ def check_request(
         instruction: What the message asks for.
         config: The run's configuration.
         institution: The institution's data.
-        sends_importance: Whether clients of the run's strategy send importance.
+        computes_importance: Whether the run's strategy asks for importance in such messages.
 
     Raises:
         PolicyError: The policy doesn't allow it.
@@ -114,15 +114,16 @@ def check_request(
     require(
         not (private and instruction.importance), "importance", "privacy.epsilon: it has no noise"
     )
-    if kind == "train":
-        return
-    if instruction.losses and policy.evaluation:
+    if kind == "evaluate" and instruction.losses and policy.evaluation:
         _check_rows("evaluation", _rows(institution.test), policy)
         if config.evaluate.generate:
             _check_rows("generation", len(institution.asked), policy)
     if instruction.importance:
-        none = f'strategy = "{config.strategy}" has none to send'
-        require(sends_importance, "importance", none)
+        settings = (
+            f'"{config.strategy}" with continual.importance = "{config.continual.importance}"'
+        )
+        none = f"strategy = {settings} doesn't use it"
+        require(computes_importance, f"importance in {kind} messages", none)
         used = institution.drawn(config.seed, config.continual.importance_examples)
         _check_rows("importance", _rows(used), policy)
 

@@ -112,9 +112,9 @@ class Site:
         instruction: Instruction,
         config: RunConfig,
         institution: Institution,
-        sends_importance: bool,
+        computes_importance: bool,
     ) -> Instruction:
-        """Check and count a train or evaluate message; return what is done of it.
+        """Check and count a train or evaluate message; return the part that the policy permits.
 
         Raises:
             PolicyError: The policy doesn't allow it.
@@ -130,7 +130,7 @@ class Site:
             instruction=instruction,
             config=config,
             institution=institution,
-            sends_importance=sends_importance,
+            computes_importance=computes_importance,
         )
         AuditLog(policy.audit_file).append(
             {"event": "accepted", **self.about},

@@ -202,7 +202,28 @@ def test_a_malformed_instruction_is_refused_with_a_policy_or_without(site, field
             "evaluate",
             {"strategy": "fedjudge-base"},
             {"importance": True},
-            'importance (strategy = "fedjudge-base" has none to send)',
+            'importance in evaluate messages (strategy = "fedjudge-base" with ',
+        ),
+        (
+            "fewest-examples = 6",
+            "train",
+            {"continual.importance": "client", "continual.importance-examples": 5},
+            {"round": 2, "importance": True},
+            "importance with too few",
+        ),
+        (
+            "",
+            "train",
+            {"strategy": "fedjudge-base", "continual.importance": "client"},
+            {"importance": True},
+            'importance in train messages (strategy = "fedjudge-base" with ',
+        ),
+        (
+            "",
+            "train",
+            {},
+            {"importance": True},
+            'with continual.importance = "server" doesn\'t use it)',
         ),
     ],
 )
@@ -214,6 +235,13 @@ def test_a_message_is_refused_although_its_run_is_allowed(
     # Flower calls the same handler for both.
     for spelling in (kind, f"{kind}.default"):
         assert reason in site.refusal(spelling, changed=changed, **instruction)
+
+
+def test_training_with_the_site_s_own_importance_is_not_refused(site):
+    site.decide("fewest-examples = 6")
+    own = {"continual.importance": "client", "continual.importance-examples": 6}
+    metrics = site.ask("train", changed=own, round=2, importance=True).content[METRICS]
+    assert metrics["importance-distance"] > 0
 
 
 def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(site):
