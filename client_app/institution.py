@@ -31,6 +31,8 @@ class Institution:
         train: Tokenized training examples.
         test: Tokenized held-out examples.
         asked: Prompts of the held-out rows that are answered; none without ``evaluate.generate``.
+        lines: Number of lines of files that the training rows were read from; a task can make
+            several rows of a line.
         rows_divided: Number of training rows that are several examples each.
         padding: Id of the padding token.
         directory: Directory of the base model.
@@ -46,6 +48,7 @@ class Institution:
     train: list[Example]
     test: list[Example]
     asked: list[Prompt]
+    lines: int
     rows_divided: int
     padding: int
     directory: Path
@@ -132,6 +135,7 @@ def _open(
         train=parts["training"],
         test=parts["held-out"],
         asked=asked,
+        lines=len({row.origin for row in data.train}),
         rows_divided=divided["training"],
         padding=tokenizer.pad_token_id,
         directory=directory,

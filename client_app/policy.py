@@ -10,6 +10,7 @@ from typing import Any
 
 from client_app.institution import Institution
 from finetuning.data.batching import steps_per_round
+from finetuning.data.prompts import Prompt
 from finetuning.data.tokenization import Example
 from finetuning.model.fingerprint import digest
 from strategies.messages import Instruction
@@ -72,6 +73,11 @@ def check_institution(policy: SitePolicy, config: RunConfig, institution: Instit
             "training with a chat template that divides rows into several examples",
             "privacy.epsilon: it protects single examples",
         )
+        require(
+            institution.lines == institution.size,
+            f'data.task = "{config.data.task}", which makes several rows of a line',
+            "privacy.epsilon: it protects single rows",
+        )
         delta = policy.privacy.delta
         # With δ = 1 / rows, publishing a row as it is would be allowed.
         require(delta * count < 1, "training with so many rows", f"privacy.delta = {delta:g}")
@@ -117,7 +123,7 @@ def check_request(
     if kind == "evaluate" and instruction.losses and policy.evaluation:
         _check_rows("evaluation", _rows(institution.test), policy)
         if config.evaluate.generate:
-            _check_rows("generation", len(institution.asked), policy)
+            _check_rows("generation", _rows(institution.asked), policy)
     if instruction.importance:
         settings = (
             f'"{config.strategy}" with continual.importance = "{config.continual.importance}"'
@@ -241,9 +247,12 @@ def _is_within(path: str, folders: Iterable[str]) -> bool:
         return False
 
 
-def _rows(examples: Iterable[Example]) -> int:
-    """Return the number of rows that examples are made of; a template can divide a row."""
-    return len({example.row for example in examples})
+def _rows(examples: Iterable[Example | Prompt]) -> int:
+    """Return the number of lines that examples are made of: a policy's rows.
+
+    A task can make several rows of a line, and a template several examples of a row.
+    """
+    return len({example.origin for example in examples})
 
 
 def _check_rows(what: str, rows: int, policy: SitePolicy) -> None:

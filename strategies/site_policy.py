@@ -154,7 +154,8 @@ class SitePolicy(_Table):
         1,
         description="Minimum number of rows from which anything that leaves must be computed: an "
         "adapter, importance, a loss, a score. A conversation is one row, also if a chat template "
-        "makes several examples of it. Hidden states are always of single rows.",
+        "makes several examples of it, and so is a line with several questions, as of MultiRC. "
+        "Hidden states are always of single rows.",
     )
     evaluation: bool = Field(
         True,

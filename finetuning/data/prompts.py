@@ -81,6 +81,7 @@ class Prompt:
         question: The turn before the answer as text, as far as it is in the tokens.
         reference: The answer.
         row: Index of the row.
+        origin: File and line that the row was read from; several rows can be from one line.
 
     """
 
@@ -88,6 +89,7 @@ class Prompt:
     question: str
     reference: str
     row: int
+    origin: str
 
 
 def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> list[Prompt]:
@@ -123,6 +125,7 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
             question=example.question,
             reference=answered[row][1],
             row=row,
+            origin=example.origin,
         )
         for row, example in last_examples.items()
         # If earlier answers leave no room for the last one, the example ends with one of them.

@@ -37,6 +37,7 @@ class Example:
         reference: That answer as text.
         row: Index of the row that it is made of; a template can make several examples of one.
         question: The turn before that answer as text, as far as it is in the tokens.
+        origin: File and line that the row was read from; several rows can be from one line.
 
     """
 
@@ -46,6 +47,7 @@ class Example:
     reference: str
     row: int
     question: str = ""
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,13 @@ def tokenize(
                     break
                 fitted, was_shortened = shorter, True  # noqa: PLW2901
                 (tokens,) = _encode([fitted], tokenizer)  # noqa: PLW2901
-            example = _example(conversation=fitted, tokens=tokens, max_length=max_length, row=row)
+            example = _example(
+                conversation=fitted,
+                tokens=tokens,
+                max_length=max_length,
+                row=row,
+                origin=rows[row].origin,
+            )
             if example is None:
                 left_out += 1
             else:
@@ -267,7 +275,7 @@ def _encode_whole(
 
 
 def _example(
-    conversation: _Conversation, tokens: _Tokens, max_length: int, row: int
+    conversation: _Conversation, tokens: _Tokens, max_length: int, row: int, origin: str
 ) -> Example | None:
     """Truncate to the maximum length; return None if no target is left."""
     is_target = torch.zeros(min(len(tokens.input_ids), max_length), dtype=torch.bool)
@@ -291,6 +299,7 @@ def _example(
         reference=turns[last]["content"],
         row=row,
         question=turns[last - 1]["content"] if last else "",
+        origin=origin,
     )
 
 

@@ -279,6 +279,37 @@ def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(s
     assert "evaluation with too few" in site.refusal("evaluate", losses=True)
 
 
+def test_a_line_is_one_row_though_a_task_makes_many_rows_of_it(site):
+    data = site.folder / "data"
+    data.mkdir()
+
+    def write(part: str, lines: int) -> None:
+        answers = [{"text": text, "label": number % 2} for number, text in enumerate("abcd")]
+        questions = [{"question": "Which?", "answers": answers}]
+        passages = [{"text": f"Passage {n}.", "questions": questions} for n in range(lines)]
+        text = "".join(json.dumps({"passage": passage}) + "\n" for passage in passages)
+        (data / f"{part}.jsonl").write_text(text)
+
+    write("train", 3)
+    write("val", 3)
+    site.node["data-path"] = str(data)
+    answered = {"evaluate.generate": True, "evaluate.max-new-tokens": 2}
+    site.values |= {"data.task": "multirc", "data.max-length": 64} | answered
+    site.decide("generation = true\nfewest-examples = 3")
+    assert ARRAYS in site.ask("train").content
+    assert METRICS in site.ask("evaluate", losses=True).content
+    one_line = {"evaluate.generate-examples": 4}
+    assert "generation with too few" in site.refusal("evaluate", changed=one_line, losses=True)
+    write("train", 2)
+    assert "training with too few of its rows" in site.refusal("query")
+    write("train", 3)
+    write("val", 2)
+    assert "evaluation with too few of its rows" in site.refusal("evaluate", losses=True)
+    site.decide("generation = true\n[privacy]\nepsilon = 8.0")
+    problem = site.refusal("query")
+    assert 'data.task = "multirc", which makes several rows of a line (privacy.epsilon' in problem
+
+
 def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):
     """Rows: 24. Steps of 5 rows leave 4 for the fifth, and a round can consist of that one."""
     site.decide("fewest-examples = 5")
