@@ -1,6 +1,7 @@
 """A run's folder of results: adapters, metrics, checkpoints and report."""
 
 import json
+import os
 import platform
 import time
 from collections.abc import Mapping
@@ -146,7 +147,10 @@ class Results:
                 rounds=rounds,
             )
             self._global_round = rounds
-        recorded = self._metrics.stat().st_size if self._metrics.exists() else 0
+        with filling(self.directory), self._metrics.open("ab") as metrics:
+            # A power failure must not take events of which the checkpoint says that they are there.
+            os.fsync(metrics.fileno())
+            recorded = metrics.tell()
         checkpoint = Checkpoint(
             progress=progress,
             state=state,
@@ -181,9 +185,14 @@ class Results:
         """Drop everything written after a checkpoint: the resumed run writes it again."""
         remove_unfinished(self.directory)
         self._sizes, self._rounds = dict(checkpoint.sizes), dict(checkpoint.rounds)
-        if self._metrics.exists():
-            with self._metrics.open("r+b") as metrics:
-                metrics.truncate(checkpoint.metrics_bytes)
+        with self._metrics.open("a+b") as metrics:
+            metrics.seek(0)
+            events = metrics.read(checkpoint.metrics_bytes)
+            if len(events) < checkpoint.metrics_bytes:
+                text = "%s is from before the checkpoint: the report will lack the last events"
+                log(WARNING, text, self._metrics)
+                events = events[: events.rfind(b"\n") + 1]
+            metrics.truncate(len(events))
 
     def close(self) -> None:
         """Flush and close the files; a full disk changes nothing about how the run ends."""

@@ -2,8 +2,10 @@
 
 import pytest
 
+from server_app.checkpoint import Checkpoint
 from server_app.report import write_report
 from server_app.results import Results
+from strategies.journal import Progress
 from strategies.messages import LARGEST_METRIC
 from strategies.run_config import parse_run_config
 from strategies.run_folder import read_events
@@ -29,6 +31,22 @@ def test_texts_are_escaped_and_cut(results):
     for text in (*written["left_out"][0].values(), *(other.keys() - {"event"}), *other.values()):
         assert text == "elsewhere" or text.startswith(r"\ud800\x1b[2J\n\u202exx")
         assert text.isprintable() and len(text) <= 1000
+
+
+@pytest.mark.parametrize("length", [0, 10, 40])
+def test_a_run_is_resumed_though_its_metrics_have_lost_their_end(results, length):
+    """As after a power failure, or from a backup for which they were copied before the rest."""
+    for number in (1, 2):
+        results.record({"event": "round", "round": number})
+    file = results.directory / "metrics.jsonl"
+    size, line = file.stat().st_size, len(file.read_bytes().splitlines(keepends=True)[0])
+    with file.open("r+b") as metrics:
+        metrics.truncate(length)
+    results.rewind_to(Checkpoint(Progress("run", 2), {}, {}, {}, metrics_bytes=size))
+    results.record({"event": "round", "round": 3})
+    write_report(results.directory)
+    kept = [1] if length >= line else []
+    assert [event["round"] for event in read_events(file)] == [*kept, 3]
 
 
 def test_the_largest_numbers_that_are_accepted_can_be_plotted(results):
