@@ -8,7 +8,7 @@ import click
 import typer
 
 from chambers.convert import Convert
-from chambers.errors import CommandError
+from chambers.errors import CommandError, described
 from chambers.evaluate import Evaluate
 from chambers.generate import Generate
 from chambers.serve import Serve
@@ -98,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments; None for those of the command line.
 
     Returns:
-        The exit status: 0 on success, 1 if a run failed, 2 if the command was refused, 130 if it
-        was interrupted.
+        The exit status: 0 on success, 1 if a run failed, 2 if the command was refused or a file
+        can't be read or written, 130 if it was interrupted.
 
     """
     name = "chambers"
@@ -114,12 +114,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reason = error.format_message().rstrip(".")
         print(f"{path}: {reason}; {path} --help lists all options", file=sys.stderr)
         return 2
-    except CommandError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (CommandError, OSError) as error:
+        reason = described(error) if isinstance(error, OSError) else error
+        print(f"{name}: {reason}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130

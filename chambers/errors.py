@@ -1,5 +1,11 @@
-"""The error that ends a command which can't be carried out."""
+"""The errors that end a command which can't be carried out."""
 
 
 class CommandError(Exception):
     """A problem the user can solve; the message says what is wrong, where, and what to do."""
+
+
+def described(error: OSError) -> str:
+    """Return the file and the system's reason, or the error's own text if it has no reason."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {reason}" if error.filename else reason

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -14,6 +14,7 @@ from chambers.errors import CommandError
 from chambers.sources import AdapterOptions, option
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
 from finetuning.data.rows import DataError, Row
+from finetuning.files import filling
 
 if TYPE_CHECKING:
     from chambers.models import Source
@@ -197,11 +198,14 @@ def _refuse_too_long(
         )
 
 
-def _open_output(file: Path | None) -> Any:
+@contextmanager
+def _open_output(file: Path | None) -> Iterator[TextIO]:
     if file is None:
-        return nullcontext(sys.stdout)
+        yield sys.stdout
+        return
     try:
-        stream: TextIO = file.open("w", encoding="utf-8")
+        stream = file.open("w", encoding="utf-8")
     except OSError as error:
         raise CommandError(f"--output {file} can't be written: {error.strerror}") from error
-    return stream
+    with filling(file.absolute().parent), stream:
+        yield stream

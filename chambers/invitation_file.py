@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from chambers.errors import CommandError
+from chambers.errors import CommandError, described
 from finetuning.files import write_secret
 from split.protocol.standing_invitation import StandingInvitation
 
@@ -20,7 +20,8 @@ def write_invitation(invitation: StandingInvitation, file: Path) -> None:
     try:
         write_secret(file, f"{invitation.model_dump_json(indent=1)}\n".encode())
     except OSError as error:
-        raise CommandError(f"the invitation {file} can't be written: {error.strerror}") from error
+        reason = described(error)
+        raise CommandError(f"the invitation {file} can't be written: {reason}") from error
 
 
 def read_invitation(file: Path) -> StandingInvitation:

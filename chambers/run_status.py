@@ -65,12 +65,15 @@ def look(directory: Path) -> Seen:
         ValueError: A file is malformed.
 
     """
+    config = json.loads((directory / "config.json").read_bytes())
+    if not (isinstance(config, dict) and {"strategy", "rounds"} <= config.keys()):
+        raise ValueError("config.json is not that of a run")
     # Before the status: a run that ends in between is then shown as ended, not as killed.
     alive = is_running(directory)
     checkpoints = sorted((directory / "checkpoints").glob("round-*.safetensors"))
     return Seen(
         directory=directory,
-        config=json.loads((directory / "config.json").read_bytes()),
+        config=config,
         status=read_status(directory),
         events=read_events(directory / METRICS),
         is_running=alive,

@@ -34,8 +34,10 @@ class Status:
     def __call__(self) -> int:
         """Show the status once, or until the run ends."""
         directory = self.run.expanduser()
-        if not (directory / "config.json").is_file():
-            raise CommandError(f"{directory} is not the folder of a run: it has no config.json")
+        # Models and an institution's own state have a config.json too.
+        for name in ("config.json", "versions.json"):
+            if not (directory / name).is_file():
+                raise CommandError(f"{directory} is not the folder of a run: it has no {name}")
         from rich.console import Console
         from rich.live import Live
 

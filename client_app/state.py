@@ -57,7 +57,8 @@ class ClientState:
             ("base-model.json", {"loaded from": base, "digests": dict(fingerprint)}),
         ):
             with replacing(self.directory / name) as aside:
-                aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+                text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+                aside.write_text(text, encoding="utf-8")
 
     def forget_from(self, round_number: int) -> None:
         """Remove the state of this round and later ones, and what killed processes have left."""

@@ -95,10 +95,16 @@ def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
     """Compare the base model with that of the run that is resumed.
 
     Raises:
-        ConfigError: The base models differ.
+        ConfigError: The base models differ, or ``base-model.json`` can't be read.
 
     """
-    before = json.loads((directory / "base-model.json").read_text())["digests"]
+    file = directory / "base-model.json"
+    try:
+        before = dict(json.loads(file.read_text(encoding="utf-8"))["digests"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f'resume = "{directory}": base-model.json can\'t be read: {error}'
+        ) from error
     # Files with other parties' tensors may have been added to the folder since.
     odd = [name for name in differences(before, fingerprint) if name in before]
     if odd:

@@ -67,7 +67,8 @@ class Results:
             ("base-model.json", {**base, "digests": dict(fingerprint)}),
         ):
             with replacing(self.directory / name) as aside:
-                aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+                text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+                aside.write_text(text, encoding="utf-8")
 
     @property
     def scratch(self) -> Path:

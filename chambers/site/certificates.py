@@ -57,11 +57,8 @@ class Certificates:
         if not names and server.is_file():
             names = names_of(read_certificate(server))
         names = check_names(names)
-        try:
-            authority = open_authority(folder)
-            certificate = authority.issue(folder, names, self.days)
-        except OSError as error:
-            raise CommandError(f"{error.filename} can't be written: {error.strerror}") from error
+        authority = open_authority(folder)
+        certificate = authority.issue(folder, names, self.days)
         authority_end, end = (
             issued.not_valid_after_utc.date() for issued in (authority.certificate, certificate)
         )

@@ -5,7 +5,7 @@ import ssl
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException, HTTPSConnection
+from http.client import HTTPException, HTTPSConnection, InvalidURL
 from pathlib import Path
 
 from cryptography import x509
@@ -46,11 +46,14 @@ def get(address: str, path: str, authority: Path) -> Answer:
     """
     host, separator, port = address.rpartition(":")
     host = host.strip("[]")
-    if not (host and separator and port.isdecimal()):
+    if not (host and separator and port.isdecimal() and int(port) < 2**16):
         raise CommandError(f"{address} is not an address: HOST:PORT is expected")
     read_certificate(authority)
     context = ssl.create_default_context(cafile=authority)
-    connection = HTTPSConnection(host, int(port), timeout=_TIMEOUT_SECONDS, context=context)
+    try:
+        connection = HTTPSConnection(host, int(port), timeout=_TIMEOUT_SECONDS, context=context)
+    except InvalidURL as error:
+        raise CommandError(f"{address} is not an address: {error}") from error
     try:
         before = datetime.now(UTC)
         connection.request("GET", path)

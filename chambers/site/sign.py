@@ -46,13 +46,10 @@ class Sign:
             raise CommandError(f"{release} can't be read: {error.strerror}") from error
         app = app_of(content, release)
         key = read_signing_key(self.key.expanduser())
-        try:
-            folder = self.output.expanduser()
-            signers = publish(
-                folder=folder, content=content, verification=sign(content, key), url=self.url
-            )
-        except OSError as error:
-            raise CommandError(f"{error.filename} can't be written: {error.strerror}") from error
+        folder = self.output.expanduser()
+        signers = publish(
+            folder=folder, content=content, verification=sign(content, key), url=self.url
+        )
         print(f"{release}: signed by {key_id(key)}")
         print(f"{folder}: {app}, signed by {', '.join(signers)}; to run it on the coordinator:")
         print(f"  flwr run {app} deployment")

@@ -49,7 +49,8 @@ def write_pair(file: Path, key: PrivateKey) -> None:
     """Write a private key without passphrase, readable only by its user, and the public key.
 
     Raises:
-        CommandError: One of the files exists, or can't be written.
+        CommandError: One of the files exists.
+        OSError: One of them can't be written.
 
     """
     public = public_file(file)
@@ -59,9 +60,6 @@ def write_pair(file: Path, key: PrivateKey) -> None:
                 f"{target} exists; a new key needs a new name, and must be registered or trusted"
             )
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    try:
-        write_secret(file, secret)
-        with replacing(public) as aside:
-            aside.write_text(public_line(key, file.name) + "\n")
-    except OSError as error:
-        raise CommandError(f"{error.filename} can't be written: {error.strerror}") from error
+    write_secret(file, secret)
+    with replacing(public) as aside:
+        aside.write_text(public_line(key, file.name) + "\n")

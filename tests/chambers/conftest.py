@@ -114,6 +114,18 @@ def told(capsys, *words: str | Path) -> str:
     return captured.out
 
 
+@contextmanager
+def another_user():
+    """Read files as a user who is not root, if this process is root."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(own)
+
+
 def refused(capsys, *words: str | Path) -> str:
     """Run a command that must be refused, and return the reason."""
     capsys.readouterr()

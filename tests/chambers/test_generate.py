@@ -239,7 +239,9 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     hint = refused(capsys, "generate", "--adapter", run_folder, "the court")
     assert f"did you mean {run_folder}/adapters/clients/alpha or" in hint
 
-    expected = told(capsys, "generate", "--adapter", adapter, *NEW, "the court")
+    words = ["generate", "--adapter", adapter, *NEW, "the court"]
+    assert "no space is left" in refused(capsys, *words, "--output", "/dev/full")
+    expected = told(capsys, *words)
     # Of the run's folder it is known which base model it is for.
     words = ["--model", other, "the court"]
     refusal = refused(capsys, "generate", "--adapter", adapter, *words)

@@ -13,7 +13,7 @@ from chambers.__main__ import main
 from server_app.main import main as server_app
 from strategies.participants import TooFewClientsError
 from strategies.run_folder import METRICS, RunningError, is_running, running
-from tests.chambers.conftest import ROOT, write_run
+from tests.chambers.conftest import ROOT, refused, write_run
 from tests.strategies.grids import SpyingGrid
 
 HOSTILE = "[red]\x1b[2J\nState running[/]"
@@ -152,6 +152,9 @@ def watching(directory):
         os.close(terminal)
 
 
-def test_a_folder_of_no_run_is_refused(tmp_path, capsys):
-    assert main(["status", str(tmp_path)]) == 2
-    assert "is not the folder of a run" in capsys.readouterr().err
+def test_a_folder_of_no_run_is_refused(tmp_path, capsys, base):
+    for folder in (tmp_path, base):
+        assert "is not the folder of a run" in refused(capsys, "status", folder)
+    for name in ("config.json", "versions.json"):
+        (tmp_path / name).write_text("{}")
+    assert "config.json is not that of a run" in refused(capsys, "status", tmp_path)

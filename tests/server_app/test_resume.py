@@ -11,7 +11,7 @@ from finetuning.adapters.adapter import initial_adapter
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
-from server_app.checkpoint import load_checkpoint
+from server_app.checkpoint import check_base_model, load_checkpoint
 from server_app.main import STRATEGIES, open_directory
 from server_app.results import Results
 from strategies.journal import Progress
@@ -202,9 +202,12 @@ def test_a_key_that_an_older_run_lacks_had_its_default(values, tmp_path):
     assert run(values | {"rounds": 2, "resume": str(directory)}) == directory
 
 
-def test_a_damaged_checkpoint_is_named(values, tmp_path):
+def test_a_damaged_file_is_named(values, tmp_path):
     values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path / "state")}
     directory = run(values | {"rounds": 2}, stop_after=(1, True))
+    (directory / "base-model.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"base-model\.json can't be read"):
+        check_base_model(directory, {})
     file = directory / "checkpoints" / "round-0001.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ConfigError, match=r"round-0001\.safetensors can't be read"):

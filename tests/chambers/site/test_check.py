@@ -1,6 +1,5 @@
 """``chambers site check``: each problem has a line that names it and says what to do."""
 
-import os
 import shutil
 import socket
 import sqlite3
@@ -28,7 +27,7 @@ from chambers.__main__ import main
 from chambers.site.authority import open_authority
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest, fingerprint
-from tests.chambers.conftest import refused, told, wait_for
+from tests.chambers.conftest import another_user, refused, told, wait_for
 from tests.client_app.worker_process import running_worker
 from tests.conftest import write_rows
 from tests.gguf_files import write_gguf
@@ -121,18 +120,6 @@ def at_coordinator(capsys, site, port, *words, **changed):
     return run(capsys, *given, *words)
 
 
-@contextmanager
-def another_user():
-    """Read files as a user who is not root, if this process is root."""
-    own = os.geteuid()
-    if own == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(own)
-
-
 def test_a_coordinator_that_is_ready(capsys, site, checkpoint):
     with proxy(site.folder) as port:
         status, output = at_coordinator(capsys, site, port, "--model", checkpoint)
@@ -221,7 +208,8 @@ def test_tls_errors_name_the_cure(capsys, site, tmp_path):
 
 
 def test_addresses_that_do_not_answer(capsys, site):
-    assert "HOST:PORT is expected" in at_institution(capsys, site, 0, superlink="localhost")
+    for address in ("localhost", "bad host:8443", "localhost:99999"):
+        assert f"{address} is not an address" in at_institution(capsys, site, 0, superlink=address)
     output = at_institution(capsys, site, 0, superlink="no-such-host.invalid:443")
     assert "the name no-such-host.invalid is unknown here" in output
     with socket.create_server(("127.0.0.1", 0)) as server:
