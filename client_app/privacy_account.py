@@ -84,7 +84,7 @@ class PrivacyAccount:
             nonlocal spent
             spent = self._check(_read(lines), steps)
 
-        self._log.append({**about, **_line(steps)}, check)
+        self._log.append({**about, **account_line(steps)}, check)
         return spent
 
     def check(self, steps: PrivateSteps) -> None:
@@ -116,7 +116,8 @@ class PrivacyAccount:
         return max(0, bisect_right(range(steps.steps), self._epsilon, key=total) - 1)
 
 
-def _line(steps: PrivateSteps) -> dict[str, Any]:
+def account_line(steps: PrivateSteps) -> dict[str, Any]:
+    """Return what a line of the account says of steps."""
     return {key.replace("_", "-"): value for key, value in asdict(steps).items()}
 
 
@@ -130,6 +131,6 @@ def _read(lines: Iterable[Mapping[str, Any]]) -> list[PrivateSteps]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise PolicyError(
-            "the site's privacy account has a line that is none, so it is not known what is left "
-            "of its ε; restore the file from a copy"
+            "the site's privacy account has a line that is not an entry, so that the ε that is "
+            "left can't be computed; restore the file (docs/operations.md)"
         ) from error

@@ -11,7 +11,7 @@ from flwr.common.logger import log
 from client_app import policy as checks
 from client_app.audit import AuditLog, describe
 from client_app.institution import Institution
-from client_app.privacy_account import PrivacyAccount, PrivateSteps, private_steps
+from client_app.privacy_account import PrivacyAccount, PrivateSteps, account_line, private_steps
 from finetuning.data.tokenization import Example
 from strategies.messages import Instruction, InstructionError
 from strategies.run_config import RunConfig, Scalar
@@ -90,7 +90,8 @@ class Site:
         assert self.privacy is not None
         steps = private_steps(self.privacy, config.train, institution.size)
         spent = PrivacyAccount(self.privacy).spend(steps, self.about)
-        self.record("privacy", epsilon=spent, delta=self.privacy.delta, steps=steps.steps)
+        # With everything that the account says, which can so be restored.
+        self.record("privacy", epsilon=spent, delta=self.privacy.delta, **account_line(steps))
         return steps
 
     def check_steps(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from strategies.journal import Progress
 from strategies.messages import ARRAYS, CONFIG, METRICS, SIZE, to_arrays
 from strategies.participants import RefusedError, TooFewClientsError
 from strategies.run_config import parse_run_config
+from tests.chambers.site.deployment import documented
 from tests.finetuning.data.templates import THINKING
 from tests.strategies.grids import same, start
 
@@ -140,6 +142,21 @@ def test_the_run_s_seed_does_not_determine_a_private_adapter(settings, client_fo
     audit = lines(file.with_name("audit.jsonl"))
     first, second = (e["epsilon"] for e in audit if e["event"] == "privacy")
     assert second > first
+
+
+def test_a_lost_account_is_written_again_from_the_audit_log(
+    settings, client_folders, policy, tmp_path
+):
+    file, one_round = policy(30.0, "state"), settings | {"rounds": 1}
+    _, _, restore = documented("Back up and restore")
+    for _ in range(2):
+        start(one_round, Sites(one_round, client_folders, {"alpha": file}), MemoryJournal())
+        file.with_name("privacy.jsonl").unlink()
+        subprocess.run(["bash", "-ec", restore], cwd=tmp_path, check=True)
+    audit = lines(file.with_name("audit.jsonl"))
+    assert [e["epsilon"] for e in audit if e["event"] == "privacy"][1] == pytest.approx(
+        epsilon([PrivateSteps(4 / 24, 2.0, 12)], 1e-3)
+    )
 
 
 def test_a_proximal_term_spends_no_more_since_it_depends_on_no_row(
