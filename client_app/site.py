@@ -14,6 +14,7 @@ from client_app.institution import Institution
 from client_app.privacy_account import PrivacyAccount, PrivateSteps, account_line, private_steps
 from finetuning.data.tokenization import Example
 from strategies.messages import Instruction, InstructionError
+from strategies.node_config import check_keys
 from strategies.run_config import RunConfig, Scalar
 from strategies.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_policy
 
@@ -177,9 +178,10 @@ def open_site(message: Message, node: Mapping[str, Scalar]) -> Site:
     """Read the policy that the SuperNode's configuration names.
 
     Raises:
-        PolicyError: It is named, and missing or malformed.
+        PolicyError: It is named, and missing or malformed; or the configuration has other keys.
 
     """
+    check_keys(node)
     about: dict[str, Any] = {
         "client": str(node.get("name", "")),
         # Flower calls the same handler for "train" and "train.default".

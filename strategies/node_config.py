@@ -1,4 +1,4 @@
-"""What a SuperNode's configuration says about the institution: its name, and where its rows are."""
+"""What a SuperNode's configuration says about the institution: its name, and where files are."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,6 +6,26 @@ from pathlib import Path
 from finetuning.data.rows import DataError
 from strategies.messages import is_name
 from strategies.run_config import Scalar
+from strategies.site_policy import PolicyError
+
+_KEYS = ("name", "data-path", "policy", "worker")
+# Flower's own, in simulations.
+_PARTITION_KEYS = ("partition-id", "num-partitions")
+
+
+def check_keys(node: Mapping[str, Scalar]) -> None:
+    """Check that all keys are known: a policy whose key is misspelled would be ignored.
+
+    Raises:
+        PolicyError: Some aren't.
+
+    """
+    unknown = sorted(node.keys() - {*_KEYS, *_PARTITION_KEYS})
+    if unknown:
+        raise PolicyError(
+            f"--node-config has unknown keys ({', '.join(unknown)}); the keys are "
+            f"{', '.join(_KEYS)} (docs/policy.md)"
+        )
 
 
 def name_and_data_path(node: Mapping[str, Scalar]) -> tuple[str, Path]:

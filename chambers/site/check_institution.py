@@ -22,7 +22,7 @@ from chambers.site.registration import is_registered
 from chambers.site.report import Report
 from chambers.site.ssh_keys import read_private_key
 from finetuning.data.rows import DataError, find_parts, read_rows
-from strategies.node_config import name_and_data_path
+from strategies.node_config import check_keys, name_and_data_path
 from strategies.run_config import Scalar
 from strategies.site_policy import PolicyError, read_policy
 from strategies.worker_socket import WorkerError, connected_worker
@@ -145,14 +145,17 @@ def _node(node_config: str) -> Mapping[str, Scalar]:
 
 
 def _policy(node_config: str) -> str:
-    """Check the policy that the node config names."""
-    file = str(_node(node_config).get("policy", ""))
-    if not file:
-        raise CommandError(
-            "--node-config names no policy, so that a run config may ask for anything: write one, "
-            'see docs/policy.md, and add policy="/srv/chambers/policy.toml"'
-        )
+    """Check the node config's keys, and the policy that it names."""
+    node = _node(node_config)
     try:
+        check_keys(node)
+        file = str(node.get("policy", ""))
+        if not file:
+            raise CommandError(
+                "--node-config names no policy, so that a run config may ask for anything: write "
+                'one, see docs/policy.md, and add policy="/srv/chambers/policy.toml" (without '
+                'spaces around "=")'
+            )
         read_policy(file)
     except PolicyError as error:
         raise CommandError(str(error)) from error

@@ -64,6 +64,12 @@ def test_a_policy_that_is_named_and_missing_refuses_everything(site, path):
         assert "policy" in site.refusal(kind)
 
 
+def test_a_misspelled_key_of_the_node_config_refuses_everything(site):
+    site.node["polciy"] = site.node.pop("policy")
+    for kind in ("query", "train", "evaluate"):
+        assert "unknown keys (polciy); the keys are name, data-path, policy" in site.refusal(kind)
+
+
 @given(st.text())
 def test_any_text_is_a_policy_or_is_refused_in_words(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "any.toml"

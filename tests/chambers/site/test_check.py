@@ -262,7 +262,10 @@ def test_trusted_entities(capsys, site, tmp_path):
 
 
 def test_policy(capsys, site):
-    assert "names no policy" in at_institution(capsys, site, 1, node_config='name="court"')
+    for node in ('name="court"', f'name="court" policy = "{site.policy}"'):
+        assert "names no policy" in at_institution(capsys, site, 1, node_config=node)
+    node = f'name="court" polciy="{site.policy}"'
+    assert "unknown keys (polciy)" in at_institution(capsys, site, 1, node_config=node)
     site.policy.write_text("most-round = 5\n")
     assert "most-round: unknown key" in at_institution(capsys, site, 1)
 
