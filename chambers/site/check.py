@@ -54,6 +54,9 @@ class Check:
     model: Annotated[
         str, option("Base model of the planned run, which must be here.", "NAME_OR_PATH")
     ] = ""
+    task: Annotated[
+        str, option("Task in whose format the rows are (data.task of the planned run).", "TASK")
+    ] = ""
     coordinator: Annotated[
         Path | None, option("Check the coordinator, with its certificates.", "FOLDER")
     ] = None
@@ -98,6 +101,7 @@ class Check:
             trusted_file=self._path("trusted_entities") if self.trusted_entities else None,
             node_config=self.node_config,
             model_name=self.model,
+            task=self.task,
         )
 
     def _path(self, name: str) -> Path:

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 from flwr.common.config import parse_config_args
+from pydantic import ValidationError
 
 from chambers.errors import CommandError
 from chambers.site.authority import read_certificate
@@ -21,7 +22,9 @@ from chambers.site.connection import clock, filtered, healthy, lasting
 from chambers.site.registration import is_registered
 from chambers.site.report import Report
 from chambers.site.ssh_keys import read_private_key
-from finetuning.data.rows import DataError, find_parts, read_rows
+from finetuning.data.rows import DataError, find_parts
+from finetuning.settings import DataSettings
+from finetuning.tasks.reading import held_out_part, read_task_rows
 from strategies.node_config import check_keys, name_and_data_path
 from strategies.run_config import Scalar
 from strategies.site_policy import PolicyError, read_policy
@@ -37,6 +40,7 @@ def check_institution(
     trusted_file: Path | None,
     node_config: str,
     model_name: str,
+    task: str,
 ) -> None:
     """Check the way to the coordinator, keys, policy, data, model and machine.
 
@@ -48,6 +52,7 @@ def check_institution(
         trusted_file: Keys whose signatures of releases are accepted; None if any code is.
         node_config: The SuperNode's node config, as on its command line.
         model_name: Name or folder of a base model; empty to leave it out.
+        task: Task in whose format the rows are; empty if they are in none's.
 
     """
     report.line(_lasting, authority)
@@ -61,7 +66,7 @@ def check_institution(
             report.line(_registered, superlink, authority, key_file)
     report.line(_trusted, trusted_file)
     report.line(_policy, node_config)
-    report.line(_data, node_config)
+    report.line(_data, node_config, task)
     report.line(_worker, node_config)
     if model_name:
         report.line(model, model_name)
@@ -121,8 +126,9 @@ def _trusted(file: Path | None) -> str:
         raise CommandError(f"{file} is not YAML: {error}") from error
     if not isinstance(entities, dict) or not entities:
         raise CommandError(
-            f"{file} names no key, so that Flower refuses to start or runs any code: add the line "
-            "that chambers site signing-key has printed for your reviewer"
+            f"{file} names no key: the SuperNode refuses to start if it is empty, and runs any "
+            "code if it is {}; add the line that chambers site signing-key has printed for your "
+            "reviewer"
         )
     for name, line in entities.items():
         try:
@@ -162,17 +168,24 @@ def _policy(node_config: str) -> str:
     return f"{file} is a policy"
 
 
-def _data(node_config: str) -> str:
+def _data(node_config: str, task: str) -> str:
     """Check the name and the rows that the node config names."""
     try:
+        settings = DataSettings.model_validate({"task": task})
+    except ValidationError as error:
+        raise CommandError(f"--task {task}: {error.errors()[0]['msg']}") from error
+    try:
         name, path = name_and_data_path(_node(node_config))
-        train, test = find_parts(path)
-        rows = len(read_rows(train))
+        train, test = find_parts(path, held_out_part(settings))
+        rows = len(read_task_rows(train, settings))
         held_out = (
-            f"{len(read_rows(test))} held-out rows" if test else "no held-out rows of its own"
+            f"{len(read_task_rows(test, settings))} held-out rows"
+            if test
+            else "no held-out rows of its own"
         )
     except DataError as error:
-        raise CommandError(str(error)) from error
+        advice = "" if task else "\n  (if the planned run sets data.task, add --task)"
+        raise CommandError(f"{error}{advice}") from error
     return f"{name}: {rows} training rows and {held_out} in {path}"
 
 

@@ -1,5 +1,6 @@
 """``chambers site check``: each problem has a line that names it and says what to do."""
 
+import json
 import shutil
 import socket
 import sqlite3
@@ -281,6 +282,13 @@ def test_data_and_model(capsys, site, checkpoint, tmp_path):
     assert "has no train.jsonl" in found(f'name="court" data-path="{tmp_path}"')
     (site.data / "train.jsonl").write_text('{"instruction": "a"}\n')
     assert "train.jsonl" in found(f'name="court" data-path="{site.data}"')
+    row = {"question": "is it a tax?", "passage": "It is.", "idx": 0, "label": True}
+    for part in ("train", "val"):
+        (site.data / f"{part}.jsonl").write_text(f"{json.dumps(row)}\n")
+    assert "add --task" in at_institution(capsys, site, 1)
+    output = at_institution(capsys, site, 1, "--task", "boolq")
+    assert "court: 1 training rows and 1 held-out rows in" in output
+    assert "--task none: Input should be" in at_institution(capsys, site, 1, "--task", "none")
     output = at_institution(capsys, site, 1, "--model", tmp_path / "none")
     assert "no config.json in" in output
     file = write_gguf(checkpoint, tmp_path / "model.gguf")
