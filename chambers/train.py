@@ -45,6 +45,9 @@ class Train:
     Settings are files and single keys; keys take precedence. docs/configuration.md describes every
     key. Relative paths are relative to the current folder. The last lines of the output name the
     folder with the results. docs/deployment.md describes runs of real institutions.
+
+    Flower's SuperLink listens on loopback, without authentication: as long as the command runs,
+    other users of this machine can run code as you.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     settings: Annotated[

@@ -207,7 +207,7 @@ def check_counts(
 
 
 def _check_privacy(config: RunConfig) -> None:
-    """Check that no ε is claimed for what has none, whatever the strategy."""
+    """Refuse settings for which differential privacy doesn't hold, whatever the strategy."""
     require(
         not config.evaluate.shown,
         f"evaluate.show-answers = {config.evaluate.show_answers}",
