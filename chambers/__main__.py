@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (CommandError, OSError) as error:
-        reason = described(error) if isinstance(error, OSError) else error
+        reason = described(error) if isinstance(error, OSError) else str(error)
         print(f"{name}: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
