@@ -48,16 +48,24 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
 
 
 def check(policy: SitePolicy, config: RunConfig) -> None:
-    """Check where importance is computed.
+    """Check whether the site trains with its own importance, and from how many rows.
 
     Raises:
         PolicyError: The policy doesn't allow it.
 
     """
+    if not computes_importance(config, "train"):
+        return
     require(
-        policy.privacy.epsilon is None or not computes_importance(config, "train"),
+        policy.privacy.epsilon is None,
         'continual.importance = "client"',
         "privacy.epsilon: the site's own importance has no noise, and would steer its training",
+    )
+    used = config.continual.importance_examples
+    require(
+        used >= policy.fewest_examples,
+        f"continual.importance-examples = {used}",
+        f"fewest-examples = {policy.fewest_examples}",
     )
 
 

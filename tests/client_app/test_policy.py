@@ -97,6 +97,11 @@ REFUSED_RUNS = [
         {"train.local-steps": 3, "train.batch-size": 1, "train.accumulation": 1},
         "too few of its rows (fewest-examples = 4)",
     ),
+    (
+        "fewest-examples = 6",
+        {"continual.importance": "client", "continual.importance-examples": 5},
+        "continual.importance-examples = 5 (fewest-examples = 6)",
+    ),
     ("", {"evaluate.generate": True}, "evaluate.generate = true (generation = false)"),
     ("generation = true", SHOWING, "evaluate.show-answers = 1 (show-answers = false)"),
     (
@@ -211,13 +216,6 @@ def test_a_malformed_instruction_is_refused_with_a_policy_or_without(site, field
             'importance in evaluate messages (strategy = "fedjudge-base" with ',
         ),
         (
-            "fewest-examples = 6",
-            "train",
-            {"continual.importance": "client", "continual.importance-examples": 5},
-            {"round": 2, "importance": True},
-            "importance with too few",
-        ),
-        (
             "",
             "train",
             {"strategy": "fedjudge-base", "continual.importance": "client"},
@@ -274,6 +272,9 @@ def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(s
     for request in ({"losses": True}, {"importance": True}):
         assert METRICS in site.ask("evaluate", **request).content
     assert "importance with too few" in site.refusal("evaluate", changed=few, importance=True)
+    # Four of the 20 examples, which are not of four rows.
+    own = {"continual.importance": "client", "continual.importance-examples": 4}
+    assert "importance with too few" in site.refusal("train", changed=own, importance=True)
     # Four examples, in the third round from fewer rows.
     one_step = {"train.local-steps": 1, "train.batch-size": 4}
     assert ARRAYS in site.ask("train", changed=one_step).content
