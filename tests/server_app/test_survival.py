@@ -97,7 +97,11 @@ def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(valu
     values |= {"train.local-steps": 1}
     here = values | {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
     there = values | {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
-    directory = kill_while_writing(there, "round-0001.safetensors")
+    # On a busy machine the signal may come when it has been written.
+    for _ in range(5):
+        directory = kill_while_writing(there, "round-0001.safetensors")
+        if checkpoints(directory) == [0]:
+            break
     assert checkpoints(directory) == [0]
     assert unfinished(directory)
     assert serve(there | {"resume": str(directory)}) == directory
