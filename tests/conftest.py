@@ -136,6 +136,25 @@ def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("deep"), blocks=4)
 
 
+@pytest.fixture(scope="session")
+def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a SentencePiece model with as many pieces as the checkpoints have tokens."""
+    from sentencepiece import SentencePieceTrainer
+
+    prefix = tmp_path_factory.mktemp("sentencepiece") / "tokenizer"
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(WORDS * 20),
+        model_prefix=str(prefix),
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        vocab_size=320,
+        minloglevel=2,
+    )
+    return prefix.with_suffix(".model")
+
+
 def write_checkpoint(directory: Path, blocks: int) -> Path:
     """Write a Llama of small random blocks, with a byte-level BPE tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

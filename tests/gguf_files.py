@@ -7,6 +7,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from safetensors.numpy import load_file
+from sentencepiece import SentencePieceProcessor
 
 _NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -32,6 +33,7 @@ def write_gguf(
     architecture: str = "llama",
     left_out: str = "",
     chat_template: str = "",
+    sentencepiece: Path | None = None,
 ) -> Path:
     """Write a Llama checkpoint as a GGUF file.
 
@@ -42,6 +44,7 @@ def write_gguf(
         architecture: Name of the architecture that the file claims.
         left_out: GGUF's name of a tensor that is left out.
         chat_template: Chat template; empty for none.
+        sentencepiece: SentencePiece model in place of the checkpoint's tokenizer.
 
     """
     config = json.loads((checkpoint / "config.json").read_text())
@@ -56,7 +59,10 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
-    _add_tokenizer(writer, json.loads((checkpoint / "tokenizer.json").read_text()))
+    if sentencepiece:
+        _add_sentencepiece(writer, SentencePieceProcessor(model_file=str(sentencepiece)))
+    else:
+        _add_tokenizer(writer, json.loads((checkpoint / "tokenizer.json").read_text()))
     if chat_template:
         writer.add_chat_template(chat_template)
     for name, value in load_file(checkpoint / "model.safetensors").items():
@@ -89,3 +95,22 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: dict) -> None:
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     writer.add_pad_token_id(0)
     writer.add_eos_token_id(1)
+
+
+def _add_sentencepiece(writer: GGUFWriter, tokenizer: SentencePieceProcessor) -> None:
+    pieces = range(tokenizer.vocab_size())
+    kinds = []
+    for piece in pieces:
+        if tokenizer.is_control(piece):
+            kinds.append(TokenType.CONTROL)
+        elif tokenizer.is_unknown(piece):
+            kinds.append(TokenType.UNKNOWN)
+        else:
+            kinds.append(TokenType.BYTE if tokenizer.is_byte(piece) else TokenType.NORMAL)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([tokenizer.id_to_piece(piece) for piece in pieces])
+    writer.add_token_scores([tokenizer.get_score(piece) for piece in pieces])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(tokenizer.bos_id())
+    writer.add_eos_token_id(tokenizer.eos_id())
+    writer.add_add_bos_token(True)

@@ -3,14 +3,12 @@
 import shutil
 
 import pytest
-from sentencepiece import SentencePieceTrainer
 
 from finetuning.settings import ModelSettings
 from split.model.exactness import check_exactness
 from split.model.partition import partition_of
 from split.settings import SplitSettings
 from tests.chambers.conftest import refused, told
-from tests.conftest import WORDS
 from tests.finetuning.conversion.originals import (
     BAICHUAN,
     CHATGLM,
@@ -21,27 +19,13 @@ from tests.finetuning.conversion.originals import (
 )
 
 
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("sentencepiece") / "tokenizer"
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(WORDS * 20),
-        model_prefix=str(prefix),
-        model_type="bpe",
-        byte_fallback=True,
-        vocab_size=400,
-        minloglevel=2,
-    )
-    return prefix.with_suffix(".model")
-
-
 @pytest.fixture(params=["Baichuan-7B", "ChatGLM3-6B"])
-def original(request, tmp_path, vocabulary):
+def original(request, tmp_path, sentencepiece_file):
     config, shapes = BAICHUAN, baichuan_shapes
     if request.param == "ChatGLM3-6B":
         config, shapes = CHATGLM, chatglm_shapes
     folder = write(tmp_path / "original", config, draw(shapes(config)))
-    shutil.copy(vocabulary, folder)
+    shutil.copy(sentencepiece_file, folder)
     return request.param, folder
 
 

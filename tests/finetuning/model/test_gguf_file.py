@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetuning.adapters.model_card import model_card
@@ -44,6 +45,16 @@ def test_it_computes_what_the_checkpoint_does(checkpoint, tmp_path):
     assert base.tokenizer.chat_template == template
     assert client_parameters(file) == client_parameters(checkpoint)
     assert client_parameters(file, 1) == client_parameters(checkpoint, 1)
+
+
+def test_a_sentencepiece_tokenizer_is_read(checkpoint, sentencepiece_file, tmp_path):
+    """As Llama 2 and Gemma have one."""
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", sentencepiece=sentencepiece_file)
+    tokenizer = load_base_model(ModelSettings(name=str(file))).tokenizer
+    original = SentencePieceProcessor(model_file=str(sentencepiece_file))
+    for text in ("the court holds", "naïve § 12", "two\nlines", "法院"):
+        assert tokenizer(text)["input_ids"] == [original.bos_id(), *original.encode(text)]
+    assert tokenizer.eos_token == "</s>"
 
 
 def test_its_quantisation_is_named(checkpoint, tmp_path):
