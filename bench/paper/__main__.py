@@ -45,13 +45,11 @@ def main() -> None:
     cells = _cells_of(chosen, size)
     if arguments.all and not arguments.sheets:
         cells = [cell for cell in cells if not isinstance(cell, SheetsCell)]
-    cell_folder = CellFolder(folder / "cells")
-    if arguments.document:
-        cell_folder.restore(read_record(arguments.document, arguments.size))
+    recorded = read_record(arguments.document, arguments.size) if arguments.document else []
     measuring = Measuring(
         size=size,
         sources=Sources(arguments.data, arguments.models, tuple(arguments.sheets)),
-        folder=cell_folder,
+        folder=CellFolder(folder / "cells", recorded),
         processes=arguments.processes,
     )
     try:
@@ -74,7 +72,7 @@ def _run(
     size, folder = _size(arguments), arguments.folder / arguments.size
     records = [record for record in known.values() if record is not None]
     missing = [cell for cell, record in known.items() if record is None]
-    print(f"{len(records)} of {len(known)} measurements are in {folder}", flush=True)
+    print(f"{len(records)} of {len(known)} measurements are known", flush=True)
     done = _write_complete(chosen, size=size, records=records, folder=folder, done=set())
     _record(arguments, records)
     remaining = dict.fromkeys(missing)

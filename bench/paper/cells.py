@@ -204,21 +204,23 @@ class CellFolder:
 
     Args:
         directory: The folder.
+        recorded: Records of cells that need no file.
 
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, recorded: Iterable[Record] = ()) -> None:
         self.directory = directory
+        self._recorded = {name_of(record["cell"]): record for record in recorded}
 
     def read(self, cell: Cell, settings: Mapping[str, Any]) -> Record | None:
-        """Return a cell's record, unless there is none or one with other settings."""
+        """Return a cell's record with these settings, or None if there is none."""
         file = self._file(described(cell))
-        if not file.is_file():
-            return None
-        record: Record = json.loads(file.read_text(encoding="utf-8"))
+        found = [json.loads(file.read_text(encoding="utf-8"))] if file.is_file() else []
+        if recorded := self._recorded.get(name_of(described(cell))):
+            found.append(recorded)
         # Through JSON, so that tuples equal the lists that were read.
-        same = record["settings"] == json.loads(json.dumps(dict(settings)))
-        return record if same else None
+        own = json.loads(json.dumps(dict(settings)))
+        return next((record for record in found if record["settings"] == own), None)
 
     def write(
         self, cell: Cell, settings: Mapping[str, Any], result: Result, seconds: float
@@ -231,18 +233,9 @@ class CellFolder:
             "result": result,
             "seconds": round(seconds, 1),
         }
-        self._keep(record)
-        return record
-
-    def restore(self, records: Iterable[Record]) -> None:
-        """Write the files of recorded cells that have none."""
-        for record in records:
-            if not self._file(record["cell"]).is_file():
-                self._keep(record)
-
-    def _keep(self, record: Record) -> None:
         with replacing(self._file(record["cell"])) as aside:
             aside.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+        return record
 
     def _file(self, description: Mapping[str, Any]) -> Path:
         return self.directory / f"{name_of(description)}.json"

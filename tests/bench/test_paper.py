@@ -111,9 +111,9 @@ def test_cells_are_kept_until_their_settings_change(size, sources, tmp_path):
     other = size.model_copy(update={"fl_glm": own})
     changed = Measuring(other, sources, CellFolder(tmp_path), processes=1)
     assert changed.known([cell]) == {cell: None}
-    elsewhere = CellFolder(tmp_path / "elsewhere")
-    elsewhere.restore([record])
-    assert Measuring(size, sources, elsewhere, processes=1).known([cell]) == {cell: record}
+    again = CellFolder(tmp_path, recorded=[record])
+    again.write(cell, settings | {"dtype": "bfloat16"}, {"loss": 3.0}, seconds=2.0)
+    assert Measuring(size, sources, again, processes=1).known([cell]) == {cell: record}
 
 
 def test_tables_and_figures_share_their_cells():
