@@ -1,10 +1,12 @@
 """The number of actors of a simulation: Ray processes in which its clients take turns."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 
 from chambers.errors import CommandError
 from finetuning.model.checkpoint import client_parameters
@@ -20,28 +22,32 @@ _MORE_THAN_CORES, _MOST_AT_ONCE = 4, 32
 
 @dataclass(frozen=True)
 class Machine:
-    """The cores and the memory that a simulation may use.
+    """What a simulation may use of a machine.
 
     Attributes:
         cores: Number of CPU cores.
         memory: Available memory in bytes.
+        gpus: Number of GPUs that PyTorch can use.
 
     """
 
     cores: int
     memory: int
+    gpus: int = 0
 
 
 def this_machine() -> Machine:
-    """Return the cores and the available memory of this machine."""
+    """Return the cores, the available memory and the GPUs of this machine."""
     count = getattr(os, "process_cpu_count", os.cpu_count)  # the first from Python 3.13 on
-    return Machine(count() or 1, psutil.virtual_memory().available)
+    memory = psutil.virtual_memory().available
+    return Machine(count() or 1, memory, torch.cuda.device_count())
 
 
 def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     """Return the number of actors of a simulation.
 
-    Clients that need not train at once take turns on as many actors as cores and memory allow.
+    Clients that need not train at once take turns on as many actors as cores and memory allow, and
+    on one for each GPU if there are GPUs.
 
     Args:
         config: Configuration of the run.
@@ -56,7 +62,7 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     weights = _weight_bytes(config)
     in_memory = max(1, (machine.memory - _REST_BYTES) // (_ACTOR_BYTES + weights))
     if not _all_at_once(config):
-        return min(clients, machine.cores, in_memory)
+        return min(clients, machine.gpus or machine.cores, machine.cores, in_memory)
     by_flower = min(machine.cores + _MORE_THAN_CORES, _MOST_AT_ONCE)
     if clients > min(in_memory, by_flower):
         what = f'split.schedule = "{config.split.schedule}"'
@@ -69,6 +75,16 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
             'split.schedule = "serial"'
         )
     return clients
+
+
+def gpus_of_each(actors: int, gpus: int) -> float:
+    """Return how many GPUs each actor is given: one, or a share of one if there are more actors.
+
+    Ray gives an actor no part of a second GPU. It counts in units of 0.0001.
+    """
+    if not gpus:
+        return 0.0
+    return 10_000 // math.ceil(actors / gpus) / 10_000
 
 
 def _all_at_once(config: RunConfig) -> bool:

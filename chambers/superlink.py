@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import tomli_w
 
+from chambers.actors import gpus_of_each
 from chambers.errors import CommandError
 from strategies.run_config import Scalar
 
@@ -109,6 +110,7 @@ def run_app(
     run_config: Mapping[str, Scalar],
     supernodes: int | None = None,
     actors: int | None = None,
+    gpus: int = 0,
 ) -> str:
     """Run the app, streaming its log.
 
@@ -118,6 +120,7 @@ def run_app(
         run_config: Settings that differ from the app's own run config.
         supernodes: Number of simulated SuperNodes; None if they are real.
         actors: Number of actors that these share; None for one each.
+        gpus: Number of GPUs that the actors share.
 
     Returns:
         ``"finished:completed"``, or the status and, after a colon, the reason of a run that did not
@@ -131,11 +134,14 @@ def run_app(
     config.write_text(tomli_w.dumps(dict(run_config)), encoding="utf-8")
     command = ["flwr", "run", str(app), "--stream", "--run-config", str(config)]
     if supernodes is not None:
-        # One actor per CPU that Ray is told of. By default Flower gives each client 2 CPUs.
+        actors = actors or supernodes
+        # One actor per CPU that Ray is told of. By default Flower gives each client 2 CPUs, and
+        # hides the GPUs from all.
         command += [
             "--federation-config",
             f"num-supernodes={supernodes} client-resources-num-cpus=1 "
-            f"init-args-num-cpus={actors or supernodes}",
+            f"client-resources-num-gpus={gpus_of_each(actors, gpus)} "
+            f"init-args-num-cpus={actors} init-args-num-gpus={gpus}",
         ]
     started = subprocess.run(command, env=superlink.environment, check=False)
     if started.returncode != 0:
@@ -143,13 +149,14 @@ def run_app(
     return _status(superlink)
 
 
-def simulate(config: Mapping[str, Scalar], clients: int, actors: int, home: Path) -> int:
+def simulate(config: Mapping[str, Scalar], clients: int, actors: int, gpus: int, home: Path) -> int:
     """Run the app in simulation, showing its log, and end every process of it.
 
     Args:
         config: Settings that differ from the app's own run config.
         clients: Number of simulated clients.
         actors: Number of actors that the clients share.
+        gpus: Number of GPUs that the actors share.
         home: Folder for Flower's own files of the run.
 
     Returns:
@@ -170,6 +177,7 @@ def simulate(config: Mapping[str, Scalar], clients: int, actors: int, home: Path
                 run_config=config,
                 supernodes=clients,
                 actors=actors,
+                gpus=gpus,
             )
     except KeyboardInterrupt:
         print("interrupted; every process of the run has been ended", file=sys.stderr)

@@ -81,14 +81,21 @@ class Train:
             if config.min_nodes > clients:
                 raise CommandError(f"min-nodes = {config.min_nodes}, and --clients {clients}")
             _check_model(config)
-            actors = count_actors(config, clients, this_machine())
+            machine = this_machine()
+            actors = count_actors(config, clients, machine)
             check_inputs(config, clients)
         except (ConfigError, DataError) as error:
             raise CommandError(str(error)) from error
         if actors < clients:
             print(f"{clients} clients take turns on {actors} actors", file=sys.stderr)
         with tempfile.TemporaryDirectory(prefix="chambers-") as home:
-            return simulate(config=values, clients=clients, actors=actors, home=Path(home))
+            return simulate(
+                config=values,
+                clients=clients,
+                actors=actors,
+                gpus=machine.gpus,
+                home=Path(home),
+            )
 
 
 def read_settings(settings: list[str]) -> dict[str, Any]:

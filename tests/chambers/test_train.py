@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from chambers.__main__ import main
-from chambers.actors import Machine, count_actors, this_machine
+from chambers.actors import Machine, count_actors, gpus_of_each, this_machine
 from chambers.errors import CommandError
 from finetuning.model.checkpoint import client_parameters
 from strategies.run_config import parse_run_config
@@ -188,6 +188,17 @@ def test_actors_are_bounded_by_cores_and_memory(settings, clients, cores, gib, e
         return
     with pytest.raises(CommandError, match=expected):
         count_actors(config, clients, machine)
+
+
+def test_clients_share_gpus():
+    """Those that take turns have one each; those that train at once have equal shares."""
+    machine = Machine(cores=16, memory=2**40, gpus=2)
+    assert count_actors(parse_run_config({}), 5, machine) == 2
+    together = {"strategy": "fl-glm", "split.schedule": "client-batch"}
+    assert count_actors(parse_run_config(together), 5, machine) == 5
+    assert gpus_of_each(actors=2, gpus=2) == gpus_of_each(actors=1, gpus=2) == 1
+    assert gpus_of_each(actors=5, gpus=2) == 0.3333
+    assert gpus_of_each(actors=5, gpus=0) == 0
 
 
 def test_larger_models_leave_room_for_fewer_actors(deep_checkpoint):
