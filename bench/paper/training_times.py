@@ -95,7 +95,11 @@ def machine() -> str:
 
 
 def _use_one_core() -> None:
-    """Bind all threads of this process, and those that they start, to the same core."""
+    """Bind all threads of this process, and those that they start, to the same core.
+
+    PyTorch computes in one thread each: several would wait for each other, spinning, on that core.
+    """
+    torch.set_num_threads(1)
     core = {max(os.sched_getaffinity(0))}
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), core)
