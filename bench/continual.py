@@ -20,6 +20,7 @@ import os
 import signal
 import tomllib
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest, fingerprint
 from strategies.run_config import ConfigError, parse_run_config
 
+_LIBRARIES = ("torch", "transformers", "peft")
 _PRESET = Path(__file__).parent.parent / "presets" / "demo.toml"
 
 
@@ -74,8 +76,7 @@ def main() -> None:
     with replacing(experiment.folder / "table.md") as aside:
         aside.write_text(text)
     if arguments.record:
-        model = digest(fingerprint(locate(experiment.values["model.name"])))
-        record = recorded(experiment.values, model, rows, results)
+        record = recorded(experiment.values, _circumstances(experiment), rows, results)
         with replacing(arguments.record) as aside:
             aside.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     print(text, end="")
@@ -139,7 +140,8 @@ def _claim(experiment: Experiment) -> None:
         SystemExit: The folder's results have other settings.
 
     """
-    file, values = experiment.folder / "settings.json", dict(experiment.values)
+    file = experiment.folder / "settings.json"
+    values = dict(experiment.values) | _circumstances(experiment)
     if not file.is_file():
         with replacing(file) as aside:
             aside.write_text(json.dumps(values, indent=1) + "\n")
@@ -150,6 +152,14 @@ def _claim(experiment: Experiment) -> None:
             f"{experiment.folder} has results with other settings ({', '.join(odd)} differ); name "
             "another folder"
         )
+
+
+def _circumstances(experiment: Experiment) -> dict[str, Any]:
+    """Return what results depend on beside the run config: the base model, and versions."""
+    return {
+        "model digest": digest(fingerprint(locate(experiment.values["model.name"]))),
+        "versions": {library: version(library) for library in _LIBRARIES},
+    }
 
 
 if __name__ == "__main__":

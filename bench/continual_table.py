@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +55,23 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
 
 
 def recorded(
-    settings: Mapping[str, Any], model_digest: str, rows: Sequence[Row], results: Results
+    settings: Mapping[str, Any],
+    circumstances: Mapping[str, Any],
+    rows: Sequence[Row],
+    results: Results,
 ) -> dict[str, Any]:
     """Return everything that `document` shows, for a JSON file.
 
     Args:
         settings: The run config of all runs.
-        model_digest: The base model's (`finetuning.model.fingerprint.digest`).
+        circumstances: The ``model digest`` of the base model, and ``versions`` of libraries.
         rows: As for `table`.
         results: As for `table`.
 
     """
     return {
         "settings": {key: _without_place(value) for key, value in settings.items()},
-        "model digest": model_digest,
-        "versions": {library: version(library) for library in ("torch", "transformers", "peft")},
+        **circumstances,
         "rows": [list(row) for row in rows],
         "results": [
             {"importance": importance, "lambda": weight, "seeds": own}

@@ -44,9 +44,9 @@ class ClientState:
             aside.mkdir(parents=True)
             save_file(adapter, aside / "adapter.safetensors")
             save_file(optimizer, aside / "optimizer.safetensors")
-        for old in self._rounds():
-            if old <= round_number - _KEPT_ROUNDS:
-                shutil.rmtree(self._round(old))
+        # Those that exist: after a round without this client, an older one is the last but one.
+        for old in sorted(self._rounds())[:-_KEPT_ROUNDS]:
+            shutil.rmtree(self._round(old))
 
     def describe(
         self, config: Mapping[str, Any], base: str, fingerprint: Mapping[str, str]

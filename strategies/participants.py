@@ -2,12 +2,13 @@
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 
 from flwr.app import ArrayRecord, Message, MessageType, RecordDict
 from flwr.common.logger import log
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from finetuning.model.fingerprint import digest
@@ -57,8 +58,8 @@ class Participant:
     withholds: bool
 
 
-def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, str]:
-    """Wait until ``minimum`` SuperNodes are connected; return since when each of them is.
+def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, NodeInfo]:
+    """Wait until ``minimum`` SuperNodes are connected; return all that are, by id.
 
     Raises:
         TooFewClientsError: Fewer are connected after ``timeout`` seconds.
@@ -66,7 +67,7 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, str]:
     """
     end = time.monotonic() + timeout
     announced = -1
-    while len(nodes := {n.node_id: n.last_activated_at for n in grid.get_nodes()}) < minimum:
+    while len(nodes := {node.node_id: node for node in grid.get_nodes()}) < minimum:
         if time.monotonic() >= end:
             raise TooFewClientsError(
                 f"{len(nodes)} SuperNodes were connected after {timeout:g} s (node-timeout), and "
@@ -114,7 +115,7 @@ class Participants:
         """
         nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
         self._registered, problems = self._query(grid, nodes, self._config.reply_timeout)
-        self._queried = nodes
+        self._queried = _connected_since(nodes)
         if problems:
             lines = "".join(f"\n  {name}: {problem}" for name, problem in problems.items())
             raise RefusedError(f"training can't start:{lines}")
@@ -135,13 +136,18 @@ class Participants:
 
         """
         nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
-        newcomers = [node for node, since in nodes.items() if self._queried.get(node) != since]
-        self._queried = nodes
+        since = _connected_since(nodes)
+        newcomers = {n: node for n, node in nodes.items() if self._queried.get(n) != since[n]}
+        self._queried = since
         if not newcomers:
             return {}
         self._instruction = replace(self._instruction, round=finished_rounds)
         joined, problems = self._query(grid, newcomers, self._config.node_timeout)
-        self._registered |= joined
+        # A client whose SuperNode has another id now is not asked twice when the old one returns.
+        names = {p.name for p in joined.values()}
+        self._registered = {
+            node: p for node, p in self._registered.items() if p.name not in names
+        } | joined
         for participant in joined.values():
             log(INFO, "%s joins with %d examples", participant.name, participant.examples)
         for name, problem in problems.items():
@@ -218,7 +224,7 @@ class Participants:
         }
 
     def _query(
-        self, grid: Grid, nodes: Iterable[int], wait: float
+        self, grid: Grid, nodes: Mapping[int, NodeInfo], wait: float
     ) -> tuple[dict[int, Participant], dict[str, str]]:
         """Query nodes for name, data size and base model; return participants and problems."""
         content = RecordDict({CONFIG: self._instruction.to_record()})
@@ -243,6 +249,7 @@ class Participants:
                 reply=reply,
                 name=name,
                 taken={other for number, other in names.items() if number != node},
+                assigned=nodes[node].name,
                 fingerprint=self.fingerprint,
             )
             if problem is None:
@@ -262,6 +269,10 @@ class Participants:
         for node in sorted(silent - self._registered.keys()):
             problems[f"node {node}"] = f"no answer within {wait:g} s"
         return participants, problems
+
+
+def _connected_since(nodes: Mapping[int, NodeInfo]) -> dict[int, str]:
+    return {number: node.last_activated_at for number, node in nodes.items()}
 
 
 def _name(reply: Message) -> str:

@@ -65,7 +65,7 @@ def reason_to_refuse(
 
 
 def reason_to_refuse_registration(
-    reply: Message, name: str, taken: set[str], fingerprint: Mapping[str, str]
+    reply: Message, name: str, taken: set[str], assigned: str, fingerprint: Mapping[str, str]
 ) -> str | None:
     """Return why a client can't take part, or None if it can.
 
@@ -73,6 +73,8 @@ def reason_to_refuse_registration(
         reply: Reply to a query message.
         name: Name in the reply.
         taken: Names of other clients.
+        assigned: Name under which the coordinator has registered the SuperNode's key; empty if it
+            has none.
         fingerprint: Fingerprint of what the client must hold of the base model; an empty digest is
             unknown.
 
@@ -83,6 +85,11 @@ def reason_to_refuse_registration(
         return (
             f"the name {printable(name, 64)!r} must be letters, digits, spaces, '.', '_' or '-' "
             "(at most 64)"
+        )
+    if assigned and name != assigned:
+        return (
+            f"its SuperNode is registered as {assigned!r} (flwr supernode register --name), and "
+            f"its name is {name!r}; give both the same"
         )
     # Names become folders, and some file systems don't distinguish upper and lower case.
     if name.casefold() in {other.casefold() for other in taken}:

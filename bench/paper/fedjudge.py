@@ -63,7 +63,7 @@ def _tables(size: Size, results: Results) -> Document:
     notes = [
         _about_training(size),
         published("fedjudge-table2").note,
-        _about_rows(size, next(own[0] for own in found.values() if own)),
+        _about_rows(size, next(own[0] for own in reversed(found.values()) if own)),
         *_about_penalty(size, found["fedjudge-cl"]),
     ]
     difference = _difference(found["fedjudge-cl"], found["fedjudge-base"])

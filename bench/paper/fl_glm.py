@@ -14,6 +14,7 @@ from bench.paper.fl_glm_values import (
     MAIN,
     MAJORITY,
     NAMES,
+    PAPERS_MODEL,
     ROUGE,
     base_model,
     loss,
@@ -95,7 +96,7 @@ def table8(size: Size, results: Results) -> Document:
     how = f"{with_clients(size)}, {ADAPTERS[own.period_adapter]}"
     periods = " and ".join(str(period) for period in sorted(own.periods))
     notes = [
-        base_model(size.models.english),
+        f"{base_model(size.models.english)} {PAPERS_MODEL}",
         f"Periods are in steps of a client: {periods} stand for the paper's "
         f"{' and '.join(map(str, _PERIODS))}. MultiRC: F1a; others: accuracy.",
         published("fl-glm-table8").note,

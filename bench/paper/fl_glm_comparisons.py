@@ -110,10 +110,13 @@ def table5(size: Size, results: Results) -> Document:
     more = _losses_and_rows(size, results, tasks, size.models.chat, "lora")
     notes = [
         f"{base_model(size.models.chat)} The paper's is Llama2-7B-Chat.",
-        "Prompts are those of table 1 in the model's chat template.",
+        "Prompts are those of table 1 in the model's chat template; the paper's are in Meta's "
+        "instruction templates.",
     ]
     if size.models.chat == size.models.english:
-        notes.append("The model is that of table 1: the tables differ by the adapter alone.")
+        notes.append(
+            "The model is that of table 1: the tables differ by the adapter and its training."
+        )
     return Document([Table(title, ["", *columns], rows, notes), *more])
 
 

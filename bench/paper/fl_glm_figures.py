@@ -9,6 +9,7 @@ from bench.paper.fl_glm_values import (
     ADAPTERS,
     MAIN,
     NAMES,
+    PAPERS_MODEL,
     base_model,
     metrics,
     percent,
@@ -79,7 +80,10 @@ def figures6to8(size: Size, results: Results) -> Document:
 
 def _about_model(size: Size) -> str:
     adapter = ADAPTERS[size.fl_glm.period_adapter]
-    return f"{base_model(size.models.english)} Adapter: {adapter}. Rows and questions: table 8's."
+    return (
+        f"{base_model(size.models.english)} Adapter: {adapter}. {PAPERS_MODEL} Rows and questions: "
+        "table 8's."
+    )
 
 
 def _curve(

@@ -68,6 +68,9 @@ def losses_lowered(results: Results, trained: Sequence[TaskCell]) -> list[str]:
     return [f"{text}; it is not after: {'; '.join(others)}." if others else f"{text}."]
 
 
+PAPERS_MODEL = "The paper's is ChatGLM-6B with P-tuning v2."
+
+
 def base_model(name: str) -> str:
     """Return a sentence with the base model."""
     return f"Base model: {name}."

@@ -139,7 +139,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return texts
 
     def _settings(self, settings: Mapping[str, Any], stops: Sequence[str]) -> dict[str, Any]:
-        own = dict(settings) if settings["do_sample"] else dict(GREEDY)
+        own = dict(settings) if settings["do_sample"] else {**settings, **GREEDY}
         return {**own, "stop_strings": list(stops), "tokenizer": self.tokenizer}
 
     def _loglikelihood_tokens(

@@ -177,19 +177,22 @@ def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[C
     examples, _ = tokenize(rows, tokenizer, _NO_LIMIT)
     marks = torch.tensor(sorted(tokenizer.added_tokens_decoder))
     found = iter(
-        _continuation(row, example, marks) for row, example in zip(rows, examples, strict=True)
+        _continuation(row, example, marks, tokenizer)
+        for row, example in zip(rows, examples, strict=True)
     )
     return [[next(found) for _ in question.candidates] for question in questions]
 
 
-def _continuation(row: Row, example: Example, marks: torch.Tensor) -> Continuation:
+def _continuation(row: Row, example: Example, marks: torch.Tensor, tokenizer: Any) -> Continuation:
     answer = example.tokens[example.is_target]
     others = (~torch.isin(answer, marks)).nonzero()
     if not len(others):
         raise DataError(f"{row.origin}: an answer has no tokens")
-    return Continuation(
-        context=example.tokens[: example.prompt_length], answer=answer[: int(others[-1]) + 1]
-    )
+    end = int(others[-1]) + 1
+    # Some chat templates put white space in front of the end mark.
+    while end > 1 and not tokenizer.decode(answer[end - 1 : end]).strip():
+        end -= 1
+    return Continuation(context=example.tokens[: example.prompt_length], answer=answer[:end])
 
 
 def _choose(model: Scoring, padding: int, prepared: Prepared, most_tokens: int) -> Answers:

@@ -203,10 +203,14 @@ class TrainingRound:
                 raise ProtocolError(
                     f"{name} = {value}, and the client's number of examples allows {most}"
                 )
-        if plan.first_step + plan.steps > plan.total_steps:
+        # With client-batch the body's learning rate follows these numbers.
+        if (
+            plan.first_step * largest.steps != largest.first_step * plan.steps
+            or plan.total_steps * largest.steps < largest.total_steps * plan.steps
+        ):
             raise ProtocolError(
-                f"{plan.steps} steps from step {plan.first_step} are more than total_steps = "
-                f"{plan.total_steps}"
+                f"first_step = {plan.first_step} and total_steps = {plan.total_steps} are not "
+                f"those of a run with {plan.steps} steps in every round"
             )
         self.plan = plan
         self.state = State.BETWEEN_STEPS

@@ -1,7 +1,7 @@
 """A cap on one client's share, relative to the other clients' median (``split.share-cap``)."""
 
 from collections.abc import Mapping
-from statistics import median
+from statistics import median_high
 
 # Smaller measures don't enter the median: such a client has nothing to train.
 _NEGLIGIBLE = 1e-12
@@ -12,8 +12,9 @@ class ShareCap:
 
     The measure is a root mean square. A client's present measure is compared with the median, over
     all *other* clients, of their measures over the whole round so far. This median depends neither
-    on a single micro-batch nor on the client itself. With three clients or more, a single
-    dishonest one can therefore neither exceed the cap nor lower it for the others. With two clients
+    on a single micro-batch nor on the client itself; of an even number it is the larger of the two
+    in the middle. With three clients or more, a single dishonest one can therefore neither exceed
+    the cap nor lower it for the others. With two clients
     it can't be known which of them is wrong: the larger is scaled down to the multiple of the
     smaller.
 
@@ -55,7 +56,7 @@ class ShareCap:
         for client, square in squares.items():
             others = [u for name, u in usual.items() if name != client and u > _NEGLIGIBLE]
             measure = (square / counts[client]) ** 0.5
-            most = self._multiple * median(others) if others else measure
+            most = self._multiple * median_high(others) if others else measure
             factors[client] = most / measure if measure > most else 1.0
             if not others and measure > _NEGLIGIBLE:
                 total, count = self._unchecked.get(client, (0.0, 0.0))
@@ -82,7 +83,7 @@ class ShareCap:
             return 1.0
         squares, counts = zip(*self._unchecked.values(), strict=True)
         measure = (sum(squares) / sum(counts)) ** 0.5
-        factor: float = min(1.0, self._multiple * median(others) / measure)
+        factor: float = min(1.0, self._multiple * median_high(others) / measure)
         for client in self._unchecked:
             self._squares[client] *= factor**2
         self.end_step()

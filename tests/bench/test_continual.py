@@ -82,7 +82,8 @@ def test_the_record_is_shown_with_what_its_intervals_say(tmp_path):
         ("server", 0.2): results(0.2, 2.5, 2.61, 2.7),
     }
     settings = {"model.name": str(tmp_path / "smollm2"), "rounds": 3, "train.local-steps": 5}
-    record = json.loads(json.dumps(recorded(settings, "f" * 64, rows, by_weight)))
+    about = {"model digest": "f" * 64, "versions": {"torch": "2.13.0"}}
+    record = json.loads(json.dumps(recorded(settings, about, rows, by_weight)))
     assert str(tmp_path) not in json.dumps(record)
     shown = document(record)
     assert table(rows, by_weight) in shown

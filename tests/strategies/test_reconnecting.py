@@ -1,5 +1,6 @@
 """SuperNodes that were restarted and kept their ids, as those with node keys do."""
 
+import pytest
 from flwr.proto.node_pb2 import NodeInfo
 
 from bench.in_process import MemoryJournal
@@ -13,9 +14,13 @@ class Restarting(SpyingGrid):
     def __init__(self, values, nodes, before_training):
         super().__init__(values, self.without_a_second_answer, nodes)
         self.since, self.before_training = {1: "first", 2: "first"}, before_training
+        self.names = {}  # under which the coordinator has registered them
 
     def get_nodes(self):
-        return [NodeInfo(node_id=n, last_activated_at=time) for n, time in self.since.items()]
+        return [
+            NodeInfo(node_id=n, last_activated_at=time, name=self.names.get(n))
+            for n, time in self.since.items()
+        ]
 
     def get_node_ids(self):
         return list(self.since)
@@ -34,12 +39,67 @@ class Restarting(SpyingGrid):
         return super().send_and_receive(messages)
 
 
-def test_one_that_was_restarted_is_asked_again(values, tmp_path):
-    """Beta's data changes, and gamma connects with malformed data; later both are restarted."""
+@pytest.fixture
+def nodes(tmp_path):
+    """Return SuperNodes of three clients; the last one is beta's, too."""
     data = tmp_path / "data"
     for name in ("alpha", "beta", "gamma"):
         write_rows(data / name / "train.jsonl", 12, seed=0)
         write_rows(data / name / "test.jsonl", 2, seed=1)
+    names = ("alpha", "beta", "gamma", "beta")
+    return {n: {"name": name, "data-path": str(data / name)} for n, name in enumerate(names, 1)}
+
+
+@pytest.fixture
+def own(values, tmp_path):
+    """Return the settings of a run with at least one client in each of four rounds."""
+    values = values | {"strategy": "fedjudge-base", "rounds": 4, "min-nodes": 1}
+    values |= {"node-timeout": 1e-3, "state-path": str(tmp_path / "state")}
+    return values | {"evaluate.every": 4, "train.local-steps": 1}
+
+
+def participants(journal):
+    return [event["participants"] for event in journal.events if event["event"] == "round"]
+
+
+def test_one_with_a_new_id_takes_the_place_of_the_old_one(own, nodes):
+    """Beta comes back as node 4; when node 2 returns as well, beta is still asked once."""
+
+    def change(grid, number):
+        if number == 1:
+            del grid.since[2]
+            grid.since[4] = "second"
+        if number == 2:
+            grid.since[2] = "third"
+
+    grid, journal = Restarting(own, nodes, change), MemoryJournal()
+    start(own, grid, journal)
+    assert participants(journal)[1:] == [["alpha", "beta"]] * 3
+    (refused,) = (event for event in journal.events if event["event"] == "refused")
+    assert "another SuperNode is named 'beta'" in refused["left_out"][0]["reason"]
+    trained = [m for m in grid.sent if m.metadata.message_type == "train"]
+    assert [m.metadata.dst_node_id for m in trained][2:] == [1, 4] * 3
+
+
+def test_nobody_takes_the_name_of_another_registered_institution(own, nodes):
+    """While beta is away, gamma says that it is beta."""
+
+    def change(grid, number):
+        if number == 1:
+            del grid.since[2]
+            grid.since[4] = "second"
+
+    grid, journal = Restarting(own, nodes, change), MemoryJournal()
+    grid.names = {1: "alpha", 2: "beta", 4: "gamma"}
+    start(own, grid, journal)
+    assert participants(journal)[1:] == [["alpha"]] * 3
+    (refused,) = (event for event in journal.events if event["event"] == "refused")
+    assert "its SuperNode is registered as 'gamma'" in refused["left_out"][0]["reason"]
+
+
+def test_one_that_was_restarted_is_asked_again(own, nodes, tmp_path):
+    """Beta's data changes, and gamma connects with malformed data; later both are restarted."""
+    data = tmp_path / "data"
     good = (data / "gamma" / "train.jsonl").read_text()
     (data / "gamma" / "train.jsonl").write_text('{"instruction": "a"}\n')
 
@@ -53,16 +113,14 @@ def test_one_that_was_restarted_is_asked_again(values, tmp_path):
         if number == 3:
             grid.since[2] = "fourth"  # and is not heard when it is asked
 
-    nodes = {
-        number: {"name": name, "data-path": str(data / name)}
-        for number, name in enumerate(("alpha", "beta", "gamma"), start=1)
-    }
-    own = values | {"strategy": "fedjudge-base", "rounds": 4, "min-nodes": 1, "node-timeout": 1e-3}
-    own |= {"state-path": str(tmp_path / "state"), "evaluate.every": 4, "train.local-steps": 1}
     grid, journal = Restarting(own, nodes, change), MemoryJournal()
     start(own, grid, journal)
-    rounds = [event["participants"] for event in journal.events if event["event"] == "round"]
-    assert rounds == [["alpha"], ["alpha"], ["alpha", "beta", "gamma"], ["alpha", "beta", "gamma"]]
+    assert participants(journal) == [
+        ["alpha"],
+        ["alpha"],
+        ["alpha", "beta", "gamma"],
+        ["alpha", "beta", "gamma"],
+    ]
     (refused,) = (event for event in journal.events if event["event"] == "refused")
     assert refused["round"] == 2 and refused["left_out"][0]["client"] == "gamma (node 3)"
     assert grid.queries() == [1, 2, 3, 2, 3, 2]

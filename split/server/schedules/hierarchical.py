@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from finetuning.adapters.adapter import State
+from finetuning.training.optimization import OptimizerState
 from split.protocol.errors import ProtocolError
 from split.protocol.frames import check_size
 from split.protocol.training import RoundPlan
@@ -54,6 +55,8 @@ class Hierarchical:
         self._steps: dict[str, int] = {}
         self._gathered: dict[int, dict[str, State]] = {}
         self._averages: dict[str, State] = {}  # by client; removed when the client takes its own
+        self._keeps_optimizers = False
+        self._before: dict[str, OptimizerState] = {}  # optimizers of clients in their round
         self._due: dict[str, int] = {}  # step after which each client averages next
         self._changed = threading.Condition()
         self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
@@ -69,6 +72,7 @@ class Hierarchical:
         """
         with self._changed:
             self._weights = dict(weights)
+            self._keeps_optimizers = keep_optimizers
             self._steps, self._due, self._gathered, self._averages = {}, {}, {}, {}
             self._barrier.begin(weights)
         for client in weights:
@@ -102,10 +106,18 @@ class Hierarchical:
                 except RuntimeError:
                     del self._steps[client]
                     raise
+        if self._keeps_optimizers:
+            self._before[client] = self._adapters[client].export_optimizer()
         return SeparateTrainer(session, self._adapters[client], plan)
 
     def leave(self, client: str, finished: bool) -> None:
-        """Remove a client; the others no longer wait for it, nor average what it handed in."""
+        """Remove a client; the others no longer wait for it, nor average what it handed in.
+
+        The optimizer of one that is not finished is as before: so is that of its head and tail.
+        """
+        before = self._before.pop(client, None)
+        if before is not None and not finished:
+            self._adapters[client].load_optimizer(before)
         with self._changed:
             self._steps.pop(client, None)
             for handed_in in self._gathered.values():

@@ -94,7 +94,8 @@ def test_texts_are_the_same(models):
     texts = ["the court", " ".join(WORDS * 2), "a contract about goods "]
     greedy = {"until": ["e", "\n\n"], "max_gen_toks": 12}
     short = {"until": [], "max_gen_toks": 5, "do_sample": False}
-    asked = requests(*((text, how) for text in texts for how in (greedy, short)))
+    penalised = {"until": [], "max_gen_toks": 8, "repetition_penalty": 1.5}
+    asked = requests(*((text, how) for text in texts for how in (greedy, short, penalised)))
     ours, theirs = (model.generate_until(asked) for model in models)
     assert ours == theirs
     assert len(set(ours)) > 2

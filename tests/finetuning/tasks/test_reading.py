@@ -56,7 +56,10 @@ def test_a_row_becomes_a_question(name, write):
 
 
 def test_a_passage_of_multirc_has_questions_and_answers(write):
-    questions = read_questions(write(ROWS["multirc"]), TASKS["multirc"])
+    row = copy.deepcopy(ROWS["multirc"])
+    answers = row["passage"]["questions"][0]["answers"]
+    answers.append(answers[0] | {"text": ""})  # as the published training part has three times
+    questions = read_questions(write(row), TASKS["multirc"])
     assert [question.prompt for question in questions] == [
         "A ball is thrown. Question: What is thrown? Is it A ball?",
         "A ball is thrown. Question: What is thrown? Is it A stone?",

@@ -133,8 +133,10 @@ def test_a_share_is_capped_by_what_is_usual_of_the_others():
     assert cap.factors({"a": 1.0, "b": 4.0, "c": 99.0**2}, ones) == {
         "a": 1.0,
         "b": 1.0,
-        "c": 15 / 99,
+        "c": 20 / 99,
     }
+    # One that sends almost nothing doesn't lower the others' cap.
+    assert ShareCap(10.0).factors({"a": 49.0, "b": 1.0, "c": 1e-20}, ones)["a"] == 1.0
     # The median doesn't follow a single measure, and a client alone has nobody to outweigh.
     assert cap.factors({"a": 1.0, "b": 1e-30, "c": 1.0}, ones) == dict.fromkeys("abc", 1.0)
     cap.remove("b"), cap.remove("c")

@@ -130,7 +130,7 @@ REFUSED = {
     "more steps than its examples allow": (joined(steps=21, total_steps=21), "steps = 21"),
     "a later step than its rounds allow": (joined(first_step=1), "first_step = 1"),
     "a longer run than its rounds allow": (joined(total_steps=21), "total_steps = 21"),
-    "more steps than its whole run": (joined(total_steps=2), "more than total_steps = 2"),
+    "more steps than its whole run": (joined(total_steps=2), "not those of a run with 3 steps"),
     "more targets than tokens": (counted(targets=17, step_targets=17), "16 tokens has 17 targets"),
     "more targets in a step than fit": (counted(step_targets=2**62), "a step of 4611686"),
     "targets that do not add up": (too_few_targets, "7 targets has 6 after 2 of 2"),
@@ -245,3 +245,16 @@ def test_models_to_evaluate_are_chosen_one_at_a_time(base, beginning):
             while True:
                 model.lane.receive(30.0)
         assert "before the answers" in server.finish_lanes()[0].error
+
+
+def test_a_client_counts_its_steps_from_the_run_s_first_round(base, beginning):
+    """With client-batch, one that begins again would make the body's rate warm up again."""
+    split = split_settings()
+    with serving(base, beginning, split) as server:
+        server.begin_round({"alpha": 9}, 0)
+        invitation = server.invite_to_train("alpha", 2, 0, 60.0)
+        with (
+            Client("alpha", base, split).lane(invitation) as model,
+            pytest.raises(LaneError, match="first_step = 0 and total_steps = 20 are not"),
+        ):
+            model.join(RoundPlan(3, 0, 20, 0), 16, time.monotonic() + 60)

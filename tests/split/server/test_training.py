@@ -201,12 +201,13 @@ def test_optimizers_go_on_or_start_anew(base, beginning):
 
 @pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
 def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule):
-    """Beta leaves in the middle of its third step."""
+    """Beta leaves in the middle of its third step; its own optimizer stays as it was, too."""
     split = split_settings(schedule=schedule)
+    train = TRAIN.model_copy(update={"optimizer_state": "keep"})
     results = []
     for names in (["alpha", "beta", "gamma"], ["alpha", "gamma"]):
         clients = [Client(name, base, split) for name in names]
-        with serving(base, beginning, split) as server:
+        with serving(base, beginning, split, train=train) as server:
             server.begin_round({name: SIZES[name] for name in names}, 0)
             trained = {}
             for client in clients:
@@ -215,8 +216,9 @@ def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule
                 trained |= train_together([client], server, beginning, steps, {}, disturbing)
             accounts = {account.client: account for account in server.finish_lanes()}
             body = server.end_round({name: SIZES[name] for name in ("alpha", "gamma")})
+            optimizers = server.export_optimizers()
         own = {f"{c}/{n}": v for c, state in trained.items() for n, v in state.items()}
-        results.append(body | own)
+        results.append(body | own | optimizers)
         assert [a.client for a in accounts.values() if a.error] == [n for n in names if n == "beta"]
     one, other = results
     assert one.keys() == other.keys()

@@ -1,0 +1,19 @@
+"""What a client keeps of its rounds."""
+
+import torch
+
+from client_app.state import ClientState
+
+
+def test_the_last_two_rounds_with_the_client_are_kept(tmp_path):
+    """Round 2 is without it; when round 3 is lost, its optimizer of round 1 goes on."""
+    state = ClientState(str(tmp_path), "lineage", "alpha")
+    for number in (1, 3):
+        state.forget_from(number)
+        value = {"weight": torch.full((2,), float(number))}
+        state.save(number, value, value)
+    state.forget_from(3)
+    assert state.optimizer(2)["weight"].tolist() == [1.0, 1.0]
+    for number in (3, 4):
+        state.save(number, value, value)
+    assert state.adapter(2) is None
