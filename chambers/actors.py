@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
 from chambers.errors import CommandError
 from finetuning.model.checkpoint import client_parameters
@@ -38,6 +37,8 @@ class Machine:
 
 def this_machine() -> Machine:
     """Return the cores, the available memory and the GPUs of this machine."""
+    import torch
+
     count = getattr(os, "process_cpu_count", os.cpu_count)  # the first from Python 3.13 on
     memory = psutil.virtual_memory().available
     return Machine(count() or 1, memory, torch.cuda.device_count())
