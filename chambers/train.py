@@ -81,9 +81,9 @@ class Train:
             if config.min_nodes > clients:
                 raise CommandError(f"min-nodes = {config.min_nodes}, and --clients {clients}")
             _check_model(config)
-            machine = this_machine()
-            actors = count_actors(config, clients, machine)
             check_inputs(config, clients)
+            machine = this_machine()  # imports PyTorch, which takes seconds
+            actors = count_actors(config, clients, machine)
         except (ConfigError, DataError) as error:
             raise CommandError(str(error)) from error
         if actors < clients:
