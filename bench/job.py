@@ -219,7 +219,7 @@ def serving(
         adapter=job.adapter,
         train=job.train.model_copy(update={"local_steps": job.steps}),
         run="bench",
-        rounds=2,
+        rounds=1,
         longest=job.shape.tokens,
         minimum=clients,
         most_kept=most_kept,
