@@ -138,7 +138,7 @@ class Flood:
 
     def __init__(self, server: RemoteServer, number: int, alone: bool) -> None:
         self._alone = alone
-        spoiling = server.invite_to_train("mallory", number, 0, 60.0)
+        spoiling = server.invite_to_train("mallory", 1, 0, 60.0)  # the server has one round
         self._honest = server.invite_to_train("alpha", number, 0, 60.0)
         self._members = [
             (kind, server.invite_to_evaluate(f"{kind} {i}", number, {"base": None}, 600.0))
