@@ -43,7 +43,8 @@ def main() -> None:
     arguments = _arguments()
     experiment = Experiment(arguments.folder, _settings(arguments))
     seeds = list(range(arguments.seeds))
-    _claim(experiment)
+    provenance = _provenance(experiment)
+    _claim(experiment, provenance)
     with pool(arguments.processes) as executor:
         list(executor.map(partial(first_round, experiment), seeds))
         rows: list[Row]
@@ -76,7 +77,7 @@ def main() -> None:
     with replacing(experiment.folder / "table.md") as aside:
         aside.write_text(text)
     if arguments.record:
-        record = recorded(experiment.values, _circumstances(experiment), rows, results)
+        record = recorded(experiment.values, provenance, rows, results)
         with replacing(arguments.record) as aside:
             aside.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     print(text, end="")
@@ -133,7 +134,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _claim(experiment: Experiment) -> None:
+def _claim(experiment: Experiment, provenance: dict[str, Any]) -> None:
     """Write the settings to the folder, or compare them.
 
     Raises:
@@ -141,7 +142,7 @@ def _claim(experiment: Experiment) -> None:
 
     """
     file = experiment.folder / "settings.json"
-    values = dict(experiment.values) | _circumstances(experiment)
+    values = dict(experiment.values) | provenance
     if not file.is_file():
         with replacing(file) as aside:
             aside.write_text(json.dumps(values, indent=1) + "\n")
@@ -154,8 +155,8 @@ def _claim(experiment: Experiment) -> None:
         )
 
 
-def _circumstances(experiment: Experiment) -> dict[str, Any]:
-    """Return what results depend on beside the run config: the base model, and versions."""
+def _provenance(experiment: Experiment) -> dict[str, Any]:
+    """Return what results depend on besides the run config: the base model, and versions."""
     return {
         "model digest": digest(fingerprint(locate(experiment.values["model.name"]))),
         "versions": {library: version(library) for library in _LIBRARIES},

@@ -56,7 +56,7 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
 
 def recorded(
     settings: Mapping[str, Any],
-    circumstances: Mapping[str, Any],
+    provenance: Mapping[str, Any],
     rows: Sequence[Row],
     results: Results,
 ) -> dict[str, Any]:
@@ -64,14 +64,14 @@ def recorded(
 
     Args:
         settings: The run config of all runs.
-        circumstances: The ``model digest`` of the base model, and ``versions`` of libraries.
+        provenance: The ``model digest`` of the base model, and ``versions`` of libraries.
         rows: As for `table`.
         results: As for `table`.
 
     """
     return {
         "settings": {key: _without_place(value) for key, value in settings.items()},
-        **circumstances,
+        **provenance,
         "rows": [list(row) for row in rows],
         "results": [
             {"importance": importance, "lambda": weight, "seeds": own}

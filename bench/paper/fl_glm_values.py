@@ -25,6 +25,7 @@ MAIN = {"multirc": "f1a", "record": "f1"}
 ROUGE = {"ROUGE-1": "rouge1", "ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}
 ADAPTERS = {"lora": "LoRA", "prefix": "P-tuning v2"}
 BARE, MAJORITY = "bare base model", "most frequent answer"
+PAPERS_MODEL = "The paper's model is ChatGLM-6B, with P-tuning v2."
 LOSS_NOTE = "In nats per token of the right answers and their end marks."
 
 
@@ -66,9 +67,6 @@ def losses_lowered(results: Results, trained: Sequence[TaskCell]) -> list[str]:
     lower = compared - len(others)
     text = f"The held-out loss is lower than the bare model's after {lower} of {compared} trainings"
     return [f"{text}; it is not after: {'; '.join(others)}." if others else f"{text}."]
-
-
-PAPERS_MODEL = "The paper's is ChatGLM-6B with P-tuning v2."
 
 
 def base_model(name: str) -> str:
