@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -30,6 +31,7 @@ from strategies.run_config import ConfigError, RunConfig
 from strategies.run_folder import METRICS, write_status
 from strategies.status import RunStatus
 
+_TRAINED = ".trained"
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizers", "safetensors")
 
 
@@ -113,11 +115,15 @@ class Results:
     def keep_personalised(
         self, client: str, state: State, round_number: int, size: int, file: Path | None = None
     ) -> None:
-        """Save a client's personalised adapter under ``adapters/clients``."""
+        """Save a client's personalised adapter; ``checkpoint`` copies it to ``adapters/clients``.
+
+        So the adapters there are always those of a checkpoint's rounds: if the run ends before the
+        checkpoint and is resumed, the round is repeated, perhaps without this client.
+        """
         self._sizes[client], self._rounds[client] = size, round_number
         title = f"Personalised adapter of {client}"
         self._save_adapter(
-            folder=f"clients/{client}",
+            folder=self._trained(round_number) / client,
             state=state if file is None else file,
             title=title,
             sizes={client: size},
@@ -128,8 +134,10 @@ class Results:
         """Return the round and the adapter of a client that were saved last, or None."""
         if client not in self._rounds:
             return None
-        file = self.directory / "adapters" / "clients" / client / "adapter_model.safetensors"
-        return self._rounds[client], dict(load_file(file))
+        folder = self._trained(self._rounds[client]) / client
+        if not folder.is_dir():
+            folder = self._clients / client
+        return self._rounds[client], dict(load_file(folder / "adapter_model.safetensors"))
 
     def checkpoint(self, progress: Progress, state: State) -> None:
         """Save the global adapter, a checkpoint to resume from, and the report so far.
@@ -141,7 +149,7 @@ class Results:
         rounds = progress.finished_rounds
         if rounds > self._global_round:  # there is another checkpoint when it has been evaluated
             self._save_adapter(
-                folder="global",
+                folder=self.directory / "adapters" / "global",
                 state=state,
                 title="Global adapter",
                 sizes=self._sizes,
@@ -160,12 +168,13 @@ class Results:
             metrics_bytes=recorded,
         )
         save_checkpoint(self.directory, checkpoint)
+        self._publish(rounds)
         with filling(self.directory):
             self._tensorboard.flush()
         write_report(self.directory)
 
     def _save_adapter(
-        self, folder: str, state: State | Path, title: str, sizes: Mapping[str, int], rounds: int
+        self, folder: Path, state: State | Path, title: str, sizes: Mapping[str, int], rounds: int
     ) -> None:
         card = model_card(
             title=title,
@@ -175,16 +184,28 @@ class Results:
             rounds=rounds,
             config=self._config.flat(),
         )
-        save_adapter(
-            directory=self.directory / "adapters" / folder,
-            state=state,
-            config=self._peft_config,
-            card=card,
-        )
+        save_adapter(directory=folder, state=state, config=self._peft_config, card=card)
+
+    @property
+    def _clients(self) -> Path:
+        return self.directory / "adapters" / "clients"
+
+    def _trained(self, round_number: int) -> Path:
+        """Return the folder of a round's personalised adapters until there is its checkpoint."""
+        return self.directory / _TRAINED / str(round_number)
+
+    def _publish(self, finished_rounds: int) -> None:
+        """Copy the finished round's personalised adapters; drop those of one that broke off."""
+        trained = self._trained(finished_rounds)
+        for folder in sorted(trained.glob("*")):
+            with replacing(self._clients / folder.name) as aside:
+                shutil.copytree(folder, aside)
+        shutil.rmtree(trained.parent, ignore_errors=True)
 
     def rewind_to(self, checkpoint: Checkpoint) -> None:
         """Drop everything written after a checkpoint: the resumed run writes it again."""
         remove_unfinished(self.directory)
+        self._publish(checkpoint.progress.finished_rounds)
         self._sizes, self._rounds = dict(checkpoint.sizes), dict(checkpoint.rounds)
         with self._metrics.open("a+b") as metrics:
             metrics.seek(0)

@@ -2,7 +2,7 @@
 
 import ipaddress
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from logging import INFO
@@ -50,6 +50,8 @@ class FLGLM(Rounds):
         self._server: BlockServer
         self._body: State = {}
         self._bodies: dict[str, tuple[int, State | None]] = {}
+        # Why the lanes of the round's training ended early, by client; empty if they didn't.
+        self._ends: dict[str, str] = {}
 
     @staticmethod
     def locate_base_model(config: RunConfig) -> Path:
@@ -92,6 +94,7 @@ class FLGLM(Rounds):
             self._server.rotate_keys()
         seed = derive_seed("stack", self.config.seed, server_round)
         self._server.begin_round(self._participants.asked, seed)
+        self._ends = {}
         for message in messages:
             client = self._participants.recipient_of(message)
             invitation = self._server.invite_to_train(
@@ -212,6 +215,8 @@ class FLGLM(Rounds):
 
     def _end_lanes(self, server_round: int) -> None:
         for account in self._server.finish_lanes():
+            if account.purpose == "train":
+                self._ends[account.client] = account.error
             event = {underscored(k): v for k, v in asdict(account).items()}
             event["error"] = printable(account.error)  # may quote the client
             self._journal.record({"event": "lane", "round": server_round, **event})
@@ -226,6 +231,15 @@ class FLGLM(Rounds):
             self._bodies[client] = (number, take_apart(state, self._partition)["body"])
         own = {"personalised": self._bodies[client]} if client in self._bodies else {}
         return {"global": (server_round, self._body), **own}
+
+    def _unfinished(self, replied: Collection[str]) -> dict[str, str]:
+        # A client replies after the server has confirmed its last step, or it isn't one of ours.
+        ends = {name: self._ends.get(name, "it opened no lane") for name in replied}
+        return {
+            name: f"it replied, but broke off its training: {printable(reason)}"
+            for name, reason in ends.items()
+            if reason
+        }
 
     def _whole(self, averaged: State) -> State:
         return join_adapters([averaged, self._body])

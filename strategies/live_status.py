@@ -66,6 +66,8 @@ class LiveStatus:
             self._status.replied.append(client)
         else:
             self._status.left_out[client] = reason
+            if client in self._status.replied:
+                self._status.replied.remove(client)
         self._show()
 
     def refresh(self, lanes: Callable[[], list[LaneStatus]]) -> None:

@@ -51,6 +51,14 @@ class Replies:
             with filling(self._folder.parent):
                 save_file(from_arrays(arrays), self.file(name), metadata={"format": "pt"})
 
+    def leave_out(self, name: str, reason: str) -> None:
+        """Leave out a client whose reply was added."""
+        del self.metrics[name]
+        self.answers.pop(name, None)
+        self.withheld.pop(name, None)
+        self.left_out[name] = reason
+        self.sort()
+
     def state(self, name: str) -> State:
         """Return a copy of a reply's arrays."""
         return dict(load_file(self.file(name)))

@@ -1,7 +1,7 @@
 """The rounds of all strategies: register, train, average by data size, evaluate, checkpoint."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from logging import INFO, WARNING
@@ -158,6 +158,10 @@ class Rounds(Strategy):
         """
         with Replies(self._journal.scratch) as collected:
             self._collect(collected, replies, self._reference)
+            for name, reason in self._unfinished(list(collected.metrics)).items():
+                collected.leave_out(name, reason)
+                self._status.add(name, reason)
+                log(WARNING, "%s is left out: %s", name, reason)
             self._record_round(server_round, collected)
             sizes, mean = self._participants.asked, WeightedMean()
             for name in collected.metrics:
@@ -301,6 +305,10 @@ class Rounds(Strategy):
     def _lanes(self) -> list[LaneStatus]:
         """Return the progress of clients within a round, if the server knows it."""
         return []
+
+    def _unfinished(self, replied: Collection[str]) -> dict[str, str]:
+        """Return those of the clients with valid replies that broke off, with the reasons."""
+        return {}
 
     def _whole(self, averaged: State) -> State:
         """Return the global adapter from the average of the clients' adapters."""

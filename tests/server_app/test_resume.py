@@ -39,9 +39,12 @@ class Losing(InProcessGrid):
 
 
 def run(
-    values: dict, stop_after: tuple[int, bool] | None = None, kind: type = InProcessGrid
+    values: dict,
+    stop_after: tuple[int, bool] | None = None,
+    kind: type = InProcessGrid,
+    stop_before: int | None = None,
 ) -> Path:
-    """Do what the ServerApp does, until a checkpoint after which the machine stops."""
+    """Do what the ServerApp does, until the machine stops after or before a checkpoint."""
     config = parse_run_config(values)
     base = locate(config.model.name)
     state, peft_config = initial_adapter(
@@ -57,6 +60,8 @@ def run(
     write = results.checkpoint
 
     def stopping(progress, state):
+        if progress.finished_rounds == stop_before:
+            raise PowerFailureError
         write(progress, state)
         if (progress.finished_rounds, progress.evaluated) == stop_after:
             raise PowerFailureError
@@ -142,6 +147,24 @@ def test_resumed_equals_unbroken_after_a_reply_was_lost(values, tmp_path, deep_c
     assert events(unbroken) == events(broken)
     evaluated = [e for e in events(unbroken) if e["event"] == "evaluate" and e["round"] == 2]
     assert ("beta", "personalised") in {(e["client"], e["model"]) for e in evaluated}
+
+
+def test_a_client_that_misses_a_repeated_round_keeps_its_last_adapter(
+    values, tmp_path, deep_checkpoint
+):
+    """What it trained in the round that broke off belongs to no average and no body."""
+    values |= {"strategy": "fl-glm", "model.name": str(deep_checkpoint), "min-nodes": 2}
+    values |= {"split.schedule": "hierarchical", "rounds": 2, "train.local-steps": 2}
+    here = {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
+    there = {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
+    unbroken = run(values | here, kind=Losing)
+    broken = run(values | there, stop_before=2)
+    run(values | there | {"resume": str(broken)}, kind=Losing)
+    one, other = final(unbroken), final(broken)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert events(unbroken) == events(broken)
+    assert not list(broken.rglob(".trained"))
 
 
 def test_a_finished_run_can_have_more_rounds(values, tmp_path):

@@ -16,6 +16,7 @@ from bench.in_process import InProcessGrid, MemoryJournal, run_in_process
 from client_app import fl_glm
 from client_app.institution import open_institution
 from finetuning.model.base_model import BaseModelError
+from split.client.split_model import SplitModel
 from strategies import exchange, live_status
 from strategies.messages import one_line
 from strategies.participants import RefusedError
@@ -173,26 +174,39 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
 
 
 @pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
+@pytest.mark.parametrize(
+    ("replies", "reason"), [(False, "round-timeout"), (True, "it replied, but broke off")]
+)
 def test_a_client_that_breaks_off_is_left_out_and_named(
-    split_values, tmp_path, schedule, monkeypatch
+    split_values, tmp_path, schedule, replies, reason, monkeypatch
 ):
-    """Beta stops in its second round; the others continue."""
+    """Beta stops in its second round, and says so or replies as if it had not; others continue."""
     values = split_values | {"split.schedule": schedule, "min-nodes": 2}
-    train = fl_glm.train_round
+    train, end = fl_glm.train_round, SplitModel.end
+    late = False
 
     def stopping(*, local_round, description, **others):
-        if description == "beta, round 2":
+        nonlocal late
+        late = description == "beta, round 2"
+        if late and not replies:
             local_round = replace(local_round, deadline=0.0)
         return train(local_round=local_round, description=description, **others)
 
+    def breaking_off(model):
+        if late and replies:
+            model.lane.close()
+        else:
+            end(model)
+
     monkeypatch.setattr(fl_glm, "train_round", stopping)
+    monkeypatch.setattr(SplitModel, "end", breaking_off)
     journal = run_in_process(values, tmp_path / "state", 3)
     (last,) = [e for e in journal.events if e["event"] == "round" and e["round"] == 2]
     assert last["participants"] == ["alpha", "gamma"]
     (left_out,) = last["left_out"]
-    assert left_out["client"] == "beta" and "round-timeout" in left_out["reason"]
+    assert left_out["client"] == "beta" and reason in left_out["reason"]
     broken = [e for e in journal.events if e["event"] == "lane" and e["error"]]
-    assert [(e["client"], e["steps"]) for e in broken] == [("beta", 0)]
+    assert [(e["client"], e["steps"] > 0) for e in broken] == [("beta", replies)]
 
 
 def test_an_embedding_and_a_head_alone_have_nothing_to_train(split_values, tmp_path):
