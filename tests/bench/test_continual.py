@@ -2,9 +2,11 @@
 
 import json
 import statistics
+import sys
 
 import pytest
 
+from bench import continual
 from bench.continual_cells import Experiment, calibrate, cell
 from bench.continual_table import document, paired_interval, recorded, table
 from bench.in_process import run_in_process
@@ -39,6 +41,14 @@ def test_the_weight_of_a_share_is_found_and_its_trials_are_kept(experiment):
     assert share == pytest.approx(0.1, rel=0.2)
     assert calibrate(experiment, 0, "server", [0.1]) == {0.1: weight}
     assert json.loads((experiment.folder / "calibration-server.json").read_text()) == trials
+
+
+def test_a_folder_with_results_of_another_model_is_refused(values, tmp_path, monkeypatch):
+    (tmp_path / "settings.json").write_text('{"model digest": "of another"}')
+    command = ["bench.continual", str(tmp_path), "--model", values["model.name"]]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match=r"results with other settings \(.*model digest.* differ"):
+        continual.main()
 
 
 def test_differences_are_paired_by_seed():
