@@ -84,6 +84,7 @@ class Train:
             check_inputs(config, clients)
             machine = this_machine()  # imports PyTorch, which takes seconds
             actors = count_actors(config, clients, machine)
+            make_folders(config)
         except (ConfigError, DataError) as error:
             raise CommandError(str(error)) from error
         if actors < clients:
@@ -155,10 +156,10 @@ def _count_clients(path: str) -> int:
 
 
 def check_inputs(config: RunConfig, clients: int) -> None:
-    """Check the data, adapters and folders the run needs on this machine, before it starts.
+    """Check the data, adapters and the run to resume on this machine, before the run starts.
 
     Raises:
-        CommandError: Something is missing or can't be written to.
+        CommandError: Something is missing.
         ConfigError: The run that is to be resumed can't be, or not with this config.
         DataError: Rows are malformed; the message names files and lines.
 
@@ -169,7 +170,15 @@ def check_inputs(config: RunConfig, clients: int) -> None:
         _check_adapter(Path(config.initial_adapter).expanduser())
     if config.resume:
         check_resumable(Path(config.resume).expanduser(), config)
-    # Last, because this creates folders.
+
+
+def make_folders(config: RunConfig) -> None:
+    """Create the folders that the run writes to; the last check, since the others may refuse it.
+
+    Raises:
+        CommandError: One can't be written to.
+
+    """
     for key, text in (("output-dir", config.output_dir), ("state-path", config.state_path)):
         if text:
             _check_writable(key, Path(text).expanduser())

@@ -48,22 +48,23 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
 
 
 def check(policy: SitePolicy, config: RunConfig) -> None:
-    """Check whether the site trains with its own importance, and from how many rows.
+    """Check whether the site trains with its own importance, and computes it from how many rows.
 
     Raises:
         PolicyError: The policy doesn't allow it.
 
     """
-    if not computes_importance(config, "train"):
+    if config.strategy != "fedjudge-cl":
         return
+    own = computes_importance(config, "train")
     require(
-        policy.privacy.epsilon is None,
+        policy.privacy.epsilon is None or not own,
         'continual.importance = "client"',
         "privacy.epsilon: the site's own importance has no noise, and would steer its training",
     )
     used = config.continual.importance_examples
     require(
-        used >= policy.fewest_examples,
+        used >= policy.fewest_examples or policy.privacy.epsilon is not None,
         f"continual.importance-examples = {used}",
         f"fewest-examples = {policy.fewest_examples}",
     )

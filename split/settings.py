@@ -71,8 +71,9 @@ class SplitSettings(Section):
         10.0,
         ge=1,
         description="With `client-batch`, how many times the median of the other clients' "
-        "gradients one client's may be: per predicted token in the server's blocks, and as the "
-        "norm that it reports. A larger one is scaled down; a smaller one is not changed.",
+        "gradients (of two in the middle, the larger) one client's may be: per predicted token "
+        "in the server's blocks, and as the norm that it reports. A larger one is scaled down; a "
+        "smaller one is not changed.",
     )
     join_timeout: PositiveFloat = Field(
         120.0, description="Seconds that clients averaged together wait for each other to join."

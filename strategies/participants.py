@@ -99,6 +99,8 @@ class Participants:
         self._absent: list[str] = []
         # When the SuperNodes that were queried had connected.
         self._queried: dict[int, str] = {}
+        # Names under which the coordinator has registered keys, of all that have been connected.
+        self._assigned: dict[int, str] = {}
 
     @property
     def base(self) -> str:
@@ -127,6 +129,8 @@ class Participants:
 
         One that has reconnected is asked again: with a node key it keeps its id, and its data or
         name may have changed. If it doesn't answer, or can't take part, its registration stays.
+        Those that can't take part are asked again when another has gone, which may have had their
+        name.
 
         Returns:
             Reasons for refusing clients, by name.
@@ -137,16 +141,21 @@ class Participants:
         """
         nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
         since = _connected_since(nodes)
-        newcomers = {n: node for n, node in nodes.items() if self._queried.get(n) != since[n]}
+        gone = self._registered.keys() & self._queried.keys() - nodes.keys()
+        newcomers = {
+            n: node
+            for n, node in nodes.items()
+            if self._queried.get(n) != since[n] or (gone and n not in self._registered)
+        }
         self._queried = since
         if not newcomers:
             return {}
         self._instruction = replace(self._instruction, round=finished_rounds)
         joined, problems = self._query(grid, newcomers, self._config.node_timeout)
         # A client whose SuperNode has another id now is not asked twice when the old one returns.
-        names = {p.name for p in joined.values()}
+        names = {p.name.casefold() for p in joined.values()}
         self._registered = {
-            node: p for node, p in self._registered.items() if p.name not in names
+            node: p for node, p in self._registered.items() if p.name.casefold() not in names
         } | joined
         for participant in joined.values():
             log(INFO, "%s joins with %d examples", participant.name, participant.examples)
@@ -228,6 +237,7 @@ class Participants:
     ) -> tuple[dict[int, Participant], dict[str, str]]:
         """Query nodes for name, data size and base model; return participants and problems."""
         content = RecordDict({CONFIG: self._instruction.to_record()})
+        self._assigned |= {number: node.name for number, node in nodes.items() if node.name}
         silent = set(nodes)
         ttl = wait * turns(grid, len(silent))
         queries = [Message(content, node, MessageType.QUERY, ttl=ttl) for node in sorted(silent)]
@@ -245,11 +255,13 @@ class Participants:
         for reply in sorted(replies, key=_name):
             node, name = reply.metadata.src_node_id, _name(reply)
             silent.discard(node)
+            assigned = nodes[node].name
+            reserved = {a for n, a in self._assigned.items() if n != node and a != assigned}
             problem = reason_to_refuse_registration(
                 reply=reply,
                 name=name,
-                taken={other for number, other in names.items() if number != node},
-                assigned=nodes[node].name,
+                taken={other for n, other in names.items() if n != node} | reserved,
+                assigned=assigned,
                 fingerprint=self.fingerprint,
             )
             if problem is None:

@@ -3,7 +3,7 @@
 INTRODUCTION = """\
 # How much text can be read from what a client sends
 
-This page is written by `python -m bench.attack --model FOLDER --data generated DATA/BoolQ
+This page is written by `python -m bench.attack --model FOLDER --data generated DATA/superglue/BoolQ
 --document docs` from [`attack.json`](attack.json); a test compares the two.
 [`security.md`](security.md) says what follows from it.
 

@@ -110,7 +110,7 @@ def table5(size: Size, results: Results) -> Document:
     more = _losses_and_rows(size, results, tasks, size.models.chat, "lora")
     notes = [
         f"{base_model(size.models.chat)} The paper's is Llama2-7B-Chat.",
-        "Prompts are those of table 1 in the model's chat template; the paper's are in Meta's "
+        "Prompts are as in table 1, in the model's chat template; the paper's are in Meta's "
         "instruction templates.",
     ]
     if size.models.chat == size.models.english:

@@ -69,7 +69,10 @@ def read_record(docs: Path, size: str) -> list[Record]:
 
 
 def current(records: Sequence[Record], size: Size, artefacts: Sequence[Artefact]) -> list[Record]:
-    """Return the records of artefacts' cells that were measured with the size's settings."""
+    """Return the records of artefacts' cells that were measured with the size's settings.
+
+    Of each task and model, only those of the same data and weights are returned: of what most have.
+    """
     found = {name_of(record["cell"]): record for record in records}
     kept = []
     for cell in dict.fromkeys(cell for artefact in artefacts for cell in artefact.cells(size)):
@@ -78,7 +81,21 @@ def current(records: Sequence[Record], size: Size, artefacts: Sequence[Artefact]
         settings = json.loads(json.dumps(settings_of(cell, size)))
         if record is not None and settings.items() <= record["settings"].items():
             kept.append(record)
-    return kept
+    most: dict[str, Counter[str]] = {}
+    for record in kept:
+        most.setdefault(_subject(record), Counter())[_sources(record)] += 1
+    return [r for r in kept if _sources(r) == most[_subject(r)].most_common(1)[0][0]]
+
+
+def _subject(record: Record) -> str:
+    cell = record["cell"]
+    return " ".join(str(cell.get(key)) for key in ("kind", "task", "model"))
+
+
+def _sources(record: Record) -> str:
+    """Return the digests of what a record was measured with."""
+    digests = {key: record["settings"].get(key) for key in ("model", "encoder digest", "data")}
+    return json.dumps(digests, sort_keys=True)
 
 
 def write_reproduction(docs: Path, artefacts: Sequence[Artefact]) -> None:

@@ -130,7 +130,6 @@ def _lines(file: Path, task: Task) -> list[_Line]:
     lines, problems = parse_rows(
         file, "train", lambda origin, value: _Line(value, task.convert(origin, value))
     )
-    # Two published rows of MultiRC have an empty answer.
     return keep_good(lines, problems, skip_bad=True, path=file)
 
 

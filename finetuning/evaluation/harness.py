@@ -22,6 +22,7 @@ from finetuning.data.candidates import Continuation
 from finetuning.data.rows import DataError
 from finetuning.evaluation.generation import GREEDY, batches_by_length, continue_exactly
 from finetuning.evaluation.log_probabilities import log_probabilities
+from finetuning.model.whole_model import WholeModel
 from finetuning.progress import progress_bar
 from finetuning.tasks.scoring import Model
 
@@ -35,8 +36,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     """A model as the harness sees it, wherever its blocks are computed.
 
     Texts are tokenized and cut as by the harness's own class for Hugging Face models. What is
-    different is that all continuations of a context are computed together, the context once; over
-    a lane it is sent once.
+    different is that all continuations of a context are computed together if they fit, the context
+    once; over a lane it is sent as often as it is computed.
 
     Args:
         model: The model.
@@ -114,17 +115,23 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                     torch.tensor(self.tok_encode(requests[i].args[0])[new - self.max_length :])
                     for i in group
                 ]
-                lengths = [self._model.columns_before + len(prompt) for prompt in prompts]
-                if max(lengths) + new > self._most_tokens:
+                beams = int(settings.get("num_beams") or 1)
+                if beams > 1 and not isinstance(self._model, WholeModel):
                     raise DataError(
-                        f"a prompt of {max(lengths)} tokens takes {max(lengths) + new} with its "
-                        f"answer, and at most {self._most_tokens} can be computed at once"
+                        f"a task searches with {beams} beams (num_beams), which a split model can't"
+                    )
+                lengths = [self._model.columns_before + len(prompt) for prompt in prompts]
+                largest = beams * (max(lengths) + new)
+                if largest > self._most_tokens:
+                    raise DataError(
+                        f"a prompt of {max(lengths)} tokens takes {largest} with its answer, and "
+                        f"at most {self._most_tokens} can be computed at once"
                     )
                 for batch in batches_by_length(
                     lengths=lengths,
                     size=_TEXTS_AT_ONCE,
                     new=new,
-                    most=self._most_tokens,
+                    most=self._most_tokens // beams,
                 ):
                     answers = continue_exactly(
                         model=self._model,

@@ -143,6 +143,8 @@ def multirc(origin: str, value: Any) -> list[Question]:
                     group=f"{origin} {number}",
                 )
             )
+    if not questions:
+        raise DataError("has no answer that is text")
     return questions
 
 

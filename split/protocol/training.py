@@ -201,12 +201,14 @@ class TrainingRound:
             value, most = getattr(plan, name), getattr(largest, name)
             if value > most:
                 raise ProtocolError(
-                    f"{name} = {value}, and the client's number of examples allows {most}"
+                    f"{name} = {value}, and the number of examples that the client reported when "
+                    f"it joined the run allows {most}; it must join again if its data has changed"
                 )
         # With client-batch the body's learning rate follows these numbers.
         if (
-            plan.first_step * largest.steps != largest.first_step * plan.steps
-            or plan.total_steps * largest.steps < largest.total_steps * plan.steps
+            not plan.steps
+            or plan.first_step * largest.steps != largest.first_step * plan.steps
+            or plan.total_steps * largest.steps != largest.total_steps * plan.steps
         ):
             raise ProtocolError(
                 f"first_step = {plan.first_step} and total_steps = {plan.total_steps} are not "

@@ -14,8 +14,9 @@ class ShareCap:
     all *other* clients, of their measures over the whole round so far. This median depends neither
     on a single micro-batch nor on the client itself; of an even number it is the larger of the two
     in the middle. With three clients or more, a single dishonest one can therefore neither exceed
-    the cap nor lower it for the others. With two clients it can't be known which of them is wrong:
-    the larger is scaled down to the multiple of the smaller.
+    the multiple of what is usual of an honest one, nor lower an honest client's cap below the
+    multiple of what is usual of another honest one. With two clients it can't be known which of
+    them is wrong: the larger is scaled down to the multiple of the smaller.
 
     What comes while no other client has been measured is accepted as it is, and compared as soon as
     another one has (``late_factor``).

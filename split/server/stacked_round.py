@@ -79,9 +79,7 @@ class StackedRound:
         with self._lock:
             member = Member(session, plan)
             self._members[member.client] = member
-            # The body's learning rate is that of the client with the longest run.
-            by_length = sorted(self._members.values(), key=lambda m: (m.plan.total_steps, m.client))
-            self._rate = by_length[-1].plan
+            self._choose_rate()
             return member
 
     def forward(self, member: Member, output: HeadOutput) -> None:
@@ -122,6 +120,7 @@ class StackedRound:
         """Remove a member; the others train without it."""
         with self._lock:
             del self._members[member.client]
+            self._choose_rate()
             self._advance()
         self._compute.call(lambda: self._clean(member))
 
@@ -301,6 +300,12 @@ class StackedRound:
             with suppress(LaneError):
                 member.session.lane.send(Kind.STEP, step, fields=fields)
         self._adapters.step(self._rate.first_step + step, self._rate.total_steps)
+
+    def _choose_rate(self) -> None:
+        """Give the body the learning rate of the member with the longest run."""
+        if self._members:
+            longest = max(self._members.values(), key=lambda m: (m.plan.total_steps, m.client))
+            self._rate = longest.plan
 
     def _clean(self, left: Member) -> None:
         """Forget a member that has left, and with the last one the unfinished step."""

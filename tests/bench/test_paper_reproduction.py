@@ -11,7 +11,7 @@ from bench.paper.cells import LIBRARIES, SheetsCell, described
 from bench.paper.fedjudge import cells_of
 from bench.paper.legal import ASKED, CLIENTS, COUNTED, METRICS, MODELS
 from bench.paper.measuring import settings_of
-from bench.paper.report import DOCUMENT, read_record, reproduction, write_record
+from bench.paper.report import DOCUMENT, current, read_record, reproduction, write_record
 from bench.paper.sizes import read_size
 from bench.paper.tables import NOT_RUN
 from tests.bench.pictures_equal import assert_same_picture
@@ -36,6 +36,19 @@ def record_of(cell, result, seconds=60.0):
         "result": result,
         "seconds": seconds,
     }
+
+
+def test_results_of_other_weights_or_data_are_not_put_beside_the_rest():
+    size, records = read_size("small"), read_record(DOCS, "small")
+    (bare,) = (
+        r for r in records if r["cell"].get("task") == "rte" and r["cell"]["method"] == "bare"
+    )
+    for key in ("model", "data"):
+        foreign = bare | {"settings": bare["settings"] | {key: "of another"}}
+        mixed = [foreign if record is bare else record for record in records]
+        shown = current(mixed, size, ARTEFACTS)
+        assert len(shown) == len(current(records, size, ARTEFACTS)) - 1
+        assert foreign not in shown
 
 
 def legal_records(methods, shift=0.0):

@@ -102,6 +102,11 @@ REFUSED_RUNS = [
         {"continual.importance": "client", "continual.importance-examples": 5},
         "continual.importance-examples = 5 (fewest-examples = 6)",
     ),
+    (
+        "fewest-examples = 6",
+        {"continual.importance": "server", "continual.importance-examples": 5},
+        "continual.importance-examples = 5 (fewest-examples = 6)",
+    ),
     ("", {"evaluate.generate": True}, "evaluate.generate = true (generation = false)"),
     ("generation = true", SHOWING, "evaluate.show-answers = 1 (show-answers = false)"),
     (
@@ -206,7 +211,7 @@ def test_a_malformed_instruction_is_refused_with_a_policy_or_without(site, field
             "evaluate",
             {"continual.importance-examples": 1},
             {"importance": True},
-            "importance with too few",
+            "continual.importance-examples = 1 (fewest-examples = 2)",
         ),
         (
             "",

@@ -116,7 +116,7 @@ class Client:
             load_state(model.parameters, {n: state[n] for n in model.parameters})
             longest = max(model.columns_before + len(example.tokens) for example in examples)
             model.join(
-                RoundPlan(steps, 0, STEPS, local_round.seed),
+                RoundPlan(steps, 0, steps, local_round.seed),
                 longest=train.batch_size * longest,
                 deadline=time.monotonic() + 300,
                 average_every=self.split.average_every,
@@ -139,6 +139,7 @@ def serving(
     minimum=1,
     most_kept=MOST_KEPT,
     model=MODEL,
+    rounds=1,
 ):
     partition = partition_of(base, split)
     body = load_parts(model, base, partition, ("body",))["body"]
@@ -149,7 +150,7 @@ def serving(
         adapter=adapter,
         train=train.model_copy(update={"local_steps": STEPS}),
         run="run",
-        rounds=1,
+        rounds=rounds,
         longest=LONGEST,
         minimum=minimum,
         most_kept=most_kept,

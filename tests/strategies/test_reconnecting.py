@@ -15,6 +15,7 @@ class Restarting(SpyingGrid):
         super().__init__(values, self.without_a_second_answer, nodes)
         self.since, self.before_training = {1: "first", 2: "first"}, before_training
         self.names = {}  # under which the coordinator has registered them
+        self.most_answers = 2  # to queries, of each node
 
     def get_nodes(self):
         return [
@@ -29,8 +30,10 @@ class Restarting(SpyingGrid):
         return [m.metadata.dst_node_id for m in self.sent if m.metadata.message_type == "query"]
 
     def without_a_second_answer(self, reply):
-        is_query = reply.metadata.message_type == "query"
-        return None if is_query and self.queries().count(reply.metadata.src_node_id) > 2 else reply
+        if reply.metadata.message_type != "query":
+            return reply
+        asked = self.queries().count(reply.metadata.src_node_id)
+        return None if asked > self.most_answers else reply
 
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
@@ -63,7 +66,10 @@ def participants(journal):
 
 
 def test_one_with_a_new_id_takes_the_place_of_the_old_one(own, nodes):
-    """Beta comes back as node 4; when node 2 returns as well, beta is still asked once."""
+    """Beta comes back as node 4; when node 2 returns as well, beta is still asked once.
+
+    When node 4 goes, node 2 is beta again.
+    """
 
     def change(grid, number):
         if number == 1:
@@ -71,18 +77,29 @@ def test_one_with_a_new_id_takes_the_place_of_the_old_one(own, nodes):
             grid.since[4] = "second"
         if number == 2:
             grid.since[2] = "third"
+        if number == 3:
+            del grid.since[4]
 
     grid, journal = Restarting(own, nodes, change), MemoryJournal()
+    grid.most_answers = 3
     start(own, grid, journal)
     assert participants(journal)[1:] == [["alpha", "beta"]] * 3
     (refused,) = (event for event in journal.events if event["event"] == "refused")
     assert "another SuperNode is named 'beta'" in refused["left_out"][0]["reason"]
     trained = [m for m in grid.sent if m.metadata.message_type == "train"]
-    assert [m.metadata.dst_node_id for m in trained][2:] == [1, 4] * 3
+    assert [m.metadata.dst_node_id for m in trained][2:] == [1, 4, 1, 4, 1, 2]
 
 
-def test_nobody_takes_the_name_of_another_registered_institution(own, nodes):
-    """While beta is away, gamma says that it is beta."""
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gamma", "its SuperNode is registered as 'gamma'"),
+        ("", "another SuperNode is named 'Beta' already"),
+    ],
+)
+def test_nobody_takes_the_name_of_another_registered_institution(own, nodes, name, reason):
+    """While beta is away, one registered as gamma, or without a name, says that it is Beta."""
+    nodes[4]["name"] = "Beta"
 
     def change(grid, number):
         if number == 1:
@@ -90,11 +107,11 @@ def test_nobody_takes_the_name_of_another_registered_institution(own, nodes):
             grid.since[4] = "second"
 
     grid, journal = Restarting(own, nodes, change), MemoryJournal()
-    grid.names = {1: "alpha", 2: "beta", 4: "gamma"}
+    grid.names = {1: "alpha", 2: "beta", 4: name}
     start(own, grid, journal)
     assert participants(journal)[1:] == [["alpha"]] * 3
     (refused,) = (event for event in journal.events if event["event"] == "refused")
-    assert "its SuperNode is registered as 'gamma'" in refused["left_out"][0]["reason"]
+    assert reason in refused["left_out"][0]["reason"]
 
 
 def test_one_that_was_restarted_is_asked_again(own, nodes, tmp_path):

@@ -95,10 +95,17 @@ def test_texts_are_the_same(models):
     greedy = {"until": ["e", "\n\n"], "max_gen_toks": 12}
     short = {"until": [], "max_gen_toks": 5, "do_sample": False}
     penalised = {"until": [], "max_gen_toks": 8, "repetition_penalty": 1.5}
-    asked = requests(*((text, how) for text in texts for how in (greedy, short, penalised)))
+    beams = {"until": [], "max_gen_toks": 4, "num_beams": 2}
+    asked = requests(*((text, how) for text in texts for how in (greedy, short, penalised, beams)))
     ours, theirs = (model.generate_until(asked) for model in models)
     assert ours == theirs
     assert len(set(ours)) > 2
+
+
+def test_a_split_model_has_no_beams(models):
+    split = HarnessModel(None, models[0].tokenizer, most_tokens=200, max_length=LENGTH)
+    with pytest.raises(DataError, match=r"2 beams \(num_beams\), which a split model can't"):
+        split.generate_until(requests(("the court", {"num_beams": 2, "max_gen_toks": 4})))
 
 
 TASK = """

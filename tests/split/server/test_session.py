@@ -247,14 +247,18 @@ def test_models_to_evaluate_are_chosen_one_at_a_time(base, beginning):
         assert "before the answers" in server.finish_lanes()[0].error
 
 
-def test_a_client_counts_its_steps_from_the_run_s_first_round(base, beginning):
+@pytest.mark.parametrize(
+    ("steps", "first", "total"),
+    [(3, 0, 20), (3, 1, 4), (0, 0, 0), (0, 0, 40), (1, 1, 40), (20, 20, 39)],
+)
+def test_a_client_counts_its_steps_from_the_run_s_first_round(base, beginning, steps, first, total):
     """With client-batch, one that begins again would make the body's rate warm up again."""
     split = split_settings()
-    with serving(base, beginning, split) as server:
+    with serving(base, beginning, split, rounds=2) as server:
         server.begin_round({"alpha": 9}, 0)
         invitation = server.invite_to_train("alpha", 2, 0, 60.0)
         with (
             Client("alpha", base, split).lane(invitation) as model,
-            pytest.raises(LaneError, match="first_step = 0 and total_steps = 20 are not"),
+            pytest.raises(LaneError, match=f"first_step = {first} and total_steps = {total} are"),
         ):
-            model.join(RoundPlan(3, 0, 20, 0), 16, time.monotonic() + 60)
+            model.join(RoundPlan(steps, first, total, 0), 16, time.monotonic() + 60)

@@ -201,7 +201,7 @@ def test_optimizers_go_on_or_start_anew(base, beginning):
 
 @pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
 def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule):
-    """Beta leaves in the middle of its third step; its own optimizer stays as it was, too."""
+    """Beta leaves in the middle of its third step."""
     split = split_settings(schedule=schedule)
     train = TRAIN.model_copy(update={"optimizer_state": "keep"})
     results = []
@@ -224,6 +224,25 @@ def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert_nothing_is_left()
+
+
+def test_the_optimizer_of_who_breaks_off_is_that_of_its_last_round(base, beginning):
+    split = split_settings(schedule="hierarchical")
+    train = TRAIN.model_copy(update={"optimizer_state": "keep"})
+    clients = [Client(name, base, split) for name in ("alpha", "beta")]
+    optimizers = []
+    with serving(base, beginning, split, train=train) as server:
+        for disturbing in ({}, {"beta": stop_after(2, 1, "close")}):
+            server.begin_round({client.name: SIZES[client.name] for client in clients}, 0)
+            train_together(clients, server, beginning, {"alpha": 3, "beta": 3}, {}, disturbing)
+            server.finish_lanes()
+            server.end_round({"alpha": 9} if disturbing else {"alpha": 9, "beta": 6})
+            optimizers.append(server.export_optimizers())
+    first, second = optimizers
+    assert first.keys() == second.keys() and any(name.startswith("beta/") for name in first)
+    assert {name.partition("/")[0] for name in first if torch.equal(first[name], second[name])} == {
+        "beta"
+    }
 
 
 def test_who_breaks_off_after_handing_in_is_not_in_the_average(base, beginning):
