@@ -221,6 +221,7 @@ def serving(
         run="bench",
         rounds=1,
         longest=job.shape.tokens,
+        columns=job.shape.columns,
         minimum=clients,
         most_kept=most_kept,
     )

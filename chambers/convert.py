@@ -18,7 +18,7 @@ class Convert:
       chambers convert baichuan-inc/Baichuan-7B ~/models/baichuan-7b
       chambers convert ~/downloads/chatglm3-6b ~/models/chatglm3-6b
 
-    SOURCE is a folder or an id on the Hugging Face hub: Baichuan-7B or Baichuan2-7B, which become
+    SOURCE is a folder or an id on the Hugging Face Hub: Baichuan-7B or Baichuan2-7B, which become
     Llama, or ChatGLM2-6B or ChatGLM3-6B, which become GLM. TARGET is a new folder, for model.name:
     the same tensors in safetensors format, a fast tokenizer, the chat template, and a README.md
     with the digests of the original's files. No code of the original is run. docs/models.md says

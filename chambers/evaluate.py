@@ -2,6 +2,7 @@
 
 import json
 import signal
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from chambers.errors import CommandError
 from chambers.sources import AdapterOptions, BaseModelOptions, option
 from finetuning.data.rows import DataError, find_part
 from finetuning.evaluation.bertscore import Encoder, EncoderError
+from finetuning.files import replacing
 from finetuning.settings import ModelSettings
 from finetuning.tasks.question import Question
 from finetuning.tasks.reading import read_questions
@@ -161,10 +163,8 @@ class Evaluate(BaseModelOptions):
         for name, folder in (("data", self.data), ("include", self.include)):
             if folder and not folder.is_dir():
                 raise CommandError(f"--{name} {folder}: there is no such folder")
-        if self.output and not self.output.absolute().parent.is_dir():
-            raise CommandError(
-                f"--output {self.output}: there is no folder {self.output.absolute().parent}"
-            )
+        if self.output:
+            _check_output(self.output)
         if not self.models and not self.invitation and not self.model:
             raise CommandError("no model is named: add the folder of a run, or a base model")
         return {name: TASKS[name] for name in names if name in TASKS}
@@ -248,9 +248,24 @@ class Evaluate(BaseModelOptions):
             "tasks": scores,
         }
         try:
-            file.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+            with replacing(file.resolve()) as aside:
+                aside.write_text(json.dumps(content, indent=2, ensure_ascii=False), "utf-8")
         except OSError as error:
             raise CommandError(f"--output {file} can't be written: {error.strerror}") from error
+
+
+def _check_output(file: Path) -> None:
+    """Refuse a file that can't be written, before anything is scored."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise CommandError(f"--output {file}: there is no folder {folder}")
+    if file.exists() and not file.is_file():
+        raise CommandError(f"--output {file}: that is no file")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CommandError(f"--output {file} can't be written: {error.strerror}") from error
 
 
 def _name_of(settings: ModelSettings, sources: "dict[str, Source]") -> str:

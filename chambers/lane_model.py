@@ -75,6 +75,11 @@ class LaneModel:
             ) from error
 
     @property
+    def end_tokens(self) -> list[int]:
+        """Tokens at which the checkpoint ends a text."""
+        return self._model.end_tokens
+
+    @property
     def columns_before(self) -> int:
         """Prefix positions before each row's tokens."""
         return self._model.columns_before

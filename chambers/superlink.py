@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -243,6 +244,18 @@ def _await(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
     """End the SuperLink and every process it started, Ray's daemons included."""
+    if threading.current_thread() is not threading.main_thread():
+        return _end_all(process, mark)
+    # Another Ctrl-C would leave processes behind.
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return _end_all(process, mark)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _end_all(process: "subprocess.Popen[bytes]", mark: str) -> None:
     left = _processes_of(mark)
     for other in left:
         with suppress(psutil.NoSuchProcess):

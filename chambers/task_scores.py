@@ -32,9 +32,9 @@ class Scored:
 
     Attributes:
         questions: Each task and its questions, by name.
-        batch_tokens: Maximal number of padded tokens computed at once.
-        prompt_length: Maximal length of a prompt to generate from, in tokens.
-        new_tokens: Maximal length of a generated answer, in tokens.
+        batch_tokens: Maximum number of padded tokens computed at once.
+        prompt_length: Maximum length of a prompt to generate from, in tokens.
+        new_tokens: Maximum length of a generated answer, in tokens.
         encoder: Encoder of BERTScore for generated answers; None for no BERTScore.
         harness: Names and manager of lm-evaluation-harness's tasks, if any.
         limit: Number of rows of each of those tasks; None for all.

@@ -26,7 +26,7 @@ from strategies.run_config import ConfigError, RunConfig, Scalar, parse_run_conf
 _GENERATED_CLIENTS = 3
 _PATHS_OR_NAMES = {"data.path", "model.name"}
 _PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume", "initial-adapter"}
-# "name" or "owner/name", on the Hugging Face hub.
+# "name" or "owner/name", on the Hugging Face Hub.
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -35,7 +35,7 @@ class Train:
     """Train in simulation on this machine.
 
     This is a complete run with all clients on this machine. Without settings, three generated
-    clients fine-tune the embedded tiny model.
+    clients fine-tune the built-in tiny model.
 
     \b
       chambers train presets/demo.toml
@@ -124,7 +124,7 @@ def read_settings(settings: list[str]) -> dict[str, Any]:
     values = presets | keys
     for key in _PATHS & values.keys():
         path = Path(str(values[key])).expanduser()
-        # If no file has this name, it may be on the Hugging Face hub.
+        # If no file has this name, it may be on the Hugging Face Hub.
         if values[key] and (key not in _PATHS_OR_NAMES or path.exists()):
             values[key] = str(path.absolute())
     if (presets | keys).get("model.name") == "tiny":

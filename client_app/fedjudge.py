@@ -20,6 +20,7 @@ from finetuning.adapters.adapter import (
     trainable_parameters,
 )
 from finetuning.data.batching import collate, micro_batches
+from finetuning.data.tokenization import Example
 from finetuning.files import Stamps
 from finetuning.model.base_model import load_base_model, locate
 from finetuning.model.fingerprint import fingerprint
@@ -32,6 +33,12 @@ from finetuning.training.private_gradients import Noise, PrivateGradients, poiss
 from strategies.messages import ARRAYS, IMPORTANCE
 from strategies.run_config import RunConfig
 from strategies.site_policy import PrivacyPolicy, SitePolicy
+
+# Made-up rows of different lengths.
+_TRIAL = [
+    Example(torch.tensor(tokens), torch.tensor([False] + [True] * (len(tokens) - 1)), 1, "", 0)
+    for tokens in ([3, 5, 7, 9], [3, 5])
+]
 
 PenaltyOf = Callable[[Task, WholeModel, Mapping[str, torch.nn.Parameter]], Penalty | None]
 
@@ -107,6 +114,7 @@ def train_adapter(task: Task, penalty_of: PenaltyOf) -> tuple[State, Metrics, Pe
     load_adapter(model.peft_model, task.arrays[ARRAYS])
     parameters = trainable_parameters(model.peft_model)
     penalty = penalty_of(task, model, parameters)
+    optimizer_state = task.saved_optimizer()
     stages: Stages = model
     if terms := task.site.privacy:
         local_round, stages = _privately(task=task, terms=terms, model=model, parameters=parameters)
@@ -120,7 +128,7 @@ def train_adapter(task: Task, penalty_of: PenaltyOf) -> tuple[State, Metrics, Pe
         local_round=local_round,
         settings=task.config.train,
         penalty=penalty,
-        optimizer_state=task.saved_optimizer(),
+        optimizer_state=optimizer_state,
         description=task.title,
     )
     adapter = export_adapter(model.peft_model)
@@ -173,6 +181,9 @@ def _privately(
     gradient: nothing but the number of rows determines steps and rates.
     """
     institution, number = task.institution, task.instruction.round
+    # What can't be computed must not cost ε.
+    task.steps(institution.size)
+    model.row_gradients(collate(_TRIAL, institution.padding))
     spent = task.site.spend(task.config, institution)
     local_round = LocalRound(
         steps=poisson_steps(len(institution.train), spent.sampling_rate, spent.steps),

@@ -14,6 +14,7 @@ from finetuning.data.prompts import Prompt, prompts_of_answers
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import load_tokenizer
+from finetuning.model.positions import check_positions
 from finetuning.randomness import derive_seed
 from strategies.run_config import RunConfig, Scalar
 
@@ -107,6 +108,7 @@ def _open(
     # Before the files are read: a change from now on is noticed.
     model_files, data_files = _model_files(config, directory), _data_files(dict(node))
     data = read_client_data(config.data, dict(node), config.seed)
+    check_positions(directory, config.row_with_answer)
     tokenizer = load_tokenizer(directory)
     parts, divided = {}, {}
     for part, rows in (("training", data.train), ("held-out", data.test)):
@@ -124,6 +126,15 @@ def _open(
                 report.outputs_shortened,
                 report.left_out,
                 config.data.max_length,
+            )
+        if report.without_end_mark:
+            log(
+                WARNING,
+                "%s: the chat template writes no mark after the answers of %d %s examples, from "
+                "which a model doesn't learn to stop",
+                data.name,
+                report.without_end_mark,
+                part,
             )
     asked: list[Prompt] = []
     if config.evaluate.generate:

@@ -120,7 +120,7 @@ def check_request(
     require(
         not (private and instruction.importance), "importance", "privacy.epsilon: it has no noise"
     )
-    if kind == "evaluate" and instruction.losses and policy.evaluation:
+    if kind == "evaluate" and instruction.losses:
         _check_rows("evaluation", _rows(institution.test), policy)
         if config.evaluate.generate:
             _check_rows("generation", _rows(institution.asked), policy)

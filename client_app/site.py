@@ -14,7 +14,7 @@ from client_app.institution import Institution
 from client_app.privacy_account import PrivacyAccount, PrivateSteps, account_line, private_steps
 from finetuning.data.tokenization import Example
 from strategies.messages import Instruction, InstructionError
-from strategies.node_config import check_keys
+from strategies.node_config import check_keys, is_simulation
 from strategies.run_config import RunConfig, Scalar
 from strategies.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_policy
 
@@ -126,6 +126,9 @@ class Site:
         if self.policy is None:
             return instruction
         policy, kind = self.policy, self.about["kind"]
+        # Held-out rows that are not used needn't be many.
+        measured = policy.evaluation and self.privacy is None
+        instruction = replace(instruction, losses=instruction.losses and measured)
         checks.check_request(
             policy=policy,
             kind=kind,
@@ -138,8 +141,7 @@ class Site:
             {"event": "accepted", **self.about},
             check=lambda lines: checks.check_counts(policy, self.about, lines),
         )
-        measured = policy.evaluation and self.privacy is None
-        return replace(instruction, losses=instruction.losses and measured)
+        return instruction
 
     def check_lane(self, address: str) -> None:
         """Check the address of a block server, and record that a lane to it is opened.
@@ -192,7 +194,7 @@ def open_site(message: Message, node: Mapping[str, Scalar]) -> Site:
         about |= {"run": instruction.lineage, "round": instruction.round}
     except InstructionError:
         pass  # it is refused later, with a line in the log
-    path, is_simulated = node.get("policy"), "partition-id" in node
+    path, is_simulated = node.get("policy"), is_simulation(node)
     if path is None:
         if not is_simulated:
             log(

@@ -12,12 +12,16 @@ from client_app.state import ClientState
 from finetuning.adapters.adapter import State
 from finetuning.data.batching import round_steps, steps_per_round
 from finetuning.randomness import derive_seed
+from finetuning.training.deadline import DeadlineError
 from finetuning.training.loop import LocalRound, TrainingReport
 from finetuning.training.optimization import OptimizerState
 from strategies.messages import Instruction
 from strategies.run_config import RunConfig
 
 Metrics = dict[str, int | float]
+
+# More than any machine does.
+_MOST_STEPS_A_SECOND = 1000
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,12 @@ class Task:
 
         Raises:
             PolicyError: They are fewer than the site's policy allows.
+            DeadlineError: They are more than can be trained on in time.
 
         """
         settings, name, number = self.config.train, self.institution.name, self.instruction.round
         lengths = [len(example.tokens) for example in self.institution.train]
-        per_round = steps_per_round(len(lengths), settings)
+        per_round = self.steps(len(lengths))
         steps = round_steps(
             lengths=lengths,
             settings=settings,
@@ -77,6 +82,21 @@ class Task:
             seed=derive_seed("train", self.config.seed, name, number),
             deadline=self.deadline,
         )
+
+    def steps(self, examples: int) -> int:
+        """Return the number of steps of a round, before as many are listed in memory.
+
+        Raises:
+            DeadlineError: They can't be done in the client's time.
+
+        """
+        steps, seconds = steps_per_round(examples, self.config.train), self.instruction.time_limit
+        if steps > seconds * _MOST_STEPS_A_SECOND:
+            raise DeadlineError(
+                f"{steps} steps can't be done in {seconds:g} s: lower train.epochs or "
+                "train.local-steps, or raise round-timeout"
+            )
+        return steps
 
     def saved_optimizer(self) -> OptimizerState | None:
         """Return the previous round's optimizer state if the run config keeps it.

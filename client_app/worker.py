@@ -148,7 +148,8 @@ def listening(path: Path, shared: bool) -> Iterator[socket.socket]:
     """Listen at a path, which only this user, or this user and the folder's group, can reach.
 
     Raises:
-        WorkerError: Every user can write to the folder, or another worker listens there.
+        WorkerError: Every user can write to the folder, another worker listens there, or there is
+            another kind of file.
         OSError: The socket can't be made.
 
     """
@@ -159,6 +160,10 @@ def listening(path: Path, shared: bool) -> Iterator[socket.socket]:
             FileLock(f"{path}.lock", timeout=0, mode=0o600),
             socket.socket(socket.AF_UNIX) as listener,
         ):
+            if path.exists() and not path.is_socket():
+                raise WorkerError(
+                    f"can't listen at {path}: it is a file and no socket; name another path"
+                )
             path.unlink(missing_ok=True)
             before = os.umask(0o117 if shared else 0o177)
             try:

@@ -50,8 +50,9 @@ def main() -> None:
     state, config = initial_adapter(arguments.checkpoint, ADAPTER, SEED)
     initial = take_apart(state, partition)
     text = private_text(directory)
+    columns = max(len(example.tokens) for example in text)
     # The largest micro-batch, in padded tokens: the server reserves memory for it.
-    longest = TRAIN.batch_size * max(len(example.tokens) for example in text)
+    longest = TRAIN.batch_size * columns
 
     body = load_parts(
         settings=ModelSettings(), directory=directory, partition=partition, parties=["body"]
@@ -65,6 +66,7 @@ def main() -> None:
         run="example",
         rounds=1,
         longest=longest,
+        columns=columns,
         minimum=1,
     )
     try:

@@ -30,6 +30,7 @@ def main() -> None:
             [{"role": "user", "content": arguments.question}],
             tokenize=False,
             add_generation_prompt=True,
+            enable_thinking=False,
         )
     else:
         # Without a chat template, Chambers trains in the plain form of the FedJudge paper.

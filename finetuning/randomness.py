@@ -1,8 +1,8 @@
 """Random numbers that depend on their purpose and not on what was drawn before.
 
 Every stage derives its own seed from the run's seed and its position in the run (client, round,
-step, micro-batch, party). Therefore a resumed run equals an unbroken one, and the order in which
-micro-batches are computed has no effect.
+step, micro-batch, party). Therefore a resumed run equals an uninterrupted one, and the order in
+which micro-batches are computed has no effect.
 
 The noise of differential privacy must be repeatable by nobody: it is made of the operating system's
 random bytes.

@@ -12,7 +12,7 @@ class Question:
 
     Attributes:
         text: The question.
-        reference: The answer that was hoped for.
+        reference: The reference answer.
         answers: Each model's last known answer.
 
     """

@@ -91,8 +91,9 @@ class SplitSettings(Section):
     )
     frame_timeout: PositiveFloat = Field(
         300.0,
-        description="Seconds that client and server wait for each other within a step. So long may "
-        "a client also be silent altogether in a step, or in the generation of a batch, while "
+        description="Seconds that client and server wait for each other's next frame; for the end "
+        "of a step a client waits until that of the round. A client may also be silent for this "
+        "long in total in a step, or in the generation of a batch, while "
         "others wait for what it holds of `activation-budget`.",
     )
 

@@ -19,7 +19,7 @@ class Answer:
     Attributes:
         model: ``base``, ``global`` or ``personalised``.
         question: The question.
-        reference: The answer that was hoped for.
+        reference: The reference answer.
         text: The answer that was generated.
 
     """
@@ -43,7 +43,7 @@ def answers_problem(reply: Message, most: int) -> str | None:
 
     Args:
         reply: Reply to a train or evaluate message.
-        most: Maximal number of answers of each model.
+        most: Maximum number of answers of each model.
 
     """
     record = _record(reply)

@@ -175,6 +175,7 @@ class FLGLM(Rounds):
             run=self.progress.lineage,
             rounds=config.rounds,
             longest=config.longest,
+            columns=config.data.max_length,
             minimum=config.min_nodes,
             most_kept=config.most_generated,
         )

@@ -1,5 +1,6 @@
 """What a SuperNode's configuration says about the institution: its name, and where files are."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from strategies.site_policy import PolicyError
 
 _KEYS = ("name", "data-path", "policy", "worker")
 # Flower's own, in simulations.
-_PARTITION_KEYS = ("partition-id", "num-partitions")
+_PARTITION_KEYS = {"partition-id", "num-partitions"}
+# What a SuperNode runs a ClientApp in, or its SuperExec.
+_DEPLOYED = "flwr-clientapp"
 
 
 def check_keys(node: Mapping[str, Scalar]) -> None:
@@ -26,6 +29,14 @@ def check_keys(node: Mapping[str, Scalar]) -> None:
             f"--node-config has unknown keys ({', '.join(unknown)}); the keys are "
             f"{', '.join(_KEYS)} (docs/policy.md)"
         )
+
+
+def is_simulation(node: Mapping[str, Scalar]) -> bool:
+    """Whether a client is simulated, and has no rows of its own.
+
+    Flower's examples start SuperNodes with a simulation's keys, too, which must not pass for one.
+    """
+    return node.keys() == _PARTITION_KEYS and Path(sys.argv[0]).name != _DEPLOYED
 
 
 def name_and_data_path(node: Mapping[str, Scalar]) -> tuple[str, Path]:
@@ -44,7 +55,7 @@ def name_and_data_path(node: Mapping[str, Scalar]) -> tuple[str, Path]:
     name, path = str(node["name"]), Path(str(node["data-path"])).expanduser()
     if not is_name(name):
         raise DataError(
-            f"{name!r} can't be a client's name: at most 64 letters, digits, ' ', '.', '-'"
+            f"{name!r} can't be a client's name: at most 64 letters, digits, ' ', '.', '_', '-'"
         )
     if not path.is_absolute():
         raise DataError(f'data-path = "{path}" must be an absolute path')

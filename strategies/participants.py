@@ -23,7 +23,7 @@ from strategies.messages import (
     metrics_of,
     withheld_of,
 )
-from strategies.refusals import reason_to_refuse, reason_to_refuse_registration
+from strategies.refusals import agreed, reason_to_refuse, reason_to_refuse_registration
 from strategies.run_config import RunConfig
 
 _POLL_SECONDS = 1.0
@@ -85,7 +85,7 @@ class Participants:
     """The registered clients of a run, and the recipients of the last messages.
 
     ``fingerprint`` is that of the tensors which clients must hold, as the server computed it. An
-    empty digest is unknown, and is set to that of the first client.
+    empty digest is unknown, and is set to the one that most clients report.
     """
 
     def __init__(
@@ -252,6 +252,7 @@ class Participants:
         names = {node: p.name for node, p in self._registered.items() if node in connected}
         participants: dict[int, Participant] = {}
         problems: dict[str, str] = {}
+        self.fingerprint |= agreed([config_of(reply) for reply in replies], self.fingerprint)
         for reply in sorted(replies, key=_name):
             node, name = reply.metadata.src_node_id, _name(reply)
             silent.discard(node)
@@ -266,8 +267,7 @@ class Participants:
             )
             if problem is None:
                 names[node] = name
-                config, metrics = config_of(reply), metrics_of(reply)
-                self.fingerprint |= dict(zip(config["tensors"], config["digests"], strict=True))
+                metrics = metrics_of(reply)
                 participants[node] = Participant(
                     node_id=node,
                     name=name,

@@ -5,7 +5,8 @@ Reasons quote replies: apply ``printable`` before they are logged or stored.
 
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -27,6 +28,8 @@ from strategies.messages import (
 )
 
 _MOST_EXAMPLES = 10**9
+# In the place of a digest, of a tensor that clients have different ones of.
+_DISPUTED = "disputed"
 _MOST_METRICS = 100
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 # Adapters' weights and importances are far smaller; an average with larger ones could overflow.
@@ -52,7 +55,7 @@ def reason_to_refuse(
         base: Digest of the run's base model.
         reference: Names and shapes that the reply's arrays must have; None if it has none.
         minimum: Smallest value that the arrays may have.
-        answers: Maximal number of answers that it may have as text, of each model.
+        answers: Maximum number of answers that it may have as text, of each model.
 
     """
     return (
@@ -105,18 +108,52 @@ def reason_to_refuse_registration(
     return _base_model_problem(config.get("tensors"), config.get("digests"), fingerprint)
 
 
+def agreed(configs: Iterable[Mapping[str, Any]], fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """Return digests of the tensors that the coordinator doesn't hold, as most clients report them.
+
+    A tensor on which there is no majority has a digest that no client has: who is wrong must be
+    found out before training.
+
+    Args:
+        configs: Config records of the replies to query messages.
+        fingerprint: Fingerprint of what clients must hold; an empty digest is unknown.
+
+    """
+    reported = [
+        dict(zip(config["tensors"], config["digests"], strict=True))
+        for config in configs
+        if _are_lists_of_texts(config.get("tensors"), config.get("digests"))
+    ]
+    found = {}
+    for name in (name for name, known in fingerprint.items() if not known):
+        counts = Counter(each[name] for each in reported if name in each)
+        if counts:
+            ((digest, count),) = counts.most_common(1)
+            found[name] = digest if 2 * count > counts.total() else _DISPUTED
+    return found
+
+
 def _base_model_problem(tensors: Any, digests: Any, fingerprint: Mapping[str, str]) -> str | None:
-    if not _are_texts(tensors) or not _are_texts(digests) or len(tensors) != len(digests):
+    if not _are_lists_of_texts(tensors, digests):
         return "it doesn't report its base model"
     theirs = dict(zip(tensors, digests, strict=True))
     odd = differences({k: v or theirs.get(k, v) for k, v in fingerprint.items()}, theirs)
     if not odd:
         return None
     more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+    if _DISPUTED in (fingerprint[name] for name in odd if name in fingerprint):
+        return (
+            f"the clients' base models differ from each other in {', '.join(odd[:3])}{more}, and "
+            "the coordinator doesn't hold these tensors; compare the checkpoints"
+        )
     return (
         f"its base model is not the run's: {', '.join(odd[:3])}{more} differ; give it the same "
         "checkpoint"
     )
+
+
+def _are_lists_of_texts(one: Any, other: Any) -> bool:
+    return _are_texts(one) and _are_texts(other) and len(one) == len(other)
 
 
 def _are_texts(value: Any) -> TypeGuard[list[str]]:

@@ -6,7 +6,7 @@ in ``docs/policy.md`` is generated from these models.
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import platformdirs
 from pydantic import (
@@ -67,7 +67,12 @@ class SplitPolicy(_Table):
 
 
 class PrivacyPolicy(_Table):
-    """Differential privacy for single rows, in training that sends adapters."""
+    """Differential privacy for single rows, in training that sends adapters.
+
+    Raises:
+        ValueError: Other keys are set, and ``epsilon`` is not: nothing would be private.
+
+    """
 
     epsilon: PositiveFloat | None = Field(
         None,
@@ -103,6 +108,12 @@ class PrivacyPolicy(_Table):
         if self.account:
             return Path(self.account)
         return platformdirs.user_state_path("chambers") / "privacy.jsonl"
+
+    @model_validator(mode="after")
+    def _has_epsilon(self) -> Self:
+        if self.model_fields_set and self.epsilon is None:
+            raise ValueError("privacy needs epsilon; without it nothing is private")
+        return self
 
 
 class SitePolicy(_Table):
@@ -140,8 +151,8 @@ class SitePolicy(_Table):
     most_rounds: PositiveInt | None = Field(
         None,
         description="Maximum number of rounds of a run. Every train message counts as one, also "
-        "if it fails or repeats a round; of evaluate messages one more is answered. Absent: no "
-        "limit.",
+        "if it fails or repeats a round; one more evaluate message than that is answered. "
+        "Absent: no limit.",
     )
     most_steps: PositiveInt | None = Field(
         None, description="Maximum number of optimizer steps in a round. Absent: no limit."

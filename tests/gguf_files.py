@@ -34,6 +34,7 @@ def write_gguf(
     left_out: str = "",
     chat_template: str = "",
     sentencepiece: Path | None = None,
+    scales_positions: bool = False,
 ) -> Path:
     """Write a Llama checkpoint as a GGUF file.
 
@@ -45,6 +46,7 @@ def write_gguf(
         left_out: GGUF's name of a tensor that is left out.
         chat_template: Chat template; empty for none.
         sentencepiece: SentencePiece model in place of the checkpoint's tokenizer.
+        scales_positions: Whether it has factors of rotary positions, as Llama 3.1's files do.
 
     """
     config = json.loads((checkpoint / "config.json").read_text())
@@ -78,6 +80,8 @@ def write_gguf(
             continue
         stored = GGMLQuantizationType[kind if value.ndim > 1 else "F32"]
         writer.add_tensor(own, quantize(np.ascontiguousarray(value), stored), raw_dtype=stored)
+    if scales_positions:
+        writer.add_tensor("rope_freqs.weight", np.full(4, 8.0, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -23,7 +23,7 @@ class Sources:
     Attributes:
         data: Folder with the tasks' folders, in it or in ``superglue/`` and ``legal/``.
         models: Folder with a folder for each base model, named like the last part of its id; models
-            that are not there come from the Hugging Face hub or its cache.
+            that are not there come from the Hugging Face Hub or its cache.
         sheets: The key of a human evaluation and the sheets that annotators have filled in
             (``docs/human-evaluation.md``); empty if there are none.
 

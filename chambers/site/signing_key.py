@@ -16,7 +16,7 @@ class SigningKey:
       chambers site signing-key ~/reviewer
 
     FILE gets the private key, which stays with the reviewer, and FILE.pub the public one. The
-    printed line tells a SuperNode to trust the reviewer: it belongs into the file of
+    printed line tells a SuperNode to trust the reviewer: it belongs in the file of
     flower-supernode --trusted-entities.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from finetuning.adapters.prefixes import SAVED, key_value_shape, refuse_without_prefix
 from finetuning.files import replacing
-from finetuning.model.base_model import BaseModelError, locate, reference
+from finetuning.model.base_model import BaseModelError, locate, reference, refuse_unless_text
 from finetuning.settings import AdapterSettings
 
 State = dict[str, torch.Tensor]
@@ -118,6 +118,7 @@ def initial_adapter(
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(directory, trust_remote_code=False)
         )
+        refuse_unless_text(model.config, directory)
         peft_model = attach_adapter(model, settings, reference(name, directory))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

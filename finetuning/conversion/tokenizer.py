@@ -71,8 +71,8 @@ def _read(file: Path) -> Any:
         raise ConversionError(f"{file} is not a SentencePiece model: it has no pieces")
     refused = {
         "another algorithm than byte-pair encoding": proto.trainer_spec.model_type != _BPE,
-        "white space at the end of pieces": proto.trainer_spec.treat_whitespace_as_suffix,
-        "unescaped white space": not proto.normalizer_spec.escape_whitespaces,
+        "whitespace at the end of pieces": proto.trainer_spec.treat_whitespace_as_suffix,
+        "unescaped whitespace": not proto.normalizer_spec.escape_whitespaces,
         "unused pieces": _UNUSED in types,
     }
     for reason, is_so in refused.items():
@@ -122,7 +122,7 @@ def _normalizers(spec: Any) -> list[Any]:
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        # Spaces alone: other white space is text.
+        # Spaces alone: other whitespace is text.
         steps += [
             normalizers.Replace(Regex(r"\A +| +\z"), ""),
             normalizers.Replace(Regex(" +"), " "),

@@ -97,7 +97,7 @@ def micro_batches(
     Args:
         indices: Indices of the step's examples.
         columns: Columns of each example: its tokens, and the prefix before them.
-        token_budget: Maximal rows × columns of a micro-batch.
+        token_budget: Maximum rows × columns of a micro-batch.
 
     """
     groups: list[list[int]] = []

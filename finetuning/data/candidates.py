@@ -91,7 +91,7 @@ def candidate_batches(
         groups: Continuations that are likely to have a common beginning.
         padding: The padding token.
         columns_before: Prefix positions before each row's tokens.
-        most_tokens: Maximal number of padded tokens of a batch, prefixes included.
+        most_tokens: Maximum number of padded tokens of a batch, prefixes included.
 
     Raises:
         DataError: A text does not fit.

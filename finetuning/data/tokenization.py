@@ -6,8 +6,9 @@ same tokens as when an answer to it is generated: no token reaches from it into 
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import accumulate, chain, pairwise
 from os.path import commonprefix
 from typing import Any
@@ -20,6 +21,15 @@ from finetuning.data.rows import DataError, Row
 Messages = Sequence[dict[str, str]]
 Spans = list[tuple[int, int]]
 _ROWS_AT_ONCE = 1000
+# Of templates that print today's date, so that what is trained doesn't depend on the day. It is the
+# one that Llama 3's prints where there is no clock.
+_TODAY = datetime(2024, 7, 26)
+_CODES = {f"%{code}": _TODAY.strftime(f"%{code}") for code in "YymBbdjAaHIMSp"} | {"%-d": "26"}
+_DATED = (
+    "{% macro strftime_now(form) %}{% set ns = namespace(text=form) %}"
+    f"{{% for code, value in {_CODES}.items() %}}"
+    "{% set ns.text = ns.text.replace(code, value) %}{% endfor %}{{ ns.text }}{% endmacro %}"
+)
 
 
 class _TurnsChangeError(ValueError):
@@ -81,6 +91,8 @@ class TokenizationReport:
         outputs_shortened: Examples whose outputs lost their end nevertheless.
         left_out: Examples without any output token left.
         rows_divided: Rows that gave several examples, because of the chat template.
+        without_end_mark: Examples from which a model doesn't learn to stop, because the chat
+            template writes no mark after answers.
 
     """
 
@@ -88,6 +100,7 @@ class TokenizationReport:
     outputs_shortened: int
     left_out: int
     rows_divided: int
+    without_end_mark: int
 
 
 def tokenize(
@@ -103,7 +116,8 @@ def tokenize(
 
     """
     examples: list[Example] = []
-    inputs = outputs = left_out = divided = 0
+    inputs = outputs = left_out = divided = endless = 0
+    marks = _marks(tokenizer)
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         of_rows = [_conversations(row, tokenizer) for row in rows[first : first + _ROWS_AT_ONCE]]
         divided += sum(len(of_row) > 1 for of_row in of_rows)
@@ -128,6 +142,7 @@ def tokenize(
             if example is None:
                 left_out += 1
             else:
+                endless += not _end_marks(tokens, marks)
                 inputs += was_shortened
                 outputs += len(tokens.input_ids) > max_length
                 examples.append(example)
@@ -137,8 +152,37 @@ def tokenize(
             f"{max_length} tokens"
         )
     return examples, TokenizationReport(
-        inputs_shortened=inputs, outputs_shortened=outputs, left_out=left_out, rows_divided=divided
+        inputs_shortened=inputs,
+        outputs_shortened=outputs,
+        left_out=left_out,
+        rows_divided=divided,
+        without_end_mark=endless,
     )
+
+
+def end_marks(tokenizer: Any) -> set[int]:
+    """Return the token that ends answers in training; it may not be the checkpoint's own.
+
+    Empty if the chat template writes none.
+    """
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    try:
+        conversation = _Conversation.of(turns, tokenizer, True)
+    except (TemplateError, _TurnsChangeError):  # It may demand a system turn.
+        return set()
+    (tokens,) = _encode([conversation], tokenizer)
+    return _end_marks(tokens, _marks(tokenizer))
+
+
+def _end_marks(tokens: _Tokens, marks: Set[int]) -> set[int]:
+    _, after = tokens.spans[-1]
+    return {tokens.input_ids[after - 1]} & marks
+
+
+def _marks(tokenizer: Any) -> frozenset[int]:
+    """Return added tokens, without those that are line breaks or spaces (Gemma has some)."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(number for number, token in added if token.content.strip())
 
 
 def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple[str, Spans]:
@@ -200,7 +244,16 @@ def _render_plain(messages: Messages, tokenizer: Any) -> tuple[str, Spans]:
 
 
 def _apply(tokenizer: Any, messages: Messages, **options: bool) -> str:
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    template = tokenizer.get_chat_template()
+    text = tokenizer.apply_chat_template(
+        list(messages),
+        chat_template=_DATED + template if "strftime_now" in template else template,
+        tokenize=False,
+        # Rows have no thoughts, and a prompt that leaves room for one would make it a target.
+        enable_thinking=False,
+        **options,
+    )
+    return str(text)
 
 
 def _conversations(row: Row, tokenizer: Any) -> list[_Conversation]:
@@ -217,15 +270,16 @@ def _conversations(row: Row, tokenizer: Any) -> list[_Conversation]:
 
 def _encode(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tokens]:
     """Tokenize rendered conversations and find their answers' tokens."""
-    marks = frozenset(tokenizer.added_tokens_decoder)
+    added = frozenset(tokenizer.added_tokens_decoder)
+    marks = _marks(tokenizer)
     # If every text begins with a special mark (SentencePiece's "▁"), pieces can't be joined.
     if "".join(tokenizer.tokenize("x")).startswith(("▁", "Ġ")):
-        encoded = _encode_whole(conversations, tokenizer, marks)
+        encoded = _encode_whole(conversations, tokenizer, added)
     else:
         encoded = _encode_pieces(conversations, tokenizer)
     for tokens in encoded:
         for index, (first, after) in enumerate(tokens.spans):
-            # White space after an answer's end mark belongs to the template.
+            # Whitespace after an answer's end mark belongs to the template.
             ends = [i + 1 for i in range(first, after) if tokens.input_ids[i] in marks]
             if ends and not tokenizer.decode(tokens.input_ids[ends[-1] : after]).strip():
                 tokens.spans[index] = (first, ends[-1])
@@ -263,7 +317,7 @@ def _encode_whole(
         for start, _ in reversed(c.spans):
             last = bisect_left(begins, start) - 1
             begin, end = offsets[last] if last >= 0 else (0, 0)
-            # A mark can include the white space beside it.
+            # A mark can include the whitespace beside it.
             if end > start and input_ids[last] not in marks:
                 before = [token.id for token in divide(c.text[begin:start].replace(" ", "▁"))]
                 after = [token.id for token in divide(c.text[start:end].replace(" ", "▁"))]

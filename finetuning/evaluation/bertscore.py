@@ -75,7 +75,7 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: En
 
     Args:
         predictions: Generated texts. An empty one scores 0.
-        references: The texts that were hoped for.
+        references: The reference texts.
         encoder: The encoder.
 
     Raises:

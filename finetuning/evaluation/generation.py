@@ -5,11 +5,18 @@ from typing import Any, Protocol
 
 import torch
 
+from finetuning.data.tokenization import end_marks
+
 GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
 class Answering(Protocol):
-    """The method that answering requires of a model, wherever its blocks are computed."""
+    """What answering requires of a model, wherever its blocks are computed."""
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens at which the checkpoint ends a text."""
+        ...
 
     def generate(
         self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
@@ -38,21 +45,27 @@ def continue_prompts(
     max_new: int,
     settings: Mapping[str, Any],
 ) -> list[str]:
-    """Continue one batch of prompts.
+    """Continue one batch of prompts, each up to the end of an answer.
 
     Args:
         model: Model with its adapter.
         tokenizer: Tokenizer of the base model.
         prompts: (tokens,) int64 each.
-        max_new: Maximal number of tokens to generate.
+        max_new: Maximum number of tokens to generate.
         settings: Arguments of ``generate``; see `GREEDY` and `sampling`.
 
     Returns:
-        The continuation of each prompt as text, without special tokens and surrounding white space.
+        The continuation of each prompt as text, without special tokens and surrounding whitespace.
 
     """
+    # Base models' templates can have an end mark that isn't the checkpoint's (Qwen's `<|im_end|>`).
+    ends = sorted({*model.end_tokens, *end_marks(tokenizer)})
     texts = continue_exactly(
-        model=model, tokenizer=tokenizer, prompts=prompts, max_new=max_new, settings=settings
+        model=model,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        max_new=max_new,
+        settings={**settings, "eos_token_id": ends or None},
     )
     return [text.strip() for text in texts]
 
@@ -64,7 +77,7 @@ def continue_exactly(
     max_new: int,
     settings: Mapping[str, Any],
 ) -> list[str]:
-    """Continue one batch of prompts as `continue_prompts` does, but keep all white space."""
+    """Continue one batch of prompts, each up to the end of a text; keep all whitespace."""
     width = max(len(prompt) for prompt in prompts)
     tokens = torch.full((len(prompts), width), tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
@@ -82,9 +95,9 @@ def batches_by_length(lengths: Sequence[int], size: int, new: int, most: int) ->
 
     Args:
         lengths: Lengths of the prompts, in tokens.
-        size: Maximal number of prompts in a batch.
-        new: Maximal number of tokens to generate for each.
-        most: Maximal number of padded tokens in a batch, new ones included; each prompt fits alone.
+        size: Maximum number of prompts in a batch.
+        new: Maximum number of tokens to generate for each.
+        most: Maximum number of padded tokens in a batch, new ones included; each prompt fits alone.
 
     """
     batches: list[list[int]] = []

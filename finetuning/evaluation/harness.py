@@ -42,7 +42,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     Args:
         model: The model.
         tokenizer: Tokenizer of the base model.
-        most_tokens: Maximal number of padded tokens of a batch, prefixes included.
+        most_tokens: Maximum number of padded tokens of a batch, prefixes included.
         max_length: Longest text in tokens. Longer ones lose their beginning.
 
     """

@@ -65,7 +65,7 @@ def generate_answers(
         tokenizer: Tokenizer of the base model.
         prompts: The prompts, (tokens,) int64 each.
         batch_size: Number of prompts answered at once.
-        max_new: Maximal length of an answer, in tokens.
+        max_new: Maximum length of an answer, in tokens.
 
     """
     answers: dict[int, str] = {}

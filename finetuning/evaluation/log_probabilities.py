@@ -51,7 +51,7 @@ def log_probabilities(
         groups: Continuations that are likely to have a common beginning, which is computed once,
             as the candidate answers of a question have.
         padding: The padding token.
-        most_tokens: Maximal number of padded tokens computed at once, prefixes included.
+        most_tokens: Maximum number of padded tokens computed at once, prefixes included.
         description: Label of the progress bar.
 
     Returns:

@@ -30,7 +30,7 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
 
     Args:
         predictions: Generated texts, in the order of the references. An empty one scores 0.
-        references: The texts that were hoped for.
+        references: The reference texts.
 
     Returns:
         ``rouge1``, ``rouge2``, ``rougeL``, ``bleu4`` and ``bleu_n``: means over all texts,

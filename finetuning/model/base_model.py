@@ -116,15 +116,26 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
         BaseModelError: It cannot be found or loaded, or is not causal.
 
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     directory = locate(settings.name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, trust_remote_code=False, **loading_arguments(settings)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        refuse_quantized(config, directory)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **loading_arguments(settings),
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
+    # They would be random, and differ from process to process.
+    if missing := sorted(report["missing_keys"]):
+        raise BaseModelError(
+            f"the checkpoint in {directory} lacks {len(missing)} of the tensors of a "
+            f"{type(model).__name__}, {', '.join(missing[:3])} among them"
+        )
     prepare(model, settings)
     refuse_unless_causal(model, directory)
     return BaseModel(
@@ -195,14 +206,43 @@ def fetch(name: str, files: Sequence[str] = FILES) -> Path:
         ) from error
 
 
+def refuse_quantized(config: Any, directory: Path) -> None:
+    """Check that a checkpoint's weights are numbers, and not codes that need scales.
+
+    Raises:
+        BaseModelError: It was saved after it had been quantised.
+
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise BaseModelError(
+            f"the checkpoint in {directory} is quantised already; use the one that it was made "
+            "from, with model.quantization"
+        )
+
+
+def refuse_unless_text(config: Any, directory: Path) -> None:
+    """Check that a configuration is that of a model for text alone.
+
+    Raises:
+        BaseModelError: The model also reads images or sound.
+
+    """
+    if config.get_text_config() is not config:
+        raise BaseModelError(
+            f"the model in {directory} is not for text alone ({config.model_type}); save its "
+            "language model as a checkpoint of its own"
+        )
+
+
 @torch.no_grad()
 def refuse_unless_causal(model: Any, directory: Path) -> None:
     """Check that no token attends to later ones: training relies on it, and pads without a mask.
 
     Raises:
-        BaseModelError: Some token does.
+        BaseModelError: Some token does, or the model has other parts than that for text.
 
     """
+    refuse_unless_text(model.config, directory)
     tokens = torch.tensor([[3, 5, 7, 9]], device=model.device)
     other = tokens.clone()
     other[0, -1] = 11

@@ -22,6 +22,10 @@ _MAGIC = b"GGUF"
 # What the libraries raise for a file that ends early or is damaged.
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError)
 _SHOWN_NAMES = 3
+# Of what is checked before a file is kept.
+_VERSION = 2
+# Tensors with which llama.cpp scales rotary positions.
+_SCALES = ("rope_freqs", "rope_factors_")
 
 
 class GGUFError(ValueError):
@@ -37,12 +41,14 @@ class Header:
         weights: Number of weights of each tensor.
         quantization: Types of all tensors with more than one dimension, from that of the most
             weights to that of the fewest, such as ``Q4_1, Q8_0``.
+        scales_positions: Whether rotary positions are scaled, as Llama 3.1's are.
 
     """
 
     architecture: str
     weights: dict[str, int]
     quantization: str
+    scales_positions: bool
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def checkpoint_of(file: Path) -> Path:
     """
     try:
         digest = _digest(file)
-        target = cache_directory() / f"gguf-{digest[:16]}"
+        target = cache_directory() / f"gguf-{digest[:16]}-{_VERSION}"
         with FileLock(target.with_suffix(".lock")):
             if not (target / _ORIGIN).is_file():
                 header = read_header(file)
@@ -123,7 +129,15 @@ def read_header(file: Path) -> Header:
                 kind = tensor.tensor_type.name
                 by_type[kind] = by_type.get(kind, 0) + weights[tensor.name]
         kinds = sorted(by_type, key=lambda kind: -by_type[kind])
-        return Header(str(field.contents()), weights, ", ".join(kinds))
+        architecture = str(field.contents())
+        scaling = reader.get_field(f"{architecture}.rope.scaling.type")
+        return Header(
+            architecture=architecture,
+            weights=weights,
+            quantization=", ".join(kinds),
+            scales_positions=any(name.startswith(_SCALES) for name in weights)
+            or (scaling is not None and scaling.contents() not in {"", "none"}),
+        )
 
 
 def _digest(file: Path) -> str:
@@ -149,6 +163,11 @@ def _convert(file: Path, header: Header, directory: Path) -> None:
             f"{file} lacks {len(missing)} of the model's tensors, "
             f"{', '.join(missing[:_SHOWN_NAMES])} among them; if it is one of several files, join "
             "them with llama-gguf-split --merge"
+        )
+    if header.scales_positions and not _scales_positions(model.config):
+        raise GGUFError(
+            f"{file} scales positions (RoPE) in a way that transformers doesn't read from GGUF; "
+            f"{_INSTEAD}"
         )
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
@@ -182,6 +201,13 @@ def _read_model(file: Path, header: Header) -> tuple[Any, list[str]]:
             output_loading_info=True,
         )
     return model, sorted(report["missing_keys"])
+
+
+def _scales_positions(config: Any) -> bool:
+    """Whether positions are scaled, in blocks of any kind."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    kinds = [settings, *(each for each in settings.values() if isinstance(each, dict))]
+    return any(each.get("rope_type", "default") != "default" for each in kinds)
 
 
 @contextmanager

@@ -56,6 +56,12 @@ def output_head(
     return head
 
 
+def end_tokens(causal_lm: Any) -> list[int]:
+    """Return the tokens at which a checkpoint, or a party's part of it, ends a text."""
+    ends = causal_lm.generation_config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
 def target_loss(head: Any, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Sum the cross-entropy over a micro-batch's targets (FedJudge Eq. 1).
 

@@ -1,6 +1,7 @@
 """Check whether a model has enough positions for a run's rows."""
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,23 +22,26 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     """Refuse rows that are longer than a model's table of positions.
 
     Models that compute positions (rotary ones) accept more than they were trained for, with lower
-    quality, which is only warned of. A prefix takes the first positions (FL-GLM section 3.1, as in
-    PEFT).
+    quality, which is only warned of. They are refused if they compute positions differently for all
+    rows of a batch as soon as one is long: a row's gradient would depend on other rows. A prefix
+    takes the first positions (FL-GLM section 3.1, as in PEFT).
 
     Args:
         directory: Directory of the checkpoint.
-        row: Maximal number of positions that each part of a row takes, by the key that sets it.
+        row: Maximum number of positions that each part of a row takes, by the key that sets it.
 
     Raises:
-        BaseModelError: There are fewer positions; the message names the keys and numbers.
+        BaseModelError: There are fewer positions, or a batch's longest row decides about them; the
+            message names the keys and numbers.
 
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        most = getattr(config.get_text_config(), "max_position_embeddings", None)
-        if not isinstance(most, int) or sum(row.values()) <= most:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
+        most = getattr(config, "max_position_embeddings", None)
+        fixed = _fixed_up_to(config)
+        if not isinstance(most, int) or sum(row.values()) <= min(most, fixed):
             return
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -46,6 +50,12 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     numbers = " + ".join(str(number) for number in row.values())
     total = f" = {sum(row.values())}" if len(row) > 1 else ""
     needed = f"a row can take {' + '.join(row)} = {numbers}{total} positions"
+    if sum(row.values()) > fixed:
+        raise BaseModelError(
+            f"{needed}, but beyond {fixed:.0f} the {type(model).__name__} in {directory} computes "
+            f"positions differently for all rows of a batch; lower {' or '.join(row)}, or use "
+            "another base model"
+        )
     if _has_table(model, most):
         raise BaseModelError(
             f"{needed}, but the {type(model).__name__} in {directory} has only {most}; "
@@ -58,6 +68,22 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
         directory,
         most,
     )
+
+
+def _fixed_up_to(config: Any) -> float:
+    """Return the length up to which positions don't depend on a batch's longest row."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    kinds = [settings, *(each for each in settings.values() if isinstance(each, dict))]
+    fixed = math.inf
+    for each in kinds:
+        kind = str(each.get("rope_type", ""))
+        if "dynamic" in kind:
+            fixed = min(fixed, config.max_position_embeddings)
+        elif kind == "longrope":
+            original = each.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            fixed = min(fixed, original or config.max_position_embeddings)
+    return fixed
 
 
 def _has_table(model: Any, most: int) -> bool:

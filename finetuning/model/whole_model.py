@@ -16,6 +16,7 @@ from finetuning.data.candidates import CandidateBatch
 from finetuning.model.left_padding import left_padding
 from finetuning.model.output_head import (
     add_target_gradient,
+    end_tokens,
     output_head,
     target_log_probabilities,
     target_loss,
@@ -32,6 +33,7 @@ class WholeModel:
 
     Attributes:
         deadline: Every forward pass after it raises DeadlineError, on ``time.monotonic``'s clock.
+        end_tokens: Tokens at which the checkpoint ends a text.
 
     """
 
@@ -40,6 +42,7 @@ class WholeModel:
         self.deadline = math.inf
         causal_lm = getattr(peft_model, "get_base_model", lambda: peft_model)()
         self._config, self._dtype = causal_lm.config, causal_lm.dtype
+        self.end_tokens = end_tokens(causal_lm)
         self._backbone = causal_lm.base_model
         # Generation too calls it for every token.
         self._backbone.register_forward_pre_hook(self._check_deadline)
@@ -107,7 +110,7 @@ class WholeModel:
         Args:
             tokens: (rows, columns) of prompts, padded on the left.
             mask: (rows, columns), 0 for padding and 1 for the prompts.
-            new_tokens: Maximal number of tokens to generate per row.
+            new_tokens: Maximum number of tokens to generate per row.
             settings: Further arguments of ``generate`` in ``transformers``.
 
         Returns:

@@ -40,7 +40,7 @@ def as_object(value: Any, name: str = "a row") -> Mapping[str, Any]:
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
-    """Return a field that must be text, without the white space around it.
+    """Return a field that must be text, without the whitespace around it.
 
     Raises:
         DataError: It is missing, empty, or something else.

@@ -86,7 +86,7 @@ def prepare(
         tokenizer: Tokenizer of the base model.
         task: The task.
         questions: Its questions.
-        prompt_length: Maximal length of a prompt to generate from, in tokens; longer ones lose
+        prompt_length: Maximum length of a prompt to generate from, in tokens; longer ones lose
             their end. Cloze questions are never shortened.
 
     Raises:
@@ -118,8 +118,8 @@ def answer(
         model: Model with its adapter.
         tokenizer: Tokenizer of the base model.
         prepared: The questions.
-        most_tokens: Maximal number of padded tokens of a batch, prefixes and answers included.
-        new_tokens: Maximal length of a generated answer, in tokens.
+        most_tokens: Maximum number of padded tokens of a batch, prefixes and answers included.
+        new_tokens: Maximum length of a generated answer, in tokens.
 
     Raises:
         DataError: A question is too long.
@@ -189,7 +189,7 @@ def _continuation(row: Row, example: Example, marks: torch.Tensor, tokenizer: An
     if not len(others):
         raise DataError(f"{row.origin}: an answer has no tokens")
     end = int(others[-1]) + 1
-    # Some chat templates put white space in front of the end mark.
+    # Some chat templates put whitespace in front of the end mark.
     while end > 1 and not tokenizer.decode(answer[end - 1 : end]).strip():
         end -= 1
     return Continuation(context=example.tokens[: example.prompt_length], answer=answer[:end])

@@ -12,6 +12,7 @@ from finetuning.data.batching import MicroBatch
 from finetuning.data.candidates import CandidateBatch
 from finetuning.model.output_head import (
     add_target_gradient,
+    end_tokens,
     target_log_probabilities,
     target_loss,
 )
@@ -78,6 +79,11 @@ class SplitModel:
     def columns_before(self) -> int:
         """Positions that a prefix in use takes before each row's tokens."""
         return self._head.columns_before
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens at which the checkpoint ends a text."""
+        return end_tokens(self._tail.model)
 
     def join(self, plan: RoundPlan, longest: int, deadline: float, average_every: int = 0) -> None:
         """Begin a round of training.
@@ -204,7 +210,8 @@ class SplitModel:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         fields: Mapping[str, Value] = {"squared_norm": squared_norm(gradients)}
         self.lane.send(Kind.STEP, self._step, fields=fields)
-        fields = self._receive(Kind.STEP).fields
+        # Others may be far behind; each has its own time limits.
+        fields = self._receive(Kind.STEP, self._until).fields
         factor, norm = _number(fields, "factor", most=1.0), _number(fields, "norm")
         if maximum:
             for gradient in gradients:
@@ -327,7 +334,6 @@ class SplitModel:
         if self._average_every and self._step and self._step % self._average_every == 0:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
             self.lane.send(Kind.AVERAGE, self._step, tensors=own)
-            # The others may be far behind; each has its own time limits.
             average = self._receive(Kind.AVERAGE, self._until).tensors
             for name, parameter in self.parameters.items():
                 _check_average(name, average.get(name), parameter)

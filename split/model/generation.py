@@ -23,7 +23,7 @@ class Generation:
         head: Embedding and first blocks.
         tail: Last blocks, norm and output head.
         mask: (rows, columns) 1 for the prompts' tokens, 0 for the padding before them.
-        new_tokens: Maximal number of tokens to generate per row.
+        new_tokens: Maximum number of tokens to generate per row.
         exchange: Passes hidden states through the body.
 
     """

@@ -17,6 +17,7 @@ from finetuning.model.base_model import (
     loading_arguments,
     locate,
     prepare,
+    refuse_quantized,
 )
 from finetuning.model.checkpoint import WEIGHTS
 from finetuning.settings import ModelSettings
@@ -98,6 +99,7 @@ def load_parts(
 
     """
     whole = outline(directory)
+    refuse_quantized(whole.config, directory)
     arguments = loading_arguments(settings, *devices[:1])
     if arguments["quantization_config"] is not None:
         # The model's last layer is not quantised; a part alone would exclude its own last layer.

@@ -126,7 +126,7 @@ def printable(text: str, most: int = 1000) -> str:
 
     Args:
         text: Text from a peer.
-        most: Maximal number of characters; a longer text is shortened.
+        most: Maximum number of characters; a longer text is shortened.
 
     """
     shown = "".join(

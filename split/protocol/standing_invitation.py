@@ -42,7 +42,7 @@ class StandingInvitation(BaseModel):
         head_blocks: Number of first blocks, which are at the client.
         tail_blocks: Number of last blocks, which are at the client.
         wire_dtype: Data type of hidden states on the network.
-        most_tokens: Maximal padded tokens of a batch of prompts and answers.
+        most_tokens: Maximum padded tokens of a batch of prompts and answers.
         models: Digest of the body's adapters by the name of the model; see ``body_digest``.
 
     """

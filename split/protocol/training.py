@@ -47,6 +47,7 @@ class RoundLimits:
         columns_before: Columns that a prefix takes before each row's tokens.
         micro_batches: Most micro-batches of a client's step.
         rows: Most rows of all micro-batches of a client's step.
+        columns: Most tokens of a row.
 
     """
 
@@ -56,6 +57,7 @@ class RoundLimits:
     columns_before: int
     micro_batches: int
     rows: int
+    columns: int
 
     def credits(self, longest: int) -> int:
         """Return how many micro-batches of a client may be under way at once.
@@ -204,17 +206,16 @@ class TrainingRound:
                     f"{name} = {value}, and the number of examples that the client reported when "
                     f"it joined the run allows {most}; it must join again if its data has changed"
                 )
-        # With client-batch the body's learning rate follows these numbers.
         if (
-            not plan.steps
-            or plan.first_step * largest.steps != largest.first_step * plan.steps
-            or plan.total_steps * largest.steps != largest.total_steps * plan.steps
+            plan.first_step * largest.steps != largest.first_step * plan.steps
+            or plan.total_steps * largest.steps < largest.total_steps * plan.steps
         ):
             raise ProtocolError(
                 f"first_step = {plan.first_step} and total_steps = {plan.total_steps} are not "
                 f"those of a run with {plan.steps} steps in every round"
             )
-        self.plan = plan
+        # The body's learning rate must not follow what a client says.
+        self.plan = replace(plan, first_step=largest.first_step, total_steps=largest.total_steps)
         self.state = State.BETWEEN_STEPS
 
     def receive(self, frame: Frame) -> Event | None:
@@ -255,6 +256,11 @@ class TrainingRound:
         if padding.side != "right":
             raise ProtocolError("hidden states came with padding on the left")
         check_size(hidden, "hidden")
+        if hidden.shape[1] > self._limits.columns:
+            raise ProtocolError(
+                f"a row of {hidden.shape[1]} tokens came; data.max-length allows "
+                f"{self._limits.columns}"
+            )
         output = HeadOutput(
             step=frame.step,
             index=index,

@@ -49,6 +49,7 @@ class BlockServer:
         rounds: Number of rounds of the run.
         longest: Padded tokens of the largest micro-batch that any client may send, prefixes
             included.
+        columns: Tokens of the longest row that a client may train on.
         minimum: Number of clients that must join for a round that they begin together.
         most_kept: Padded tokens of the largest batch of texts that a client may generate; they are
             taken from the activation budget.
@@ -68,6 +69,7 @@ class BlockServer:
         run: str,
         rounds: int,
         longest: int,
+        columns: int,
         minimum: int,
         most_kept: int = 0,
     ) -> None:
@@ -78,6 +80,7 @@ class BlockServer:
         self._run = run
         self._rounds = rounds
         self._longest = longest
+        self._columns = columns
         self._most_kept = most_kept
         self._grants: dict[Identity, Grant] = {}
         self._accounts: list[Account] = []
@@ -293,6 +296,7 @@ class BlockServer:
                 split=self._split,
                 train=self._train,
                 lanes=1 if self._split.schedule == "serial" else len(self._examples),
+                columns=self._columns,
                 columns_before=self._adapter.columns_before,
             )
             return TrainingSession(

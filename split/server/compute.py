@@ -13,7 +13,10 @@ _log = logging.getLogger(__name__)
 
 
 class Priority(IntEnum):
-    """Priorities of jobs: first those that free memory, then those that clients wait for."""
+    """Priorities of jobs: first those that free memory, then those that clients wait for.
+
+    The last two count as one, so that evaluating a loss doesn't keep others' generations waiting.
+    """
 
     CLEANUP = 0
     BACKWARD = 1
@@ -54,10 +57,19 @@ def first_ready(waiting: Sequence[Job], free_tokens: int) -> Job | None:
     """Return the next job: the oldest of the highest priority, or None if it must wait for room.
 
     No job overtakes an older one of the same priority, even if only the younger one fits into the
-    activation budget.
+    activation budget; but forward passes that take nothing of it overtake generations that wait.
     """
-    job = min(waiting, key=lambda job: job.priority, default=None)
-    return job if job is not None and job.tokens <= free_tokens else None
+    job = min(waiting, key=_rank, default=None)
+    if job is None or job.tokens <= free_tokens:
+        return job
+    if job.priority is not Priority.GENERATION:
+        return None
+    passing = (each for each in waiting if each.priority is Priority.FORWARD and not each.tokens)
+    return next(passing, None)
+
+
+def _rank(job: Job) -> Priority:
+    return min(job.priority, Priority.FORWARD)
 
 
 class ComputeThread:
@@ -95,7 +107,7 @@ class ComputeThread:
     def keeps_waiting(self, owner: JobOwner) -> bool:
         """Whether the next job is another owner's, and waits for room in the activation budget."""
         with self._changed:
-            job = min(self._waiting, key=lambda job: job.priority, default=None)
+            job = min(self._waiting, key=_rank, default=None)
             return job is not None and job.owner is not owner and job.tokens > self._free
 
     def withdraw(self, owner: JobOwner) -> None:

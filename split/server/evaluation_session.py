@@ -33,7 +33,7 @@ class EvaluationSession(Session):
         body: The frozen blocks.
         adapter: Kind, rank, scale and targets, or prefix length.
         compute: Runs the session's jobs.
-        window: Maximal number of micro-batches in flight.
+        window: Maximum number of micro-batches in flight.
         longest: Padded tokens of the largest micro-batch, prefixes included; 0 allows only
             generation.
         most_kept: Padded tokens whose keys and values may be kept at once, prefixes included.
@@ -288,7 +288,7 @@ class _Generation:
     Attributes:
         rows: Number of texts.
         columns: Number of columns of the prompts.
-        new_tokens: Maximal number of new tokens of each text.
+        new_tokens: Maximum number of new tokens of each text.
         received: Number of frames received; the prompts' frame yields the first new token.
 
     """

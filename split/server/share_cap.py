@@ -95,7 +95,7 @@ class ShareCap:
         self._forget_left()
 
     def remove(self, client: str) -> None:
-        """Forget a client that has left, once what came of it has been compared."""
+        """Forget a client that has broken off, once what came of it has been compared."""
         self._left.add(client)
         self._forget_left()
 

@@ -172,7 +172,7 @@ def stack(
     Args:
         index: Index of the micro-batches in their steps.
         parts: Micro-batch of each member, in the order of their rows; each fits into the budget.
-        budget: Maximal padded tokens of a pass, prefixes included.
+        budget: Maximum padded tokens of a pass, prefixes included.
 
     """
     number = 0

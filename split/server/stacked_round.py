@@ -309,8 +309,10 @@ class StackedRound:
 
     def _clean(self, left: Member) -> None:
         """Forget a member that has left, and with the last one the unfinished step."""
-        for cap in (self._gradient_cap, self._norm_cap):
-            cap.remove(left.client)
+        # Those who train on stay measured by what was usual of one that has finished.
+        if self._step < left.plan.steps:
+            for cap in (self._gradient_cap, self._norm_cap):
+                cap.remove(left.client)
         with self._lock:
             if self._members:
                 return

@@ -267,5 +267,7 @@ def test_ending_it_ends_the_run(checkpoint, client_folders, tmp_path, left_over)
         assert training.poll() is None and time.monotonic() < end
         time.sleep(0.5)
     training.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    training.send_signal(signal.SIGINT)  # doesn't interrupt the end
     assert training.wait(120) == 130
     assert not left_over()

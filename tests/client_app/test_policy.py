@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from client_app.policy import check_run
 from finetuning.model.fingerprint import digest
 from strategies.answers import ANSWERS
 from strategies.messages import ARRAYS, CONFIG, LANE, METRICS
+from strategies.node_config import is_simulation
 from strategies.run_config import parse_run_config
 from strategies.site_policy import PolicyError, SitePolicy, policy_table, read_policy
 from tests.finetuning.data.templates import THINKING
@@ -45,6 +47,7 @@ def test_documentation_has_every_key_and_a_valid_example():
         ('paths = ["models"]', "paths: must be an absolute path"),
         ('audit-log = "audit.jsonl"', "audit-log: must be an absolute path"),
         ("[split]\nallowed = true", "split.allowed = true needs coordinators"),
+        ("[privacy]\nnoise-multiplier = 2.0", "privacy needs epsilon"),
         ("most-rounds = ", "is not TOML"),
         ("\udcff", "is not TOML"),
     ],
@@ -207,13 +210,6 @@ def test_a_malformed_instruction_is_refused_with_a_policy_or_without(site, field
             "generation with too few",
         ),
         (
-            "fewest-examples = 2",
-            "evaluate",
-            {"continual.importance-examples": 1},
-            {"importance": True},
-            "continual.importance-examples = 1 (fewest-examples = 2)",
-        ),
-        (
             "",
             "evaluate",
             {"strategy": "fedjudge-base"},
@@ -273,12 +269,12 @@ def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(s
     site.values |= {"model.name": str(model), "train.batch-size": 10, "train.accumulation": 1}
     site.decide("fewest-examples = 4")
     assert ARRAYS in site.ask("train").content
-    few = {"continual.importance-examples": 3}
+    # Four of the 20 examples, which are not of four rows.
+    few = {"continual.importance-examples": 4}
     for request in ({"losses": True}, {"importance": True}):
         assert METRICS in site.ask("evaluate", **request).content
     assert "importance with too few" in site.refusal("evaluate", changed=few, importance=True)
-    # Four of the 20 examples, which are not of four rows.
-    own = {"continual.importance": "client", "continual.importance-examples": 4}
+    own = few | {"continual.importance": "client"}
     assert "importance with too few" in site.refusal("train", changed=own, importance=True)
     # Four examples, in the third round from fewer rows.
     one_step = {"train.local-steps": 1, "train.batch-size": 4}
@@ -401,5 +397,24 @@ def test_text_of_rows_leaves_only_if_a_policy_opens_it(site):
     assert site.lines("reply")[-1]["answers"] == 1
     assert ANSWERS not in site.ask("evaluate", changed=changed, losses=True).content
     del site.node["policy"]
-    for kind in ("query", "train", "evaluate"):
-        assert "this SuperNode's --node-config names no policy" in site.refusal(kind, None, changed)
+    for _ in range(2):
+        for kind in ("query", "train", "evaluate"):
+            problem = site.refusal(kind, None, changed)
+            assert "this SuperNode's --node-config names no policy" in problem
+        # As from Flower's examples; they don't make its rows those of a simulation.
+        site.node |= {"partition-id": 0, "num-partitions": 2}
+
+
+def test_a_simulation_s_keys_alone_make_no_simulation(monkeypatch):
+    keys = {"partition-id": 0, "num-partitions": 2}
+    assert is_simulation(keys) and not is_simulation(keys | {"name": "court"})
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/flwr-clientapp", "--insecure"])
+    assert not is_simulation(keys)
+
+
+def test_more_steps_than_there_is_time_for_are_not_even_listed(site):
+    site.decide("most-seconds = 600")
+    changed = {"train.epochs": 10**9, "round-timeout": 600.0}
+    assert "steps can't be done in 600 s: lower train.epochs" in site.refusal(
+        "train", None, changed
+    )

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from bench.in_process import InProcessGrid, MemoryJournal
+from client_app import fedjudge
 from client_app.privacy_account import PrivateSteps, epsilon
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.data.batching import collate
@@ -21,6 +22,7 @@ from finetuning.model.base_model import load_base_model, locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
+from finetuning.training.deadline import DeadlineError
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
 from server_app.report import write_report
@@ -191,19 +193,44 @@ def test_a_run_that_epsilon_does_not_suffice_for_is_refused_at_its_start(
     assert [e["round"] for e in lines(file.with_name("privacy.jsonl"))] == [1, 2, 9]
 
 
-def test_a_round_that_fails_has_spent_its_epsilon(settings, client_folders, policy):
+def test_a_round_that_fails_has_spent_its_epsilon(settings, client_folders, policy, monkeypatch):
     file = policy(20.0)
 
-    class Hasty(Sites):
-        def change(self, messages):
-            for message in messages:
-                if message.metadata.message_type == "train":
-                    message.content[CONFIG]["time_limit"] = 1e-3
-            return messages
+    def fail(**_: Any) -> None:
+        raise DeadlineError("raise round-timeout")
 
+    monkeypatch.setattr(fedjudge, "train_round", fail)
     with pytest.raises(TooFewClientsError, match=r"alpha: .*round-timeout"):
-        start(settings, Hasty(settings, client_folders, {"alpha": file}), MemoryJournal())
+        start(settings, Sites(settings, client_folders, {"alpha": file}), MemoryJournal())
     assert [e["steps"] for e in lines(file.with_name("privacy.jsonl"))] == [6]
+
+
+def test_what_cannot_be_computed_costs_no_epsilon(
+    settings, client_folders, policy, checkpoint, tmp_path
+):
+    """OPT flattens what enters its second layers, so that their gradients have no rows."""
+    sizes = {"vocab_size": 300, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 1024}
+    OPTForCausalLM(OPTConfig(**sizes)).save_pretrained(tmp_path / "opt")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "opt")
+    changes = {"model.name": str(tmp_path / "opt"), "adapter.targets": "q_proj,fc2"}
+    file = policy(20.0)
+    with pytest.raises(TooFewClientsError, match=r"alpha: .*can't be told apart in .*fc2"):
+        start(
+            settings | changes,
+            Sites(settings | changes, client_folders, {"alpha": file}),
+            MemoryJournal(),
+        )
+    assert not file.with_name("privacy.jsonl").exists()
+
+
+def test_held_out_rows_that_are_not_used_may_be_few(settings, client_folders, policy):
+    file = policy(20.0)
+    file.write_text("fewest-examples = 12\n" + file.read_text())
+    grid = Sites(settings, client_folders, {"alpha": file})
+    start(settings, grid, MemoryJournal())
+    assert all("problem" not in content[CONFIG] for content in grid.of(1, "evaluate"))
+    assert grid.of(1, "evaluate")
 
 
 @pytest.mark.parametrize(

@@ -320,6 +320,13 @@ def test_a_socket_that_others_could_replace_or_that_is_taken_is_refused(tmp_path
     ):
         pass
     tmp_path.chmod(0o770)
+    (tmp_path / "policy.toml").write_text("most-rounds = 3")
+    with (
+        pytest.raises(WorkerError, match="it is a file and no socket"),
+        listening(tmp_path / "policy.toml", shared=False),
+    ):
+        pass
+    assert (tmp_path / "policy.toml").read_text()
     with listening(tmp_path / "worker.sock", shared=True):
         assert stat.S_IMODE((tmp_path / "worker.sock").stat().st_mode) == 0o660
         with (

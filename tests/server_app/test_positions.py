@@ -1,5 +1,7 @@
 """Rows that are longer than a model's positions are refused before anything is trained."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -61,6 +63,24 @@ def test_rows_beyond_a_table_of_positions_are_refused(saved, architecture):
         model(input_ids=torch.ones(1, 64).long())
         with pytest.raises((IndexError, RuntimeError)):
             model(input_ids=torch.ones(1, 65).long())
+
+
+@pytest.mark.parametrize(("kind", "most"), [("longrope", 40), ("dynamic", 64)])
+def test_positions_that_a_batch_s_longest_row_decides_about_are_refused(saved, kind, most):
+    """They would be others for a short row beside a long one."""
+    directory = saved("Phi3" if kind == "longrope" else "Llama")
+    config = json.loads((directory / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    scaling = factors if kind == "longrope" else {"factor": 2.0}
+    config["rope_parameters"] |= {"rope_type": kind, **scaling}
+    config["original_max_position_embeddings"] = 40
+    (directory / "config.json").write_text(json.dumps(config))
+    check_positions(directory, {"data.max-length": most})
+    reason = (
+        f"beyond {most} .* computes positions differently for all rows of a batch; lower data.max"
+    )
+    with pytest.raises(BaseModelError, match=reason):
+        check_positions(directory, {"data.max-length": most + 1})
 
 
 @pytest.mark.parametrize(("architecture", "warned"), [("Llama", True), ("Bloom", False)])

@@ -46,7 +46,7 @@ def checkpoints(directory: Path) -> list[int]:
 
 
 def unfinished(directory: Path) -> list[Path]:
-    return [path for path in directory.rglob(".*") if path.name != ".replies"]
+    return [path for path in directory.rglob(".*") if path.name not in {".replies", ".trained"}]
 
 
 class Filling(InProcessGrid):

@@ -116,7 +116,7 @@ class Client:
             load_state(model.parameters, {n: state[n] for n in model.parameters})
             longest = max(model.columns_before + len(example.tokens) for example in examples)
             model.join(
-                RoundPlan(steps, 0, steps, local_round.seed),
+                RoundPlan(steps, 0, STEPS, local_round.seed),
                 longest=train.batch_size * longest,
                 deadline=time.monotonic() + 300,
                 average_every=self.split.average_every,
@@ -140,6 +140,7 @@ def serving(
     most_kept=MOST_KEPT,
     model=MODEL,
     rounds=1,
+    columns=LONGEST,
 ):
     partition = partition_of(base, split)
     body = load_parts(model, base, partition, ("body",))["body"]
@@ -152,6 +153,7 @@ def serving(
         run="run",
         rounds=rounds,
         longest=LONGEST,
+        columns=columns,
         minimum=minimum,
         most_kept=most_kept,
     )

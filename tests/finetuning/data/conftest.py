@@ -45,7 +45,7 @@ def byte_level_bpe() -> Tokenizer:
 
 
 def trimming_bpe() -> Tokenizer:
-    """Like Llama 3's: offsets without the white space of a token, and a beginning mark."""
+    """Like Llama 3's: offsets without the whitespace of a token, and a beginning mark."""
     tokenizer = byte_level_bpe()
     tokenizer.post_processor = processors.Sequence(
         [
@@ -112,7 +112,7 @@ def with_stripping_marks(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def stripping_bpe() -> Tokenizer:
-    """Like Phi 4's: its marks take in the white space that stands beside them."""
+    """Like Phi 4's: its marks take in the whitespace that stands beside them."""
     return with_stripping_marks(byte_level_bpe())
 
 

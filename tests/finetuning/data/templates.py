@@ -31,6 +31,11 @@ THINKING = (
     "{% endif %}{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# As Qwen 3's: where thinking is off, the generation prompt ends with the empty thought.
+THINKING_OR_NOT = THINKING.removesuffix("{% endif %}") + (
+    "{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+)
 # The generation prompt opens a thought that rendered answers don't have.
 OPEN_THOUGHT = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -42,7 +47,7 @@ END_AT_END = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% else %}{{ eos_token }}{% endif %}"
 )
-# Ends of answers have no mark but white space, and the prompt ends where words begin.
+# Ends of answers have no mark but whitespace, and the prompt ends where words begin.
 NO_MARKS = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -80,6 +85,7 @@ STYLES = {
     "marked": Style(MARKED_FOR_GENERATION, "<|im_end|>"),
     "llama-2": Style(LLAMA_2, " </s>", start=" ", strips=True),
     "thinking": Style(THINKING, "<|im_end|>", start="<think>\n\n</think>\n\n", one_each=True),
+    "thinking-or-not": Style(THINKING_OR_NOT, "<|im_end|>", one_each=True),
     "open-thought": Style(OPEN_THOUGHT, "</s>"),
     "end-at-end": Style(END_AT_END, "\n</s>", one_each=True),
     "no-marks": Style(NO_MARKS, "\n\n"),
@@ -123,7 +129,7 @@ def target_texts(tokenizer, example):
     ]
 
 
-# Anything but half characters, which reading refuses, with white space and marks more often.
+# Anything but half characters, which reading refuses, with whitespace and marks more often.
 TEXTS = st.lists(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
     | st.sampled_from(

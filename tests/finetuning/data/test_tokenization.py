@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from finetuning.data.rows import DataError
-from finetuning.data.tokenization import render, tokenize
+from finetuning.data.tokenization import end_marks, render, tokenize
 from tests.finetuning.data.templates import (
     ANSWERS,
     BYTE_LEVEL,
@@ -29,9 +29,9 @@ from tests.finetuning.data.templates import (
 
 
 def generation_prompt(tokenizer, row):
-    return tokenizer.apply_chat_template(list(row.messages[:-1]), add_generation_prompt=True)[
-        "input_ids"
-    ]
+    turns = list(row.messages[:-1])
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, enable_thinking=False)
+    return prompt["input_ids"]
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL + OTHERS)
@@ -55,12 +55,26 @@ def test_targets_are_every_answer_with_its_end_mark_and_nothing_else(tokenizer_o
         assert texts == [style.target(answer) for answer in answers]
         assert example.reference == answers[-1]
     assert (report.inputs_shortened, report.outputs_shortened, report.left_out) == (0, 0, 0)
+    assert report.without_end_mark == (name == "no-marks")
+    marks = end_marks(tokenizer)
+    assert [tokenizer.decode(mark) for mark in marks] == (
+        [] if name == "no-marks" else [style.end.strip()]
+    )
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL + OTHERS)
 @pytest.mark.parametrize(
     "name",
-    ["chatml", "marked", "llama-2", "thinking", "end-at-end", "no-marks", "marks-before-lines"],
+    [
+        "chatml",
+        "marked",
+        "llama-2",
+        "thinking",
+        "thinking-or-not",
+        "end-at-end",
+        "no-marks",
+        "marks-before-lines",
+    ],
 )
 @pytest.mark.parametrize("answer", ["Yes, void.", " Yes", "\n\nYes", "合同", "? Yes\n"])
 def test_the_prompt_is_the_one_that_generation_gets(tokenizer_of, kind, name, answer):
@@ -141,11 +155,17 @@ def test_marks_in_an_answer_s_text_don_t_move_its_borders(tokenizer_of, kind, te
     style = next(style for style in STYLES.values() if style.template == template)
     row = question("assistant" + answer, answer)
     (example,), _ = tokenize([row], tokenizer, 500)
-    if kind == "stripping_bpe":  # white space beside marks is lost in the tokenizer itself
+    if kind == "stripping_bpe":  # whitespace beside marks is lost in the tokenizer itself
         ids = tokenizer(style.target(answer), add_special_tokens=False)["input_ids"]
         assert example.tokens[example.is_target].tolist() == ids
     else:
         assert target_texts(tokenizer, example) == [style.target(answer)]
+
+
+def test_what_is_trained_does_not_depend_on_the_day(tokenizer_of):
+    tokenizer = tokenizer_of("byte_level_bpe", "{{ strftime_now('%d %b %Y') }}" + CHATML)
+    text, _ = render(row_of(*CONVERSATION).messages, tokenizer)
+    assert text.startswith("26 Jul 2024<|im_start|>user")
 
 
 def test_a_system_turn_that_the_template_refuses_is_named(tokenizer_of):
@@ -183,7 +203,7 @@ def test_any_text_is_learned_exactly(tokenizer_of, kind, name, pairs):
     style = STYLES[name]
     tokenizer = tokenizer_of(kind, style.template)
     turns = [turn for asked, told in pairs for turn in (("user", asked + "?"), ("assistant", told))]
-    # Where white space ends an answer, a mark in its text would be taken for the end.
+    # Where whitespace ends an answer, a mark in its text would be taken for the end.
     assume(name != "no-marks" or not any(mark in told for _, told in pairs for mark in MARKS))
     examples, _ = tokenize([row_of(*turns)], tokenizer, 100_000)
     learned = [text for example in examples for text in target_texts(tokenizer, example)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
+from finetuning.evaluation.generation import GREEDY, continue_exactly, continue_prompts
 from finetuning.evaluation.held_out import generate_answers, held_out_loss
 from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
@@ -43,6 +44,29 @@ def model_and_tokenizer(checkpoint):
 def drawn_prompts(lengths: list[int]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(2, 280, (length,), generator=generator) for length in lengths]
+
+
+def test_answers_end_at_the_template_s_mark_though_the_checkpoint_has_another(
+    model_and_tokenizer,
+):
+    """As of base models whose template is ChatML: the mark is what training has taught them."""
+    model, tokenizer = model_and_tokenizer
+    (prompt,) = drawn_prompts([7])
+    model.eval()
+    output = model.generate(input_ids=prompt[None], max_new_tokens=12, do_sample=False)
+    new = output[0, 7:].tolist()
+    stop = next(i for i in range(2, 12) if new[i] not in new[:i])
+    mark = tokenizer.convert_ids_to_tokens(new[stop])
+    tokenizer.add_special_tokens({"additional_special_tokens": [mark]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '[' + m.role + ']' + m.content + mark }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    ).replace("mark", repr(mark))
+    assert tokenizer.convert_tokens_to_ids(mark) == new[stop] != tokenizer.eos_token_id
+    (answer,) = continue_prompts(WholeModel(model), tokenizer, [prompt], 12, GREEDY)
+    assert answer == tokenizer.decode(new[:stop], skip_special_tokens=True).strip()
+    (text,) = continue_exactly(WholeModel(model), tokenizer, [prompt], 12, GREEDY)
+    assert text == tokenizer.decode(new, skip_special_tokens=True)
 
 
 def test_batched_generation_equals_one_by_one(model_and_tokenizer):

@@ -11,9 +11,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from finetuning.adapters.adapter import attach_adapter, trainable_parameters
+from finetuning.adapters.adapter import attach_adapter, initial_adapter, trainable_parameters
 from finetuning.model.base_model import BaseModelError, load_base_model, load_tokenizer, locate
 from finetuning.model.fingerprint import differences, digest, fingerprint
 from finetuning.model.tiny import TinyRecipe, build_tiny
@@ -74,6 +80,22 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused(copied):
     (copied / "config.json").write_text(json.dumps({"model_type": "no such architecture"}))
     with pytest.raises(BaseModelError, match="can't be loaded"):
         load_base_model(ModelSettings(name=str(copied)))
+
+
+def test_a_checkpoint_that_lacks_tensors_is_refused(copied):
+    """They would be random, and others in each process."""
+    file = copied / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(BaseModelError, match=r"lacks 1 of the tensors .*1\.mlp\.up_proj"):
+        load_base_model(ModelSettings(name=str(copied)))
+
+
+def test_a_model_that_also_reads_images_is_refused(copied):
+    Gemma3Config().save_pretrained(copied)
+    with pytest.raises(BaseModelError, match=r"not for text alone \(gemma3\)"):
+        initial_adapter(str(copied), AdapterSettings(), 0)
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end(copied):

@@ -100,6 +100,10 @@ def without(name, *path):
     return row
 
 
+_ASKED = {"question": "Who?", "answers": [{"text": "", "label": 1}]}
+EMPTY = {"passage": {"text": "The court.", "questions": [_ASKED]}}
+
+
 @pytest.mark.parametrize(
     ("name", "row", "reason"),
     [
@@ -116,7 +120,7 @@ def without(name, *path):
         ("wsc", without("wsc", "target", "span2_index"), "whole number in 'span2_index'"),
         ("wsc", ROWS["wsc"] | {"text": "she"}, "'span2_index' is not within 'text'"),
         ("multirc", without("multirc", "passage", "questions"), "needs a list in 'questions'"),
-        ("multirc", {"passage": {"text": "a", "questions": []}}, "has no answer that is text"),
+        ("multirc", EMPTY, "has no answer that is text"),
         ("record", without("record", "passage", "entities"), "needs a list in 'entities'"),
         ("record", ROWS["record"] | {"qas": [3]}, "each of 'qas' must be an object"),
         ("xsum", without("xsum", "summary"), "needs text in 'summary'"),

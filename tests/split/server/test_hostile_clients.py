@@ -139,6 +139,9 @@ def test_a_share_is_capped_by_what_is_usual_of_the_others():
     assert ShareCap(10.0).factors({"a": 49.0, "b": 1.0, "c": 1e-20}, ones)["a"] == 1.0
     # The median doesn't follow a single measure, and a client alone has nobody to outweigh.
     assert cap.factors({"a": 1.0, "b": 1e-30, "c": 1.0}, ones) == dict.fromkeys("abc", 1.0)
+    # One that sends almost nothing lowers it to another honest one's at most.
+    four = {"a": 49.0, "b": 49.0, "c": 1.0, "d": 1e-20}
+    assert ShareCap(10.0).factors(four, dict.fromkeys("abcd", 1))["a"] == 1.0
     cap.remove("b"), cap.remove("c")
     assert cap.factors({"a": 1e9}, {"a": 1}) == {"a": 1.0}
 
