@@ -7,7 +7,7 @@ from collections.abc import Collection
 _FROM_GGUF = {
     "0235610a1b7929ae": ("SmolLM2-135M-Instruct", "Q4_1"),
     "a85c789ad57eda62": ("gemma-3-270m", "Q4_K_M"),
-    "a94e66e1f49e3ce3": ("multilingual-e5-small", "Q4_0"),
+    "11bb877a193dde1e": ("multilingual-e5-small", "Q4_0"),
 }
 
 
