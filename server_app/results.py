@@ -31,6 +31,7 @@ from strategies.run_config import ConfigError, RunConfig
 from strategies.run_folder import METRICS, write_status
 from strategies.status import RunStatus
 
+# Folder of personalised adapters of a round that has no checkpoint yet.
 _TRAINED = ".trained"
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizers", "safetensors")
 

@@ -12,7 +12,7 @@ from strategies.site_policy import PolicyError
 _KEYS = ("name", "data-path", "policy", "worker")
 # Flower's own, in simulations.
 _PARTITION_KEYS = {"partition-id", "num-partitions"}
-# What a SuperNode runs a ClientApp in, or its SuperExec.
+# The program in which a SuperNode, or its SuperExec, runs a ClientApp.
 _DEPLOYED = "flwr-clientapp"
 
 

@@ -28,7 +28,7 @@ from strategies.messages import (
 )
 
 _MOST_EXAMPLES = 10**9
-# In the place of a digest, of a tensor that clients have different ones of.
+# Instead of a digest, if there is no majority for one.
 _DISPUTED = "disputed"
 _MOST_METRICS = 100
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")

@@ -302,7 +302,7 @@ class StackedRound:
         self._adapters.step(self._rate.first_step + step, self._rate.total_steps)
 
     def _choose_rate(self) -> None:
-        """Give the body the learning rate of the member with the longest run."""
+        """Set the body's learning rate to that of the member with the longest run."""
         if self._members:
             longest = max(self._members.values(), key=lambda m: (m.plan.total_steps, m.client))
             self._rate = longest.plan
