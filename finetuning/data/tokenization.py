@@ -8,32 +8,16 @@ same tokens as when an answer to it is generated: no token reaches from it into 
 from bisect import bisect_left
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import accumulate, chain, pairwise
-from os.path import commonprefix
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
 
+from finetuning.data.chat_template import Messages, Spans, TurnsChangeError, render
 from finetuning.data.rows import DataError, Row
 
-Messages = Sequence[dict[str, str]]
-Spans = list[tuple[int, int]]
 _ROWS_AT_ONCE = 1000
-# Of templates that print today's date, so that what is trained doesn't depend on the day. It is the
-# one that Llama 3's prints where there is no clock.
-_TODAY = datetime(2024, 7, 26)
-_CODES = {f"%{code}": _TODAY.strftime(f"%{code}") for code in "YymBbdjAaHIMSp"} | {"%-d": "26"}
-_DATED = (
-    "{% macro strftime_now(form) %}{% set ns = namespace(text=form) %}"
-    f"{{% for code, value in {_CODES}.items() %}}"
-    "{% set ns.text = ns.text.replace(code, value) %}{% endfor %}{{ ns.text }}{% endmacro %}"
-)
-
-
-class _TurnsChangeError(ValueError):
-    """The template renders a turn differently depending on later ones."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +152,7 @@ def end_marks(tokenizer: Any) -> set[int]:
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     try:
         conversation = _Conversation.of(turns, tokenizer, True)
-    except (TemplateError, _TurnsChangeError):  # It may demand a system turn.
+    except (TemplateError, TurnsChangeError):  # It may demand a system turn.
         return set()
     (tokens,) = _encode([conversation], tokenizer)
     return _end_marks(tokens, _marks(tokenizer))
@@ -185,86 +169,15 @@ def _marks(tokenizer: Any) -> frozenset[int]:
     return frozenset(number for number, token in added if token.content.strip())
 
 
-def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple[str, Spans]:
-    """Render a conversation as text.
-
-    Returns:
-        The text, and the (start, end) characters of each answer with its end mark.
-
-    Raises:
-        ValueError: The template renders a turn differently depending on later ones.
-
-    """
-    if not tokenizer.chat_template:
-        text, spans = _render_plain(messages, tokenizer)
-        return text, spans[-1:] if only_last else spans
-    answers = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
-    text = _apply(tokenizer, messages)
-    spans = []
-    for index in answers[-1:] if only_last else answers:
-        until = _apply(tokenizer, messages[: index + 1])
-        if not text.startswith(until):
-            raise _TurnsChangeError("the chat template changes earlier turns")
-        spans.append((_answer_start(messages[: index + 1], tokenizer, until), len(until)))
-    return text, spans
-
-
-def _answer_start(messages: Messages, tokenizer: Any, text: str) -> int:
-    """Return the character of ``text`` at which the last turn's answer begins."""
-    prompt = _apply(tokenizer, messages[:-1], add_generation_prompt=True)
-    if text.startswith(prompt):
-        return len(prompt)
-    before = _apply(tokenizer, messages[:-1])
-    if not text.startswith(before):
-        raise _TurnsChangeError("the chat template changes earlier turns")
-    # Some generation prompts end with text that rendered answers lack (DeepSeek's "<think>").
-    # The answer begins where a different answer changes the text.
-    probe = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in messages[-1]["content"])
-    other = _apply(tokenizer, [*messages[:-1], {"role": "assistant", "content": probe}])
-    return max(len(before), len(commonprefix([text, prompt, other])))  # noqa: RUF071
-
-
-def _render_plain(messages: Messages, tokenizer: Any) -> tuple[str, Spans]:
-    """Render in the paper's ``{Instruction Input: Instruction Output}`` form (section 4.1)."""
-    begins = tokenizer.bos_token_id in tokenizer("").input_ids if tokenizer.bos_token else False
-    text = tokenizer.bos_token if begins else ""
-    spans: Spans = []
-    for turn in messages:
-        if turn["role"] == "system":
-            text += f"{turn['content']}\n"
-        elif turn["role"] == "user":
-            text += f"Instruction Input:\n{turn['content']}\n"
-        else:
-            text += "Instruction Output:\n"
-            start = len(text)
-            text += turn["content"] + tokenizer.eos_token
-            spans.append((start, len(text)))
-            text += "\n"
-    return text[: spans[-1][1]], spans
-
-
-def _apply(tokenizer: Any, messages: Messages, **options: bool) -> str:
-    template = tokenizer.get_chat_template()
-    text = tokenizer.apply_chat_template(
-        list(messages),
-        chat_template=_DATED + template if "strftime_now" in template else template,
-        tokenize=False,
-        # Rows have no thoughts, and a prompt that leaves room for one would make it a target.
-        enable_thinking=False,
-        **options,
-    )
-    return str(text)
-
-
 def _conversations(row: Row, tokenizer: Any) -> list[_Conversation]:
     """Render a row as a whole, or once for each answer if the template requires it."""
     ends = [i + 1 for i, turn in enumerate(row.messages) if turn["role"] == "assistant"]
     try:
         try:
             return [_Conversation.of(row.messages[: ends[-1]], tokenizer, False)]
-        except _TurnsChangeError:
+        except TurnsChangeError:
             return [_Conversation.of(row.messages[:end], tokenizer, True) for end in ends]
-    except (TemplateError, _TurnsChangeError) as error:
+    except (TemplateError, TurnsChangeError) as error:
         raise DataError(f"{row.origin}: the chat template refuses it", str(error)) from error
 
 
@@ -373,5 +286,5 @@ def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conve
     longest["content"] = content[: min(end, len(content) - 1)].rstrip()
     try:
         return _Conversation.of(messages, tokenizer, conversation.only_last)
-    except (TemplateError, _TurnsChangeError):  # It may refuse an empty input.
+    except (TemplateError, TurnsChangeError):  # It may refuse an empty input.
         return None

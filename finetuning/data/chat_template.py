@@ -1,0 +1,93 @@
+"""Render conversations as text, by the tokenizer's chat template or in the paper's plain form."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from os.path import commonprefix
+from typing import Any
+
+Messages = Sequence[dict[str, str]]
+Spans = list[tuple[int, int]]
+# Of templates that print today's date, so that what is trained doesn't depend on the day. It is the
+# one that Llama 3's prints where there is no clock.
+_TODAY = datetime(2024, 7, 26)
+_CODES = {f"%{code}": _TODAY.strftime(f"%{code}") for code in "YymBbdjAaHIMSp"} | {"%-d": "26"}
+_DATED = (
+    "{% macro strftime_now(form) %}{% set ns = namespace(text=form) %}"
+    f"{{% for code, value in {_CODES}.items() %}}"
+    "{% set ns.text = ns.text.replace(code, value) %}{% endfor %}{{ ns.text }}{% endmacro %}"
+)
+
+
+class TurnsChangeError(ValueError):
+    """The template renders a turn differently depending on later ones."""
+
+
+def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple[str, Spans]:
+    """Render a conversation as text.
+
+    Returns:
+        The text, and the (start, end) characters of each answer with its end mark.
+
+    Raises:
+        TurnsChangeError: The template renders a turn differently depending on later ones.
+
+    """
+    if not tokenizer.chat_template:
+        text, spans = _render_plain(messages, tokenizer)
+        return text, spans[-1:] if only_last else spans
+    answers = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+    text = _apply(tokenizer, messages)
+    spans = []
+    for index in answers[-1:] if only_last else answers:
+        until = _apply(tokenizer, messages[: index + 1])
+        if not text.startswith(until):
+            raise TurnsChangeError("the chat template changes earlier turns")
+        spans.append((_answer_start(messages[: index + 1], tokenizer, until), len(until)))
+    return text, spans
+
+
+def _answer_start(messages: Messages, tokenizer: Any, text: str) -> int:
+    """Return the character of ``text`` at which the last turn's answer begins."""
+    prompt = _apply(tokenizer, messages[:-1], add_generation_prompt=True)
+    if text.startswith(prompt):
+        return len(prompt)
+    before = _apply(tokenizer, messages[:-1])
+    if not text.startswith(before):
+        raise TurnsChangeError("the chat template changes earlier turns")
+    # Some generation prompts end with text that rendered answers lack (DeepSeek's "<think>").
+    # The answer begins where a different answer changes the text.
+    probe = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in messages[-1]["content"])
+    other = _apply(tokenizer, [*messages[:-1], {"role": "assistant", "content": probe}])
+    return max(len(before), len(commonprefix([text, prompt, other])))  # noqa: RUF071
+
+
+def _render_plain(messages: Messages, tokenizer: Any) -> tuple[str, Spans]:
+    """Render in the paper's ``{Instruction Input: Instruction Output}`` form (section 4.1)."""
+    begins = tokenizer.bos_token_id in tokenizer("").input_ids if tokenizer.bos_token else False
+    text = tokenizer.bos_token if begins else ""
+    spans: Spans = []
+    for turn in messages:
+        if turn["role"] == "system":
+            text += f"{turn['content']}\n"
+        elif turn["role"] == "user":
+            text += f"Instruction Input:\n{turn['content']}\n"
+        else:
+            text += "Instruction Output:\n"
+            start = len(text)
+            text += turn["content"] + tokenizer.eos_token
+            spans.append((start, len(text)))
+            text += "\n"
+    return text[: spans[-1][1]], spans
+
+
+def _apply(tokenizer: Any, messages: Messages, **options: bool) -> str:
+    template = tokenizer.get_chat_template()
+    text = tokenizer.apply_chat_template(
+        list(messages),
+        chat_template=_DATED + template if "strftime_now" in template else template,
+        tokenize=False,
+        # Rows have no thoughts, and a prompt that leaves room for one would make it a target.
+        enable_thinking=False,
+        **options,
+    )
+    return str(text)
