@@ -1,5 +1,6 @@
 """Send messages to SuperNodes, and receive what comes from them, whatever it is."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -7,10 +8,12 @@ import httpx
 from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
-from flwr.superlink.grid import InMemoryGrid
+from flwr.superlink.grid import HttpGrid, InMemoryGrid
 
 # By whether the clients are simulated, as Flower's own grids poll.
 _PULL_SECONDS = {False: 3.0, True: 0.1}
+# For a reply that the SuperLink has, whatever its size, before the other clients are polled.
+_PATIENCE_SECONDS = 5.0
 
 
 def exchange(
@@ -23,7 +26,8 @@ def exchange(
 
     An error takes the place of a reply that can't be read, and of one to a message that could not
     be sent. Replies are pulled one at a time, and no reference to them is kept: if the caller keeps
-    none either, only one is in memory.
+    none either, only one is in memory. Only a reply that is still on its way to the SuperLink is
+    pulled beside others, so that a client that doesn't finish sending it delays nobody.
 
     Args:
         grid: Connects to the SuperNodes.
@@ -42,10 +46,16 @@ def exchange(
     for request in requests:
         if request.message_id not in waiting:
             yield _failed(request, "the message to it could not be sent")
+    pulls: dict[str, _Pull] = {}
     while waiting:
         is_late = time.monotonic() >= end
         for identifier, request in list(waiting.items()):
-            replies = _pull(grid, identifier, request)
+            if identifier not in pulls:
+                pulls[identifier] = _Pull(grid, identifier, request)
+                pulls[identifier].begin()
+            if pulls[identifier].is_alive():
+                continue
+            replies = pulls.pop(identifier).take()
             if replies:
                 del waiting[identifier]
             while replies:
@@ -55,6 +65,43 @@ def exchange(
         on_poll()
         if waiting:
             time.sleep(_PULL_SECONDS[isinstance(grid, InMemoryGrid)])
+
+
+class _Pull(threading.Thread):
+    """Pulls the reply to a request, if there is one.
+
+    The SuperLink announces a reply before it has all of its objects, and Flower waits for them for
+    as long as the client sends any.
+    """
+
+    def __init__(self, grid: Grid, identifier: str, request: Metadata) -> None:
+        super().__init__(name=f"reply of node {request.dst_node_id}", daemon=True)
+        self._grid = grid
+        self._identifier = identifier
+        self._request = request
+        self._replies: list[Message] = []
+        self._error: Exception | None = None
+
+    def begin(self) -> None:
+        """Pull, and wait a little for the end; other grids than Flower's own never wait."""
+        if isinstance(self._grid, HttpGrid):
+            self.start()
+            self.join(_PATIENCE_SECONDS)
+        else:
+            self.run()
+
+    def run(self) -> None:
+        """Pull."""
+        try:
+            self._replies = _pull(self._grid, self._identifier, self._request)
+        except Exception as error:
+            self._error = error
+
+    def take(self) -> list[Message]:
+        """Return what was pulled, or raise the error."""
+        if self._error is not None:
+            raise self._error
+        return self._replies
 
 
 def _pull(grid: Grid, identifier: str, request: Metadata) -> list[Message]:
