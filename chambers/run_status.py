@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from split.protocol.errors import printable
+from strategies.resumption import checkpoint_files
 from strategies.run_folder import METRICS, Event, is_running, read_events, read_status
 from strategies.status import RunStatus
 
@@ -70,7 +71,7 @@ def look(directory: Path) -> Seen:
         raise ValueError("config.json is not that of a run")
     # Before the status: a run that ends in between is then shown as ended, not as killed.
     alive = is_running(directory)
-    checkpoints = sorted((directory / "checkpoints").glob("round-*.safetensors"))
+    checkpoints = checkpoint_files(directory)
     return Seen(
         directory=directory,
         config=config,

@@ -81,6 +81,14 @@ def remove_unfinished(folder: Path) -> None:
             _remove(aside)
 
 
+def remove_whole(folder: Path) -> None:
+    """Remove a folder if it exists; if the process is killed, no part of it stays there."""
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    if folder.exists():
+        folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 @contextmanager
 def filling(folder: Path) -> Iterator[None]:
     """Name the folder if what the block writes there doesn't fit on the disk.

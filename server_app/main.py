@@ -24,7 +24,7 @@ from strategies.fedprox import FedProx
 from strategies.fl_glm import FLGLM
 from strategies.journal import Progress
 from strategies.messages import to_arrays
-from strategies.resumption import checkpoint_files
+from strategies.resumption import check_resumable, checkpoint_files
 from strategies.run_config import ConfigError, RunConfig, parse_run_config
 from strategies.run_folder import METRICS, end_status, running
 
@@ -42,8 +42,10 @@ STRATEGIES = {
 def main(grid: Grid, context: Context) -> None:
     """Run all remaining rounds; Flower marks a run as failed only after an exception."""
     config = parse_run_config(context.run_config)
-    directory, checkpoint = open_directory(config)
+    directory = open_directory(config)
     with running(directory):
+        # Only now: the run that is resumed may have ended a moment ago.
+        checkpoint = checkpoint_of(config, directory)
         log(INFO, "Results: %s", directory)
         try:
             _run(grid=grid, config=config, directory=directory, checkpoint=checkpoint)
@@ -114,20 +116,33 @@ def _show_end(directory: Path, problem: str = "") -> None:
         log(WARNING, "The run's status can't be written: %s", error)
 
 
-def open_directory(config: RunConfig) -> tuple[Path, Checkpoint | None]:
-    """Return the results folder, and the checkpoint if a run is resumed.
+def open_directory(config: RunConfig) -> Path:
+    """Return the results folder: a new one, or that of the run that is resumed.
 
     Raises:
         ConfigError: The folder can't be written to, or the run can't be resumed.
 
     """
     if not config.resume:
-        return new_directory(config), None
+        return new_directory(config)
     directory = Path(config.resume).expanduser()
+    check_resumable(directory, config)
+    return directory
+
+
+def checkpoint_of(config: RunConfig, directory: Path) -> Checkpoint | None:
+    """Return the checkpoint if a run is resumed.
+
+    Raises:
+        ConfigError: The run has finished its rounds.
+
+    """
+    if not config.resume:
+        return None
     checkpoint = load_checkpoint(directory, config)
     finished = checkpoint.progress.finished_rounds
     if finished >= config.rounds and checkpoint.progress.evaluated:
         raise ConfigError(
             f'resume = "{directory}" has finished its {finished} rounds; raise rounds to continue'
         )
-    return directory, checkpoint
+    return checkpoint

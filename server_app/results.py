@@ -21,7 +21,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
-from finetuning.files import filling, remove_unfinished, replacing
+from finetuning.files import filling, remove_unfinished, remove_whole, replacing
 from finetuning.model.gguf_file import origin_of
 from server_app.checkpoint import Checkpoint, save_checkpoint
 from server_app.report import write_report
@@ -201,10 +201,13 @@ class Results:
         for folder in sorted(trained.glob("*")):
             with replacing(self._clients / folder.name) as aside:
                 shutil.copytree(folder, aside)
-        shutil.rmtree(trained.parent, ignore_errors=True)
+        remove_whole(trained.parent)
 
     def rewind_to(self, checkpoint: Checkpoint) -> None:
-        """Drop everything written after a checkpoint: the resumed run writes it again."""
+        """Drop what was written after a checkpoint: the resumed run writes it again.
+
+        TensorBoard's files stay as they are: a round that is repeated is in them twice.
+        """
         remove_unfinished(self.directory)
         self._publish(checkpoint.progress.finished_rounds)
         self._sizes, self._rounds = dict(checkpoint.sizes), dict(checkpoint.rounds)

@@ -41,7 +41,9 @@ FOLDER = "checkpoints"
 
 def checkpoint_files(directory: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, oldest first."""
-    return sorted((directory / FOLDER).glob("round-*.safetensors"))
+    files = (directory / FOLDER).glob("round-*.safetensors")
+    # By the number: the name of round 10000 comes before that of round 9999.
+    return sorted(files, key=lambda file: int(file.stem.removeprefix("round-")))
 
 
 def check_resumable(directory: Path, config: RunConfig) -> None:

@@ -104,4 +104,4 @@ def test_a_run_is_refused_before_it_begins(saved, values, tmp_path, strategy):
     }
     config = parse_run_config(values)
     with pytest.raises(BaseModelError, match=r"adapter\.prefix-length \+ data\.max-length"):
-        _run(InProcessGrid(values, {}), config, *open_directory(config))
+        _run(InProcessGrid(values, {}), config, open_directory(config), None)

@@ -12,7 +12,7 @@ from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from server_app.checkpoint import check_base_model, load_checkpoint
-from server_app.main import STRATEGIES, open_directory
+from server_app.main import STRATEGIES, checkpoint_of, open_directory
 from server_app.results import Results
 from strategies.journal import Progress
 from strategies.messages import to_arrays
@@ -50,7 +50,8 @@ def run(
     state, peft_config = initial_adapter(
         config.model.name, config.adapter, derive_seed("adapter", config.seed)
     )
-    directory, checkpoint = open_directory(config)
+    directory = open_directory(config)
+    checkpoint = checkpoint_of(config, directory)
     results = Results(directory, config, str(base), peft_config)
     progress = Progress("test")
     if checkpoint is not None:
@@ -239,5 +240,5 @@ def test_a_damaged_file_is_named(values, tmp_path):
 
 def test_two_runs_of_one_second_have_folders_of_their_own(values, tmp_path):
     values |= {"output-dir": str(tmp_path / "runs")}
-    folders = {open_directory(parse_run_config(values))[0] for _ in range(3)}
+    folders = {open_directory(parse_run_config(values)) for _ in range(3)}
     assert len(folders) == 3

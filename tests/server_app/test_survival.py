@@ -14,8 +14,9 @@ from safetensors import safe_open
 
 from bench.in_process import InProcessGrid
 from chambers.run_status import look
-from finetuning.files import DiskFullError, remove_unfinished, replacing
+from finetuning.files import DiskFullError, remove_unfinished, remove_whole, replacing
 from server_app.main import main as server_app
+from strategies.resumption import checkpoint_files
 from tests.conftest import fill
 from tests.server_app.test_resume import NODES, events, final
 from tests.strategies.grids import same
@@ -135,3 +136,26 @@ def test_a_folder_whose_replacement_was_interrupted_gets_its_old_content_back(tm
     remove_unfinished(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "other", ".hidden"}
     assert (tmp_path / "adapter" / "weights").read_text() == "old"
+
+
+def test_a_folder_whose_removal_was_interrupted_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "trained" / "alpha").mkdir(parents=True)
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        remove_whole(tmp_path / "trained")
+    assert not (tmp_path / "trained").exists()
+    remove_unfinished(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_are_in_the_order_of_their_rounds(tmp_path):
+    for number in (10_000, 9_999, 2):
+        file = tmp_path / "checkpoints" / f"round-{number:04d}.safetensors"
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    names = [file.stem for file in checkpoint_files(tmp_path)]
+    assert names == ["round-0002", "round-9999", "round-10000"]
