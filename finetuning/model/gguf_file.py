@@ -23,9 +23,11 @@ _MAGIC = b"GGUF"
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError)
 _SHOWN_NAMES = 3
 # Of what is checked before a file is kept.
-_VERSION = 2
+_VERSION = 3
 # Tensors with which llama.cpp scales rotary positions.
 _SCALES = ("rope_freqs", "rope_factors_")
+# Architectures of which some models' queries are not scaled by the size of a head.
+_SCALED_QUERIES = {"gemma2", "gemma3"}
 
 
 class GGUFError(ValueError):
@@ -42,6 +44,7 @@ class Header:
         quantization: Types of all tensors with more than one dimension, from that of the most
             weights to that of the fewest, such as ``Q4_1, Q8_0``.
         scales_positions: Whether rotary positions are scaled, as Llama 3.1's are.
+        window: Tokens that a block attends to, where it names a number.
 
     """
 
@@ -49,6 +52,7 @@ class Header:
     weights: dict[str, int]
     quantization: str
     scales_positions: bool
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -131,12 +135,14 @@ def read_header(file: Path) -> Header:
         kinds = sorted(by_type, key=lambda kind: -by_type[kind])
         architecture = str(field.contents())
         scaling = reader.get_field(f"{architecture}.rope.scaling.type")
+        window = reader.get_field(f"{architecture}.attention.sliding_window")
         return Header(
             architecture=architecture,
             weights=weights,
             quantization=", ".join(kinds),
             scales_positions=any(name.startswith(_SCALES) for name in weights)
             or (scaling is not None and scaling.contents() not in {"", "none"}),
+            window=int(window.contents()) if window is not None else None,
         )
 
 
@@ -169,8 +175,15 @@ def _convert(file: Path, header: Header, directory: Path) -> None:
             f"{file} scales positions (RoPE) in a way that transformers doesn't read from GGUF; "
             f"{_INSTEAD}"
         )
+    if header.architecture in _SCALED_QUERIES and not _has_default_scale(model.config):
+        raise GGUFError(
+            f"{file} is of a model whose queries have a scale of their own, which GGUF files don't "
+            f"have; {_INSTEAD}"
+        )
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
+    if header.architecture == "phi3":  # transformers doesn't read it
+        settings["sliding_window"] = header.window
     # Saved as it is, the model would be described as quantised.
     with torch.device("meta"):
         plain = type(model)(type(model.config).from_dict(settings))
@@ -201,6 +214,11 @@ def _read_model(file: Path, header: Header) -> tuple[Any, list[str]]:
             output_loading_info=True,
         )
     return model, sorted(report["missing_keys"])
+
+
+def _has_default_scale(config: Any) -> bool:
+    """Whether queries are scaled by the size of a head, unlike those of the models with 27B."""
+    return bool(config.head_dim == config.query_pre_attn_scalar)
 
 
 def _scales_positions(config: Any) -> bool:

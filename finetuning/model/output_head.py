@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from finetuning.data.batching import MicroBatch
@@ -115,6 +116,9 @@ def target_log_probabilities(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of each target, and whether no token is likelier.
 
+    Logits are computed in float32 whatever the model's type is: in bfloat16 those between 16 and 32
+    differ by eighths, so that many candidate answers would be equally likely.
+
     Args:
         head: See `output_head`.
         chosen: (targets, hidden) after the last block and norm, from which targets are predicted.
@@ -125,9 +129,12 @@ def target_log_probabilities(
 
     """
     found, likeliest = [], []
+    weights = {n: p.float() for n, p in head.named_parameters() if p.is_floating_point()}
     parts = torch.split(labels.to(chosen.device), _TARGETS_AT_ONCE)
-    for part, label in zip(torch.split(chosen, _TARGETS_AT_ONCE), parts, strict=True):
-        logits = head(inputs_embeds=part[None], use_cache=False).logits[0].float()
+    for part, label in zip(torch.split(chosen.float(), _TARGETS_AT_ONCE), parts, strict=True):
+        inputs = {"inputs_embeds": part[None], "use_cache": False}
+        with torch.autocast(chosen.device.type, enabled=False):
+            logits = functional_call(head, weights, kwargs=inputs).logits[0]
         found.append(-cross_entropy(logits, label, reduction="none"))
         likeliest.append(logits.argmax(-1) == label)
     return torch.cat(found).cpu(), torch.cat(likeliest).cpu()

@@ -1,5 +1,7 @@
 """Log-probabilities of candidate answers: those of a plain loop, with beginnings computed once."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.data.candidates import Continuation, candidate_batches
 from finetuning.data.rows import DataError
 from finetuning.evaluation.log_probabilities import log_probabilities
+from finetuning.model.output_head import output_head, target_log_probabilities
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings
 from tests.finetuning.conftest import ARCHITECTURES, VOCABULARY
@@ -96,6 +99,17 @@ def test_the_likeliest_answer_is_greedy(random_model):
     )
     assert found.is_greedy
     assert other.is_greedy == torch.equal(answer, answer.flip(0))
+
+
+def test_logits_of_a_bfloat16_model_are_computed_in_float32(random_model):
+    model = random_model().to(torch.bfloat16).eval()
+    hidden = torch.randn(300, model.config.hidden_size).bfloat16()
+    labels = torch.randint(VOCABULARY, (300,))
+    with torch.no_grad():
+        found, _ = target_log_probabilities(output_head(model), hidden, labels)
+        exact = copy.deepcopy(model).float()
+        expected, _ = target_log_probabilities(output_head(exact), hidden.float(), labels)
+    assert torch.equal(found, expected)
 
 
 def test_a_shared_passage_is_computed_once():
