@@ -3,6 +3,8 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Annotated
 
 import click
 import typer
@@ -28,7 +30,12 @@ typer.core.HAS_RICH = False
 
 
 def _group(commands: Mapping[str, type]) -> typer.Typer:
-    group = typer.Typer(add_completion=False, rich_markup_mode=None, suggest_commands=False)
+    group = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        suggest_commands=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
     for name, command in commands.items():
         group.command(name, help=command.__doc__)(command)
     return group
@@ -72,10 +79,21 @@ app.add_typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"chambers {version('chambers')}")
+        raise typer.Exit
+
+
 @app.callback(
     epilog="Run chambers COMMAND --help for its options. docs/deployment.md describes deployments.",
 )
-def _chambers() -> None:
+def _chambers(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
     """Fine-tune language models on text that may not leave its owners, and use them."""
 
 
@@ -89,6 +107,17 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     with typer.main.get_command(app).make_context("chambers", list(arguments)) as context:
         command: Callable[[], int] = context.command.invoke(context)
     return command
+
+
+def _reason(error: CommandError | OSError | RuntimeError) -> str:
+    """Return what a user has to know of an error; raise one that is a defect."""
+    if isinstance(error, OSError):
+        return described(error)
+    if isinstance(error, CommandError):
+        return str(error)
+    if "home directory" not in str(error):  # what pathlib says
+        raise error
+    return "a path begins with ~ and the name of no user"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,9 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (CommandError, OSError) as error:
-        reason = described(error) if isinstance(error, OSError) else str(error)
-        print(f"{name}: {reason}", file=sys.stderr)
+    except (CommandError, OSError, RuntimeError) as error:
+        print(f"{name}: {_reason(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)

@@ -1,11 +1,10 @@
 """``chambers evaluate``: scores of models on tasks, whole or split with a block server."""
 
 import json
-import signal
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from chambers.errors import CommandError
-from chambers.sources import AdapterOptions, BaseModelOptions, option
+from chambers.interruption import interrupt_at_end
+from chambers.sources import AdapterOptions, BaseModelOptions, check_output, option
 from finetuning.data.rows import DataError, find_part
 from finetuning.evaluation.bertscore import Encoder, EncoderError
 from finetuning.files import replacing
@@ -114,15 +114,15 @@ class Evaluate(BaseModelOptions):
         from chambers.models import find
         from chambers.task_scores import Scored, measure, render
 
-        sources: dict[str, Source] = {}
-        for text, options in zip(self.models or [""], named, strict=True):
-            source = find(options, self.invitation)
-            sources.setdefault(_name_of(source.settings, sources), source.bare)
-            if source.adapter is not None:
-                sources[text] = source
-        # SIGTERM must also delete the copies of rows.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # These must also delete the copies of rows.
+        interrupt_at_end()
         with self._harness() as harness:
+            sources: dict[str, Source] = {}
+            for text, options in zip(self.models or [""], named, strict=True):
+                source = find(options, self.invitation)
+                sources.setdefault(_name_of(source.settings, sources), source.bare)
+                if source.adapter is not None:
+                    sources[text] = source
             scored = Scored(
                 questions={name: (TASKS[name], own) for name, own in questions.items()},
                 batch_tokens=self.batch_tokens,
@@ -164,7 +164,7 @@ class Evaluate(BaseModelOptions):
             if folder and not folder.is_dir():
                 raise CommandError(f"--{name} {folder}: there is no such folder")
         if self.output:
-            _check_output(self.output)
+            check_output(self.output)
         if not self.models and not self.invitation and not self.model:
             raise CommandError("no model is named: add the folder of a run, or a base model")
         return {name: TASKS[name] for name in names if name in TASKS}
@@ -195,7 +195,9 @@ class Evaluate(BaseModelOptions):
             try:
                 manager = stack.enter_context(loaded_tasks(names, self.include))
             except DataError as error:
-                raise CommandError(f"--tasks {self.tasks}: {error}") from error
+                near = get_close_matches(names[0], TASKS, n=1)
+                hint = f"; {near[0]} is a task of chambers" if near else ""
+                raise CommandError(f"--tasks {self.tasks}: {error}{hint}") from error
             yield names, manager
 
     def _named(self, text: str) -> AdapterOptions:
@@ -252,20 +254,6 @@ class Evaluate(BaseModelOptions):
                 aside.write_text(json.dumps(content, indent=2, ensure_ascii=False), "utf-8")
         except OSError as error:
             raise CommandError(f"--output {file} can't be written: {error.strerror}") from error
-
-
-def _check_output(file: Path) -> None:
-    """Refuse a file that can't be written, before anything is scored."""
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise CommandError(f"--output {file}: there is no folder {folder}")
-    if file.exists() and not file.is_file():
-        raise CommandError(f"--output {file}: that is no file")
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise CommandError(f"--output {file} can't be written: {error.strerror}") from error
 
 
 def _name_of(settings: ModelSettings, sources: "dict[str, Source]") -> str:

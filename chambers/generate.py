@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from chambers.errors import CommandError
-from chambers.sources import AdapterOptions, option
+from chambers.sources import AdapterOptions, check_output, option
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
 from finetuning.data.rows import DataError, Row
 from finetuning.files import filling
@@ -120,8 +120,8 @@ class Generate(AdapterOptions):
         file, output = self.file, self.output
         if file and output and file.resolve() == output.resolve():
             raise CommandError(f"--output would overwrite --file {file}")
-        if output and not output.absolute().parent.is_dir():
-            raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
+        if output:
+            check_output(output)
         self.check_folders()
 
     def _rows(self) -> list[Row]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,34 @@ _SHOWN_NAMES = 3
 
 
 def option(description: str, metavar: str | None = None) -> Any:
-    """Declare an option; a default worth mentioning is in the description."""
-    return typer.Option(help=description, metavar=metavar, show_default=False)
+    """Declare an option; a default worth mentioning is in the description.
+
+    A path may begin with ``~``, which shells don't expand after ``--option=``.
+    """
+    return typer.Option(help=description, metavar=metavar, show_default=False, callback=_expanded)
+
+
+def _expanded(value: Any) -> Any:
+    return value.expanduser() if isinstance(value, Path) else value
+
+
+def check_output(file: Path) -> None:
+    """Check that ``--output`` can be written, before anything is computed.
+
+    Raises:
+        CommandError: It can't be.
+
+    """
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise CommandError(f"--output {file}: there is no folder {folder}")
+    if file.is_dir():
+        raise CommandError(f"--output {file}: that is a folder")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CommandError(f"--output {file} can't be written: {error.strerror}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

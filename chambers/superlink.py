@@ -20,6 +20,7 @@ import tomli_w
 
 from chambers.actors import gpus_of_each
 from chambers.errors import CommandError
+from chambers.interruption import END_SIGNALS, interrupt_at_end
 from strategies.run_config import Scalar
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -167,8 +168,8 @@ def simulate(config: Mapping[str, Scalar], clients: int, actors: int, gpus: int,
         CommandError: Flower's SuperLink could not be started, or asked.
 
     """
-    # SIGTERM must also end the processes of the run that are in other sessions.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # These must also end the processes of the run that are in other sessions.
+    interrupt_at_end()
     started = time.monotonic()
     try:
         with private_superlink(home) as superlink:
@@ -247,7 +248,8 @@ def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
     if threading.current_thread() is not threading.main_thread():
         return _end_all(process, mark)
     # Another Ctrl-C would leave processes behind.
-    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
+    ending = (signal.SIGINT, *END_SIGNALS)
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in ending}
     try:
         return _end_all(process, mark)
     finally:

@@ -16,12 +16,13 @@ from chambers.errors import CommandError
 from chambers.sources import option
 from chambers.superlink import CHECKOUT, simulate
 from finetuning.adapters.saved import AdapterError, check_folder
-from finetuning.data.rows import FORMATS, DataError, client_folders, find_part
+from finetuning.data.rows import FORMATS, DataError, check_data_set, client_folders, find_part
 from finetuning.model.checkpoint import count_blocks, problem_of
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 from strategies.resumption import check_resumable
 from strategies.run_config import ConfigError, RunConfig, Scalar, parse_run_config
+from strategies.run_folder import METRICS, read_events
 
 _GENERATED_CLIENTS = 3
 _PATHS_OR_NAMES = {"data.path", "model.name"}
@@ -79,7 +80,10 @@ class Train:
             values.setdefault("min-nodes", clients)
             config = parse_run_config(_app_config() | values)
             if config.min_nodes > clients:
-                raise CommandError(f"min-nodes = {config.min_nodes}, and --clients {clients}")
+                raise CommandError(
+                    f"min-nodes = {config.min_nodes} is more than the {clients} simulated clients; "
+                    f"add --clients {config.min_nodes}"
+                )
             _check_model(config)
             check_inputs(config, clients)
             machine = this_machine()  # imports PyTorch, which takes seconds
@@ -170,6 +174,27 @@ def check_inputs(config: RunConfig, clients: int) -> None:
         _check_adapter(Path(config.initial_adapter).expanduser())
     if config.resume:
         check_resumable(Path(config.resume).expanduser(), config)
+        _check_clients(Path(config.resume).expanduser(), clients)
+
+
+def _check_clients(run: Path, clients: int) -> None:
+    """Check that a run is resumed with its number of clients: rows are divided by it.
+
+    Raises:
+        CommandError: It had another one, or its metrics can't be read.
+
+    """
+    try:
+        rounds = [event for event in read_events(run / METRICS) if event["event"] == "round"]
+    except (OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
+    names = {name for event in rounds for name in event.get("participants", [])}
+    names |= {left["client"] for event in rounds for left in event.get("left_out", [])}
+    if names and len(names) != clients:
+        raise CommandError(
+            f"{run} has {len(names)} clients, and {clients} would divide the rows in another way; "
+            f"add --clients {len(names)}"
+        )
 
 
 def make_folders(config: RunConfig) -> None:
@@ -213,6 +238,13 @@ def _check_data(settings: DataSettings, clients: int) -> None:
     if not path.is_absolute():
         if path.suffix in FORMATS or not _HUB_ID.fullmatch(settings.path):
             raise CommandError(f'data.path = "{path}": there is no such file or folder')
+        try:
+            check_data_set(settings.path)
+        except DataError as error:
+            raise CommandError(
+                f'data.path = "{path}": there is no such file or folder, and no data set with this '
+                f"id can be read: {error.__cause__}"
+            ) from error
         return
     if not path.exists():
         raise CommandError(f'data.path = "{path}" doesn\'t exist')

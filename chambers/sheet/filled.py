@@ -103,7 +103,9 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
             columns = [cell.strip().lower() for cell in cells]
             absent = [name for name in wanted if columns.count(name) != 1]
             if absent:
-                raise CommandError(f"{file}:{line}: there is not one column {absent[0]}")
+                raise CommandError(
+                    f"{file}:{line}: there is not one column {absent[0]}; is it CSV?"
+                )
         elif any(cell.strip() for cell in cells):
             cells += [""] * (len(columns) - len(cells))
             yield line, {name: cells[columns.index(name)].strip() for name in wanted}

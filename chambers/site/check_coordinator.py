@@ -107,6 +107,8 @@ def _answers(what: str, address: str, folder: Path) -> str:
 
 def _writable(database: Path) -> str:
     """Check that the SuperLink's user can write to the database, by locking it for a moment."""
+    if database.is_dir():
+        raise CommandError(f"{database} is a folder; name the SuperLink's database in it")
     if not database.is_file():
         raise CommandError(
             f"{database} doesn't exist: start the SuperLink with --database {database}, so that "

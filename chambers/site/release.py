@@ -83,7 +83,7 @@ def app_of(content: bytes, origin: Path) -> str:
         raise CommandError(f"{origin} has {len(content)} bytes; Flower takes {FAB_MAX_SIZE}")
     try:
         name, version = get_metadata_from_config(get_fab_config(content))
-    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, AttributeError) as error:
         raise CommandError(f"{origin} is not a release made by flwr build: {error}") from error
     return f"@{name}=={version}"
 

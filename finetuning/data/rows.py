@@ -252,6 +252,16 @@ def _values(path: Path | str, part: str) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{path} can't be read: {error.strerror or error}") from error
 
 
+def check_data_set(identifier: str) -> None:
+    """Check that a data set on the Hugging Face Hub, or in its cache, can be read.
+
+    Raises:
+        DataError: It can't be.
+
+    """
+    next(iter(_values(identifier, "train")), None)
+
+
 def _number(path: Path | str, values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     for number, value in enumerate(values, start=1):
         yield f"{path}, row {number}", value
@@ -314,8 +324,19 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 return
             if not columns:
                 columns = [cell.strip() for cell in cells]
+                _check_header(path, columns)
             elif cells:
                 yield origin, _table_row(columns, cells)
+
+
+def _check_header(path: Path, columns: list[str]) -> None:
+    line = ",".join(columns)
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{path} is not UTF-8") from None
+    if len(columns) == 1 and (";" in line or "\t" in line):
+        raise DataError(f"{path}: the cells of the header are not separated by commas")
 
 
 def _table_row(columns: list[str], cells: list[str]) -> dict[str, str] | DataError:

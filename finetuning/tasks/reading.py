@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from finetuning.data.rows import Row, keep_good, parse_rows, read_rows
+from finetuning.data.rows import Row, keep_good, parse_rows, read_rows, refuse_malformed
 from finetuning.settings import DataSettings
 from finetuning.tasks.question import Question
 from finetuning.tasks.tasks import TASKS, Task
@@ -16,6 +16,7 @@ def read_questions(path: Path, task: Task) -> list[Question]:
 
     """
     rows, problems = parse_rows(path, task.held_out, task.convert)
+    refuse_malformed(problems, len(rows), "fix them")
     kept = keep_good(rows, problems, skip_bad=False, path=path)
     return task.complete([question for row in kept for question in row])
 

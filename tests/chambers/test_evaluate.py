@@ -178,7 +178,7 @@ def test_what_can_t_be_meant_is_refused(run_folder, base, data, tmp_path, capsys
         (["--tasks", "cb", "--data", "/nowhere", base], "--data /nowhere"),
         (["--tasks", "cb", "--limit", "0", base], "--limit 0"),
         (["--tasks", "cb", "--output", "/nowhere/f.json", base], "there is no folder /nowhere"),
-        (["--tasks", "cb", "--output", tmp_path, base], "that is no file"),
+        (["--tasks", "cb", "--output", tmp_path, base], "that is a folder"),
         (["--tasks", "rte", base], f"rte: there is no {data}/RTE/val.jsonl"),
         (["--tasks", "cb", "/nowhere"], "there is no base model in /nowhere"),
         (["--tasks", "cb", empty], "the run finished no round"),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from chambers.__main__ import main
 from chambers.actors import Machine, count_actors, gpus_of_each, this_machine
 from chambers.errors import CommandError
+from chambers.interruption import END_SIGNALS
 from finetuning.model.checkpoint import client_parameters
 from strategies.run_config import parse_run_config
 from tests.chambers.conftest import ROOT, refused, serve, told
@@ -32,7 +33,7 @@ from tests.conftest import write_rows
         ([str(ROOT / "presets" / "demo.toml"), "rounds=none"], "rounds = 'none'"),
         (["--clients", "-1"], "--clients -1"),
         (["--clients", "0"], "--clients 0"),
-        (["--clients", "2", "min-nodes=3"], "min-nodes = 3, and --clients 2"),
+        (["--clients", "2", "min-nodes=3"], "more than the 2 simulated clients; add --clients 3"),
     ],
 )
 def test_what_can_t_be_trained_is_refused(capsys, words, reason):
@@ -94,6 +95,12 @@ def test_a_resumption_with_another_config_is_refused(capsys, tmp_path):
     refusal = refused(capsys, "train", f"resume={run}", "adapter.rank=8")
     assert "must be resumed with its original config:" in refusal
     assert refusal.splitlines()[1:] == ["  seed was 1 and is 0", "  adapter.rank was 4 and is 8"]
+    (run / "config.json").write_text("{}")
+    left_out = [{"client": "gamma", "reason": "it was late"}]
+    event = {"event": "round", "participants": ["alpha", "beta"], "left_out": left_out}
+    (run / "metrics.jsonl").write_text(json.dumps(event | {"round": 1}) + "\n")
+    refusal = refused(capsys, "train", f"resume={run}", "--clients", 4)
+    assert "has 3 clients, and 4 would divide the rows in another way" in refusal
     (run / "config.json").write_text("{")
     assert "config.json can't be read" in refused(capsys, "train", f"resume={run}")
 
@@ -101,7 +108,7 @@ def test_a_resumption_with_another_config_is_refused(capsys, tmp_path):
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
     """Replace Flower's programs by scripts; return a function that writes them."""
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {each: signal.getsignal(each) for each in END_SIGNALS}
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
     def write(**scripts):
@@ -111,7 +118,8 @@ def programs(tmp_path, monkeypatch):
             file.chmod(0o700)
 
     yield write
-    signal.signal(signal.SIGTERM, handler)
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
 
 
 LOG = (
@@ -266,8 +274,9 @@ def test_ending_it_ends_the_run(checkpoint, client_folders, tmp_path, left_over)
     while not list(tmp_path.glob("runs/*/metrics.jsonl")):
         assert training.poll() is None and time.monotonic() < end
         time.sleep(0.5)
-    training.send_signal(signal.SIGTERM)
+    training.send_signal(signal.SIGHUP)  # as a terminal does that is closed
     time.sleep(0.5)
-    training.send_signal(signal.SIGINT)  # doesn't interrupt the end
+    for other in (signal.SIGINT, signal.SIGTERM):  # don't interrupt the end
+        training.send_signal(other)
     assert training.wait(120) == 130
     assert not left_over()

@@ -104,6 +104,20 @@ def test_what_windows_programs_write_is_read(tmp_path):
     assert read_rows(path)[0].messages[1]["content"] == "Answer"
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"instruction;output\nsecret;b\n", "not separated by commas"),
+        ("instruction,output\nsecret,b\n".encode("utf-16"), "is not UTF-8"),
+    ],
+)
+def test_tables_as_spreadsheets_may_write_them_are_refused(tmp_path, content, reason):
+    (tmp_path / "rows.csv").write_bytes(content)
+    with pytest.raises(DataError, match=reason) as error:
+        read_rows(tmp_path / "rows.csv")
+    assert "secret" not in str(error.value)
+
+
 def test_separators_of_unicode_are_not_line_ends(tmp_path):
     record = {"instruction": "a\u2028b\x85c", "output": "d\u2029e\x0bf"}
     path = lines_of(tmp_path / "rows.jsonl", json.dumps(record, ensure_ascii=False))

@@ -1,0 +1,12 @@
+"""What ends a command early: Ctrl-C, ``kill``, and a terminal that is closed."""
+
+import signal
+
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def interrupt_at_end() -> None:
+    """Let SIGTERM and SIGHUP raise ``KeyboardInterrupt`` as Ctrl-C does, but for ``nohup``."""
+    for each in END_SIGNALS:
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, signal.default_int_handler)
