@@ -8,6 +8,7 @@ and shown in a page of ``docs/`` between two comments, of which the first names 
 command replaces what is between them; a test fails if they differ from the records.
 """
 
+import argparse
 import re
 from pathlib import Path
 
@@ -32,6 +33,9 @@ def filled(page: str, docs: Path = DOCS) -> str:
 
 def main() -> None:
     """Fill all pages."""
+    argparse.ArgumentParser(
+        prog="python -m bench.pages", description=(__doc__ or "").splitlines()[0]
+    ).parse_args()
     for file in DOCS.glob("*.md"):
         page = file.read_text(encoding="utf-8")
         file.write_text(filled(page), encoding="utf-8")

@@ -117,8 +117,8 @@ def readme_part(events: Sequence[Event], result: Mapping[str, Any]) -> str:
             f"![Held-out loss by round. {_described(rows)}](docs/pictures/smollm2.svg)",
             "",
             "The cost of splitting (FL-GLM, all hidden states encrypted): with all processes on "
-            f"one core, a split training step takes {first:.2f} times as long as a step of the "
-            "whole model.",
+            f"one core, a split training step of a small random Llama takes {first:.2f} times as "
+            "long as a step of the whole model (`python -m bench.split_step`).",
             "",
             f"![{_compared(result)}](docs/pictures/split_step.svg)",
             END,

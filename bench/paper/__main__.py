@@ -6,7 +6,8 @@
 
 DATA has the tasks' published files (``docs/tasks.md``): ``superglue/BoolQ/train.jsonl`` and so on.
 MODELS has a folder for each base model, named like the last part of its Hugging Face id; models
-that are not there come from the hub.
+that are not there come from the hub. With ``--all``, tasks whose files are missing are left out and
+are "not run" in the tables.
 
 Every measurement is a file in ``FOLDER/SIZE/cells``. The same command continues where it was
 interrupted. Each table is written to ``FOLDER/SIZE`` as Markdown and CSV, and each figure as SVG,
@@ -18,8 +19,9 @@ nothing is run, and they are written from the record that is there.
 import argparse
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from bench.paper.artefact import Artefact
@@ -53,6 +55,8 @@ def main() -> None:
         processes=arguments.processes,
     )
     try:
+        if arguments.all:
+            cells = _with_data(measuring, cells)
         known = measuring.known(cells)
     except SourceError as error:
         raise SystemExit(str(error)) from error
@@ -60,6 +64,17 @@ def main() -> None:
         _run(measuring, known, arguments, chosen)
     except KeyboardInterrupt:
         raise SystemExit("interrupted; the same command continues") from None
+
+
+def _with_data(measuring: Measuring, cells: Sequence[Cell]) -> list[Cell]:
+    """Leave out the cells whose data are missing, and say so."""
+    missing = measuring.without_data(cells)
+    for reason in dict.fromkeys(missing.values()):
+        print(f"not run: {reason}", flush=True)
+    found = [cell for cell in cells if cell not in missing]
+    if not found:
+        raise SystemExit("nothing can be run")
+    return found
 
 
 def _run(
@@ -73,7 +88,8 @@ def _run(
     records = [record for record in known.values() if record is not None]
     missing = [cell for cell, record in known.items() if record is None]
     print(f"{len(records)} of {len(known)} measurements are known", flush=True)
-    done = _write_complete(chosen, size=size, records=records, folder=folder, done=set())
+    write = partial(_write_complete, chosen, size=size, cells=known.keys(), folder=folder)
+    done = write(records=records, done=set())
     _record(arguments, records)
     remaining = dict.fromkeys(missing)
     for cell, record in measuring.run(missing):
@@ -86,7 +102,7 @@ def _run(
             f"about {timedelta(seconds=round(left))} left",
             flush=True,
         )
-        done = _write_complete(chosen, size=size, records=records, folder=folder, done=done)
+        done = write(records=records, done=done)
         _record(arguments, [record])
 
 
@@ -110,14 +126,19 @@ def _render(arguments: argparse.Namespace, artefacts: Sequence[Artefact]) -> Non
 
 
 def _write_complete(
-    artefacts: Sequence[Artefact], size: Size, records: list[Record], folder: Path, done: set[str]
+    artefacts: Sequence[Artefact],
+    size: Size,
+    cells: Collection[Cell],
+    folder: Path,
+    records: list[Record],
+    done: set[str],
 ) -> set[str]:
-    """Write the artefacts that have become complete; return the names of all that are."""
+    """Write the artefacts of which all ``cells`` are known; return the names of all that are."""
     results = Results(records)
     complete = {
         artefact.name: artefact
         for artefact in artefacts
-        if all(results.get(cell) is not None for cell in artefact.cells(size))
+        if all(results.get(cell) is not None for cell in artefact.cells(size) if cell in cells)
     }
     for name in complete.keys() - done:
         write_document(folder / name, complete[name].document(size, results))

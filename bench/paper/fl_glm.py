@@ -16,6 +16,7 @@ from bench.paper.fl_glm_values import (
     NAMES,
     PAPERS_MODEL,
     ROUGE,
+    SERVER_STEPS,
     base_model,
     loss,
     losses_lowered,
@@ -54,8 +55,9 @@ def table3(size: Size, results: Results) -> Document:
     place = "" if adapter == "prefix" else ", where the paper has P-tuning v2"
     notes = [
         f"Model: {_timed_model(size)}. Adapter: {ADAPTERS[adapter]}{place}.",
-        f"Each run trains two rounds on {size.fl_glm.time.rows} rows of ReCoRD with batch size 1; "
-        f"the second round is timed, in {count} repetitions.",
+        f"Each run trains two rounds of {size.fl_glm.time.rows} rows of ReCoRD with batch size 1; "
+        f"the second round is timed, in {count} repetitions. If the data has fewer "
+        "rows, they are used several times.",
         "Without a GPU all parties share one core: the table shows the schedules' computational "
         "cost, but no speed-up from parallel machines.",
         paper.note,
@@ -99,6 +101,7 @@ def table8(size: Size, results: Results) -> Document:
         f"{base_model(size.models.english)} {PAPERS_MODEL}",
         f"Periods are in steps of a client: {periods} stand for the paper's "
         f"{' and '.join(map(str, _PERIODS))}. MultiRC: F1a; others: accuracy.",
+        SERVER_STEPS,
         published("fl-glm-table8").note,
     ]
     scores = Table(

@@ -10,6 +10,7 @@ from bench.paper.fl_glm_values import (
     MAIN,
     NAMES,
     PAPERS_MODEL,
+    SERVER_STEPS,
     base_model,
     metrics,
     percent,
@@ -79,10 +80,11 @@ def figures6to8(size: Size, results: Results) -> Document:
 
 
 def _about_model(size: Size) -> str:
+    """Return what all figures have in common."""
     adapter = ADAPTERS[size.fl_glm.period_adapter]
     return (
         f"{base_model(size.models.english)} Adapter: {adapter}. {PAPERS_MODEL} Rows and questions: "
-        "table 8's."
+        f"table 8's. {SERVER_STEPS}"
     )
 
 

@@ -27,6 +27,11 @@ ADAPTERS = {"lora": "LoRA", "prefix": "P-tuning v2"}
 BARE, MAJORITY = "bare base model", "most frequent answer"
 PAPERS_MODEL = "The paper's model is ChatGLM-6B, with P-tuning v2."
 LOSS_NOTE = "In nats per token of the right answers and their end marks."
+SERVER_STEPS = (
+    "All schedules train on as many rows, with one learning rate, but not in as many steps: with K "
+    "clients the server takes, in place of serial's n, n / K steps of K times the rows with "
+    "client-batch, and n / K for each client's adapters with hierarchical."
+)
 
 
 def metrics(results: Results, of_seeds: Sequence[Cell]) -> list[dict[str, float]]:
@@ -112,7 +117,7 @@ def rows_and_questions(
         "tokens at most",
         "rows to choose from",
         "trained on",
-        "rows a step",
+        "rows of a client's step",
         "questions",
     ]
     return Table("Rows and questions", columns, rows, notes, digits=0)

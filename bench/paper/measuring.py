@@ -20,7 +20,7 @@ from bench.paper.cells import (
 )
 from bench.paper.legal import CLIENTS
 from bench.paper.sizes import Size
-from bench.paper.sources import Sources
+from bench.paper.sources import MissingDataError, Sources
 from bench.pool import pool
 
 
@@ -141,6 +141,21 @@ class Measuring:
         self._sources = sources
         self._folder = folder
         self._processes = processes
+
+    def without_data(self, cells: Sequence[Cell]) -> dict[Cell, str]:
+        """Return the cells of tasks whose files are missing, and what is missing.
+
+        Raises:
+            SourceError: There is no data at all, or a model is missing.
+
+        """
+        reasons = {}
+        for cell in cells:
+            try:
+                inputs_of(cell, self._size, self._sources)
+            except MissingDataError as error:
+                reasons[cell] = str(error)
+        return reasons
 
     def known(self, cells: Sequence[Cell]) -> dict[Cell, Record | None]:
         """Return each cell's record, or None if it has to be measured.

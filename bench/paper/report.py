@@ -175,7 +175,7 @@ def _duration(records: Sequence[Record]) -> str:
         else:
             together += record["seconds"]
     hours, of_two = (alone + together) / 3600, (alone + together / 2) / 3600
-    return f"{hours:.1f} process-hours ({of_two:.1f} hours with two processes)"
+    return f"{hours:.1f} process-hours (with two processes {of_two:.1f} hours, without their start)"
 
 
 def _versions(versions: Mapping[str, Any]) -> str:

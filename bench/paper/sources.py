@@ -16,6 +16,10 @@ class SourceError(ValueError):
     """A model or data is missing; the message says what to name, and where."""
 
 
+class MissingDataError(SourceError):
+    """The folder of data doesn't have a task's files."""
+
+
 @dataclass(frozen=True)
 class Sources:
     """Folders with data and models.
@@ -57,7 +61,8 @@ class Sources:
         """Return a folder of the data by its name, in any case.
 
         Raises:
-            SourceError: There is none.
+            MissingDataError: There is none.
+            SourceError: There is no data at all.
 
         """
         if self.data is None:
@@ -68,13 +73,14 @@ class Sources:
             for folder in sorted(parent.iterdir()):
                 if folder.is_dir() and folder.name.lower() == name.lower():
                     return folder.absolute()
-        raise SourceError(f"--data {self.data}: there is no folder {name} in it")
+        raise MissingDataError(f"--data {self.data}: there is no folder {name} in it")
 
     def parts(self, task: str) -> tuple[Path, Path]:
         """Return the files of a task's training rows and held-out rows.
 
         Raises:
-            SourceError: One of them is missing.
+            MissingDataError: One of them is missing.
+            SourceError: The data can't be read.
 
         """
         folder, held_out = self.folder(TASKS[task].folder), TASKS[task].held_out
@@ -84,7 +90,7 @@ class Sources:
             raise SourceError(str(error)) from error
         if train is None or test is None:
             missing = held_out if train else "train"
-            raise SourceError(f"{task}: there is no {folder / missing}.jsonl")
+            raise MissingDataError(f"{task}: there is no {folder / missing}.jsonl")
         return train, test
 
     def data_digest(self, task: str) -> str:

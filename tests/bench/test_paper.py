@@ -79,6 +79,14 @@ def test_a_schedule_with_one_client_is_centralised_training(size, sources):
     assert both[0]["training_loss"][1] < both[0]["training_loss"][0]
 
 
+def test_tasks_without_data_are_left_out(size, sources, tmp_path):
+    folder = CellFolder(tmp_path, [])
+    measuring = Measuring(size=size, sources=sources, folder=folder, processes=1)
+    cells = [TaskCell(task, MODEL, "bare") for task in ("boolq", "wsc", "cb")]
+    (reason,) = measuring.without_data(cells).values()
+    assert list(measuring.without_data(cells)) == [cells[1]] and "no folder WSC" in reason
+
+
 def test_clients_are_stacked_and_divided_by_label(size, sources):
     """All clients work at the same time in this process, each with its own head and tail."""
     cell = TaskCell(
@@ -170,12 +178,18 @@ def test_every_document_is_made_of_all_results_or_none(name):
         (["fl-glm-table5", "--small", "--data", "DATA"], "SmolLM2-135M-Instruct"),
         (["fl-glm-table6", "--small", "--data", "DATA", "--models", "MODELS"], "huatuo"),
         (["fl-glm-table5", "--small", "--render"], "--render needs --document"),
+        (["--all", "--small", "--data", "EMPTY", "--models", "MODELS"], "nothing can be run"),
     ],
 )
 def test_what_is_missing_is_named_before_anything_starts(
     words, reason, sources, tmp_path, monkeypatch
 ):
-    places = {"DATA": str(sources.data), "MODELS": str(sources.models)}
+    (tmp_path / "empty").mkdir()
+    places = {
+        "DATA": str(sources.data),
+        "MODELS": str(sources.models),
+        "EMPTY": str(tmp_path / "empty"),
+    }
     words = [places.get(word, word) for word in words]
     monkeypatch.setattr(sys, "argv", ["paper", *words, "--folder", str(tmp_path / "results")])
     with pytest.raises(SystemExit, match=reason):
