@@ -92,7 +92,7 @@ class SplitSettings(Section):
     frame_timeout: PositiveFloat = Field(
         300.0,
         description="Seconds that client and server wait for each other's next frame; for the end "
-        "of a step a client waits until that of the round. A client may also be silent for this "
+        "of a step, a client waits until the round ends. A client may also be silent for this "
         "long in total in a step, or in the generation of a batch, while "
         "others wait for what it holds of `activation-budget`.",
     )
