@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def write_task(
     _write(folder / "train.jsonl", train)
     _write(folder / f"{task.held_out}.jsonl", _few_of_all_labels(test, clients))
     scored = folder / "scored.jsonl"
-    _write(scored, _first(test, training.questions))
+    _write(scored, _first(test, training.questions, task))
     settings = DataSettings(task=task_name)
     questions = read_questions(scored, task)
     held_out, _ = tokenize(read_task_rows(scored, settings), tokenizer, training.max_length)
@@ -142,16 +143,36 @@ def _longest_row(question: Question) -> Row:
     return Row(messages, question.origin, {})
 
 
-def _first(lines: Sequence[_Line], questions: int) -> list[_Line]:
-    """Return the first lines that have so many questions together; 0 for all lines."""
+def _first(lines: Sequence[_Line], questions: int, task: Task) -> list[_Line]:
+    """Return the first lines that have so many questions together; 0 for all lines.
+
+    The first question about each passage comes before the second about any: a few passages of
+    MultiRC alone have as many questions as are scored.
+    """
+    if not questions:
+        return list(lines)
+    turns = zip_longest(*(_divided(line, task) for line in lines))
     chosen: list[_Line] = []
     count = 0
-    for line in lines:
-        if questions and count >= questions:
+    for line in filter(None, chain.from_iterable(turns)):
+        if count >= questions:
             break
         chosen.append(line)
         count += len(line.questions)
     return chosen
+
+
+def _divided(line: _Line, task: Task) -> list[_Line]:
+    """Return a line for each question about a passage (MultiRC, ReCoRD), or the line itself."""
+    value, passage = line.value, line.value.get("passage")
+    if "qas" in value:
+        values = [value | {"qas": [asked]} for asked in value["qas"]]
+    elif isinstance(passage, dict):
+        asked_of_it = passage["questions"]
+        values = [value | {"passage": passage | {"questions": [asked]}} for asked in asked_of_it]
+    else:
+        return [line]
+    return [_Line(each, task.convert("", each)) for each in values]
 
 
 def _few_of_all_labels(lines: Sequence[_Line], count: int) -> list[_Line]:

@@ -17,6 +17,8 @@ from bench.paper.fl_glm_values import MAIN
 from bench.paper.measuring import Measuring, inputs_of, measure, settings_of
 from bench.paper.sizes import NAMES, read_size
 from bench.paper.sources import Sources
+from bench.paper.task_data import write_task
+from bench.paper.task_settings import training_of
 from finetuning.data.rows import Row
 from finetuning.data.tokenization import tokenize
 from finetuning.model.base_model import load_tokenizer
@@ -77,6 +79,20 @@ def test_a_schedule_with_one_client_is_centralised_training(size, sources):
     assert both[0]["rows"] == both[1]["rows"] == 32
     assert both[0]["loss"] == pytest.approx(both[1]["loss"], abs=0.01)
     assert both[0]["training_loss"][1] < both[0]["training_loss"][0]
+
+
+def test_questions_are_of_as_many_passages_as_there_are(size, sources, deep_checkpoint, tmp_path):
+    data = write_task(
+        task_name="multirc",
+        parts=sources.parts("multirc"),
+        model=deep_checkpoint,
+        training=training_of("multirc", size),
+        clients=2,
+        folder=tmp_path,
+    )
+    questions = data.prepared.questions
+    assert len(questions) == 6, "two answers to each of three questions"
+    assert len({question.prompt.partition(" Question:")[0] for question in questions}) == 3
 
 
 def test_tasks_without_data_are_left_out(size, sources, tmp_path):
