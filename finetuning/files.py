@@ -84,6 +84,7 @@ def remove_unfinished(folder: Path) -> None:
 def remove_whole(folder: Path) -> None:
     """Remove a folder if it exists; if the process is killed, no part of it stays there."""
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    _remove(aside)
     if folder.exists():
         folder.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)

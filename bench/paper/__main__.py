@@ -133,7 +133,7 @@ def _write_complete(
     records: list[Record],
     done: set[str],
 ) -> set[str]:
-    """Write the artefacts of which all ``cells`` are known; return the names of all that are."""
+    """Write each artefact whose ``cells`` are all known; return the names of all that are."""
     results = Results(records)
     complete = {
         artefact.name: artefact

@@ -97,9 +97,9 @@ def _about_training(size: Size) -> str:
     return (
         f"{_model(size)}. A client trains {steps} in each of {own.rounds} rounds{seen}; Center "
         f"has the rows of all clients{more}. Center keeps its optimizer state for all steps; a "
-        "strategy's clients begin anew in each round. Every model answers the same questions in at "
-        f"most {own.new_tokens} tokens; deviations are those between seeds, and say nothing about "
-        "other questions. "
+        "strategy's clients reset theirs in each round. Every model answers the same questions in "
+        f"at most {own.new_tokens} tokens; deviations are those between seeds, and say nothing "
+        "about other questions. "
         f"BERTScore: {encoder}, not rescaled; the paper doesn't name its encoder."
     )
 

@@ -26,7 +26,7 @@ _SHOWN_NAMES = 3
 _VERSION = 3
 # Tensors with which llama.cpp scales rotary positions.
 _SCALES = ("rope_freqs", "rope_factors_")
-# Architectures of which some models' queries are not scaled by the size of a head.
+# Architectures in which some models don't scale queries by the size of a head.
 _SCALED_QUERIES = {"gemma2", "gemma3"}
 
 
