@@ -128,6 +128,8 @@ class Generate(AdapterOptions):
         if self.file:
             return read_prompts(self.file)
         if self.prompts:
+            if not all(prompt.strip() for prompt in self.prompts):
+                raise CommandError("a prompt is empty")
             return prompt_rows(self.prompts)
         if sys.stdin.isatty():
             print("one prompt per line; Ctrl-D ends the input", file=sys.stderr)

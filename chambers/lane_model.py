@@ -29,6 +29,9 @@ from split.protocol.frames import Limits
 from split.protocol.standing_invitation import StandingInvitation
 
 _BUSY_SECONDS = 60.0
+# How long somebody at a terminal waits to hear that there is no server, and, when all texts have
+# arrived, for the server's confirmation.
+_PATIENCE_SECONDS = 5.0
 
 Result = TypeVar("Result")
 
@@ -95,8 +98,13 @@ class LaneModel:
         return self._attempt(lambda: self._model.log_probabilities(batch))
 
     def end(self) -> None:
-        """End the evaluation at the server."""
-        self._model.end()
+        """End the evaluation at the server.
+
+        Raises:
+            LaneError: The lane has ended, or the server has not confirmed it within seconds.
+
+        """
+        self._model.end(until=time.monotonic() + _PATIENCE_SECONDS)
 
     def close(self) -> None:
         """Close the lane, after an error too."""
@@ -129,6 +137,7 @@ class LaneModel:
             limits=limits,
             deadline=self._deadline,
             resume_timeout=timeout,
+            patience=_PATIENCE_SECONDS,
             busy_until=busy_until,
         )
         timeout = invitation.split.frame_timeout

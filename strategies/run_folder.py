@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from pydantic import ValidationError
 
 from finetuning.files import replacing
 from split.protocol.errors import printable
@@ -80,7 +81,11 @@ def read_status(directory: Path) -> RunStatus:
 
     """
     with suppress(FileNotFoundError):
-        return RunStatus.model_validate_json((directory / STATUS).read_bytes())
+        content = (directory / STATUS).read_bytes()
+        try:
+            return RunStatus.model_validate_json(content)
+        except ValidationError as error:
+            raise ValueError(f"{STATUS} is damaged") from error
     return RunStatus()
 
 

@@ -18,7 +18,7 @@ from chambers.site.authority import (
     read_key,
 )
 from chambers.site.check_machine import disk, gpu, model
-from chambers.site.connection import filtered, healthy, lasting
+from chambers.site.connection import filtered, healthy, host_and_port, lasting
 from chambers.site.report import Report
 
 _DATABASE_SECONDS = 10.0
@@ -80,7 +80,7 @@ def _chain(file: Path, authority: Path) -> str:
 
 def _names(file: Path, proxy: str) -> str:
     names = names_of(read_certificate(file))
-    host = proxy.rpartition(":")[0].strip("[]")
+    host, _ = host_and_port(proxy)
     missing = [name for name in dict.fromkeys([host, *LOOPBACK]) if name not in names]
     if missing:
         every = " ".join(f"--name {name}" for name in dict.fromkeys([*names, host]))

@@ -32,6 +32,20 @@ class Answer:
     certificate: x509.Certificate
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Take an address apart; IPv6 addresses are in brackets.
+
+    Raises:
+        CommandError: It is not an address.
+
+    """
+    host, separator, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not (host and separator and port.isdecimal() and int(port) < 2**16):
+        raise CommandError(f"{address} is not an address: HOST:PORT is expected")
+    return host, int(port)
+
+
 def get(address: str, path: str, authority: Path) -> Answer:
     """Send a GET request.
 
@@ -44,14 +58,11 @@ def get(address: str, path: str, authority: Path) -> Answer:
         CommandError: There is no answer over TLS from a server with this name.
 
     """
-    host, separator, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not (host and separator and port.isdecimal() and int(port) < 2**16):
-        raise CommandError(f"{address} is not an address: HOST:PORT is expected")
+    host, port = host_and_port(address)
     read_certificate(authority)
     context = ssl.create_default_context(cafile=authority)
     try:
-        connection = HTTPSConnection(host, int(port), timeout=_TIMEOUT_SECONDS, context=context)
+        connection = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS, context=context)
     except InvalidURL as error:
         raise CommandError(f"{address} is not an address: {error}") from error
     try:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -26,15 +27,16 @@ def problem_of(name: str, path: Path) -> str | None:
 
     """
     if path.is_file():
-        try:
-            read_header(path)
-        except (GGUFError, OSError) as error:
-            return f'model.name = "{name}": {error}'
-        return None
+        return _problem_of_gguf(name, path)
     if not (path / "config.json").is_file():
         return (
             f'model.name = "{name}": no config.json in {path}; it must be a checkpoint directory '
             "in Hugging Face format, or a GGUF file"
+        )
+    if not isinstance(_config(path), dict):
+        return (
+            f'model.name = "{name}": {path / "config.json"} is not a JSON object; copy the '
+            "checkpoint again"
         )
     files = sorted(path.glob(WEIGHTS))
     if not files:
@@ -51,6 +53,14 @@ def problem_of(name: str, path: Path) -> str | None:
     return None
 
 
+def _problem_of_gguf(name: str, file: Path) -> str | None:
+    try:
+        read_header(file)
+    except (GGUFError, OSError) as error:
+        return f'model.name = "{name}": {error}'
+    return None
+
+
 def count_blocks(checkpoint: Path) -> int | None:
     """Return the number of a checkpoint's blocks, or None if only ``transformers`` knows it.
 
@@ -61,11 +71,10 @@ def count_blocks(checkpoint: Path) -> int | None:
     if checkpoint.is_file():
         blocks = re.findall(r"^blk\.(\d+)\.", "\n".join(read_header(checkpoint).weights), re.M)
         return max(map(int, blocks)) + 1 if blocks else None
-    try:
-        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-        found = next((config[key] for key in _BLOCKS if key in config), None)
-    except (OSError, ValueError, TypeError):
+    config = _config(checkpoint)
+    if not isinstance(config, dict):
         return None
+    found = next((config[key] for key in _BLOCKS if key in config), None)
     return found if isinstance(found, int) else None
 
 
@@ -85,6 +94,14 @@ def client_parameters(checkpoint: Path, blocks: int | None = None) -> int:
     if blocks is None or not counts:
         return ends + counts.total()
     return ends + counts.total() * min(blocks, len(counts)) // len(counts)
+
+
+def _config(checkpoint: Path) -> Any:
+    """Return the content of config.json, or None if there is none or it can't be parsed."""
+    try:
+        return json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, int]]:

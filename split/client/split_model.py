@@ -264,10 +264,18 @@ class SplitModel:
         chosen = hidden[batch.positions.to(hidden.device)]
         return target_log_probabilities(self._output_head, chosen, batch.labels)
 
-    def end(self) -> None:
-        """End the round or the evaluation, and wait until the server has confirmed it."""
+    def end(self, until: float | None = None) -> None:
+        """End the round or the evaluation, and wait until the server has confirmed it.
+
+        Args:
+            until: When to stop waiting, on ``time.monotonic``'s clock; None is ``frame_timeout``.
+
+        Raises:
+            LaneError: The lane has ended, or the server has not confirmed it in time.
+
+        """
         self.lane.send(Kind.END)
-        self._receive(Kind.END)
+        self._receive(Kind.END, until=until)
         self.lane.close()
 
     def _shape(self, batch: MicroBatch) -> torch.Size:

@@ -227,6 +227,7 @@ def test_prefixes_work_whole_and_split(prefix_run, base, tmp_path, capsys):
         (("--batch-size", "0"), "--batch-size 0"),
         (("--temperature", "-1"), "--temperature -1"),
         (("--top-p", "2"), "--top-p 2"),
+        (("--model", "tiny", " "), "a prompt is empty"),
     ],
 )
 def test_what_can_t_be_meant_is_refused(capsys, words, reason):

@@ -55,8 +55,11 @@ def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client
     (tmp_path / "clients" / "one" / "test.jsonl").write_text('{"instruction": "a"}\n')
     damaged = shutil.copytree(checkpoint, tmp_path / "damaged") / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-100])
+    listed = shutil.copytree(checkpoint, tmp_path / "listed") / "config.json"
+    listed.write_text("[]")
     for setting, reason in (
         (f"model.name={damaged.parent}", f"{damaged} is damaged ("),
+        (f"model.name={listed.parent}", f"{listed} is not a JSON object"),
         ("model.name=/nowhere", "no config.json in /nowhere"),
         ("model.name=./nowhere", "there is no such file or folder"),
         (f"model.name={tmp_path / 'file'}", "is not a GGUF file"),

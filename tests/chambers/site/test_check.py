@@ -136,6 +136,12 @@ def test_a_coordinator_without_the_model(capsys, site, tmp_path):
     assert "no config.json in" in output
 
 
+def test_an_address_without_a_port(capsys, site):
+    _, output = at_coordinator(capsys, site, 1, proxy="coordinator.example.org")
+    assert output.count("coordinator.example.org is not an address: HOST:PORT is expected") == 2
+    assert "--name" not in output
+
+
 def test_certificates_that_do_not_fit(capsys, site, tmp_path):
     renew = f"chambers site certificates {site.folder}"
     with proxy(site.folder) as port:
