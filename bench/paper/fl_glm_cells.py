@@ -14,9 +14,6 @@ from bench.paper.task_settings import training_of
 SCHEDULES: tuple[Method, ...] = ("serial", "client-batch", "hierarchical")
 # The task of figure 5.
 DIVIDED = "copa"
-# The tasks that are answered over a lane too: answers of several tokens, of one, and many questions
-# about one passage.
-ANSWERED = ("copa", "cb", "multirc")
 # Head blocks and decoder of table 4, by the row in the paper.
 ATTACKS = {
     "embedding alone, linear decoder": (0, "linear"),
@@ -179,7 +176,7 @@ def figures6to8(size: Size) -> list[Cell]:
 
 def split_scores(size: Size) -> list[SplitCell]:
     """Return the cells that compare a split model with the whole one, if the size is in float32."""
-    tasks = ANSWERED if size.fl_glm.dtype == "float32" else ()
+    tasks = size.fl_glm.period_tasks if size.fl_glm.dtype == "float32" else ()
     return [SplitCell(task, size.models.english) for task in tasks]
 
 

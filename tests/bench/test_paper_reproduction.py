@@ -40,9 +40,7 @@ def record_of(cell, result, seconds=60.0):
 
 def test_results_of_other_weights_or_data_are_not_put_beside_the_rest():
     size, records = read_size("small"), read_record(DOCS, "small")
-    (bare,) = (
-        r for r in records if r["cell"].get("task") == "rte" and r["cell"]["method"] == "bare"
-    )
+    (bare,) = (r for r in records if {"task": "rte", "method": "bare"}.items() <= r["cell"].items())
     for key in ("model", "data"):
         foreign = bare | {"settings": bare["settings"] | {key: "of another"}}
         mixed = [foreign if record is bare else record for record in records]
