@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "settings"),
     [
-        ("demo.toml", ["rounds=2"]),
-        ("demo-split.toml", ["rounds=2", "evaluate.generate=false"]),
+        ("demo.toml", ["rounds=1"]),
+        ("demo-split.toml", ["rounds=1", "evaluate.generate=false"]),
     ],
 )
 def test_everyone_gains_from_the_demo(tmp_path, left_over, preset, settings):

@@ -1,4 +1,4 @@
-"""The app as institutions run it: a SuperLink and three SuperNodes, a process per message."""
+"""The app as institutions run it: a SuperLink and SuperNodes, a process per message."""
 
 import json
 import shutil
@@ -46,11 +46,13 @@ def start_supernode(link, name: str, data: Path, log: Path, node: str = "") -> s
         )
 
 
-def test_three_supernodes_train_together(checkpoint, client_folders, tmp_path, capfd):
+def test_supernodes_train_together_and_keep_large_states(
+    checkpoint, client_folders, tmp_path, capfd
+):
     config = {
         "rounds": 2,
         "evaluate.every": 2,
-        "min-nodes": 3,
+        "min-nodes": 2,
         "model.name": str(checkpoint),
         "adapter.rank": RANK,
         "adapter.targets": "q_proj,k_proj,v_proj",
@@ -63,7 +65,7 @@ def test_three_supernodes_train_together(checkpoint, client_folders, tmp_path, c
     with private_superlink(tmp_path / "flower", simulated=False) as link:
         nodes = [
             start_supernode(link, name, client_folders / name, tmp_path / f"{name}.log")
-            for name in NAMES
+            for name in NAMES[:2]
         ]
         status = run_app(ROOT, link, config)
         shown = capfd.readouterr().out
@@ -72,10 +74,10 @@ def test_three_supernodes_train_together(checkpoint, client_folders, tmp_path, c
     (directory,) = (tmp_path / "runs").iterdir()
     events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     rounds = [event for event in events if event["event"] == "round"]
-    assert [event["participants"] for event in rounds] == [list(NAMES)] * 2
+    assert [event["participants"] for event in rounds] == [list(NAMES[:2])] * 2
     assert [event["left_out"] for event in rounds] == [[], []]
     (lineage,) = (tmp_path / "state").iterdir()
-    for name in NAMES:
+    for name in NAMES[:2]:
         files = list((lineage / name / "round-0002").iterdir())
         assert sum(file.stat().st_size for file in files) > 200e6
         # Round 2 continued with round 1's optimizer, in another process.
@@ -91,6 +93,7 @@ def test_three_supernodes_train_a_split_model(deep_checkpoint, client_folders, t
     config = {
         "strategy": "fl-glm",
         "rounds": 2,
+        "evaluate.every": 2,
         "min-nodes": 3,
         "model.name": str(deep_checkpoint),
         "train.optimizer-state": "keep",
