@@ -174,23 +174,45 @@ def _training_process(size: Size, results: Results) -> Document:
     found = {line: own for line, own in found.items() if own}
     if not found:
         return Document()
-    rows = []
-    for metric in ("R-L", "B-N", "Bert-S"):
-        panels = [
-            Panel(
-                title=f"{client} (Client{number})",
-                lines={line: _by_round(own, client, metric) for line, own in found.items()},
-            )
-            for number, client in enumerate(CLIENTS, start=1)
-        ]
-        if all(points for panel in panels for points in panel.lines.values()):
-            rows.append((f"{metric}, %", panels))
+    drawn = {
+        metric: {
+            client: {line: _by_round(own, client, metric) for line, own in found.items()}
+            for client in CLIENTS
+        }
+        for metric in ("R-L", "B-N", "Bert-S")
+    }
+    drawn = {
+        metric: clients
+        for metric, clients in drawn.items()
+        if all(points for lines in clients.values() for points in lines.values())
+    }
+    names = {client: f"{client} (Client{number})" for number, client in enumerate(CLIENTS, start=1)}
+    panels = [
+        (f"{metric}, %", [Panel(names[client], lines) for client, lines in clients.items()])
+        for metric, clients in drawn.items()
+    ]
+    rows = [
+        ((names[client], line, metric), [Value(scores) for _, scores in points])
+        for metric, clients in drawn.items()
+        for client, lines in clients.items()
+        for line, points in lines.items()
+    ]
+    columns = (
+        "client",
+        "model",
+        "score",
+        *(f"round {number}" for number in range(1, size.fedjudge.rounds + 1)),
+    )
     text = (
         "Each client's personalised model on the client's own rows, after each round. No penalty "
         "applies in the first round. Bands are standard deviations over seeds. The paper gives no "
         "numbers for this figure; it finds CL-Client almost always above Base-Client.\n"
     )
-    return Document(figures={"fedjudge-figure3": curves(rows, "round")}, text=text)
+    return Document(
+        [Table("The values of the figure", columns, rows)],
+        {"fedjudge-figure3": curves(panels, "round")},
+        text,
+    )
 
 
 def _by_round(

@@ -20,6 +20,9 @@ _CONTINUAL_COMMAND = """\
 python -m bench.continual FOLDER --model MODEL --preset presets/smollm2.toml \\
   --run-config 'rounds=3 train.local-steps=5 train.accumulation=1' \\
   --record docs/recorded/continual.json"""
+_CONTINUAL_NOTE = """\
+The difference below FedJudge's tables 2 and 3 is that of another model, other data and other
+settings; its sign may depend on all of them."""
 _INTRODUCTION = """\
 # Tables and figures of both papers, run again
 
@@ -188,7 +191,7 @@ def _continual(file: Path) -> str:
     if not file.is_file():
         return f"{heading}\nNot run yet.\n"
     record = json.loads(file.read_text(encoding="utf-8"))
-    return f"{heading}\n{continual_table.document(record)}"
+    return f"{heading}\n{continual_table.document(record)}\n{_CONTINUAL_NOTE}\n"
 
 
 def _record(docs: Path, size: str) -> Path:

@@ -110,6 +110,9 @@ def test_documents_are_made_of_results(size, results):
     for table in by_name["fedjudge-table2"].tables:
         assert len(table.rows) == 13
         assert "not run" in table.markdown(), "there is no encoder for BERTScore"
+    (table,) = by_name["fedjudge-figure3"].tables
+    assert len(table.rows) == len(CLIENTS) * len(("Base-Client", "CL-Client")) * len(("R-L", "B-N"))
+    assert all(len(values) == size.fedjudge.rounds for _, values in table.rows)
     (svg,) = by_name["fedjudge-figure3"].figures.values()
     assert "Base-Client" in svg and "BERTScore" not in svg
     assert by_name["fedjudge-figures4-5"].markdown().count("**Bare model**") == len(ASKED)
