@@ -1,16 +1,15 @@
-"""The tables and figures of FedJudge: their cells, and rows made of results."""
+"""FedJudge's tables, with rows made of results, and what can be named on the command line."""
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import get_args
 
 from bench.continual_table import paired_interval
-from bench.markdown import escaped, shortened, table
+from bench.markdown import table
+from bench.paper import fedjudge_cells as cells
 from bench.paper.artefact import Artefact
-from bench.paper.cells import LegalCell, LegalMethod, Result, Results, SheetsCell
-from bench.paper.curves import Panel, curves
-from bench.paper.legal import ASKED, CLIENTS, COUNTED, METRICS, MODELS
+from bench.paper.cells import LegalMethod, Result, Results, SheetsCell
+from bench.paper.fedjudge_figures import figure3, figures4and5
+from bench.paper.legal import CLIENTS, COUNTED, METRICS, MODELS
 from bench.paper.published import published
 from bench.paper.sizes import Size
 from bench.paper.tables import Document, Table, Value
@@ -25,30 +24,11 @@ _PUBLISHED = {
     "consultation": "fedjudge-table2",
     "reasoning": "fedjudge-table3",
 }
-_MOST_CHARACTERS = 400  # of an answer in a figure
-
-
-def cells_of(size: Size, method: LegalMethod) -> list[LegalCell]:
-    """Return a method's cells, one for each seed; the bare model has no seed."""
-    cell = LegalCell(size.models.legal, method)
-    return [replace(cell, seed=seed) for seed in range(1 if method == "bare" else size.seeds)]
-
-
-def _all_cells(size: Size) -> list[LegalCell]:
-    return [cell for method in get_args(LegalMethod) for cell in cells_of(size, method)]
-
-
-def _cells_of_strategies(size: Size) -> list[LegalCell]:
-    return [*cells_of(size, "fedjudge-base"), *cells_of(size, "fedjudge-cl")]
-
-
-def _cells_of_answers(size: Size) -> list[LegalCell]:
-    return [cells_of(size, method)[0] for method in ("bare", "center", "fedjudge-cl")]
 
 
 def _tables(size: Size, results: Results) -> Document:
     """Return tables 2 and 3: a table for each client's rows."""
-    found = {method: results.of_seeds(cells_of(size, method)) for method in MODELS}
+    found = {method: results.of_seeds(cells.cells_of(size, method)) for method in MODELS}
     if not any(found.values()):
         return Document()
     rows = [(name, found[method]) for method, names in MODELS.items() for name in names]
@@ -164,100 +144,6 @@ def _mean_loss(result: Result, method: LegalMethod, numbers: Sequence[int]) -> f
     return statistics.mean(losses)
 
 
-def _training_process(size: Size, results: Results) -> Document:
-    """Return figure 3: scores of the personalised models round by round."""
-    methods: dict[str, LegalMethod] = {
-        "Base-Client": "fedjudge-base",
-        "CL-Client": "fedjudge-cl",
-    }
-    found = {line: results.of_seeds(cells_of(size, method)) for line, method in methods.items()}
-    found = {line: own for line, own in found.items() if own}
-    if not found:
-        return Document()
-    drawn = {
-        metric: {
-            client: {line: _by_round(own, client, metric) for line, own in found.items()}
-            for client in CLIENTS
-        }
-        for metric in ("R-L", "B-N", "Bert-S")
-    }
-    drawn = {
-        metric: clients
-        for metric, clients in drawn.items()
-        if all(points for lines in clients.values() for points in lines.values())
-    }
-    names = {client: f"{client} (Client{number})" for number, client in enumerate(CLIENTS, start=1)}
-    panels = [
-        (f"{metric}, %", [Panel(names[client], lines) for client, lines in clients.items()])
-        for metric, clients in drawn.items()
-    ]
-    rows = [
-        ((names[client], line, metric), [Value(scores) for _, scores in points])
-        for metric, clients in drawn.items()
-        for client, lines in clients.items()
-        for line, points in lines.items()
-    ]
-    columns = (
-        "client",
-        "model",
-        "score",
-        *(f"round {number}" for number in range(1, size.fedjudge.rounds + 1)),
-    )
-    text = (
-        "Each client's personalised model on the client's own rows, after each round. No penalty "
-        "applies in the first round. Bands are standard deviations over seeds. The paper gives no "
-        "numbers for this figure; it finds CL-Client almost always above Base-Client.\n"
-    )
-    return Document(
-        [Table("The values of the figure", columns, rows)],
-        {"fedjudge-figure3": curves(panels, "round")},
-        text,
-    )
-
-
-def _by_round(
-    found: Sequence[Result], client: str, metric: str
-) -> list[tuple[float, Sequence[float]]]:
-    """Return a personalised model's scores on its own rows, in percent, of all seeds by round."""
-    rounds = zip(*(result["rounds"][client] for result in found), strict=True)
-    key = METRICS[metric]
-    return [
-        (number, [100 * scores[key] for scores in of_seeds])
-        for number, of_seeds in enumerate(rounds, start=1)
-        if all(key in scores for scores in of_seeds)
-    ]
-
-
-def _answers(size: Size, results: Results) -> Document:
-    """Return figures 4 and 5: answers side by side."""
-    found = {
-        name: result
-        for cell in _cells_of_answers(size)
-        if (result := results.get(cell)) is not None
-        for name in MODELS[cell.method]
-    }
-    if not found:
-        return Document()
-    parts = [
-        "The paper shows answers to held-out questions. Rows of these data sets are not shown "
-        "here, because it is unclear whether they may be redistributed; the questions are our own. "
-        f"Answers are the first seed's, and end after {size.fedjudge.new_tokens} tokens.\n",
-    ]
-    for figure, (client, question) in enumerate(ASKED.items(), start=4):
-        number = CLIENTS.index(client) + 1
-        rows = [("question", _shown(question))]
-        for name in ("Bare model", "Center", f"CL-Client{number}"):
-            text = _shown(found[name]["answers"][name][client]) if name in found else "not run"
-            rows.append((f"**{name}**", text or "(empty)"))
-        parts += [f"**Figure {figure}: {client} (Client{number})**\n", *table(("", ""), rows)]
-    return Document(text="\n".join(parts))
-
-
-def _shown(text: str) -> str:
-    """Return a text on one line of a table."""
-    return escaped(shortened(" ".join(text.split()), _MOST_CHARACTERS))
-
-
 def _human_evaluation(size: Size, results: Results) -> Document:
     """Return table 5: the means of what annotators scored."""
     found, source = results.get(SheetsCell()), published("fedjudge-table5")
@@ -295,20 +181,20 @@ ARTEFACTS = (
     Artefact(
         name="fedjudge-table2",
         title="FedJudge, tables 2 and 3: methods on three legal tasks",
-        cells=_all_cells,
+        cells=cells.all_cells,
         document=_tables,
     ),
     Artefact(
         name="fedjudge-figure3",
         title="FedJudge, figure 3: scores round by round",
-        cells=_cells_of_strategies,
-        document=_training_process,
+        cells=cells.cells_of_strategies,
+        document=figure3,
     ),
     Artefact(
         name="fedjudge-figures4-5",
         title="FedJudge, figures 4 and 5: answers side by side",
-        cells=_cells_of_answers,
-        document=_answers,
+        cells=cells.cells_of_answers,
+        document=figures4and5,
     ),
     Artefact(
         name="fedjudge-table5",

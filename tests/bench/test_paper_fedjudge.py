@@ -9,7 +9,8 @@ import torch
 from bench.in_process import run_in_process
 from bench.paper.__main__ import main
 from bench.paper.cells import LegalCell, Results, SheetsCell, described
-from bench.paper.fedjudge import ARTEFACTS, cells_of
+from bench.paper.fedjudge import ARTEFACTS
+from bench.paper.fedjudge_cells import cells_of
 from bench.paper.legal import ASKED, CLIENTS, METRICS, MODELS
 from bench.paper.legal_data import legal_rows
 from bench.paper.measuring import inputs_of, measure

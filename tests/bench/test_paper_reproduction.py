@@ -8,7 +8,7 @@ import pytest
 
 from bench.paper.artefacts import ARTEFACTS
 from bench.paper.cells import LIBRARIES, SheetsCell, described
-from bench.paper.fedjudge import cells_of
+from bench.paper.fedjudge_cells import cells_of
 from bench.paper.legal import ASKED, CLIENTS, COUNTED, METRICS, MODELS
 from bench.paper.measuring import settings_of
 from bench.paper.report import DOCUMENT, current, read_record, reproduction, write_record
