@@ -15,9 +15,9 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 $(PYTEST)
 
-# These wait for Flower's polls more than they compute, so there may be more of them than cores.
+# Neighbours share a deployment, so they should be of the same process.
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -m slow -n 3 --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -m slow -n auto --maxprocesses 4 --dist worksteal $(PYTEST)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

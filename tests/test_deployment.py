@@ -186,7 +186,7 @@ def test_a_node_ten_times_slower_is_waited_for_or_left_out_as_configured(
         events = read_events(waited / METRICS)
         seconds = {e["client"]: e["seconds"] for e in events if e["event"] == "train"}
         assert seconds["beta"] > 4 * seconds["alpha"]
-        config |= {"min-nodes": 1, "round-timeout": 3 * seconds["alpha"]}
+        config |= {"min-nodes": 1, "round-timeout": 4 * seconds["alpha"]}
         assert run_app(ROOT, link, config) == "finished:completed"
     (left,) = set(runs.iterdir()) - {waited}
     capfd.readouterr()
