@@ -58,7 +58,7 @@ def figure3(size: Size, results: Results) -> Document:
         "numbers for this figure; it finds CL-Client almost always above Base-Client.\n"
     )
     return Document(
-        [Table("The values of the figure", columns, rows)],
+        [Table("The values of the figure, in percent", columns, rows)],
         {"fedjudge-figure3": curves(panels, "round")},
         text,
     )

@@ -30,6 +30,8 @@ def settings_of(cell: TaskCell, size: Size) -> dict[str, Any]:
     }
     if cell.adapter:
         settings["adapter"] = adapter_of(cell.adapter, size).model_dump(by_alias=True)
+    if cell.method not in ("bare", "centralised"):
+        settings["activation-budget"] = size.fl_glm.activation_budget
     return settings
 
 

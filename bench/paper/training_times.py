@@ -27,6 +27,7 @@ def settings_of(size: Size) -> dict[str, Any]:
         "dtype": size.fl_glm.dtype,
         "training": size.fl_glm.time.model_dump(by_alias=True, exclude={"repetitions"}),
         "adapter": adapter_of(size.fl_glm.time.adapter, size).model_dump(by_alias=True),
+        "activation-budget": size.fl_glm.activation_budget,
     }
 
 

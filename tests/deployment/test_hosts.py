@@ -41,7 +41,7 @@ def stranger(running, host, attempt, *arguments):
 
 
 def test_a_full_run_over_tls_with_node_keys_and_a_signed_release(running):
-    """Serial and client-batch lanes have a test below; every strategy is in test_walk.py."""
+    """Client-batch lanes have a test below; serial ones and all strategies are in test_walk.py."""
     train(running, {"strategy": "fl-glm", "split.schedule": "hierarchical"})
 
 
