@@ -54,4 +54,6 @@ def test_whatever_is_sent_has_noise_of_its_own(base, beginning, noise):
             continue
         # Both have noise, whose variances add up; so they do with that of the states.
         size = (one.square().mean(-1, keepdim=True) / (1 + noise**2)).sqrt()
-        assert float(((one - other) / size).std()) == pytest.approx(noise * 2**0.5, rel=0.15)
+        # The noise can't be seeded: about six standard deviations of what is measured.
+        error = 7 / (2 * one.numel()) ** 0.5
+        assert float(((one - other) / size).std()) == pytest.approx(noise * 2**0.5, rel=error)
