@@ -15,7 +15,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 $(PYTEST)
 
-# Neighbours share a deployment, so they should be of the same process.
+# Neighbouring tests share a deployment, so they should run in the same process.
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow -n auto --maxprocesses 4 --dist worksteal $(PYTEST)
 
