@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -166,7 +167,9 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
         psutil.wait_procs([process], timeout=0.05)
     everything = [*process.children(recursive=True), process]
     for victim in everything:
-        victim.kill()
+        # Without its children, Flower ends some of its processes itself.
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
     psutil.wait_procs(everything, timeout=20)
 
 
