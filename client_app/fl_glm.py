@@ -118,7 +118,8 @@ def train(task: Task) -> tuple[State, Metrics]:
         model.end()
     traffic = model.lane.traffic
     adapters = {name: p.detach().float().cpu().clone() for name, p in parameters.items()}
-    task.save(adapters, optimizer)
+    # The server holds the body of the last adapter that it has counted, not of later ones.
+    task.save(adapters, optimizer, counted=models_of(task.message).get("personalised"))
     return adapters, training_metrics(report) | {
         "bytes-up": traffic.bytes_up,
         "bytes-down": traffic.bytes_down,

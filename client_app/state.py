@@ -3,7 +3,7 @@
 Flower's ``context.state`` is lost when a SuperNode restarts, and drops states of 200 MB without an
 error. ``<state-path>/<lineage>/<client>/round-0002/`` holds the personalised adapter and the
 optimizer's state after that round. Two rounds are kept, so that a run that lost its last round can
-resume from the previous one.
+resume from the previous one, and the last round whose adapter the server has counted.
 """
 
 import json
@@ -33,8 +33,16 @@ class ClientState:
         )
         self.directory = root / lineage / client
 
-    def save(self, round_number: int, adapter: State, optimizer: State) -> None:
+    def save(
+        self, round_number: int, adapter: State, optimizer: State, counted: int | None = None
+    ) -> None:
         """Save the adapter and the optimizer's state after a round; keep the last two rounds.
+
+        Args:
+            round_number: Number of the round.
+            adapter: The adapter after it.
+            optimizer: The optimizer's state after it.
+            counted: An earlier round that is kept too: the server has counted its adapter.
 
         Raises:
             DiskFullError: They don't fit on the disk; nothing of them is left there.
@@ -46,7 +54,8 @@ class ClientState:
             save_file(optimizer, aside / "optimizer.safetensors")
         # Those that exist: after a round without this client, an older one is the last but one.
         for old in sorted(self._rounds())[:-_KEPT_ROUNDS]:
-            shutil.rmtree(self._round(old))
+            if old != counted:
+                shutil.rmtree(self._round(old))
 
     def describe(
         self, config: Mapping[str, Any], base: str, fingerprint: Mapping[str, str]

@@ -112,10 +112,17 @@ class Task:
             log(WARNING, "%s: no saved optimizer state; starting fresh", self.institution.name)
         return optimizer
 
-    def save(self, adapter: State, optimizer: OptimizerState) -> None:
-        """Save the local adapter, and the optimizer's state if the run config keeps it."""
+    def save(self, adapter: State, optimizer: OptimizerState, counted: int | None = None) -> None:
+        """Save the local adapter, and the optimizer's state if the run config keeps it.
+
+        Args:
+            adapter: The local adapter.
+            optimizer: The optimizer's state.
+            counted: The last round whose adapter the server has counted, if it is needed.
+
+        """
         keeps = self.config.train.optimizer_state == "keep"
-        self.state.save(self.instruction.round, adapter, optimizer if keeps else {})
+        self.state.save(self.instruction.round, adapter, optimizer if keeps else {}, counted)
 
 
 def training_metrics(report: TrainingReport) -> Metrics:

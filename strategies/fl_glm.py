@@ -104,7 +104,9 @@ class FLGLM(Rounds):
                 lifetime=message.metadata.ttl,
                 examples=client.train_examples,
             )
-            message.content[LANE] = lane_record(invitation)
+            # The client keeps the other parts of its personalised adapter, however old.
+            own = self._personalised_body(client.name)
+            message.content[LANE] = lane_record(invitation, {"personalised": own[0]} if own else {})
             yield message
 
     def configure_evaluate(
@@ -227,11 +229,15 @@ class FLGLM(Rounds):
         if server_round == 0:
             bodies: dict[str, tuple[int, State | None]] = {"base": (0, None)}
             return bodies | ({"global": (0, self._body)} if self.config.initial_adapter else {})
+        own = self._personalised_body(client)
+        return {"global": (server_round, self._body), **({"personalised": own} if own else {})}
+
+    def _personalised_body(self, client: str) -> tuple[int, State | None] | None:
+        """Return the round of a client's personalised adapter, and the adapter of the body."""
         if client not in self._bodies and (kept := self._journal.personalised(client)):
             number, state = kept
             self._bodies[client] = (number, take_apart(state, self._partition)["body"])
-        own = {"personalised": self._bodies[client]} if client in self._bodies else {}
-        return {"global": (server_round, self._body), **own}
+        return self._bodies.get(client)
 
     def _unfinished(self, replied: Collection[str]) -> dict[str, str]:
         # A client replies after the server has confirmed its last step, or it isn't one of ours.

@@ -112,15 +112,15 @@ def one_line(text: str) -> str:
     return printable(" ".join(text[:10_000].split()))
 
 
-def lane_record(invitation: Invitation, models: Mapping[str, int] | None = None) -> ConfigRecord:
+def lane_record(invitation: Invitation, models: Mapping[str, int]) -> ConfigRecord:
     """Return an invitation to a lane as a ConfigRecord; it holds the secret of a ticket.
 
     Args:
         invitation: Invitation to train, or to evaluate models.
-        models: Models to evaluate, each with the round of the server's part.
+        models: Models to evaluate, or in train messages to keep, each with the round of the
+            server's part.
 
     """
-    models = models or {}
     return ConfigRecord(
         {
             "models": list(models),
@@ -150,7 +150,7 @@ def invitation_of(message: Message) -> Invitation:
 
 
 def models_of(message: Message) -> dict[str, int]:
-    """Read the models that a client is invited to evaluate, and the round of each."""
+    """Read the models that a client evaluates or keeps, and the round of each."""
     record: Any = message.content.config_records[LANE]
     return dict(zip(record["models"], record["rounds"], strict=True))
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flwr.app import MessageType
 from safetensors.torch import load_file, save_file
 
 from bench.in_process import InProcessGrid, MemoryJournal, run_in_process
@@ -18,7 +19,7 @@ from client_app.institution import open_institution
 from finetuning.model.base_model import BaseModelError
 from split.client.split_model import SplitModel
 from strategies import exchange, live_status
-from strategies.messages import one_line
+from strategies.messages import Instruction, answer, config_of, one_line
 from strategies.participants import RefusedError
 from strategies.run_config import ConfigError, parse_run_config
 from tests.finetuning.data.templates import THINKING
@@ -207,6 +208,33 @@ def test_a_client_that_breaks_off_is_left_out_and_named(
     assert left_out["client"] == "beta" and reason in left_out["reason"]
     broken = [e for e in journal.events if e["event"] == "lane" and e["error"]]
     assert [(e["client"], e["steps"] > 0) for e in broken] == [("beta", replies)]
+
+
+def test_the_last_counted_adapter_survives_rounds_that_do_not_count(split_values, tmp_path):
+    """Beta trains in all rounds; only its first reply arrives."""
+
+    class Losing(InProcessGrid):
+        def _answer(self, message):
+            reply, instruction = super()._answer(message), Instruction.of(message)
+            trained = message.metadata.message_type == MessageType.TRAIN
+            if trained and instruction.round > 1 and config_of(reply)["name"] == "beta":
+                return answer(message, {"name": "beta", "problem": "the reply was lost"})
+            return reply
+
+    values = split_values | {"rounds": 4, "min-nodes": 2, "state-path": str(tmp_path / "state")}
+    nodes = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
+    journal = run_in_process(values, tmp_path / "state", 3, Losing(values, nodes))
+    rounds = [e for e in journal.events if e["event"] == "round"]
+    assert [e["round"] for e in rounds if "beta" in e["participants"]] == [1]
+    losses = {
+        e["round"]: e["loss"]
+        for e in journal.events
+        if e["event"] == "evaluate" and (e["client"], e["model"]) == ("beta", "personalised")
+    }
+    assert losses == dict.fromkeys((1, 2, 3, 4), pytest.approx(losses[1], abs=1e-6))
+    (file,) = (tmp_path / "state").glob("*/beta/adapters/personalised/adapter_model.safetensors")
+    kept = load_file(file)
+    assert all(torch.equal(kept[name], journal.kept["beta"][name]) for name in kept)
 
 
 def test_an_embedding_and_a_head_alone_have_nothing_to_train(split_values, tmp_path):

@@ -45,7 +45,7 @@ DROPOUT = ADAPTER.model_copy(update={"dropout": 0.3})
 
 def read_record(made) -> handshake.Invitation:
     """Read what travels in a Flower message."""
-    record = lane_record(made)
+    record = lane_record(made, {})
     return handshake.Invitation(
         address=record["address"],
         suite=record["suite"],
