@@ -207,7 +207,12 @@ class FLGLM(Rounds):
 
     def _until_lanes_end(self, server_round: int, replies: Iterable[Message]) -> Iterator[Message]:
         """Yield replies; when the last one has come, end the lanes that are still open."""
-        yield from replies
+        for reply in replies:
+            if sender := self._participants.sender_of(reply):
+                # Where clients begin together, the others wait for it unless it has trained.
+                self._server.excuse(sender.name)
+            yield reply
+            del reply  # before the next one is pulled
         self._end_lanes(server_round)
 
     def _lanes(self) -> list[LaneStatus]:

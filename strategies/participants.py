@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
@@ -27,6 +28,8 @@ from strategies.refusals import agreed, reason_to_refuse, reason_to_refuse_regis
 from strategies.run_config import RunConfig
 
 _POLL_SECONDS = 1.0
+# To one SuperNode that doesn't answer; each costs the round node-timeout.
+_MOST_QUERIES = 3
 
 
 class TooFewClientsError(RuntimeError):
@@ -97,8 +100,10 @@ class Participants:
         self._registered: dict[int, Participant] = {}
         self._asked: dict[int, Participant] = {}
         self._absent: list[str] = []
-        # When the SuperNodes that were queried had connected.
-        self._queried: dict[int, str] = {}
+        # When the SuperNodes that were queried had connected; None for one to be queried again.
+        self._queried: dict[int, str | None] = {}
+        # How many queries each SuperNode left unanswered.
+        self._unanswered: Counter[int] = Counter()
         # Names under which the coordinator has registered keys, of all that have been connected.
         self._assigned: dict[int, str] = {}
 
@@ -116,7 +121,7 @@ class Participants:
 
         """
         nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
-        self._registered, problems = self._query(grid, nodes, self._config.reply_timeout)
+        self._registered, problems, _ = self._query(grid, nodes, self._config.reply_timeout)
         self._queried = _connected_since(nodes)
         if problems:
             lines = "".join(f"\n  {name}: {problem}" for name, problem in problems.items())
@@ -130,7 +135,8 @@ class Participants:
         One that has reconnected is asked again: with a node key it keeps its id, and its data or
         name may have changed. If it doesn't answer, or can't take part, its registration stays.
         Those that can't take part are asked again when another has gone, which may have had their
-        name.
+        name. One that doesn't answer is asked again in the next rounds, three times in all: it may
+        still be preparing a large model.
 
         Returns:
             Reasons for refusing clients, by name.
@@ -151,7 +157,11 @@ class Participants:
         if not newcomers:
             return {}
         self._instruction = replace(self._instruction, round=finished_rounds)
-        joined, problems = self._query(grid, newcomers, self._config.node_timeout)
+        joined, problems, silent = self._query(grid, newcomers, self._config.node_timeout)
+        self._unanswered.update(silent)
+        for node in silent:
+            if self._unanswered[node] < _MOST_QUERIES:
+                self._queried[node] = None
         # A client whose SuperNode has another id now is not asked twice when the old one returns.
         names = {p.name.casefold() for p in joined.values()}
         self._registered = {
@@ -171,11 +181,15 @@ class Participants:
     @property
     def all_withhold(self) -> bool:
         """Whether the policies of all recipients of the last messages withhold importance."""
-        return all(p.withholds for p in self._asked.values())
+        return bool(self._asked) and all(p.withholds for p in self._asked.values())
 
     def recipient_of(self, message: Message) -> Participant:
         """Return the recipient of a message."""
         return self._registered[message.metadata.dst_node_id]
+
+    def sender_of(self, reply: Message) -> Participant | None:
+        """Return the sender of a reply to one of the last messages; None if it was not asked."""
+        return self._asked.get(reply.metadata.src_node_id)
 
     def address(self, message_type: str, content: RecordDict, grid: Grid) -> Iterator[Message]:
         """Make a message to every participant that is connected, in the order of names.
@@ -206,7 +220,7 @@ class Participants:
             The client's name, and the reason to leave it out or None; nothing if it was not asked.
 
         """
-        participant = self._asked.get(reply.metadata.src_node_id)
+        participant = self.sender_of(reply)
         if participant is None:
             return None
         reason = reason_to_refuse(
@@ -234,8 +248,13 @@ class Participants:
 
     def _query(
         self, grid: Grid, nodes: Mapping[int, NodeInfo], wait: float
-    ) -> tuple[dict[int, Participant], dict[str, str]]:
-        """Query nodes for name, data size and base model; return participants and problems."""
+    ) -> tuple[dict[int, Participant], dict[str, str], set[int]]:
+        """Query nodes for name, data size and base model.
+
+        Returns:
+            The participants, the problems of others by name, and the nodes that did not answer.
+
+        """
         content = RecordDict({CONFIG: self._instruction.to_record()})
         self._assigned |= {number: node.name for number, node in nodes.items() if node.name}
         silent = set(nodes)
@@ -280,10 +299,10 @@ class Participants:
                 problems[who] = printable(problem)
         for node in sorted(silent - self._registered.keys()):
             problems[f"node {node}"] = f"no answer within {wait:g} s"
-        return participants, problems
+        return participants, problems, silent
 
 
-def _connected_since(nodes: Mapping[int, NodeInfo]) -> dict[int, str]:
+def _connected_since(nodes: Mapping[int, NodeInfo]) -> dict[int, str | None]:
     return {number: node.last_activated_at for number, node in nodes.items()}
 
 

@@ -186,6 +186,10 @@ class BlockServer:
         identity = Identity(f"{self._run}/evaluate", round_number, client)
         return self._invite(identity, models, lifetime)
 
+    def excuse(self, client: str) -> None:
+        """Don't let others wait for a client that has not begun its round and won't."""
+        self._schedule.excuse(client)
+
     def progress(self) -> list[tuple[str, int, int, int]]:
         """Return client, finished steps, planned steps and padded tokens of each training lane."""
         with self._changed:

@@ -223,7 +223,7 @@ def test_a_client_whose_supernode_is_lost_is_named(values, tmp_path):
     assert event["left_out"] == [{"client": "beta", "reason": reason}]
 
 
-def test_one_who_joins_later_is_asked_first_and_a_silent_one_only_once(values, tmp_path):
+def test_one_who_joins_later_is_asked_first_and_a_silent_one_three_times(values, tmp_path):
     class Growing(SpyingGrid):
         def get_node_ids(self):
             trained = any(m.metadata.message_type == "train" for m in self.sent)
@@ -239,11 +239,11 @@ def test_one_who_joins_later_is_asked_first_and_a_silent_one_only_once(values, t
         third = reply.metadata.src_node_id == 3
         return None if third and reply.metadata.message_type == "query" else reply
 
-    own |= {"state-path": str(tmp_path / "silent"), "node-timeout": 1e-3}
+    own |= {"state-path": str(tmp_path / "silent"), "node-timeout": 1e-3, "rounds": 5}
     grid = Growing(own, silent)
     start(own, grid, MemoryJournal())
     asked = [m for m in grid.sent if m.metadata.message_type == "query"]
-    assert [m.metadata.dst_node_id for m in asked] == [1, 2, 3]
+    assert [m.metadata.dst_node_id for m in asked] == [1, 2, 3, 3, 3]
 
 
 def test_too_few_valid_replies_end_the_run_with_names_and_reasons(values, tmp_path):

@@ -110,6 +110,11 @@ class Hierarchical:
             self._before[client] = self._adapters[client].export_optimizer()
         return SeparateTrainer(session, self._adapters[client], plan)
 
+    def excuse(self, client: str) -> None:
+        """Don't wait for a client that has not joined and won't."""
+        with self._changed:
+            self._barrier.excuse(client)
+
     def leave(self, client: str, finished: bool) -> None:
         """Remove a client; the others no longer wait for it, nor average what it handed in.
 

@@ -27,12 +27,19 @@ class JoinBarrier:
         self._minimum = minimum
         self._timeout = timeout
         self._invited: set[str] = set()
+        self._awaited: set[str] = set()
         self._begun = False
         self.joined: set[str] = set()
 
     def begin(self, invited: Iterable[str]) -> None:
         """Prepare for a round."""
-        self._invited, self.joined, self._begun = set(invited), set(), False
+        self._invited = set(invited)
+        self._awaited, self.joined, self._begun = set(self._invited), set(), False
+
+    def excuse(self, client: str) -> None:
+        """Don't wait for a client; it may join nevertheless."""
+        self._awaited.discard(client)
+        self._changed.notify_all()
 
     def join(self, client: str) -> None:
         """Add a client.
@@ -62,7 +69,7 @@ class JoinBarrier:
 
         """
         end = time.monotonic() + self._timeout
-        while not self._begun and not self._invited <= self.joined:
+        while not self._begun and not self._awaited <= self.joined:
             if (left := end - time.monotonic()) <= 0:
                 break
             self._changed.wait(min(left, _POLL_SECONDS))

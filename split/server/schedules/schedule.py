@@ -56,6 +56,10 @@ class Schedule(Protocol):
         """End a client's round, finished or not."""
         ...
 
+    def excuse(self, client: str) -> None:
+        """Don't wait for a client that has not joined and won't."""
+        ...
+
     def average(self, session: Session, step: int, own: State) -> State:
         """Average all parties' adapters within a round."""
         ...

@@ -42,6 +42,9 @@ class Serial(SharedAdapters):
         self._before = self._adapters.export(), self._adapters.export_optimizer()
         return SeparateTrainer(session, self._adapters, plan)
 
+    def excuse(self, client: str) -> None:
+        """Do nothing: no client waits for another."""
+
     def leave(self, client: str, finished: bool) -> None:
         """End a client's turn, and undo it unless it is finished."""
         state, optimizer = self._before

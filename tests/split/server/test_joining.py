@@ -1,5 +1,6 @@
 """Clients that wait for each other at the beginning of a round, and the end of the server."""
 
+import threading
 import time
 
 import pytest
@@ -24,6 +25,19 @@ def test_who_has_gone_before_the_round_begins_has_not_joined(base, beginning, sc
                 time.sleep(0.1)
         with pytest.raises(LaneError, match="1 of 3 clients joined"):
             beta.train(server, beginning, 3)
+
+
+@pytest.mark.parametrize(("schedule", "period"), [("client-batch", 0), ("hierarchical", 2)])
+def test_nobody_waits_for_a_client_that_is_excused(base, beginning, schedule, period):
+    """Alpha and gamma don't come; beta trains long before the join-timeout."""
+    split = split_settings(schedule=schedule, average_every=period, join_timeout=600.0)
+    beta = Client("beta", base, split)
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        server.excuse("alpha")
+        threading.Timer(1.0, server.excuse, ["gamma"]).start()
+        beta.train(server, beginning, 3)
+    assert len(beta.losses) == 3
 
 
 def test_lanes_that_wait_for_others_to_join_can_be_ended(base, beginning, monkeypatch):
