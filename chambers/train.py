@@ -170,7 +170,7 @@ def check_inputs(config: RunConfig, clients: int) -> None:
     """
     if config.data.path:
         _check_data(config.data, clients)
-    if config.initial_adapter:
+    if config.initial_adapter and not config.resume:
         _check_adapter(Path(config.initial_adapter).expanduser())
     if config.resume:
         check_resumable(Path(config.resume).expanduser(), config)
@@ -185,11 +185,14 @@ def _check_clients(run: Path, clients: int) -> None:
 
     """
     try:
-        rounds = [event for event in read_events(run / METRICS) if event["event"] == "round"]
+        events = read_events(run / METRICS)
     except (OSError, ValueError) as error:
         raise CommandError(str(error)) from error
+    rounds = [e for e in events if e["event"] in {"round", "evaluation-missing"}]
     names = {name for event in rounds for name in event.get("participants", [])}
     names |= {left["client"] for event in rounds for left in event.get("left_out", [])}
+    # A run may have ended in its first round, after the base model had been evaluated.
+    names |= {event["client"] for event in events if event["event"] == "evaluate"}
     if names and len(names) != clients:
         raise CommandError(
             f"{run} has {len(names)} clients, and {clients} would divide the rows in another way; "

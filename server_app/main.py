@@ -67,7 +67,7 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
     base = kind.locate_base_model(config)
     check_positions(base, config.row_with_answer)
     digests = fingerprint(base)
-    state, peft_config = first_adapter(config, base)
+    state, peft_config = first_adapter(config, base, with_initial=checkpoint is None)
     if checkpoint is not None:
         check_base_model(directory, digests)
     results = Results(
@@ -90,8 +90,13 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
         results.close()
 
 
-def first_adapter(config: RunConfig, base: Path) -> tuple[State, Any]:
+def first_adapter(config: RunConfig, base: Path, with_initial: bool = True) -> tuple[State, Any]:
     """Return the global adapter before round 1, and its PEFT configuration.
+
+    Args:
+        config: The run's configuration.
+        base: Directory of the base model.
+        with_initial: Whether to read ``initial-adapter``, which a resumed run doesn't need.
 
     Raises:
         AdapterError: ``initial-adapter`` can't be used.
@@ -102,7 +107,7 @@ def first_adapter(config: RunConfig, base: Path) -> tuple[State, Any]:
     state, peft_config = initial_adapter(
         name=config.model.name, settings=config.adapter, seed=seed, directory=base
     )
-    if config.initial_adapter:
+    if config.initial_adapter and with_initial:
         folder = Path(config.initial_adapter).expanduser()
         state = read_fitting(folder, config.adapter, state)
     return state, peft_config

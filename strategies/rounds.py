@@ -194,18 +194,22 @@ class Rounds(Strategy):
         event = {"event": "round", "round": server_round, "participants": list(valid)}
         seconds = self._status.seconds
         self._journal.record({**event, "left_out": _reasons(left_out), "seconds": seconds})
-        if len(valid) < self.config.min_nodes:
-            reasons = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
-            raise TooFewClientsError(
-                f"round {server_round}: {len(valid)} valid replies, and min-nodes = "
-                f"{self.config.min_nodes} are needed; left out:{reasons or ' nobody'}"
-            )
+        self._require_enough(f"round {server_round}", collected)
         for name, metrics in valid.items():
             own = {underscored(key): value for key, value in metrics.items() if key != SIZE}
             event = {"event": "train", "round": server_round, "client": name}
             if reason := collected.withheld.get(name):
                 event["withheld"] = reason
             self._journal.record({**own, **event, "examples": metrics[SIZE]})
+
+    def _require_enough(self, phase: str, collected: Replies) -> None:
+        valid, left_out = collected.metrics, collected.left_out
+        if len(valid) < self.config.min_nodes:
+            reasons = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
+            raise TooFewClientsError(
+                f"{phase}: {len(valid)} valid replies, and min-nodes = "
+                f"{self.config.min_nodes} are needed; left out:{reasons or ' nobody'}"
+            )
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -222,7 +226,13 @@ class Rounds(Strategy):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Record each client's metrics; return their averages by data size."""
+        """Record each client's metrics; return their averages by data size.
+
+        Raises:
+            TooFewClientsError: After the last round, there are fewer valid replies than
+                ``min-nodes``.
+
+        """
         expected = self._reference if self._evaluation(server_round).importance else None
         with Replies(self._journal.scratch) as collected:
             # A negative J would push weights away from the global ones.
@@ -237,6 +247,9 @@ class Rounds(Strategy):
                     )
                 for event in answer_events(collected.answers[name]):
                     self._journal.record({**event, "round": server_round, "client": name})
+            if server_round >= self.config.rounds:
+                # There is no further round: only a run that has failed can repeat this evaluation.
+                self._require_enough(f"evaluation after round {server_round}", collected)
             self._use_importance(collected)
             measured = collected.measured
         return averages(measured) if measured else None

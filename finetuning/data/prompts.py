@@ -119,7 +119,7 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
     examples, _ = tokenize(asked, tokenizer, max_length)
     # A template that changes earlier turns makes several examples of a row.
     last_examples = {example.row: example for example in examples}
-    return [
+    prompts = [
         Prompt(
             tokens=example.tokens[: example.prompt_length],
             question=example.question,
@@ -131,6 +131,12 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
         # If earlier answers leave no room for the last one, the example ends with one of them.
         if example.reference == _PLACEHOLDER
     ]
+    if rows and not prompts:
+        raise DataError(
+            f"none of {len(rows)} rows, such as {rows[0].origin}, has room for its last answer: "
+            f"raise data.max-length = {max_length}"
+        )
+    return prompts
 
 
 def tokenize_prompts(rows: Sequence[Row], tokenizer: Any) -> "list[torch.Tensor]":

@@ -101,9 +101,14 @@ def test_a_resumption_with_another_config_is_refused(capsys, tmp_path):
     (run / "config.json").write_text("{}")
     left_out = [{"client": "gamma", "reason": "it was late"}]
     event = {"event": "round", "participants": ["alpha", "beta"], "left_out": left_out}
-    (run / "metrics.jsonl").write_text(json.dumps(event | {"round": 1}) + "\n")
-    refusal = refused(capsys, "train", f"resume={run}", "--clients", 4)
-    assert "has 3 clients, and 4 would divide the rows in another way" in refusal
+    started = {"event": "evaluate", "round": 0, "model": "base"}
+    evaluated = [started | {"client": name} for name in ("alpha", "beta", "gamma")]
+    # A run that has ended in its first round has no event of one.
+    for events in ([event | {"round": 1}], evaluated):
+        lines = "".join(json.dumps(each) + "\n" for each in events)
+        (run / "metrics.jsonl").write_text(lines)
+        refusal = refused(capsys, "train", f"resume={run}", "--clients", 4)
+        assert "has 3 clients, and 4 would divide the rows in another way" in refusal
     (run / "config.json").write_text("{")
     assert "config.json can't be read" in refused(capsys, "train", f"resume={run}")
 

@@ -16,6 +16,7 @@ from server_app.main import STRATEGIES, checkpoint_of, open_directory
 from server_app.results import Results
 from strategies.journal import Progress
 from strategies.messages import to_arrays
+from strategies.participants import TooFewClientsError
 from strategies.resumption import check_resumable
 from strategies.run_config import ConfigError, parse_run_config
 
@@ -177,6 +178,26 @@ def test_a_finished_run_can_have_more_rounds(values, tmp_path):
     trained = [e for e in events(directory) if e["event"] == "train" and e["round"] == 3]
     assert len(trained) == 3
     assert all(event["penalty"] > 0 for event in trained)
+
+
+def test_a_last_evaluation_with_too_few_replies_can_be_repeated(values, tmp_path):
+    class Silent(InProcessGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            messages = list(messages)
+            replies = list(super().send_and_receive(messages))
+            about = messages[0].metadata.message_type, messages[0].content["config"].get("round")
+            return replies[:1] if about == ("evaluate", 2) else replies
+
+    values |= {"strategy": "fedjudge-base", "rounds": 2}
+    here = {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
+    there = {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
+    unbroken = run(values | here)
+    with pytest.raises(TooFewClientsError, match=r"evaluation after round 2: 1 valid replies"):
+        run(values | there, kind=Silent)
+    (broken,) = (tmp_path / "b").iterdir()
+    run(values | there | {"resume": str(broken)})
+    assert events(unbroken) == events(broken)
+    assert len(list((tmp_path / "b-state").glob("*/*/adapters/global"))) == 3
 
 
 @pytest.mark.parametrize(

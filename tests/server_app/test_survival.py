@@ -110,6 +110,26 @@ def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(valu
     assert same(final(serve(here)), final(directory))
 
 
+def test_a_run_goes_on_without_the_adapter_that_it_began_with(values, tmp_path):
+    class Stopping(InProcessGrid):
+        def push_messages(self, messages):
+            messages = list(messages)
+            about = messages[0].metadata.message_type, messages[0].content["config"].get("round")
+            if about == ("train", 2):
+                raise ConnectionError
+            return super().push_messages(messages)
+
+    values |= {"strategy": "fedjudge-base", "rounds": 1, "state-path": str(tmp_path / "state")}
+    initial = serve(values | {"output-dir": str(tmp_path / "a")}) / "adapters" / "global"
+    values |= {"rounds": 2, "output-dir": str(tmp_path / "b"), "initial-adapter": str(initial)}
+    with pytest.raises(ConnectionError):
+        serve(values, Stopping(values, NODES))
+    directory = newest(values)
+    shutil.rmtree(initial)
+    assert serve(values | {"resume": str(directory)}) == directory
+    assert checkpoints(directory) == [1, 2]
+
+
 def kill_while_writing(values: dict, name: str) -> Path:
     """Run the ServerApp in a process of its own, and kill it while it writes a checkpoint."""
     process = multiprocessing.get_context("fork").Process(target=serve, args=(values,))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from finetuning.data.prompts import prompts_of_answers
+from finetuning.data.rows import DataError
 from finetuning.data.tokenization import tokenize
 from tests.finetuning.data.templates import BYTE_LEVEL, CHATML, LLAMA_2, OTHERS, row_of
 
@@ -55,3 +56,5 @@ def test_a_row_without_room_for_its_last_answer_is_left_out(tokenizer_of):
     ]
     (prompt,) = prompts_of_answers(rows, tokenizer, 64)
     assert (prompt.row, prompt.reference) == (1, "The defendant.")
+    with pytest.raises(DataError, match=r"none of 1 rows.* raise data\.max-length = 64"):
+        prompts_of_answers(rows[:1], tokenizer, 64)
