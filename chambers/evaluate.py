@@ -253,7 +253,8 @@ class Evaluate(BaseModelOptions):
             with replacing(file.resolve()) as aside:
                 aside.write_text(json.dumps(content, indent=2, ensure_ascii=False), "utf-8")
         except OSError as error:
-            raise CommandError(f"--output {file} can't be written: {error.strerror}") from error
+            reason = error.strerror or error
+            raise CommandError(f"--output {file} can't be written: {reason}") from error
 
 
 def _name_of(settings: ModelSettings, sources: "dict[str, Source]") -> str:

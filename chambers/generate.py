@@ -206,7 +206,8 @@ def _open_output(file: Path | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        stream = file.open("w", encoding="utf-8")
+        # A field may have half of a surrogate pair, which JSON escapes in the same way.
+        stream = file.open("w", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise CommandError(f"--output {file} can't be written: {error.strerror}") from error
     with filling(file.absolute().parent), stream:

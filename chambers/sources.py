@@ -147,7 +147,8 @@ class RunFolder:
     def clients(self) -> list[str]:
         """Names of the clients that have personalised adapters."""
         folders = (self.directory / "adapters" / "clients").glob("*")
-        return sorted(folder.name for folder in folders if folder.is_dir())
+        # Unfinished ones begin with a dot.
+        return sorted(f.name for f in folders if f.is_dir() and not f.name.startswith("."))
 
 
 def read_run(directory: Path) -> RunFolder:

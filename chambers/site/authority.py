@@ -25,7 +25,8 @@ AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
 SERVER, SERVER_KEY = "server.pem", "server.key"
 # The SuperLink's SuperExec dials 127.0.0.1; without these names no run ever starts.
 LOOPBACK = ("localhost", "127.0.0.1")
-_AUTHORITY_DAYS = 3650
+# Ten years, and a day more, so that a certificate may be valid for ten years too.
+_AUTHORITY_DAYS = 3651
 # Certificates begin a day early, for machines whose clock is slow.
 _EARLY = timedelta(days=1)
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*")

@@ -130,6 +130,13 @@ def test_split_says_what_the_whole_model_says(
     assert len({row["generated"] for row in written}) > 1
 
 
+def test_half_a_surrogate_pair_in_an_unused_field_is_kept(base, tmp_path, capsys):
+    file, output = tmp_path / "rows.jsonl", tmp_path / "output.jsonl"
+    file.write_text('{"instruction": "a", "note": "\\ud83d"}\n')
+    told(capsys, "generate", "--model", base, *NEW, "--file", file, "--output", output)
+    assert json.loads(output.read_text())["note"] == "\ud83d"
+
+
 def test_seeds_decide_what_is_drawn(base, capsys):
     words = ["generate", "--model", base, *NEW, *SAMPLED, *QUESTIONS]
     one, again, other = (told(capsys, *words, "--seed", seed) for seed in "112")

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from chambers.site import authority
 from tests.chambers.conftest import ROOT, refused, told
 from tests.chambers.site.deployment import FLOWER, documented
 
@@ -92,16 +93,21 @@ def test_another_authority_is_not_trusted(capsys, tmp_path):
         handshake(tmp_path / "a", "localhost", tmp_path / "b" / "authority.pem")
 
 
-def test_refusals_name_the_cure(capsys, tmp_path):
+def test_a_certificate_may_be_valid_for_ten_years(capsys, tmp_path):
+    for _ in range(2):
+        write(capsys, tmp_path, *NAMES, "--days", "3650")
+
+
+def test_refusals_name_the_cure(capsys, tmp_path, monkeypatch):
     command = ("site", "certificates", tmp_path)
     assert "--name is missing" in refused(capsys, *command)
     for name in ("https://a.example.org", "a.example.org:443", "a b", ""):
         assert "must be a host name" in refused(capsys, *command, "--name", name)
     assert "must be 1 to 3650" in refused(capsys, *command, *NAMES, "--days", "0")
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(authority, "_AUTHORITY_DAYS", 400)
     write(capsys, tmp_path, *NAMES)
-    # The certificate would outlive its authority, because a moment has passed.
-    assert "begin a new authority" in refused(capsys, *command, "--days", "3650")
+    assert "begin a new authority" in refused(capsys, *command, "--days", "401")
     key = tmp_path / "authority.key"
     kept = key.read_bytes()
     key.write_bytes((tmp_path / "server.key").read_bytes())

@@ -125,7 +125,7 @@ def test_a_coordinator_that_is_ready(capsys, site, checkpoint):
     with proxy(site.folder) as port:
         status, output = at_coordinator(capsys, site, port, "--model", checkpoint)
     assert status == 0, output
-    assert "valid for 364 days" in output and "valid for 3649 days" in output
+    assert "valid for 364 days" in output and "valid for 3650 days" in output
     # With fl-glm it computes the model's body.
     assert f"model: {checkpoint} has the digest " in output
     assert "ok   GPU: " in output
