@@ -10,41 +10,24 @@ only when the server has opened the client's first record.
 
 import hmac
 import secrets
-import struct
-from dataclasses import dataclass, field
 from enum import Enum
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from split.protocol.errors import Refusal, refused
+from split.protocol.hello import (
+    PREFIX_BYTES,
+    SHARE_BYTES,
+    Hello,
+    check_prefix,
+    prefix,
+    read_hello,
+    write_hello,
+)
 from split.protocol.key_schedule import MAC_BYTES, KeySchedule, LaneSecrets, authenticate, derive
-from split.protocol.keys import (
-    KEY_IDENTIFIER_BYTES,
-    SUITE_NUMBERS,
-    WRAPPED_BYTES,
-    KeyExchange,
-    ServerKeys,
-    key_identifier,
-    wrap,
-)
 from split.protocol.keys import SECRET_BYTES as WRAPPED_SECRET_BYTES
-from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, Identity, Ticket, TicketBook
-
-VERSION = 2
-_MAGIC = b"CHLN"
-_PREFIX = struct.Struct(">4sBB")  # magic, version, number of the message
-_HELLO = struct.Struct(">BI")  # suite, round; run and node follow with a length byte each
-_SHARE_BYTES = 32
-LONGEST_HELLO = (
-    _PREFIX.size
-    + _HELLO.size
-    + 2 * (1 + NAME_BYTES)
-    + IDENTIFIER_BYTES
-    + _SHARE_BYTES
-    + KEY_IDENTIFIER_BYTES
-    + max(WRAPPED_BYTES.values())
-    + MAC_BYTES
-)
+from split.protocol.keys import SUITE_NUMBERS, KeyExchange, ServerKeys, key_identifier, wrap
+from split.protocol.tickets import Identity, Ticket, TicketBook
 
 
 class State(Enum):
@@ -98,8 +81,8 @@ class ClientHandshake(_Handshake):
 
         """
         self._expect(State.NEW)
-        body = _write_hello(
-            _Hello(
+        body = write_hello(
+            Hello(
                 suite=SUITE_NUMBERS[self._suite],
                 identity=self._identity,
                 ticket=self._ticket.identifier,
@@ -120,16 +103,16 @@ class ClientHandshake(_Handshake):
 
         """
         self._expect(State.HELLO)
-        _check_prefix(answer, 2)
-        if len(answer) != _PREFIX.size + _SHARE_BYTES + MAC_BYTES:
+        check_prefix(answer, 2)
+        if len(answer) != PREFIX_BYTES + SHARE_BYTES + MAC_BYTES:
             raise refused(Refusal.MALFORMED)
-        shared = _agree(self._private, answer[_PREFIX.size : -MAC_BYTES])
+        shared = _agree(self._private, answer[PREFIX_BYTES:-MAC_BYTES])
         schedule = KeySchedule(shared, self._secret, self._ticket.secret)
         _compare(answer[-MAC_BYTES:], schedule.server_finished(self._hello + answer[:-MAC_BYTES]))
-        transcript = self._hello + answer + _prefix(3)
+        transcript = self._hello + answer + prefix(3)
         mac = schedule.client_finished(transcript)
         self.state = State.FINISHED
-        return _prefix(3) + mac, schedule.secrets(transcript + mac)
+        return prefix(3) + mac, schedule.secrets(transcript + mac)
 
 
 class ServerHandshake(_Handshake):
@@ -159,7 +142,7 @@ class ServerHandshake(_Handshake):
 
         """
         self._expect(State.NEW)
-        message = _read_hello(hello)
+        message = read_hello(hello)
         ticket, identity = self._tickets.find(message.ticket)
         _compare(hello[-MAC_BYTES:], _hello_mac(ticket, hello[:-MAC_BYTES]))
         if message.identity != identity:
@@ -185,7 +168,7 @@ class ServerHandshake(_Handshake):
         private = X25519PrivateKey.generate()
         share = private.public_key().public_bytes_raw()
         self._schedule = KeySchedule(_agree(private, message.share), wrapped, self._ticket.secret)
-        body = _prefix(2) + share
+        body = prefix(2) + share
         answer = body + self._schedule.server_finished(self._transcript + body)
         self._transcript += answer
         self.state = State.ANSWERED
@@ -199,105 +182,13 @@ class ServerHandshake(_Handshake):
 
         """
         self._expect(State.ANSWERED)
-        _check_prefix(finished, 3)
-        if len(finished) != _PREFIX.size + MAC_BYTES:
+        check_prefix(finished, 3)
+        if len(finished) != PREFIX_BYTES + MAC_BYTES:
             raise refused(Refusal.MALFORMED)
         transcript = self._transcript + finished[:-MAC_BYTES]
         _compare(finished[-MAC_BYTES:], self._schedule.client_finished(transcript))
         self.state = State.FINISHED
         return self._schedule.secrets(self._transcript + finished), self._ticket.identifier
-
-
-@dataclass(frozen=True)
-class _Hello:
-    """M1 without its prefix and MAC."""
-
-    suite: int
-    identity: Identity
-    ticket: bytes
-    share: bytes
-    key: bytes
-    wrapped: bytes = field(repr=False)
-
-
-def _write_hello(hello: _Hello) -> bytes:
-    run, node = hello.identity.run.encode(), hello.identity.node.encode()
-    return b"".join(
-        (
-            _prefix(1),
-            _HELLO.pack(hello.suite, hello.identity.round),
-            bytes([len(run)]) + run,
-            bytes([len(node)]) + node,
-            hello.ticket,
-            hello.share,
-            hello.key,
-            hello.wrapped,
-        )
-    )
-
-
-def _read_hello(message: bytes) -> _Hello:
-    """Parse M1; its MAC is not looked at."""
-    _check_prefix(message, 1)
-    if len(message) > LONGEST_HELLO:
-        raise refused(Refusal.MALFORMED)
-    rest = _Bytes(message[_PREFIX.size : -MAC_BYTES])
-    number, round_ = _HELLO.unpack(rest.take(_HELLO.size))
-    lengths = {SUITE_NUMBERS[suite]: length for suite, length in WRAPPED_BYTES.items()}
-    if number not in lengths:
-        raise refused(Refusal.SUITE)
-    run, node = rest.text(), rest.text()
-    hello = _Hello(
-        suite=number,
-        identity=Identity(run, round_, node),
-        ticket=rest.take(IDENTIFIER_BYTES),
-        share=rest.take(_SHARE_BYTES),
-        key=rest.take(KEY_IDENTIFIER_BYTES),
-        wrapped=rest.take(lengths[number]),
-    )
-    rest.end()
-    return hello
-
-
-class _Bytes:
-    """Takes bytes off the front; too few or too many are a malformed message."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    def take(self, count: int) -> bytes:
-        if len(self._content) < count:
-            raise refused(Refusal.MALFORMED)
-        taken, self._content = self._content[:count], self._content[count:]
-        return taken
-
-    def text(self) -> str:
-        content = self.take(self.take(1)[0])
-        try:
-            text = content.decode()
-        except UnicodeDecodeError:
-            raise refused(Refusal.MALFORMED) from None
-        if not content:
-            raise refused(Refusal.MALFORMED)
-        return text
-
-    def end(self) -> None:
-        if self._content:
-            raise refused(Refusal.MALFORMED)
-
-
-def _prefix(number: int) -> bytes:
-    return _PREFIX.pack(_MAGIC, VERSION, number)
-
-
-def _check_prefix(message: bytes, number: int) -> None:
-    if len(message) < _PREFIX.size:
-        raise refused(Refusal.MALFORMED)
-    magic, version, found = _PREFIX.unpack_from(message)
-    if magic != _MAGIC or found != number:
-        raise refused(Refusal.MALFORMED)
-    if version != VERSION:
-        raise refused(Refusal.VERSION)
 
 
 def _hello_mac(ticket: Ticket, body: bytes) -> bytes:

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from split.protocol import handshake as module
 from split.protocol.errors import HandshakeError, Refusal, ServerKeyError, TicketError
-from split.protocol.handshake import LONGEST_HELLO, ClientHandshake, ServerHandshake
+from split.protocol.handshake import ClientHandshake, ServerHandshake
+from split.protocol.hello import LONGEST_HELLO, Hello, prefix, read_hello, write_hello
 from split.protocol.key_schedule import KeySchedule
-from split.protocol.keys import WRAPPED_BYTES, ServerKeys
+from split.protocol.keys import WRAPPED_BYTES, ServerKeys, wrap
 from split.protocol.tickets import Identity, Ticket, TicketBook
 
 COURT = Identity("run", 7, "court")
@@ -305,15 +306,15 @@ def test_steps_out_of_order_are_named():
 @pytest.mark.parametrize("share", [bytes(32), bytes([1]) + bytes(31)])
 def test_a_share_that_gives_a_known_secret_is_refused(share):
     pair = Pair()
-    hello = module._Hello(
+    hello = Hello(
         suite=1,
         identity=COURT,
         ticket=pair.ticket.identifier,
         share=share,
         key=pair.keys.identifier,
-        wrapped=module.wrap(HYBRID, pair.keys.public, bytes(32)),
+        wrapped=wrap(HYBRID, pair.keys.public, bytes(32)),
     )
-    body = module._write_hello(hello)
+    body = write_hello(hello)
     message = body + module._hello_mac(pair.ticket, body)
     assert refusal(answered, pair.server, message) is Refusal.MALFORMED
 
@@ -322,7 +323,7 @@ def test_a_share_that_gives_a_known_secret_is_refused(share):
 def test_the_bytes_and_keys_are_those_of_the_document(suite):
     expected = VECTORS[suite]
     ticket = Ticket(bytes(range(16)), bytes([0x33]) * 32)
-    hello = module._Hello(
+    hello = Hello(
         suite=SUITES.index(suite) + 1,
         identity=COURT,
         ticket=ticket.identifier,
@@ -330,12 +331,12 @@ def test_the_bytes_and_keys_are_those_of_the_document(suite):
         key=bytes(range(32, 64)),
         wrapped=bytes(i % 251 for i in range(WRAPPED_BYTES[suite])),
     )
-    first = module._write_hello(hello)
+    first = write_hello(hello)
     first += module._hello_mac(ticket, first)
     schedule = KeySchedule(bytes([0x11]) * 32, bytes([0x22]) * 32, ticket.secret)
-    second = module._prefix(2) + bytes(range(64, 96))
+    second = prefix(2) + bytes(range(64, 96))
     second += schedule.server_finished(first + second)
-    third = module._prefix(3)
+    third = prefix(3)
     third += schedule.client_finished(first + second + third)
     whole = first + second + third
     secrets = schedule.secrets(whole)
@@ -349,7 +350,7 @@ def test_the_bytes_and_keys_are_those_of_the_document(suite):
         "resumption_identifier": secrets.resumption.identifier.hex(),
         "resumption_secret": secrets.resumption.secret.hex(),
     }
-    assert module._read_hello(first) == hello
+    assert read_hello(first) == hello
 
 
 def test_nothing_secret_is_shown():

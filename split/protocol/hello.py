@@ -1,0 +1,144 @@
+"""The bytes of a handshake's first message, M1, and the prefix that all three messages have.
+
+``docs/wire.md`` has every byte.
+"""
+
+import struct
+from dataclasses import dataclass, field
+
+from split.protocol.errors import Refusal, refused
+from split.protocol.key_schedule import MAC_BYTES
+from split.protocol.keys import KEY_IDENTIFIER_BYTES, SUITE_NUMBERS, WRAPPED_BYTES
+from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, Identity
+
+VERSION = 2
+_MAGIC = b"CHLN"
+_PREFIX = struct.Struct(">4sBB")  # magic, version, number of the message
+PREFIX_BYTES = _PREFIX.size
+_HELLO = struct.Struct(">BI")  # suite, round; run and node follow with a length byte each
+SHARE_BYTES = 32  # of X25519
+LONGEST_HELLO = (
+    PREFIX_BYTES
+    + _HELLO.size
+    + 2 * (1 + NAME_BYTES)
+    + IDENTIFIER_BYTES
+    + SHARE_BYTES
+    + KEY_IDENTIFIER_BYTES
+    + max(WRAPPED_BYTES.values())
+    + MAC_BYTES
+)
+
+
+@dataclass(frozen=True)
+class Hello:
+    """M1 without its prefix and MAC.
+
+    Attributes:
+        suite: Number of the key exchange's suite, as in M1.
+        identity: What the lane is to be for.
+        ticket: The ticket's identifier.
+        share: The client's X25519 share.
+        key: Identifier of the server's public key.
+        wrapped: The secret that is wrapped to that key.
+
+    """
+
+    suite: int
+    identity: Identity
+    ticket: bytes
+    share: bytes
+    key: bytes
+    wrapped: bytes = field(repr=False)
+
+
+def write_hello(hello: Hello) -> bytes:
+    """Return M1 up to its MAC."""
+    run, node = hello.identity.run.encode(), hello.identity.node.encode()
+    return b"".join(
+        (
+            prefix(1),
+            _HELLO.pack(hello.suite, hello.identity.round),
+            bytes([len(run)]) + run,
+            bytes([len(node)]) + node,
+            hello.ticket,
+            hello.share,
+            hello.key,
+            hello.wrapped,
+        )
+    )
+
+
+def read_hello(message: bytes) -> Hello:
+    """Parse M1; its MAC is not looked at.
+
+    Raises:
+        HandshakeError: It is malformed, or has another version or an unknown suite.
+
+    """
+    check_prefix(message, 1)
+    if len(message) > LONGEST_HELLO:
+        raise refused(Refusal.MALFORMED)
+    rest = _Bytes(message[PREFIX_BYTES:-MAC_BYTES])
+    number, round_ = _HELLO.unpack(rest.take(_HELLO.size))
+    lengths = {SUITE_NUMBERS[suite]: length for suite, length in WRAPPED_BYTES.items()}
+    if number not in lengths:
+        raise refused(Refusal.SUITE)
+    run, node = rest.text(), rest.text()
+    hello = Hello(
+        suite=number,
+        identity=Identity(run, round_, node),
+        ticket=rest.take(IDENTIFIER_BYTES),
+        share=rest.take(SHARE_BYTES),
+        key=rest.take(KEY_IDENTIFIER_BYTES),
+        wrapped=rest.take(lengths[number]),
+    )
+    rest.end()
+    return hello
+
+
+def prefix(number: int) -> bytes:
+    """Return the beginning of the message with this number."""
+    return _PREFIX.pack(_MAGIC, VERSION, number)
+
+
+def check_prefix(message: bytes, number: int) -> None:
+    """Check the beginning of the message that should have this number.
+
+    Raises:
+        HandshakeError: It is that of another message or version.
+
+    """
+    if len(message) < PREFIX_BYTES:
+        raise refused(Refusal.MALFORMED)
+    magic, version, found = _PREFIX.unpack_from(message)
+    if magic != _MAGIC or found != number:
+        raise refused(Refusal.MALFORMED)
+    if version != VERSION:
+        raise refused(Refusal.VERSION)
+
+
+class _Bytes:
+    """Takes bytes off the front; too few or too many are a malformed message."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def take(self, count: int) -> bytes:
+        if len(self._content) < count:
+            raise refused(Refusal.MALFORMED)
+        taken, self._content = self._content[:count], self._content[count:]
+        return taken
+
+    def text(self) -> str:
+        content = self.take(self.take(1)[0])
+        try:
+            text = content.decode()
+        except UnicodeDecodeError:
+            raise refused(Refusal.MALFORMED) from None
+        if not content:
+            raise refused(Refusal.MALFORMED)
+        return text
+
+    def end(self) -> None:
+        if self._content:
+            raise refused(Refusal.MALFORMED)
