@@ -14,7 +14,8 @@ import typer
 from chambers.errors import CommandError
 from chambers.interruption import interrupt_at_end
 from chambers.sources import AdapterOptions, BaseModelOptions, check_output, option
-from finetuning.data.rows import DataError, find_part
+from finetuning.data.formats import DataError
+from finetuning.data.rows import find_part
 from finetuning.evaluation.bertscore import Encoder, EncoderError
 from finetuning.files import replacing
 from finetuning.settings import ModelSettings

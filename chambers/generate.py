@@ -12,8 +12,9 @@ import typer
 
 from chambers.errors import CommandError
 from chambers.sources import AdapterOptions, check_output, option
+from finetuning.data.formats import DataError
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
-from finetuning.data.rows import DataError, Row
+from finetuning.data.rows import Row
 from finetuning.files import filling
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from chambers.errors import CommandError
 from chambers.models import Source, opened
-from finetuning.data.rows import DataError
+from finetuning.data.formats import DataError
 from finetuning.evaluation.bertscore import Encoder, EncoderError, bertscore
 from finetuning.model.base_model import BaseModelError, load_tokenizer
 from finetuning.model.positions import check_positions

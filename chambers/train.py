@@ -16,7 +16,8 @@ from chambers.errors import CommandError
 from chambers.sources import option
 from chambers.superlink import CHECKOUT, simulate
 from finetuning.adapters.saved import AdapterError, check_folder
-from finetuning.data.rows import FORMATS, DataError, check_data_set, client_folders, find_part
+from finetuning.data.formats import FORMATS, DataError, check_data_set
+from finetuning.data.rows import client_folders, find_part
 from finetuning.model.checkpoint import count_blocks, problem_of
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows

@@ -9,15 +9,9 @@ from pathlib import Path
 import numpy as np
 from flwr.common.logger import log
 
+from finetuning.data.formats import FORMATS, DataError
 from finetuning.data.partition import partition
-from finetuning.data.rows import (
-    FORMATS,
-    DataError,
-    Row,
-    client_folders,
-    find_parts,
-    parse_messages,
-)
+from finetuning.data.rows import Row, client_folders, find_parts, parse_messages
 from finetuning.generated import STYLES, examples
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings

@@ -20,7 +20,7 @@ from client_app.site import Site, open_site
 from client_app.state import ClientState
 from client_app.task import Metrics, Task
 from finetuning.adapters.adapter import State
-from finetuning.data.rows import DataError
+from finetuning.data.formats import DataError
 from finetuning.files import DiskFullError
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import digest

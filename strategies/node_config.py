@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from finetuning.data.rows import DataError
+from finetuning.data.formats import DataError
 from strategies.messages import is_name
 from strategies.run_config import Scalar
 from strategies.site_policy import PolicyError

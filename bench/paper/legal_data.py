@@ -6,8 +6,9 @@ from pathlib import Path
 
 from bench.paper.legal import COUNTED
 from bench.paper.sizes import FedJudge
+from finetuning.data.formats import DataError
 from finetuning.data.prompts import Prompt, prompts_of_answers
-from finetuning.data.rows import DataError, Row, read_rows
+from finetuning.data.rows import Row, read_rows
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import load_tokenizer

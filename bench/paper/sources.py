@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from finetuning.data.rows import DataError, find_part
+from finetuning.data.formats import DataError
+from finetuning.data.rows import find_part
 from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import BaseModelError, locate
 from finetuning.model.fingerprint import digest, fingerprint

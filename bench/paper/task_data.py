@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.paper.sizes import TaskTraining
-from finetuning.data.rows import DataError, Row, keep_good, parse_rows
+from finetuning.data.formats import DataError
+from finetuning.data.rows import Row, keep_good, parse_rows
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import load_tokenizer

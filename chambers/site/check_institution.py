@@ -22,7 +22,8 @@ from chambers.site.connection import clock, filtered, healthy, lasting
 from chambers.site.registration import is_registered
 from chambers.site.report import Report
 from chambers.site.ssh_keys import read_private_key
-from finetuning.data.rows import DataError, find_parts
+from finetuning.data.formats import DataError
+from finetuning.data.rows import find_parts
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 from strategies.node_config import check_keys, name_and_data_path

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from finetuning.data.rows import DataError
+from finetuning.data.formats import DataError
 
 # Group of a continuation, its number within the group, and the number of its token.
 Owner = tuple[int, int, int]

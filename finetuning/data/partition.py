@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from finetuning.data.rows import DataError, Row
+from finetuning.data.formats import DataError
+from finetuning.data.rows import Row
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
 

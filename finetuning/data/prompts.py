@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetuning.data.rows import DataError, Row, parse_messages, parse_rows, refuse_malformed
+from finetuning.data.formats import DataError
+from finetuning.data.rows import Row, parse_messages, parse_rows, refuse_malformed
 
 if TYPE_CHECKING:
     import torch

@@ -1,36 +1,16 @@
 """Read private rows; report what is wrong with which row before anything is trained."""
 
-import csv
-import glob
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-FORMATS = (".jsonl", ".json", ".csv", ".parquet")
+from finetuning.data.formats import FORMATS, DataError, read_values
+
 _ROLES = ("system", "user", "assistant")
 _SHOWN_PROBLEMS = 20
-_LONGEST_CELL = 2**31 - 1
 
 Parsed = TypeVar("Parsed")
-
-
-class DataError(ValueError):
-    """Data is missing or malformed; the message names files, lines and reasons.
-
-    Args:
-        message: What is wrong; it quotes nothing from the data.
-        quoted: Another library's words, which may quote it.
-
-    Attributes:
-        without_quotes: The message without those words.
-
-    """
-
-    def __init__(self, message: str, quoted: str = "") -> None:
-        super().__init__(f"{message}: {quoted}" if quoted else message)
-        self.without_quotes = message
 
 
 @dataclass(frozen=True)
@@ -97,7 +77,7 @@ def parse_rows(
     """
     rows: list[Parsed] = []
     problems: list[str] = []
-    for origin, value in _values(path, part):
+    for origin, value in read_values(path, part):
         try:
             if isinstance(value, DataError):
                 raise value
@@ -226,134 +206,3 @@ def check_characters(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{name} has half a character at {error.start + 1}") from None
-
-
-def _values(path: Path | str, part: str) -> Iterator[tuple[str, Any]]:
-    """Yield origin and raw value of every row; a value that cannot be read is a `DataError`."""
-    if isinstance(path, str):
-        source = f"{path} is not an absolute path, and as a data set's id"
-        yield from _number(path, _stream(path, source, split=part))
-        return
-    if not path.is_file():
-        raise DataError(f"{path} is not a file")
-    if path.suffix not in FORMATS:
-        raise DataError(f"{path}: the format must be one of {', '.join(FORMATS)}")
-    try:
-        if path.suffix == ".jsonl":
-            yield from _json_lines(path)
-        elif path.suffix == ".json":
-            yield from _json_array(path)
-        elif path.suffix == ".csv":
-            yield from _csv_rows(path)
-        else:
-            pattern = glob.escape(str(path))
-            yield from _number(path, _stream("parquet", path, data_files=pattern, split="train"))
-    except OSError as error:
-        raise DataError(f"{path} can't be read: {error.strerror or error}") from error
-
-
-def check_data_set(identifier: str) -> None:
-    """Check that a data set on the Hugging Face Hub, or in its cache, can be read.
-
-    Raises:
-        DataError: It can't be.
-
-    """
-    next(iter(_values(identifier, "train")), None)
-
-
-def _number(path: Path | str, values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    for number, value in enumerate(values, start=1):
-        yield f"{path}, row {number}", value
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            value: Any
-            try:
-                value = _parse_json(line)
-            except DataError as error:
-                value = error
-            yield f"{path}:{number}", value
-
-
-def _json_array(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read an array of rows, or JSON Lines, which often have this suffix too."""
-    try:
-        value = _parse_json(path.read_bytes())
-    except DataError as error:
-        if getattr(error.__cause__, "msg", None) != "Extra data":
-            raise DataError(f"{path}: {error}") from error
-        yield from _json_lines(path)
-        return
-    yield from _number(path, value if isinstance(value, list) else [value])
-
-
-def _parse_json(data: bytes) -> Any:
-    try:
-        return json.loads(data.decode("utf-8-sig")) if data.strip() else []
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8: {error.reason} at byte {error.start + 1}") from error
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise DataError(f"not JSON: {error.msg} at {line}column {error.colno}") from error
-    except RecursionError as error:
-        raise DataError("JSON is nested too deeply") from error
-    except ValueError as error:
-        raise DataError("JSON has a number with too many digits") from error
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read every cell as text, without conversion: a number or "NA" can be an answer."""
-    csv.field_size_limit(_LONGEST_CELL)
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        # Strict, because an unclosed quote would otherwise swallow the rest of the file.
-        reader = csv.reader(file, strict=True)
-        columns: list[str] = []
-        while True:
-            origin = f"{path}:{reader.line_num + 1}"
-            try:
-                cells = next(reader, None)
-            except csv.Error as error:
-                yield origin, DataError(f"not CSV: {error}")
-                continue
-            if cells is None:
-                return
-            if not columns:
-                columns = [cell.strip() for cell in cells]
-                _check_header(path, columns)
-            elif cells:
-                yield origin, _table_row(columns, cells)
-
-
-def _check_header(path: Path, columns: list[str]) -> None:
-    line = ",".join(columns)
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        raise DataError(f"{path} is not UTF-8") from None
-    if len(columns) == 1 and (";" in line or "\t" in line):
-        raise DataError(f"{path}: the cells of the header are not separated by commas")
-
-
-def _table_row(columns: list[str], cells: list[str]) -> dict[str, str] | DataError:
-    if len(cells) != len(columns):
-        return DataError(f"has {len(cells)} cells where the header has {len(columns)}")
-    try:
-        "".join(cells).encode()
-    except UnicodeEncodeError:
-        return DataError("not UTF-8")
-    return dict(zip(columns, cells, strict=True))
-
-
-def _stream(reader: str, source: Path | str, **options: str) -> Iterable[Any]:
-    """Stream by ``datasets``, so that no copy of private text remains in its cache."""
-    from datasets import load_dataset
-
-    try:
-        yield from load_dataset(reader, streaming=True, **options)
-    except Exception as error:  # Readers of foreign formats can raise anything.
-        raise DataError(f"{source} can't be read", str(error)) from error

@@ -15,7 +15,8 @@ import torch
 from jinja2 import TemplateError
 
 from finetuning.data.chat_template import Messages, Spans, TurnsChangeError, render
-from finetuning.data.rows import DataError, Row
+from finetuning.data.formats import DataError
+from finetuning.data.rows import Row
 
 _ROWS_AT_ONCE = 1000
 

@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from finetuning.data.candidates import Continuation
-from finetuning.data.rows import DataError
+from finetuning.data.formats import DataError
 from finetuning.evaluation.generation import GREEDY, batches_by_length, continue_exactly
 from finetuning.evaluation.log_probabilities import log_probabilities
 from finetuning.model.whole_model import WholeModel

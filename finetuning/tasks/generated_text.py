@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from finetuning.data.rows import DataError, parse_messages
+from finetuning.data.formats import DataError
+from finetuning.data.rows import parse_messages
 from finetuning.tasks.question import Question, as_object, text_of
 
 

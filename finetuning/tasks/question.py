@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetuning.data.rows import DataError, check_characters
+from finetuning.data.formats import DataError
+from finetuning.data.rows import check_characters
 
 
 @dataclass(frozen=True)

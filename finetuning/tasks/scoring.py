@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from finetuning.data.candidates import Continuation
+from finetuning.data.formats import DataError
 from finetuning.data.prompts import prompt_rows
-from finetuning.data.rows import DataError, Row
+from finetuning.data.rows import Row
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.evaluation.generation import (
     GREEDY,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from finetuning.data.rows import DataError
+from finetuning.data.formats import DataError
 from finetuning.tasks.question import Question, as_object, label_of, list_of, number_of, text_of
 
 _YES_NO = ("yes", "no")

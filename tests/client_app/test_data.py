@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from client_app.data import read_client_data
-from finetuning.data.rows import DataError
+from finetuning.data.formats import DataError
 from finetuning.settings import DataSettings
 
 

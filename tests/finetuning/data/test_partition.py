@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetuning.data.formats import DataError
 from finetuning.data.partition import partition
-from finetuning.data.rows import DataError, Row
+from finetuning.data.rows import Row
 from finetuning.settings import DataSettings
 
 LABELS = st.sampled_from(["north", "south", "east", "west", "合同", "5"])

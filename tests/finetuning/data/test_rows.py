@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetuning.data.rows import DataError, find_part, parse_messages, read_rows
+from finetuning.data.formats import DataError
+from finetuning.data.rows import find_part, parse_messages, read_rows
 
 RECORDS = [
     {"instruction": "Answer.", "input": "Is it void?", "output": "Yes.", "court": "north"},
@@ -284,7 +285,8 @@ def test_a_part_is_found_in_whatever_format_but_only_one(tmp_path):
 READ_ALL = """
 import sys
 from pathlib import Path
-from finetuning.data.rows import DataError, read_rows
+from finetuning.data.formats import DataError
+from finetuning.data.rows import read_rows
 for name in sys.argv[1:]:
     try:
         print(len(read_rows(Path(name))))

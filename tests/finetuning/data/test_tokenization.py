@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from finetuning.data.chat_template import render
-from finetuning.data.rows import DataError
+from finetuning.data.formats import DataError
 from finetuning.data.tokenization import end_marks, tokenize
 from tests.finetuning.data.templates import (
     ANSWERS,

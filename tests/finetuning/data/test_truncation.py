@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetuning.data.rows import DataError
+from finetuning.data.formats import DataError
 from finetuning.data.tokenization import tokenize
 from tests.finetuning.data.templates import (
     ANSWERS,

@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
-from finetuning.data.rows import DataError
+from finetuning.data.formats import DataError
 from finetuning.evaluation.harness import HarnessModel, harness_scores, loaded_tasks
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.whole_model import WholeModel

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.data.candidates import Continuation, candidate_batches
-from finetuning.data.rows import DataError
+from finetuning.data.formats import DataError
 from finetuning.evaluation.log_probabilities import log_probabilities
 from finetuning.model.output_head import output_head, target_log_probabilities
 from finetuning.model.whole_model import WholeModel

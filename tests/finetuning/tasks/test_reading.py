@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from finetuning.data.rows import DataError
+from finetuning.data.formats import DataError
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import read_questions, read_task_rows
 from finetuning.tasks.tasks import TASKS
