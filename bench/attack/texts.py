@@ -150,7 +150,7 @@ def _boolq(file: Path) -> list[Row]:
         )
         return Row(messages, origin, value)
 
-    rows, problems = parse_rows(file, "train", parse)
+    rows, problems = parse_rows(file, parse)
     refuse_malformed(problems, len(rows), "download it again")
     return rows
 

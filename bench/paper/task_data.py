@@ -130,7 +130,7 @@ def _fitting(file: Path, _stamps: Stamps, task_name: str, model: Path, longest: 
 def _lines(file: Path, task: Task) -> list[_Line]:
     """Return all lines but malformed ones, which are printed."""
     lines, problems = parse_rows(
-        file, "train", lambda origin, value: _Line(value, task.convert(origin, value))
+        file, lambda origin, value: _Line(value, task.convert(origin, value))
     )
     return keep_good(lines, problems, skip_bad=True, path=file)
 

@@ -28,20 +28,20 @@ class DataError(ValueError):
         self.without_quotes = message
 
 
-def read_values(path: Path | str, part: str) -> Iterator[tuple[str, Any]]:
+def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
     """Yield origin and raw value of every row; a value that cannot be read is a `DataError`.
 
     Args:
-        path: A file in one of the formats, or the id of a data set.
-        part: Split to read of a data set.
+        path: A file in one of the formats, or the id of a data set, of which the split ``train`` is
+            read.
 
     Raises:
-        DataError: The file or data set is missing, or can't be read from here on.
+        DataError: The file or data set is missing, or can't be read any further.
 
     """
     if isinstance(path, str):
         source = f"{path} is not an absolute path, and as a data set's id"
-        yield from _number(path, _stream(path, source, split=part))
+        yield from _number(path, _stream(path, source))
         return
     if not path.is_file():
         raise DataError(f"{path} is not a file")
@@ -56,7 +56,7 @@ def read_values(path: Path | str, part: str) -> Iterator[tuple[str, Any]]:
             yield from _csv_rows(path)
         else:
             pattern = glob.escape(str(path))
-            yield from _number(path, _stream("parquet", path, data_files=pattern, split="train"))
+            yield from _number(path, _stream("parquet", path, data_files=pattern))
     except OSError as error:
         raise DataError(f"{path} can't be read: {error.strerror or error}") from error
 
@@ -68,7 +68,7 @@ def check_data_set(identifier: str) -> None:
         DataError: It can't be.
 
     """
-    next(iter(read_values(identifier, "train")), None)
+    next(iter(read_values(identifier)), None)
 
 
 def _number(path: Path | str, values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -163,6 +163,6 @@ def _stream(reader: str, source: Path | str, **options: str) -> Iterable[Any]:
     from datasets import load_dataset
 
     try:
-        yield from load_dataset(reader, streaming=True, **options)
+        yield from load_dataset(reader, split="train", streaming=True, **options)
     except Exception as error:  # Readers of foreign formats can raise anything.
         raise DataError(f"{source} can't be read", str(error)) from error

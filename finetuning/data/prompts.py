@@ -53,7 +53,7 @@ def read_prompts(path: Path) -> list[Row]:
         DataError: The file is missing or empty, or rows are malformed: file, line and reason.
 
     """
-    rows, problems = parse_rows(path, "train", lambda o, v: Row(parse_prompt(v), o, v))
+    rows, problems = parse_rows(path, lambda o, v: Row(parse_prompt(v), o, v))
     refuse_malformed(problems, len(rows), "fix them")
     if not rows:
         raise DataError(f"no rows in {path}")

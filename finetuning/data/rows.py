@@ -29,19 +29,19 @@ class Row:
     fields: dict[str, Any]
 
 
-def read_rows(path: Path | str, part: str = "train", skip_bad: bool = False) -> list[Row]:
+def read_rows(path: Path | str, skip_bad: bool = False) -> list[Row]:
     """Read conversations from a file or a Hugging Face data set.
 
     Args:
-        path: A ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or the id of a data set.
-        part: Split to read if ``path`` has several.
+        path: A ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or the id of a data set, of
+            which the split ``train`` is read.
         skip_bad: Leave malformed rows out with a warning, instead of raising.
 
     Raises:
         DataError: The data is missing or empty, or rows are malformed: file, line and reason.
 
     """
-    rows, problems = parse_rows(path, part, lambda o, v: Row(parse_messages(v), o, v))
+    rows, problems = parse_rows(path, lambda o, v: Row(parse_messages(v), o, v))
     return keep_good(rows=rows, problems=problems, skip_bad=skip_bad, path=path)
 
 
@@ -65,19 +65,18 @@ def keep_good(
 
 
 def parse_rows(
-    path: Path | str, part: str, parse: Callable[[str, Any], Parsed]
+    path: Path | str, parse: Callable[[str, Any], Parsed]
 ) -> tuple[list[Parsed], list[str]]:
     """Return a file's rows, and the problems of those that cannot be parsed.
 
     Args:
         path: As for `read_rows`.
-        part: Split to read if ``path`` has several.
         parse: Converts a row's origin and value, or raises a `DataError` with the reason.
 
     """
     rows: list[Parsed] = []
     problems: list[str] = []
-    for origin, value in read_values(path, part):
+    for origin, value in read_values(path):
         try:
             if isinstance(value, DataError):
                 raise value

@@ -15,7 +15,7 @@ def read_questions(path: Path, task: Task) -> list[Question]:
         DataError: The file is missing or empty, or rows are malformed: file, line and reason.
 
     """
-    rows, problems = parse_rows(path, task.held_out, task.convert)
+    rows, problems = parse_rows(path, task.convert)
     refuse_malformed(problems, len(rows), "fix them")
     kept = keep_good(rows, problems, skip_bad=False, path=path)
     return task.complete([question for row in kept for question in row])
@@ -38,9 +38,7 @@ def read_task_rows(path: Path | str, settings: DataSettings) -> list[Row]:
     if not settings.task:
         return read_rows(path, skip_bad=settings.skip_bad_rows)
     task = TASKS[settings.task]
-    rows, problems = parse_rows(
-        path, "train", lambda origin, value: (value, task.convert(origin, value))
-    )
+    rows, problems = parse_rows(path, lambda origin, value: (value, task.convert(origin, value)))
     return [
         Row(
             messages=(
