@@ -1,6 +1,5 @@
 """``chambers train``: a run in simulation on this machine."""
 
-import re
 import sys
 import tempfile
 import tomllib
@@ -16,7 +15,7 @@ from chambers.errors import CommandError
 from chambers.sources import option
 from chambers.superlink import CHECKOUT, simulate
 from finetuning.adapters.saved import AdapterError, check_folder
-from finetuning.data.formats import FORMATS, DataError, check_data_set
+from finetuning.data.formats import DataError, check_data_set, is_data_set_id, is_hub_id
 from finetuning.data.rows import client_folders, find_part
 from finetuning.model.checkpoint import count_blocks, problem_of
 from finetuning.settings import DataSettings
@@ -28,8 +27,6 @@ from strategies.run_folder import METRICS, read_events
 _GENERATED_CLIENTS = 3
 _PATHS_OR_NAMES = {"data.path", "model.name"}
 _PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume", "initial-adapter"}
-# "name" or "owner/name", on the Hugging Face Hub.
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -229,7 +226,7 @@ def _check_model(config: RunConfig) -> None:
     elif path.is_absolute():
         problem = problem_of(name, path)
         blocks = None if problem else count_blocks(path)
-    elif not _HUB_ID.fullmatch(name):
+    elif not is_hub_id(name):
         problem = f'model.name = "{name}": there is no such file or folder'
     if config.strategy == "fl-glm" and blocks is not None:
         problem = config.split.problem_with(blocks, name)
@@ -240,7 +237,7 @@ def _check_model(config: RunConfig) -> None:
 def _check_data(settings: DataSettings, clients: int) -> None:
     path = Path(settings.path).expanduser()
     if not path.is_absolute():
-        if path.suffix in FORMATS or not _HUB_ID.fullmatch(settings.path):
+        if not is_data_set_id(settings.path):
             raise CommandError(f'data.path = "{path}": there is no such file or folder')
         try:
             check_data_set(settings.path)

@@ -1,6 +1,5 @@
 """A client's private rows: from its own files, a share of a data set, or generated."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from logging import WARNING
@@ -9,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from flwr.common.logger import log
 
-from finetuning.data.formats import FORMATS, DataError
+from finetuning.data.formats import DataError, is_data_set_id
 from finetuning.data.partition import partition
 from finetuning.data.rows import Row, client_folders, find_parts, parse_messages
 from finetuning.generated import STYLES, examples
@@ -23,8 +22,6 @@ _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
 _GENERATED_TEST = 64
 # The client that has the rows of several, as the baseline in FedJudge's table 2.
 CENTER = "center"
-# "name" or "owner/name".
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ class _Reader:
     def hub_rows(self) -> list[Row]:
         """Read a data set by its Hugging Face id."""
         path = self.settings.path
-        if not _HUB_ID.fullmatch(path) or Path(path).suffix in FORMATS:
+        if not is_data_set_id(path):
             raise DataError(
                 f'data.path = "{path}" must be an absolute path (or start with ~): relative paths '
                 "would refer to the folder in which Flower runs the app"

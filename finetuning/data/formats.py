@@ -3,12 +3,14 @@
 import csv
 import glob
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 _LONGEST_CELL = 2**31 - 1
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class DataError(ValueError):
@@ -59,6 +61,16 @@ def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
             yield from _number(path, _stream("parquet", path, data_files=pattern))
     except OSError as error:
         raise DataError(f"{path} can't be read: {error.strerror or error}") from error
+
+
+def is_hub_id(text: str) -> bool:
+    """Return whether a text is like an id on the Hugging Face Hub: "name" or "owner/name"."""
+    return _HUB_ID.fullmatch(text) is not None
+
+
+def is_data_set_id(text: str) -> bool:
+    """Return whether a text is like the id of a data set, and not the relative path of a file."""
+    return is_hub_id(text) and Path(text).suffix not in FORMATS
 
 
 def check_data_set(identifier: str) -> None:
