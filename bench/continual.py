@@ -29,7 +29,7 @@ from flwr.common.config import flatten_dict, parse_config_args
 from bench.continual_cells import Experiment, calibrate, cell, first_round
 from bench.continual_table import Row, recorded, table
 from bench.pool import pool
-from finetuning.files import replacing
+from finetuning.files import replacing, write_json
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest, fingerprint
 from strategies.run_config import ConfigError, parse_run_config
@@ -78,8 +78,7 @@ def main() -> None:
         aside.write_text(text)
     if arguments.record:
         record = recorded(experiment.values, provenance, rows, results)
-        with replacing(arguments.record) as aside:
-            aside.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        write_json(arguments.record, record)
     print(text, end="")
 
 
@@ -144,8 +143,7 @@ def _claim(experiment: Experiment, provenance: dict[str, Any]) -> None:
     file = experiment.folder / "settings.json"
     values = dict(experiment.values) | provenance
     if not file.is_file():
-        with replacing(file) as aside:
-            aside.write_text(json.dumps(values, indent=1) + "\n")
+        write_json(file, values)
     before = json.loads(file.read_text())
     if before != values:
         odd = sorted(k for k in before.keys() | values.keys() if before.get(k) != values.get(k))

@@ -15,7 +15,7 @@ from shutil import copytree
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from finetuning.files import replacing
+from finetuning.files import replacing, write_json
 
 CLIENTS = 3
 _LINEAGE = "bench"
@@ -92,7 +92,7 @@ def cell(experiment: Experiment, seed: int, weight: float, importance: str) -> d
         "personalised": _losses(events, "personalised"),
         "seconds": round(time.monotonic() - started, 1),
     }
-    _write(file, result)
+    write_json(file, result)
     return result
 
 
@@ -124,7 +124,7 @@ def calibrate(
                 experiment, seed=seed, weight=weight, importance=importance, rounds=2
             )
             trials.append([weight, _mean(events, "penalty_gradient_share")])
-            _write(file, trials)
+            write_json(file, trials)
         else:
             raise SystemExit(f"no λ gives the penalty {share:.0%} of the gradient norm: {trials}")
     return found
@@ -197,8 +197,3 @@ def _losses(events: list[Event], model: str) -> dict[str, float]:
     return {
         e["client"]: e["loss"] for e in events if e["event"] == "evaluate" and e["model"] == model
     }
-
-
-def _write(file: Path, content: Any) -> None:
-    with replacing(file) as aside:
-        aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -6,7 +6,6 @@ optimizer's state after that round. Two rounds are kept, so that a run that lost
 resume from the previous one, and the last round whose adapter the server has counted.
 """
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ import platformdirs
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetuning.files import remove_unfinished, replacing
+from finetuning.files import remove_unfinished, replacing, write_json
 
 _KEPT_ROUNDS = 2
 State = dict[str, torch.Tensor]
@@ -61,13 +60,9 @@ class ClientState:
         self, config: Mapping[str, Any], base: str, fingerprint: Mapping[str, str]
     ) -> None:
         """Write which run and base model the adapters belong to, as in a run's folder."""
-        for name, content in (
-            ("config.json", dict(config)),
-            ("base-model.json", {"loaded from": base, "digests": dict(fingerprint)}),
-        ):
-            with replacing(self.directory / name) as aside:
-                text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-                aside.write_text(text, encoding="utf-8")
+        content = {"loaded from": base, "digests": dict(fingerprint)}
+        write_json(self.directory / "config.json", dict(config))
+        write_json(self.directory / "base-model.json", content)
 
     def forget_from(self, round_number: int) -> None:
         """Remove the state of this round and later ones, and what killed processes have left."""

@@ -1,12 +1,14 @@
-"""Atomic writes of files and folders, secrets among them; full disks; stamps; the cache folder."""
+"""Atomic writes of files and folders, JSON and secrets; full disks; stamps; the cache folder."""
 
 import errno
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 from safetensors import SafetensorError
@@ -111,6 +113,18 @@ def _means_full(error: OSError | SafetensorError) -> bool:
         return error.errno in _FULL
     # Only the text of safetensors' errors has the system's.
     return any(f"(os error {number})" in str(error) for number in _FULL)
+
+
+def write_json(target: Path, content: Any) -> None:
+    """Write a file of indented JSON; an older file is replaced.
+
+    Raises:
+        DiskFullError: It doesn't fit on the disk.
+
+    """
+    with replacing(target) as aside:
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        aside.write_text(text, encoding="utf-8")
 
 
 def write_secret(target: Path, content: bytes) -> None:

@@ -21,7 +21,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
-from finetuning.files import filling, remove_unfinished, remove_whole, replacing
+from finetuning.files import filling, remove_unfinished, remove_whole, replacing, write_json
 from finetuning.model.gguf_file import origin_of
 from server_app.checkpoint import Checkpoint, save_checkpoint
 from server_app.report import write_report
@@ -64,14 +64,9 @@ class Results:
         origin = origin_of(Path(self._base))
         base = {"loaded from": self._base} | ({"gguf": asdict(origin)} if origin else {})
         versions = {"python": platform.python_version()} | {p: version(p) for p in _PACKAGES}
-        for name, content in (
-            ("config.json", self._config.flat()),
-            ("versions.json", versions),
-            ("base-model.json", {**base, "digests": dict(fingerprint)}),
-        ):
-            with replacing(self.directory / name) as aside:
-                text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-                aside.write_text(text, encoding="utf-8")
+        write_json(self.directory / "config.json", self._config.flat())
+        write_json(self.directory / "versions.json", versions)
+        write_json(self.directory / "base-model.json", {**base, "digests": dict(fingerprint)})
 
     @property
     def scratch(self) -> Path:
