@@ -9,7 +9,7 @@ import torch
 from filelock import FileLock
 from safetensors import safe_open
 
-from finetuning.files import cache_directory, replacing
+from finetuning.files import cache_directory, replacing, stamps
 from finetuning.model.checkpoint import WEIGHTS
 
 # Entries of a fingerprint other than tensors; every party of a split model has them.
@@ -34,9 +34,9 @@ def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[s
 
     """
     files = sorted(directory.glob(WEIGHTS))
-    stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     wanted = None if names is None else sorted(names)
-    key = hashlib.sha256(json.dumps([stamps, wanted]).encode()).hexdigest()
+    found = [stamp for file in files for stamp in stamps(file.resolve())]
+    key = hashlib.sha256(json.dumps([found, wanted]).encode()).hexdigest()
     cached = cache_directory() / "fingerprints" / f"{key}.json"
     cached.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(cached.with_suffix(".lock")):
