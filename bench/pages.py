@@ -16,17 +16,11 @@ DOCS = Path(__file__).parent.parent / "docs"
 _PART = re.compile(r"(<!-- (recorded/[\w-]+\.md) -->\n).*?(<!-- until here -->)", re.DOTALL)
 
 
-def filled(page: str, docs: Path = DOCS) -> str:
-    """Return a page with the recorded outputs between its comments.
-
-    Args:
-        page: Text of the page.
-        docs: Folder that the records' paths are relative to.
-
-    """
+def filled(page: str) -> str:
+    """Return a page's text with the recorded outputs between its comments."""
 
     def part(found: re.Match[str]) -> str:
-        return found[1] + (docs / found[2]).read_text(encoding="utf-8") + found[3]
+        return found[1] + (DOCS / found[2]).read_text(encoding="utf-8") + found[3]
 
     return _PART.sub(part, page)
 

@@ -9,7 +9,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from bench.drawing import BLUE, GREEN, GREY, PURPLE, RED, STYLE, svg
+from bench.drawing import BLUE, GREEN, PURPLE, RED, STYLE, svg
 
 # Lines differ in more than their colour.
 _LINES: tuple[Mapping[str, Any], ...] = (
@@ -27,23 +27,20 @@ class Panel:
     Attributes:
         title: Its title.
         lines: Of each line its points: x, and the values of all seeds there.
-        level: A value to compare with, drawn as a horizontal line; None for none.
 
     """
 
     title: str
     lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]]
-    level: float | None = None
 
 
 @rc_context(STYLE)
-def curves(rows: Sequence[tuple[str, Sequence[Panel]]], x_label: str, level_label: str = "") -> str:
+def curves(rows: Sequence[tuple[str, Sequence[Panel]]], x_label: str) -> str:
     """Return an SVG with means over seeds as lines, and their standard deviations as bands.
 
     Args:
         rows: Rows of panels, each with the label of its values.
         x_label: What the lines go over.
-        level_label: What panels' levels are.
 
     """
     most = max(len(panels) for _, panels in rows)
@@ -54,8 +51,6 @@ def curves(rows: Sequence[tuple[str, Sequence[Panel]]], x_label: str, level_labe
         for axes in line_of_axes[len(panels) :]:
             axes.remove()
         for axes, panel in zip(line_of_axes, panels, strict=False):
-            if panel.level is not None:
-                labelled[level_label] = axes.axhline(panel.level, color=GREY, linestyle=(0, (1, 3)))
             for style, (label, points) in zip(_LINES, panel.lines.items(), strict=False):
                 labelled[label] = _draw(axes, points, style)
             axes.set_title(panel.title, fontsize=10)

@@ -203,6 +203,6 @@ class Size(Section):
     fedjudge: FedJudge
 
 
-def read_size(name: str, file: Path = _FILE) -> Size:
+def read_size(name: str) -> Size:
     """Read a size by its name."""
-    return Size.model_validate(tomllib.loads(file.read_text(encoding="utf-8"))[name])
+    return Size.model_validate(tomllib.loads(_FILE.read_text(encoding="utf-8"))[name])

@@ -42,7 +42,6 @@ def log_probabilities(
     groups: Sequence[Sequence[Continuation]],
     padding: int,
     most_tokens: int,
-    description: str = "scoring",
 ) -> list[list[Likelihood]]:
     """Compute how likely answers are.
 
@@ -52,7 +51,6 @@ def log_probabilities(
             as the candidate answers of a question have.
         padding: The padding token.
         most_tokens: Maximum number of padded tokens computed at once, prefixes included.
-        description: Label of the progress bar.
 
     Returns:
         The likelihood of each continuation of each group.
@@ -64,7 +62,7 @@ def log_probabilities(
     sums = [[0.0] * len(group) for group in groups]
     greedy = [[True] * len(group) for group in groups]
     batches = candidate_batches(groups, padding, model.columns_before, most_tokens)
-    with progress_bar(total=sum(map(len, groups)), description=description) as bar:
+    with progress_bar(total=sum(map(len, groups)), description="scoring") as bar:
         for batch in batches:
             found, likeliest = model.log_probabilities(batch)
             for (group, candidate, token), value, is_likeliest in zip(

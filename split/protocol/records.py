@@ -74,16 +74,15 @@ class Sealer:
 
     Args:
         key: AES-256 key, used for nothing else.
-        counter: Counter of the first record.
 
     Attributes:
         seconds: Time spent on encryption.
 
     """
 
-    def __init__(self, key: bytes, counter: int = 0) -> None:
+    def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
-        self._counter = counter
+        self._counter = 0
         self._left = MOST_BYTES
         self._scratch = bytearray()  # as large as the largest record so far
         self.seconds = 0.0
@@ -133,7 +132,6 @@ class Opener:
     Args:
         key: AES-256 key of that direction.
         limits: What the other side may send.
-        counter: Counter of the first record.
 
     Attributes:
         acknowledged: What the last record's header says: frames that its sender has received.
@@ -143,10 +141,10 @@ class Opener:
 
     """
 
-    def __init__(self, key: bytes, limits: Limits, counter: int = 0) -> None:
+    def __init__(self, key: bytes, limits: Limits) -> None:
         self._cipher = AESGCM(key)
         self._limits = limits
-        self._counter = counter
+        self._counter = 0
         self._partial: _Partial | None = None
         self.acknowledged = 0
         self.frame_bytes = 0
