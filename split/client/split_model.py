@@ -1,8 +1,6 @@
 """The stages of a step when the middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
 
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +16,13 @@ from finetuning.model.output_head import (
 )
 from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.training.optimization import squared_norm
-from split.client.noise import add_noise
+from split.client.remote_body import RemoteBody
 from split.lane.lane import Lane
 from split.model.candidates import hidden_of_candidates
 from split.model.generation import Generation
 from split.model.part import Part
-from split.protocol.errors import LaneError, LaneTimeoutError
-from split.protocol.frames import Frame, Kind, Padding, Value
+from split.protocol.frames import Kind, Padding
 from split.protocol.training import RoundPlan
-
-_OF_A_STEP = {Kind.HIDDEN, Kind.STEP, Kind.AVERAGE}
 
 
 class SplitModel:
@@ -44,7 +39,6 @@ class SplitModel:
 
     Attributes:
         lane: What frames go over; the caller that opened it closes it.
-        seconds_waiting: Time spent waiting for the server's frames.
 
     """
 
@@ -61,14 +55,7 @@ class SplitModel:
         self._tail = tail
         self._output_head = tail.output_head
         self.lane = lane
-        self.seconds_waiting = 0.0
-        self._frame_timeout = frame_timeout
-        self._deadline = deadline
-        self._noise = noise
-        self._credits = 1
-        self._step = 0
-        self._average_every = 0
-        self._until = 0.0  # when the round is over
+        self._body = RemoteBody(lane, frame_timeout, deadline, noise)
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -85,6 +72,11 @@ class SplitModel:
         """Tokens at which the checkpoint ends a text."""
         return end_tokens(self._tail.model)
 
+    @property
+    def seconds_waiting(self) -> float:
+        """Time spent waiting for the server's frames."""
+        return self._body.seconds_waiting
+
     def join(self, plan: RoundPlan, longest: int, deadline: float, average_every: int = 0) -> None:
         """Begin a round of training.
 
@@ -95,20 +87,13 @@ class SplitModel:
             average_every: Steps after which all parties' adapters are averaged; 0 for never.
 
         """
-        self._step = 0
-        self._average_every, self._until = average_every, deadline
-        self.lane.send(
-            Kind.JOIN,
-            fields={
-                "steps": plan.steps,
-                "first_step": plan.first_step,
-                "total_steps": plan.total_steps,
-                "longest": longest,
-                "wants_gradient": bool(self._head.trainable()),
-            },
+        self._body.join(
+            plan=plan,
+            longest=longest,
+            deadline=deadline,
+            wants_gradient=bool(self._head.trainable()),
+            average_every=average_every,
         )
-        # Others may have to join first; the server limits the time for that.
-        self._credits = self._welcomed(deadline)
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Choose the model that is evaluated from now on.
@@ -122,8 +107,7 @@ class SplitModel:
             part.use(None if adapters is None else "default")
         if adapters is not None:
             load_state(self.parameters, adapters)
-        self.lane.send(Kind.JOIN, fields={"model": model})
-        self._credits = self._welcomed(None)
+        self._body.choose(model)
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Add the gradient of a step's loss to the ``.grad`` of head and tail, and at the server.
@@ -140,11 +124,11 @@ class SplitModel:
 
         """
         self._average_if_due()
+        self._set_up(training=True)
         targets = sum(len(batch.labels) for batch in batches)
         wants_gradient = bool(self._head.trainable())
-        sent: dict[int, torch.Tensor] = {}
+        outputs: dict[int, torch.Tensor] = {}  # of the head, until their gradients come
         losses = []
-        self._set_up(training=True)
 
         def forward(index: int) -> None:
             counts = {
@@ -153,47 +137,19 @@ class SplitModel:
                 "micro_batches": len(batches),
             }
             with drawing_from(derive_seed("dropout", seed, index, "head")):
-                hidden = self._forward_head(index, batches[index], counts)
+                output = self._forward_head(index, batches[index], counts)
             if wants_gradient:
-                sent[index] = hidden
+                outputs[index] = output
 
-        def answer(frame: Frame) -> bool:
-            index = frame.micro_batch
-            if frame.kind is Kind.HIDDEN:
-                received = _of_shape(frame, "hidden", self._shape(batches[index]))
-                middle = received.to(self._tail.device).requires_grad_()
+        shapes = self._shapes(batches)
+        for kind, index, received in self._body.pipeline(shapes, forward, wants_gradient):
+            if kind is Kind.HIDDEN:
                 with drawing_from(derive_seed("dropout", seed, index, "tail")):
-                    hidden = self._tail(middle, _padding(batches[index]))
-                    with self._tail.autocast():
-                        losses.append(
-                            add_target_gradient(
-                                head=self._output_head,
-                                hidden=hidden,
-                                batch=batches[index],
-                                scale=1 / targets,
-                            )
-                        )
-                gradient = middle.grad
-                assert gradient is not None  # every micro-batch has targets
-                self.lane.send(
-                    Kind.GRADIENT,
-                    step=self._step,
-                    micro_batch=index,
-                    tensors={"gradient": gradient},
-                )
-                return not wants_gradient
-            output = sent.pop(index)
-            received = _of_shape(frame, "gradient", output.shape)
-            with drawing_nothing_new():
-                output.backward(received.to(output))  # type: ignore[no-untyped-call]
-            return True
-
-        self._pipeline(
-            count=len(batches),
-            forward=forward,
-            answer=answer,
-            also=Kind.GRADIENT if wants_gradient else None,
-        )
+                    loss, gradient = self._backward_tail(received, batches[index], 1 / targets)
+                losses.append(loss)
+                self._body.send_gradient(index, gradient)
+            else:
+                _backward_head(outputs.pop(index), received)
         return [float(loss) for loss in losses]
 
     @torch.no_grad()
@@ -208,32 +164,25 @@ class SplitModel:
 
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        fields: Mapping[str, Value] = {"squared_norm": squared_norm(gradients)}
-        self.lane.send(Kind.STEP, self._step, fields=fields)
-        # Others may be far behind; each has its own time limits.
-        fields = self._receive(Kind.STEP, self._until).fields
-        factor, norm = _number(fields, "factor", most=1.0), _number(fields, "norm")
+        factor, norm = self._body.end_step(squared_norm(gradients))
         if maximum:
             for gradient in gradients:
                 gradient.mul_(factor)
-        self._step += 1
         return norm
 
     @torch.no_grad()
     def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
         """Return each micro-batch's summed loss in nats, without dropout."""
-        losses = []
         self._set_up(training=False)
+        losses = []
 
-        def answer(frame: Frame) -> bool:
-            batch = batches[frame.micro_batch]
-            received = _of_shape(frame, "hidden", self._shape(batch))
-            hidden = self._tail(received.to(self._tail.device), _padding(batch))
+        def forward(index: int) -> None:
+            self._forward_head(index, batches[index], {})
+
+        for _, index, received in self._body.pipeline(self._shapes(batches), forward):
+            hidden = self._tail(received.to(self._tail.device), _padding(batches[index]))
             with self._tail.autocast():
-                losses.append(target_loss(self._output_head, hidden, batch))
-            return True
-
-        self._pipeline(len(batches), lambda i: self._forward_head(i, batches[i], {}), answer)
+                losses.append(target_loss(self._output_head, hidden, batches[index]))
         return [float(loss) for loss in losses]
 
     @torch.no_grad()
@@ -247,10 +196,10 @@ class SplitModel:
             tail=self._tail,
             mask=mask,
             new_tokens=new_tokens,
-            exchange=self._through_body,
+            exchange=self._body.exchange,
         )
         output: torch.Tensor = generation.run(tokens, mask, settings)
-        self.lane.send(Kind.STEP)
+        self._body.end_exchanges()
         return output
 
     @torch.no_grad()
@@ -258,9 +207,9 @@ class SplitModel:
         """Compute candidate answers; see ``WholeModel.log_probabilities``."""
         self._set_up(training=False)
         hidden = hidden_of_candidates(
-            head=self._head, tail=self._tail, batch=batch, exchange=self._through_body
+            head=self._head, tail=self._tail, batch=batch, exchange=self._body.exchange
         )
-        self.lane.send(Kind.STEP)
+        self._body.end_exchanges()
         chosen = hidden[batch.positions.to(hidden.device)]
         return target_log_probabilities(self._output_head, chosen, batch.labels)
 
@@ -274,158 +223,58 @@ class SplitModel:
             LaneError: The lane has ended, or the server has not confirmed it in time.
 
         """
-        self.lane.send(Kind.END)
-        self._receive(Kind.END, until=until)
-        self.lane.close()
+        self._body.end(until)
 
-    def _shape(self, batch: MicroBatch) -> torch.Size:
-        return torch.Size((*batch.tokens.shape, self._head.hidden_size))
+    def _shapes(self, batches: Sequence[MicroBatch]) -> list[torch.Size]:
+        hidden = self._head.hidden_size
+        return [torch.Size((*batch.tokens.shape, hidden)) for batch in batches]
 
     def _set_up(self, training: bool) -> None:
         for part in (self._head, self._tail):
             part.train(training)
 
+    def _average_if_due(self) -> None:
+        """Load the average of all clients' adapters between two steps, where it is due."""
+        if self._body.average_due:
+            own = {name: parameter.detach() for name, parameter in self.parameters.items()}
+            load_state(self.parameters, self._body.average(own))
+
     def _forward_head(
         self, index: int, batch: MicroBatch, counts: Mapping[str, int]
     ) -> torch.Tensor:
-        hidden = self._head(batch.tokens.to(self._head.device), _padding(batch))
-        self.lane.send(
-            Kind.HIDDEN,
-            step=self._step,
-            micro_batch=index,
-            tensors={"hidden": self._with_noise(hidden.detach()), "lengths": batch.lengths},
-            fields={"side": "right", **counts},
-        )
-        return hidden
+        """Compute the head, send its output to the body, and return it."""
+        output = self._head(batch.tokens.to(self._head.device), _padding(batch))
+        self._body.send_hidden(index, output, batch.lengths, {"side": "right", **counts})
+        return output
 
-    def _through_body(
-        self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: dict[str, Value]
-    ) -> torch.Tensor:
-        tensors = {"hidden": self._with_noise(hidden), "lengths": lengths}
-        self.lane.send(
-            Kind.HIDDEN, step=self._step, micro_batch=index, tensors=tensors, fields=fields
-        )
-        # Generations of other clients may have to end before there is room for this one.
-        frame = self._receive(Kind.HIDDEN, None if index else self._deadline, micro_batch=index)
-        return _of_shape(frame, "hidden", hidden.shape)
-
-    def _with_noise(self, hidden: torch.Tensor) -> torch.Tensor:
-        return add_noise(hidden, self._noise) if self._noise else hidden
-
-    def _pipeline(
-        self,
-        count: int,
-        forward: Callable[[int], object],
-        answer: Callable[[Frame], bool],
-        also: Kind | None = None,
-    ) -> None:
-        """Keep as many micro-batches in flight as there are credits.
+    def _backward_tail(
+        self, received: torch.Tensor, batch: MicroBatch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the gradient of a micro-batch's loss to the tail's ``.grad``.
 
         Args:
-            count: Number of micro-batches.
-            forward: Computes and sends a micro-batch.
-            answer: Takes a frame of one, and returns whether that was its last.
-            also: Kind of a second answer to each.
+            received: (rows, columns, hidden) after the body.
+            batch: The micro-batch.
+            scale: Factor of the summed loss in the step's loss.
+
+        Returns:
+            The summed loss in nats, and the gradient of ``received``: (rows, columns, hidden).
 
         """
-        begun = ended = 0
-        due = {Kind.HIDDEN: 0, Kind.GRADIENT: 0}
-        while ended < count:
-            if begun < count and begun - ended < self._credits:
-                forward(begun)
-                begun += 1
-            else:
-                ended += answer(self._answer(due, also))
-
-    def _average_if_due(self) -> None:
-        """Load the average of all clients' adapters between two steps, where it is due."""
-        if self._average_every and self._step and self._step % self._average_every == 0:
-            own = {name: parameter.detach() for name, parameter in self.parameters.items()}
-            self.lane.send(Kind.AVERAGE, self._step, tensors=own)
-            average = self._receive(Kind.AVERAGE, self._until).tensors
-            for name, parameter in self.parameters.items():
-                _check_average(name, average.get(name), parameter)
-            load_state(self.parameters, average)
-
-    def _welcomed(self, until: float | None) -> int:
-        credits = self._receive(Kind.WELCOME, until).fields.get("credits")
-        if not isinstance(credits, int) or isinstance(credits, bool) or credits < 1:
-            raise LaneError(f"the server gave {credits!r} credits")
-        return min(credits, self.lane.limits.window)
-
-    def _answer(self, due: dict[Kind, int], also: Kind | None) -> Frame:
-        """Wait for the answer to a micro-batch; of each kind they come in order."""
-        frame = self._receive(Kind.HIDDEN, also=also)
-        if frame.micro_batch != due[frame.kind] or (
-            frame.kind is Kind.GRADIENT and frame.micro_batch >= due[Kind.HIDDEN]
-        ):
-            raise LaneError(
-                f"{frame.kind.name} came for micro-batch {frame.micro_batch}, and is due for "
-                f"{due[frame.kind]}"
+        middle = received.to(self._tail.device).requires_grad_()
+        hidden = self._tail(middle, _padding(batch))
+        with self._tail.autocast():
+            loss = add_target_gradient(
+                head=self._output_head, hidden=hidden, batch=batch, scale=scale
             )
-        due[frame.kind] += 1
-        return frame
-
-    def _receive(
-        self,
-        kind: Kind,
-        until: float | None = None,
-        also: Kind | None = None,
-        micro_batch: int | None = None,
-    ) -> Frame:
-        """Wait for a frame of a kind, of the present step.
-
-        Args:
-            kind: What is due.
-            until: When to stop waiting, on ``time.monotonic``'s clock; None is ``frame_timeout``.
-            also: Another kind that may come.
-            micro_batch: The frame's, where only one can be due.
-
-        Raises:
-            LaneError: The lane has ended, no frame came in time, or one that is not due.
-
-        """
-        started = time.monotonic()
-        timeout = self._frame_timeout if until is None else max(0.0, until - started)
-        try:
-            frame = self.lane.receive(timeout)
-        except LaneTimeoutError:
-            setting = "split.frame-timeout" if until is None else "round-timeout"
-            raise LaneTimeoutError(
-                f"the block server sent nothing for {timeout:.0f} s ({setting})"
-            ) from None
-        finally:
-            self.seconds_waiting += time.monotonic() - started
-        if frame.kind not in (kind, also):
-            raise LaneError(f"the server sent a frame {frame.kind.name} where {kind.name} is due")
-        step = self._step if kind in _OF_A_STEP else 0
-        if frame.step != step or (micro_batch is not None and frame.micro_batch != micro_batch):
-            raise LaneError(
-                f"the server sent {frame.kind.name} of step {frame.step}, micro-batch "
-                f"{frame.micro_batch}, in step {step}"
-            )
-        return frame
+        gradient = middle.grad
+        assert gradient is not None  # every micro-batch has targets
+        return loss, gradient
 
 
-def _of_shape(frame: Frame, name: str, shape: torch.Size) -> torch.Tensor:
-    tensor = frame.tensors[name]  # the lane has checked that it exists
-    if tensor.shape != shape:
-        raise LaneError(
-            f"the server answered {tuple(shape)} hidden states with {tuple(tensor.shape)}"
-        )
-    return tensor
-
-
-def _number(fields: Mapping[str, Value], name: str, most: float = math.inf) -> float:
-    value = fields.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
-        raise LaneError(f"the server ended a step with {name} = {value!r}")
-    return float(value)
-
-
-def _check_average(name: str, found: torch.Tensor | None, own: torch.Tensor) -> None:
-    if found is None or found.dtype is not torch.float32 or found.shape != own.shape:
-        raise LaneError(f"the server's average has no {name} of float32 {tuple(own.shape)}")
+def _backward_head(output: torch.Tensor, gradient: torch.Tensor) -> None:
+    with drawing_nothing_new():
+        output.backward(gradient.to(output))  # type: ignore[no-untyped-call]
 
 
 def _padding(batch: MicroBatch) -> Padding:

@@ -1,0 +1,304 @@
+"""The body at the other end of a lane: what a client sends to it, and which answers are due."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from split.client.noise import add_noise
+from split.lane.lane import Lane
+from split.protocol.errors import LaneError, LaneTimeoutError
+from split.protocol.frames import TENSOR_OF_KIND, Frame, Kind, Value
+from split.protocol.training import RoundPlan
+
+_OF_A_STEP = {Kind.HIDDEN, Kind.STEP, Kind.AVERAGE}
+
+
+class RemoteBody:
+    """The body of a model, which the block server at the other end of a lane computes.
+
+    Methods that wait for the server raise ``LaneError`` if the lane has ended, no frame comes in
+    time, or one that is not due or not valid.
+
+    Args:
+        lane: Lane to the block server, over which frames are sent.
+        frame_timeout: Seconds to wait for the server's next frame.
+        deadline: Until when to wait for room at the server, on ``time.monotonic``'s clock.
+        noise: Standard deviation of the noise on hidden states that are sent, relative to the root
+            mean square of each token's.
+
+    Attributes:
+        seconds_waiting: Time spent waiting for the server's frames.
+
+    """
+
+    def __init__(
+        self, lane: Lane, frame_timeout: float, deadline: float | None, noise: float
+    ) -> None:
+        self.seconds_waiting = 0.0
+        self._lane = lane
+        self._frame_timeout = frame_timeout
+        self._deadline = deadline
+        self._noise = noise
+        self._credits = 1
+        self._step = 0
+        self._average_every = 0
+        self._until = 0.0  # when the round is over
+
+    def join(
+        self,
+        plan: RoundPlan,
+        longest: int,
+        deadline: float,
+        wants_gradient: bool,
+        average_every: int,
+    ) -> None:
+        """Begin a round of training.
+
+        Args:
+            plan: Numbers of steps; the seed is not sent.
+            longest: Padded tokens of the largest micro-batch, prefixes included.
+            deadline: Deadline on ``time.monotonic``'s clock.
+            wants_gradient: Whether the server answers gradients with those of the head's output.
+            average_every: Steps after which all parties' adapters are averaged; 0 for never.
+
+        """
+        self._step = 0
+        self._average_every, self._until = average_every, deadline
+        self._lane.send(
+            Kind.JOIN,
+            fields={
+                "steps": plan.steps,
+                "first_step": plan.first_step,
+                "total_steps": plan.total_steps,
+                "longest": longest,
+                "wants_gradient": wants_gradient,
+            },
+        )
+        # Others may have to join first; the server limits the time for that.
+        self._credits = self._welcomed(deadline)
+
+    def choose(self, model: str) -> None:
+        """Choose the adapters of the body that is evaluated, by the server's name for the model."""
+        self._lane.send(Kind.JOIN, fields={"model": model})
+        self._credits = self._welcomed(None)
+
+    @property
+    def average_due(self) -> bool:
+        """Whether the adapters have to be averaged before the next step begins."""
+        every = self._average_every
+        return bool(every and self._step and self._step % every == 0)
+
+    def average(self, adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Send the adapters of head and tail, and return their average over all clients."""
+        self._lane.send(Kind.AVERAGE, self._step, tensors=adapters)
+        average = self._receive(Kind.AVERAGE, self._until).tensors
+        for name, own in adapters.items():
+            _check_average(name, average.get(name), own)
+        return average
+
+    def pipeline(
+        self,
+        shapes: Sequence[torch.Size],
+        forward: Callable[[int], object],
+        wants_gradient: bool = False,
+    ) -> Iterator[tuple[Kind, int, torch.Tensor]]:
+        """Yield the answers to a step's micro-batches as they come.
+
+        As many micro-batches are in flight as the server has given credits for.
+
+        Args:
+            shapes: (rows, columns, hidden) of each micro-batch.
+            forward: Computes a micro-batch and sends it with ``send_hidden``.
+            wants_gradient: Whether ``GRADIENT`` is due after each ``HIDDEN``; the server sends it
+                after ``send_gradient``.
+
+        Yields:
+            ``HIDDEN`` or ``GRADIENT``, the number of the micro-batch, and its hidden states after
+            the body or the gradient of those before it: (rows, columns, hidden) on the CPU.
+
+        """
+        last = Kind.GRADIENT if wants_gradient else Kind.HIDDEN
+        begun = 0
+        due = {Kind.HIDDEN: 0, Kind.GRADIENT: 0}  # the next micro-batch of each kind
+        while due[last] < len(shapes):
+            if begun < len(shapes) and begun - due[last] < self._credits:
+                forward(begun)
+                begun += 1
+            else:
+                frame = self._answer(due, last)
+                index = frame.micro_batch
+                yield frame.kind, index, _of_shape(frame, shapes[index])
+
+    def send_hidden(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        lengths: torch.Tensor,
+        fields: Mapping[str, Value],
+    ) -> None:
+        """Add noise to hidden states and send them; they leave the client nowhere else.
+
+        Args:
+            index: Number of the micro-batch.
+            hidden: (rows, columns, hidden) after the head.
+            lengths: (rows,) tokens of each row without padding.
+            fields: The side of the padding, and what else ``docs/wire.md`` has for the frame.
+
+        """
+        hidden = hidden.detach()
+        if self._noise:
+            hidden = add_noise(hidden, self._noise)
+        self._lane.send(
+            Kind.HIDDEN,
+            step=self._step,
+            micro_batch=index,
+            tensors={"hidden": hidden, "lengths": lengths},
+            fields=fields,
+        )
+
+    def send_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """Send the loss's gradient with respect to a micro-batch's hidden states after the body.
+
+        Args:
+            index: Number of the micro-batch.
+            gradient: (rows, columns, hidden).
+
+        """
+        self._lane.send(
+            Kind.GRADIENT, step=self._step, micro_batch=index, tensors={"gradient": gradient}
+        )
+
+    def end_step(self, squared_norm: float) -> tuple[float, float]:
+        """End a step of training.
+
+        Args:
+            squared_norm: Of the gradients of head and tail.
+
+        Returns:
+            The factor from 0 to 1 that clips the gradients, and their norm over all parties.
+
+        """
+        fields: Mapping[str, Value] = {"squared_norm": squared_norm}
+        self._lane.send(Kind.STEP, self._step, fields=fields)
+        # Others may be far behind; each has its own time limits.
+        fields = self._receive(Kind.STEP, self._until).fields
+        factor, norm = _number(fields, "factor", most=1.0), _number(fields, "norm")
+        self._step += 1
+        return factor, norm
+
+    def exchange(
+        self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: Mapping[str, Value]
+    ) -> torch.Tensor:
+        """Return hidden states after the body, which keeps the keys and values of their texts.
+
+        Args:
+            index: Number of exchanges so far for these texts.
+            hidden: (rows, columns, hidden) after the head.
+            lengths: (rows,) tokens of each row without padding.
+            fields: As in ``send_hidden``.
+
+        Returns:
+            (rows, columns, hidden) on the CPU.
+
+        """
+        self.send_hidden(index, hidden, lengths, fields)
+        # Generations of other clients may have to end before there is room for this one.
+        frame = self._receive(Kind.HIDDEN, None if index else self._deadline, micro_batch=index)
+        return _of_shape(frame, hidden.shape)
+
+    def end_exchanges(self) -> None:
+        """Let the server free the keys and values of the present texts."""
+        self._lane.send(Kind.STEP)
+
+    def end(self, until: float | None) -> None:
+        """End the round or the evaluation: wait until the server has confirmed it, and close.
+
+        Args:
+            until: When to stop waiting, on ``time.monotonic``'s clock; None is ``frame_timeout``.
+
+        """
+        self._lane.send(Kind.END)
+        self._receive(Kind.END, until=until)
+        self._lane.close()
+
+    def _welcomed(self, until: float | None) -> int:
+        credits = self._receive(Kind.WELCOME, until).fields.get("credits")
+        if not isinstance(credits, int) or isinstance(credits, bool) or credits < 1:
+            raise LaneError(f"the server gave {credits!r} credits")
+        return min(credits, self._lane.limits.window)
+
+    def _answer(self, due: dict[Kind, int], last: Kind) -> Frame:
+        """Wait for the answer to a micro-batch; of each kind they come in order."""
+        frame = self._receive(Kind.HIDDEN, also=last)
+        if frame.micro_batch != due[frame.kind] or (
+            frame.kind is Kind.GRADIENT and frame.micro_batch >= due[Kind.HIDDEN]
+        ):
+            raise LaneError(
+                f"{frame.kind.name} came for micro-batch {frame.micro_batch}, and is due for "
+                f"{due[frame.kind]}"
+            )
+        due[frame.kind] += 1
+        return frame
+
+    def _receive(
+        self,
+        kind: Kind,
+        until: float | None = None,
+        also: Kind | None = None,
+        micro_batch: int | None = None,
+    ) -> Frame:
+        """Wait for a frame of a kind, of the present step.
+
+        Args:
+            kind: What is due.
+            until: When to stop waiting, on ``time.monotonic``'s clock; None is ``frame_timeout``.
+            also: Another kind that may come.
+            micro_batch: The frame's, where only one can be due.
+
+        Raises:
+            LaneError: The lane has ended, no frame came in time, or one that is not due.
+
+        """
+        started = time.monotonic()
+        timeout = self._frame_timeout if until is None else max(0.0, until - started)
+        try:
+            frame = self._lane.receive(timeout)
+        except LaneTimeoutError:
+            setting = "split.frame-timeout" if until is None else "round-timeout"
+            raise LaneTimeoutError(
+                f"the block server sent nothing for {timeout:.0f} s ({setting})"
+            ) from None
+        finally:
+            self.seconds_waiting += time.monotonic() - started
+        if frame.kind not in (kind, also):
+            raise LaneError(f"the server sent a frame {frame.kind.name} where {kind.name} is due")
+        step = self._step if kind in _OF_A_STEP else 0
+        if frame.step != step or (micro_batch is not None and frame.micro_batch != micro_batch):
+            raise LaneError(
+                f"the server sent {frame.kind.name} of step {frame.step}, micro-batch "
+                f"{frame.micro_batch}, in step {step}"
+            )
+        return frame
+
+
+def _of_shape(frame: Frame, shape: torch.Size) -> torch.Tensor:
+    tensor = frame.tensors[TENSOR_OF_KIND[frame.kind]]  # the lane has checked that it exists
+    if tensor.shape != shape:
+        raise LaneError(
+            f"the server answered {tuple(shape)} hidden states with {tuple(tensor.shape)}"
+        )
+    return tensor
+
+
+def _number(fields: Mapping[str, Value], name: str, most: float = math.inf) -> float:
+    value = fields.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
+        raise LaneError(f"the server ended a step with {name} = {value!r}")
+    return float(value)
+
+
+def _check_average(name: str, found: torch.Tensor | None, own: torch.Tensor) -> None:
+    if found is None or found.dtype is not torch.float32 or found.shape != own.shape:
+        raise LaneError(f"the server's average has no {name} of float32 {tuple(own.shape)}")
