@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -133,10 +132,3 @@ def refused(capsys, *words: str | Path) -> str:
     captured = capsys.readouterr()
     assert not captured.out
     return captured.err.partition(": ")[2]
-
-
-def wait_for(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)

@@ -20,6 +20,7 @@ from finetuning.model.checkpoint import client_parameters
 from strategies.run_config import parse_run_config
 from tests.chambers.conftest import ROOT, refused, serve, told
 from tests.conftest import write_rows
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -278,10 +279,12 @@ def test_what_was_trained_is_served_and_used(deep_checkpoint, client_folders, tm
 def test_ending_it_ends_the_run(checkpoint, client_folders, tmp_path, left_over):
     settings = (f"model.name={checkpoint}", f"data.path={client_folders}", "rounds=500")
     training = start(tmp_path, *settings)
-    end = time.monotonic() + 200
-    while not list(tmp_path.glob("runs/*/metrics.jsonl")):
-        assert training.poll() is None and time.monotonic() < end
-        time.sleep(0.5)
+
+    def has_begun():
+        assert training.poll() is None, (tmp_path / "output").read_text()[-3000:]
+        return list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+    wait_until(has_begun, 200)
     training.send_signal(signal.SIGHUP)  # as a terminal does that is closed
     time.sleep(0.5)
     for other in (signal.SIGINT, signal.SIGTERM):  # don't interrupt the end

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from bench.deployment.deployment import CHECKOUT, COMPLETED
 from tests.deployment.conftest import results
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 STRANGER = Path(__file__).with_name("stranger.py")
@@ -105,11 +105,9 @@ def test_the_proxy_s_log_is_rotated(running, tmp_path):
     subprocess.run(command, check=True, cwd=tmp_path)
     rotated = log.with_name("access.log.1").read_text().splitlines()
     assert rotated[: len(before)] == before
-    end = time.monotonic() + 60
-    while not (lines := log.read_text().splitlines()):
-        assert time.monotonic() < end
-        time.sleep(0.5)
-    assert lines[0] not in before and "/v1/fleet/" in lines[0]
+    wait_until(lambda: log.stat().st_size, 60)
+    line = log.read_text().splitlines()[0]
+    assert line not in before and "/v1/fleet/" in line
 
 
 def test_only_the_public_ports_are_reached(running):

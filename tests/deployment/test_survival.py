@@ -17,6 +17,7 @@ from bench.deployment.supervisor import supervised
 from bench.faults import newest_run, resume, wait_for_end
 from strategies.run_folder import METRICS, read_events
 from tests.deployment.conftest import explained, results
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 BLOCK_SERVER = 9000
@@ -48,14 +49,14 @@ def test_an_institution_whose_supernode_is_killed_in_a_round_takes_part_in_a_lat
     accepted, active = trainings(court), supernode.output().count("SuperNode ID: ")
     before = newest_run(running)
     running.submit(ROUNDS)
-    wait_until(lambda: trainings(court) > accepted)
+    wait_until(lambda: trainings(court) > accepted, SECONDS)
     supernode.kill()
     # The SuperLink takes it for a second SuperNode with this key until it has missed the first.
     said = len(supernode.output())
     supernode.start()
-    wait_until(lambda: not supernode.running)
+    wait_until(lambda: not supernode.running, SECONDS)
     explained(supernode.output()[said:], "[code: 2004] Failed to activate SuperNode.")
-    wait_until(lambda: newest_run(running) != before and rounds(running))
+    wait_until(lambda: newest_run(running) != before and rounds(running), SECONDS)
     supernode.start()
     running.wait_until_active("court", active + 1)
     assert wait_for_end(running) == COMPLETED
@@ -70,7 +71,7 @@ def test_a_run_whose_serverapp_is_killed_has_failed_and_is_resumed(running):
     before = newest_run(running)
     settings = ROUNDS | {"strategy": "fedprox", "fedprox.mu": 0.1, "rounds": 2, "min-nodes": 2}
     running.submit(settings)
-    wait_until(lambda: newest_run(running) != before and rounds(running))
+    wait_until(lambda: newest_run(running) != before and rounds(running), SECONDS)
     with supervised(running, "ServerApp", 0.0):
         assert wait_for_end(running) == "finished:failed: No heartbeat received from the task"
     assert [event["round"] for event in rounds(running)] == [1]
@@ -89,7 +90,7 @@ def test_a_split_run_goes_on_after_a_minute_without_lane_superlink_and_proxy(run
     """The SuperLink returns to its database after 15 s, the proxy after 5 s."""
     court, coordinator = running.hosts["court"], running.programs["coordinator"]
     running.submit(LANES)
-    wait_until(lambda: trains(court))
+    wait_until(lambda: trains(court), SECONDS)
     with cut(court, BLOCK_SERVER) if court.namespace else nullcontext():
         over = time.monotonic() + 60
         for name, seconds in (("proxy", 5), ("superlink", 15)):
@@ -106,13 +107,6 @@ def test_a_split_run_goes_on_after_a_minute_without_lane_superlink_and_proxy(run
     lanes = {event["client"]: event["lanes"] for event in events if event["event"] == "train"}
     assert lanes["consultation"] == 1
     assert lanes["court"] > 1 or not court.namespace
-
-
-def wait_until(happened) -> None:
-    end = time.monotonic() + SECONDS
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.5)
 
 
 def trains(host: Host) -> bool:

@@ -38,6 +38,7 @@ from split.server.block_server import BlockServer
 from split.server.body_adapters import Activations
 from split.server.stacked_micro_batch import StackedMicroBatch
 from split.settings import SplitSettings
+from tests.waiting import wait_until
 
 STEPS = 20
 LONGEST = 4 * 20
@@ -165,11 +166,12 @@ def serving(
 
 def assert_nothing_is_left() -> None:
     """No autograd graph outlives its micro-batch, and no thread outlives its lane."""
-    end = time.monotonic() + 20
     names = ("lane", "serve", "compute")
-    while left := [t.name for t in threading.enumerate() if any(n in t.name for n in names)]:
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
+
+    def left() -> list[str]:
+        return [t.name for t in threading.enumerate() if any(n in t.name for n in names)]
+
+    wait_until(lambda: not left(), seen=left)
     gc.collect()
     kinds = (Activations, StackedMicroBatch)
     assert not [each for each in gc.get_objects() if isinstance(each, kinds)]
@@ -244,7 +246,10 @@ def train_together(
     settings: Mapping[str, TrainSettings] = {},
     disturbing: Mapping[str, Callable[[SplitModel], None]] = {},
 ) -> dict[str, State]:
-    """Train all clients at once, each in its own thread; one that is disturbed may fail."""
+    """Train all clients at once, each in its own thread.
+
+    One that is disturbed may fail, but not an assertion of what disturbs it.
+    """
     trained: dict[str, State] = {}
     errors: list[BaseException] = []
 
@@ -259,7 +264,7 @@ def train_together(
                 disturbing.get(name, lambda model: None),
             )
         except BaseException as error:
-            if name not in disturbing:
+            if name not in disturbing or isinstance(error, AssertionError):
                 errors.append(error)
 
     threads = [threading.Thread(target=work, args=(client,)) for client in clients]

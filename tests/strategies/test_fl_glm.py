@@ -4,7 +4,6 @@ import json
 import shutil
 import socket
 import threading
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -24,6 +23,7 @@ from strategies.participants import RefusedError
 from strategies.run_config import ConfigError, parse_run_config
 from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -363,10 +363,11 @@ def is_of_a_lane(thread: str) -> bool:
 def test_no_thread_or_lane_outlives_a_run(split_values, tmp_path):
     before = set(threading.enumerate())
     run(split_values | {"rounds": 1}, tmp_path)
-    end = time.monotonic() + 20
-    while left := [t.name for t in set(threading.enumerate()) - before if is_of_a_lane(t.name)]:
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
+
+    def left():
+        return [t.name for t in set(threading.enumerate()) - before if is_of_a_lane(t.name)]
+
+    wait_until(lambda: not left(), seen=left)
 
 
 def test_metrics_can_be_written_as_json(split_values, tmp_path):

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 
 from chambers.superlink import free_port
-from tests.chambers.conftest import ROOT, wait_for
+from tests.chambers.conftest import ROOT
+from tests.waiting import wait_until
 
 FLOWER = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -160,7 +161,7 @@ class Coordinator:
             environment=self.environment,
             log=self.folder / "superlink.log",
         )
-        wait_for(lambda: self.command("flwr", "ls", "deployment", check=False)[0] == 0, 120)
+        wait_until(lambda: self.command("flwr", "ls", "deployment", check=False)[0] == 0, 120)
 
     def stop(self) -> None:
         end(self.superlink)

@@ -28,10 +28,11 @@ from chambers.__main__ import main
 from chambers.site.authority import open_authority
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest, fingerprint
-from tests.chambers.conftest import another_user, refused, told, wait_for
+from tests.chambers.conftest import another_user, refused, told
 from tests.client_app.worker_process import running_worker
 from tests.conftest import write_rows
 from tests.gguf_files import write_gguf
+from tests.waiting import wait_until
 
 
 @contextmanager
@@ -336,7 +337,7 @@ def test_worker(capsys, site, tmp_path):
         subprocess.run(healthy, check=True)
         output = at_institution(capsys, site, 1, node_config=node)
         assert f"ok   the worker at {own / 'worker.sock'} is running" in output
-        wait_for(lambda: "a caller has gone" in worker.log.read_text(), 60)
+        wait_until(lambda: "a caller has gone" in worker.log.read_text(), 60)
         assert "Traceback" not in worker.log.read_text()
         own.chmod(0o777)
         assert "every user can write to" in at_institution(capsys, site, 1, node_config=node)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from chambers.superlink import free_port
-from tests.chambers.conftest import ROOT, wait_for
+from tests.chambers.conftest import ROOT
 from tests.chambers.site.deployment import APP, Coordinator, Institution, end, serving, start
 from tests.conftest import fill, mounted
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
@@ -96,14 +97,14 @@ def test_all_goes_on_when_there_is_space_again_but_the_run(coordinator, tmp_path
     institution = Institution(tmp_path / "court", coordinator)
     program = superexec(coordinator)
     with proxy(coordinator) as address, institution.supernode(superlink=address) as supernode:
-        wait_for(lambda: coordinator.nodes()[institution.node] == "online", 60)
+        wait_until(lambda: coordinator.nodes()[institution.node] == "online", 60)
         coordinator.command(*submit)
-        wait_for(lambda: coordinator.runs()[0]["status"] == "running", 60)
+        wait_until(lambda: coordinator.runs()[0]["status"] == "running", 60)
         fill(coordinator.folder / "state")
         go.touch()
         program.wait(60)
         # Of the SuperNode, so that it has been refused once at least.
-        wait_for(
+        wait_until(
             lambda: (
                 f"send-node-heartbeat][UnexpectedError:OperationalError] {FULL}" in log.read_text()
             ),
@@ -117,7 +118,7 @@ def test_all_goes_on_when_there_is_space_again_but_the_run(coordinator, tmp_path
         status, said = coordinator.run(app)
         assert status == "finished:completed", said
         assert supernode.poll() is None and coordinator.superlink.poll() is None
-        wait_for(lambda: coordinator.runs()[-1]["status"].startswith("finished:failed"), 90)
+        wait_until(lambda: coordinator.runs()[-1]["status"].startswith("finished:failed"), 90)
         details = coordinator.runs()[-1]["status-details"]
         assert details == "No heartbeat received from the task"
     end(program)

@@ -8,9 +8,10 @@ import pytest
 import yaml
 from flwr.cli.build import build_fab_from_files
 
-from tests.chambers.conftest import ROOT, wait_for
+from tests.chambers.conftest import ROOT
 from tests.chambers.site.deployment import APP, Coordinator, Institution, documented, serving
 from tests.conftest import write_rows
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 REFUSED = "The FAB could not be verified."
@@ -119,7 +120,7 @@ def test_an_upgrade_needs_no_restart(coordinator, institution, tmp_path):
 
 def test_an_expelled_node_cannot_return(coordinator, institution):
     with institution.supernode() as process:
-        wait_for(lambda: coordinator.nodes()[institution.node] == "online", 60)
+        wait_until(lambda: coordinator.nodes()[institution.node] == "online", 60)
         (block,) = documented("Expel an institution", NODE_ID=institution.node)
         assert institution.node in bash(coordinator, block)
         process.wait(60)
@@ -137,7 +138,7 @@ def test_check_tells_that_a_key_is_registered_and_changes_nothing(coordinator, i
     assert line in checked(coordinator, institution)
     assert coordinator.nodes()[institution.node] == "registered"
     with institution.supernode() as process:
-        wait_for(lambda: coordinator.nodes()[institution.node] == "online", 60)
+        wait_until(lambda: coordinator.nodes()[institution.node] == "online", 60)
         assert line in checked(coordinator, institution)
         assert coordinator.nodes()[institution.node] == "online"
         assert process.poll() is None

@@ -30,6 +30,7 @@ from tests.split.lanes import (
     serving,
     tokens,
 )
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
@@ -174,14 +175,12 @@ def test_nothing_of_an_ended_lane_s_streams_is_kept(server):
         client.close()
     del client
     server.done.set()
-    until = time.monotonic() + SOON
-    while True:
+
+    def kept():
         gc.collect()
-        kept = [o for o in gc.get_objects() if type(o) is Stream and id(o) not in before]
-        if len(kept) <= 1 or time.monotonic() > until:  # the last one may still be ending
-            break
-        time.sleep(0.1)
-    assert len(kept) <= 1
+        return [o for o in gc.get_objects() if type(o) is Stream and id(o) not in before]
+
+    wait_until(lambda: len(kept()) <= 1, seen=kept)  # the last one may still be ending
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])

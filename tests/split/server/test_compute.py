@@ -1,6 +1,7 @@
 """The order in which clients' jobs are computed."""
 
 from split.server.compute import ComputeThread, Job, Priority
+from tests.waiting import wait_until
 
 
 class Owner:
@@ -29,11 +30,9 @@ def test_evaluating_losses_does_not_keep_generations_waiting():
         put("gradient", Priority.BACKWARD)
 
     put("queue", Priority.CLEANUP, then=queue)
-    while len(order) < 5:
-        compute.call(lambda: None)
+    wait_until(lambda: len(order) >= 5)
     assert order == ["queue", "gradient", "generation", "loss 1", "loss 2"]
     compute.release(10)
-    while len(order) < 6:
-        compute.call(lambda: None)
+    wait_until(lambda: len(order) >= 6)
     assert order[-1] == "generation without room"
     compute.stop()

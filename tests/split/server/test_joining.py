@@ -1,7 +1,6 @@
 """Clients that wait for each other at the beginning of a round, and the end of the server."""
 
 import threading
-import time
 
 import pytest
 
@@ -9,6 +8,7 @@ from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.server import block_server
 from tests.split.clients import SIZES, Client, assert_nothing_is_left, serving, split_settings
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("schedule", ["client-batch", "hierarchical"])
@@ -21,8 +21,7 @@ def test_who_has_gone_before_the_round_begins_has_not_joined(base, beginning, sc
         server.begin_round(SIZES, 0)
         with alpha.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
             model.lane.send(Kind.JOIN, fields=plan)
-            while not server._schedule._barrier.joined:
-                time.sleep(0.1)
+            wait_until(lambda: server._schedule._barrier.joined)
         with pytest.raises(LaneError, match="1 of 3 clients joined"):
             beta.train(server, beginning, 3)
 
@@ -50,8 +49,7 @@ def test_lanes_that_wait_for_others_to_join_can_be_ended(base, beginning, monkey
         with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
             plan = {"steps": 3, "first_step": 0, "total_steps": 3, "longest": 16}
             model.lane.send(Kind.JOIN, fields=plan)
-            while not server._schedule._barrier.joined:
-                time.sleep(0.1)
+            wait_until(lambda: server._schedule._barrier.joined)
             (account,) = server.finish_lanes()
         assert "this phase of the round is over" in account.error
 

@@ -1,7 +1,5 @@
 """Training through lanes equals training in one process: every loss, every final weight."""
 
-import time
-
 import pytest
 import torch
 
@@ -32,6 +30,7 @@ from tests.split.clients import (
     weighted_mean,
     whole_model,
 )
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("cut", [(1, 1), (2, 1), (0, 1)], ids=str)
@@ -256,8 +255,7 @@ def test_who_breaks_off_after_handing_in_is_not_in_the_average(base, beginning):
         def sending(kind, *rest, **named):
             send(kind, *rest, **named)
             if kind is Kind.AVERAGE:
-                while not server._schedule._gathered:
-                    time.sleep(0.1)
+                wait_until(lambda: server._schedule._gathered)
                 raise StoppedError
 
         model.lane.send = sending
@@ -266,8 +264,8 @@ def test_who_breaks_off_after_handing_in_is_not_in_the_average(base, beginning):
         send = model.lane.send
 
         def sending(kind, *rest, **named):
-            while kind is Kind.AVERAGE and len(server.progress()) > 1:
-                time.sleep(0.1)
+            if kind is Kind.AVERAGE:
+                wait_until(lambda: len(server.progress()) <= 1)
             send(kind, *rest, **named)
 
         model.lane.send = sending

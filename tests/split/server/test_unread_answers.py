@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 from contextlib import closing
 
 import torch
@@ -12,9 +11,9 @@ from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
 from split.server.block_server import BlockServer
 from tests.split.clients import LONGEST, Client, draw, serving, split_settings
 from tests.split.hostile import Member, end_of_step, gradient, hidden, join
-from tests.split.lanes import SOON
 from tests.split.model.test_generation import GREEDY, generated
 from tests.split.server.test_model_server import Served
+from tests.waiting import wait_until
 
 WIDTH = 32
 ROWS, COLUMNS = 4, 19
@@ -67,10 +66,11 @@ def test_an_unread_answer_keeps_no_other_client_s_rows(base, beginning):
 
 def assert_released(before: int) -> None:
     """Wait until no more is kept than before, but for a few tensors in use."""
-    end = time.monotonic() + SOON
-    while (kept := bytes_in_memory() - before) > 4 * ANSWER_BYTES:
-        assert time.monotonic() < end, kept
-        time.sleep(0.1)
+
+    def more() -> int:
+        return bytes_in_memory() - before
+
+    wait_until(lambda: more() <= 4 * ANSWER_BYTES, seen=more)
 
 
 def most_kept(tokens: int, window: int) -> int:
