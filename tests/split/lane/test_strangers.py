@@ -20,6 +20,7 @@ from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
 from tests.split.lanes import COURT, SOON, relaying
 from tests.split.lanes import serving as serving_lanes
+from tests.waiting import wait_until
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -66,19 +67,22 @@ def connection(server, *sent):
     return made
 
 
+def is_closed(made):
+    """Return whether the server has closed a connection that it has sent nothing over."""
+    try:
+        return made.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
 def seconds_until_closed(made):
     started = time.monotonic()
     with suppress(ConnectionError):
         while made.recv(65536):
             pass
     return time.monotonic() - started
-
-
-def until(condition):
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -99,7 +103,7 @@ def hurried(monkeypatch):
 
 def test_silent_streams_make_room_for_who_has_something_to_say(server):
     with strangers(server, 2 * lane_server._HALF_OPEN) as silent:
-        until(lambda: sum(each.call.done() for each in silent) >= lane_server._HALF_OPEN)
+        wait_until(lambda: sum(each.call.done() for each in silent) >= lane_server._HALF_OPEN)
         for _ in range(3):
             client, _ = server.pair()
             client.close()
@@ -244,11 +248,12 @@ def test_a_byte_at_a_time_is_no_way_to_stay(hurried):
 def test_connections_have_a_number_and_clients_come_again(monkeypatch):
     monkeypatch.setattr(lane_transport, "_SPARE_CONNECTIONS", 3)
     monkeypatch.setattr(lane_server, "_HALF_OPEN", 1)
-    monkeypatch.setattr(lane_transport, "SILENT_SECONDS", 1.5)
+    # Time enough to come 20 times, and to be refused.
+    monkeypatch.setattr(lane_transport, "SILENT_SECONDS", 5.0)
     with serving_lanes(maximum_lanes=1) as server, ExitStack() as stack:
-        for _ in range(20):
-            stack.enter_context(connection(server))
-        time.sleep(0.3)
+        made = [stack.enter_context(connection(server)) for _ in range(20)]
+        calls = 1 + 3 * lane_server._HALF_OPEN
+        wait_until(lambda: sum(map(is_closed, made)) >= 20 - (calls + 3))
         with pytest.raises(LaneUnreachableError):
             server.client()
         server.client(patience=SOON).close()
@@ -306,5 +311,5 @@ def test_nothing_is_left_of_a_flood(server):
 
     before = threading.active_count()
     flood()
-    until(lambda: threading.active_count() <= before)  # each stream that holds a place has one
+    wait_until(lambda: threading.active_count() <= before)  # each stream that holds a place has one
     server.client().close()
