@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.protocol.training import RoundPlan
+from split.server.compute import Priority
 from tests.split.clients import TRAIN, Client, bodies_kept, send_texts, serving, split_settings
+from tests.waiting import wait_until
 
 
 class Refusals:
@@ -215,6 +218,30 @@ REFUSED_TEXTS = {
 }
 
 
+@contextmanager
+def busy(server):
+    """Keep the compute thread from what comes while the block runs."""
+    started, release = threading.Event(), threading.Event()
+
+    def job():
+        started.set()
+        release.wait(60)
+
+    thread = threading.Thread(target=server._compute.call, args=[job])
+    thread.start()
+    try:
+        assert started.wait(20)
+        yield
+    finally:
+        release.set()
+        thread.join(20)
+
+
+def cleans_up(server):
+    """Return whether a lane's thread waits to free what its client held."""
+    return any(job.priority is Priority.CLEANUP for job in server._compute._waiting)
+
+
 @pytest.mark.parametrize("what", REFUSED_TEXTS)
 def test_what_a_generation_may_not_do_ends_its_lane_alone(base, beginning, what):
     disturb, reason = REFUSED_TEXTS[what]
@@ -227,12 +254,13 @@ def test_what_a_generation_may_not_do_ends_its_lane_alone(base, beginning, what)
     with serving(base, beginning, split_settings(), **agreed) as server:
         with lane() as model:
             model.choose("base", None)
-            if reason == "under way":  # and not computed before more comes
-                busy = threading.Thread(target=server._compute.call, args=[lambda: time.sleep(1)])
-                busy.start()
-                time.sleep(0.2)
             with pytest.raises(LaneError):
-                disturb(model)
+                if reason == "under way":  # and not computed before more comes
+                    with busy(server):
+                        disturb(model)
+                        wait_until(lambda: cleans_up(server))
+                else:
+                    disturb(model)
                 while True:
                     model.lane.receive(30.0)
         (account,) = server.finish_lanes()
