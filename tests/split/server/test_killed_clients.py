@@ -1,7 +1,6 @@
 """Clients whose process is killed in the middle of a step, by each schedule."""
 
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -25,6 +24,7 @@ from tests.split.clients import (
     train_together,
 )
 from tests.split.server.test_client_batch import SERVER, SETTINGS, Reference
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 _STEPS, _LAST_STEP = 5, 2
@@ -56,6 +56,8 @@ def train_until(stage: str, base: Path, split: SplitSettings, state: State, link
             if done == (kind, _LAST_STEP):
                 seen.append(done)
                 if len(seen) == 2:
+                    # With its answer, at the latest, the server acknowledges what it was sent.
+                    wait_until(lambda: not model.lane._delivery.kept_bytes)
                     link.send("here")
                     time.sleep(600)
             return result
@@ -81,9 +83,13 @@ class Beta:
         """Begin to train; ends with its death."""
         self._link.send(server.invite_to_train("beta", 1, 0, 60.0))
         assert self._link.poll(120) and self._link.recv() == "here"
-        time.sleep(1)  # whatever it sent is there, and used
-        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.kill()
         self._process.join(20)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it has come to its stage."""
+        return self._process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -98,6 +104,7 @@ def test_a_stack_goes_on_with_what_a_killed_client_had_finished(base, beginning,
         killing.start()
         trained = train_together(clients, server, beginning, steps, SETTINGS)
         killing.join(150)
+        assert beta.was_killed
         accounts = {account.client: account for account in server.finish_lanes()}
         body = server.end_round({name: SIZES[name] for name in trained})
     reference = Reference(base, beginning, split)
@@ -126,7 +133,7 @@ def test_others_train_as_if_a_killed_client_had_not_been_there(base, beginning, 
             server.begin_round({name: SIZES[name] for name in names}, 0)
             for beta in killed:
                 beta.train(server)
-                time.sleep(1)  # until its turn is over
+                wait_until(lambda: not server.progress())  # its turn is over
             own = {client.name: client.train(server, beginning, _STEPS) for client in clients}
             accounts = {account.client: account for account in server.finish_lanes()}
             body = server.end_round({client.name: SIZES[client.name] for client in clients})

@@ -23,6 +23,7 @@ from tests.split.clients import (
     train_together,
 )
 from tests.split.lanes import Proxy, cut
+from tests.waiting import wait_until
 
 # So that nothing can be computed a second time without being noticed.
 DROPOUT = ADAPTER.model_copy(update={"dropout": 0.3})
@@ -203,7 +204,7 @@ def test_a_lane_that_stays_cut_names_the_setting(base, beginning):
         train_together(
             [Client("alpha", base, split)], server, beginning, {"alpha": 5}, {}, disturbing
         )
-        time.sleep(1.0)
+        wait_until(lambda: not server.progress())
         (account,) = server.finish_lanes()
         assert "split.resume-timeout" in account.error
         body = server.end_round({})
