@@ -4,21 +4,32 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from bench.in_process import InProcessGrid
+from finetuning.adapters.saved import AdapterError
 from finetuning.model.base_model import BaseModelError
 from server_app.main import main
 from strategies.run_config import ConfigError
+
+
+def serve(values):
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
+    main(InProcessGrid(values, {}), context)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "reason"),
     [
         ({"model.name": "/nowhere"}, BaseModelError, "no config.json in /nowhere"),
-        ({"output-dir": "/proc/nowhere"}, ConfigError, "can't be written to"),
+        ({"initial-adapter": "/nowhere"}, AdapterError, "/nowhere"),
     ],
 )
 def test_nothing_is_left_of_a_refused_run(values, tmp_path, change, error, reason):
-    values |= {"output-dir": str(tmp_path / "runs")} | change
-    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
+    """Its folder of results was made before these settings were looked at."""
     with pytest.raises(error, match=reason):
-        main(InProcessGrid(values, {}), context)
-    assert not list((tmp_path / "runs").glob("*"))
+        serve(values | {"output-dir": str(tmp_path / "runs")} | change)
+    assert (tmp_path / "runs").is_dir()
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_an_output_dir_that_can_t_be_written_to_is_refused(values):
+    with pytest.raises(ConfigError, match=r'output-dir = "/proc/nowhere" can\'t be written to'):
+        serve(values | {"output-dir": "/proc/nowhere"})

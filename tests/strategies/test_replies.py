@@ -48,7 +48,13 @@ def test_one_reply_is_in_memory_at_a_time(values, tmp_path):
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (24, 12, 8), (1, 10**9, 3)])
 def test_the_mean_is_the_exact_one_rounded(weights):
-    states = [{"w": torch.randn(1000) * 10.0 ** torch.randint(-6, 6, (1000,))} for _ in weights]
+    generator = torch.Generator().manual_seed(8)
+
+    def drawn():
+        exponents = torch.randint(-6, 6, (1000,), generator=generator)
+        return {"w": torch.randn(1000, generator=generator) * 10.0**exponents}
+
+    states = [drawn() for _ in weights]
     mean = WeightedMean()
     for weight, state in zip(weights, states, strict=True):
         mean.add(state, weight)
