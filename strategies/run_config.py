@@ -45,7 +45,7 @@ class RunConfig(Section):
         "fedjudge-cl",
         description="FedJudge with plain averaging (FedAvg), or with the continual-learning "
         "penalty; FedProx, with a proximal term instead; or FL-GLM, where the server holds the "
-        "blocks between.",
+        "middle blocks.",
     )
     rounds: int = Field(
         5,
@@ -53,7 +53,12 @@ class RunConfig(Section):
         description="Communication rounds (FedJudge section 4.2.3); with 0 models are evaluated "
         "only.",
     )
-    seed: int = Field(0, ge=0, description="Every random number of the run derives from it.")
+    seed: int = Field(
+        0,
+        ge=0,
+        description="Every random number of the run derives from it, except keys, tickets, and the "
+        "draws and noise that a site's policy asks for.",
+    )
     min_nodes: PositiveInt = Field(
         2,
         description="A round counts with at least this many valid replies; with fewer the run "

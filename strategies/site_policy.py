@@ -131,7 +131,7 @@ class SitePolicy(_Table):
         [],
         description="Hugging Face ids that `model.name` may be. They are downloaded if they are "
         "not in the local cache, unless `HF_HUB_OFFLINE=1` is set, as in `docker/flower.env`. "
-        "Absent: none.",
+        "The built-in `tiny` is always allowed, unless `base-models` excludes it. Absent: none.",
     )
     paths: list[str] = Field(
         [],
@@ -141,7 +141,7 @@ class SitePolicy(_Table):
     coordinators: list[str] | None = Field(
         None,
         description="Addresses of block servers that lanes may be opened to, as `host:port`, or "
-        "`host` for any port. Absent: none, without `[split]`.",
+        "`host` for any port. Required with `split.allowed = true`.",
     )
     most_runs: PositiveInt | None = Field(
         None,
