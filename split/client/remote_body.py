@@ -127,7 +127,7 @@ class RemoteBody:
                 forward(begun)
                 begun += 1
             else:
-                frame = self._answer(due, last)
+                frame = self._answer(due, begun, last)
                 index = frame.micro_batch
                 yield frame.kind, index, _of_shape(frame, shapes[index])
 
@@ -229,15 +229,14 @@ class RemoteBody:
             raise LaneError(f"the server gave {credits!r} credits")
         return min(credits, self._lane.limits.window)
 
-    def _answer(self, due: dict[Kind, int], last: Kind) -> Frame:
-        """Wait for the answer to a micro-batch; of each kind they come in order."""
+    def _answer(self, due: dict[Kind, int], begun: int, last: Kind) -> Frame:
+        """Wait for the answer to a micro-batch that was sent; of each kind they come in order."""
         frame = self._receive(Kind.HIDDEN, also=last)
-        if frame.micro_batch != due[frame.kind] or (
-            frame.kind is Kind.GRADIENT and frame.micro_batch >= due[Kind.HIDDEN]
-        ):
+        sent = {Kind.HIDDEN: begun, Kind.GRADIENT: due[Kind.HIDDEN]}
+        if not due[frame.kind] == frame.micro_batch < sent[frame.kind]:
             raise LaneError(
-                f"{frame.kind.name} came for micro-batch {frame.micro_batch}, and is due for "
-                f"{due[frame.kind]}"
+                f"{frame.kind.name} came for micro-batch {frame.micro_batch}; the next one "
+                f"is for {due[frame.kind]}, of {sent[frame.kind]} that were sent"
             )
         due[frame.kind] += 1
         return frame

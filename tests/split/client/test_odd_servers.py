@@ -83,6 +83,18 @@ def test_an_answer_that_is_not_due_is_named(ends, what):
             model.accumulate(batches, 0)
 
 
+def test_an_answer_to_what_was_not_sent_is_named(ends):
+    def both(lane, frame):
+        hidden(lane, frame)
+        hidden(lane, frame, micro_batch=1)
+
+    batches = [collate(draw(2, seed), 0) for seed in range(2)]
+    with answered(ends, both, credits=1) as model:
+        join(model)
+        with pytest.raises(LaneError, match=r"came for micro-batch 1; .* of 1 that were sent"):
+            model.accumulate(batches, 0)
+
+
 def end_of_step(lane, _, step=0, **fields):
     lane.send(Kind.STEP, step, fields={"factor": 1.0, "norm": 1.0} | fields)
 
