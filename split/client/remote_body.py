@@ -209,7 +209,7 @@ class RemoteBody:
         return _of_shape(frame, hidden.shape)
 
     def end_exchanges(self) -> None:
-        """Let the server free the keys and values of the present texts."""
+        """Free the keys and values of the present texts at the server."""
         self._lane.send(Kind.STEP)
 
     def end(self, until: float | None) -> None:

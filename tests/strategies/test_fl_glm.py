@@ -12,7 +12,7 @@ import torch
 from flwr.app import MessageType
 from safetensors.torch import load_file, save_file
 
-from bench.in_process import InProcessGrid, MemoryJournal, run_in_process
+from bench.in_process import ConcurrentGrid, InProcessGrid, MemoryJournal, run_in_process
 from client_app import fl_glm
 from client_app.institution import open_institution
 from finetuning.model.base_model import BaseModelError
@@ -235,6 +235,31 @@ def test_the_last_counted_adapter_survives_rounds_that_do_not_count(split_values
     (file,) = (tmp_path / "state").glob("*/beta/adapters/personalised/adapter_model.safetensors")
     kept = load_file(file)
     assert all(torch.equal(kept[name], journal.kept["beta"][name]) for name in kept)
+
+
+def test_nobody_waits_for_a_client_that_has_refused_its_round(split_values, tmp_path, monkeypatch):
+    """Gamma does; the others, which wait for it to join, would exceed round-timeout."""
+
+    class Polled(ConcurrentGrid):
+        def _ask(self, messages):
+            for message in messages:
+                threading.Thread(target=super()._ask, args=[[message]]).start()
+
+        def _answer(self, message):
+            if (
+                message.metadata.message_type == MessageType.TRAIN
+                and message.metadata.dst_node_id == 3
+            ):
+                return answer(message, {"name": "gamma", "problem": "my policy refuses it"})
+            return super()._answer(message)
+
+    monkeypatch.setattr(exchange, "_PULL_SECONDS", {False: 0.01})
+    values = split_values | {"split.schedule": "client-batch", "rounds": 1, "min-nodes": 2}
+    values |= {"split.join-timeout": 600.0, "round-timeout": 60.0, "state-path": str(tmp_path)}
+    nodes = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
+    journal = run_in_process(values, tmp_path, 3, Polled(values, nodes))
+    (event,) = [e for e in journal.events if e["event"] == "round"]
+    assert event["participants"] == ["alpha", "beta"]
 
 
 def test_an_embedding_and_a_head_alone_have_nothing_to_train(split_values, tmp_path):
