@@ -34,8 +34,7 @@ def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
     """Yield origin and raw value of every row; a value that cannot be read is a `DataError`.
 
     Args:
-        path: A file in one of the formats, or the id of a data set, of which the split ``train`` is
-            read.
+        path: A file in one of the formats, or the id of a data set, whose split ``train`` is read.
 
     Raises:
         DataError: The file or data set is missing, or can't be read any further.
