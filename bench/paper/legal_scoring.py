@@ -80,7 +80,7 @@ class LegalScoring:
     def _prepared(self, clients: Sequence[str]) -> Prepared:
         prompts = [p.tokens for client in clients for p in self._held_out[client].prompts]
         # The clients' tasks differ in nothing but their rows.
-        return Prepared(TASKS[clients[0]], questions=[], candidates=[], prompts=prompts)
+        return Prepared(TASKS[clients[0]], questions=[], candidates=[], right=[], prompts=prompts)
 
     def _score(self, client: str, texts: Sequence[str]) -> dict[str, float]:
         held_out = self._held_out[client]

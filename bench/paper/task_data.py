@@ -72,7 +72,7 @@ def write_task(
     longest = training.max_length if task.is_cloze else _NO_LIMIT
     train, test = (_fitting(file, stamps(file), task_name, model, longest) for file in parts)
     _write(folder / "train.jsonl", train)
-    _write(folder / f"{task.held_out}.jsonl", _few_of_all_labels(test, clients))
+    _write(folder / f"{task.held_out}.jsonl", _few_of_all_labels(test, clients, task))
     scored = folder / "scored.jsonl"
     _write(scored, _first(test, training.questions, task))
     settings = DataSettings(task=task_name)
@@ -102,7 +102,7 @@ def write_rows(task_name: str, parts: tuple[Path, Path], clients: int, folder: P
     task = TASKS[task_name]
     train, test = (_lines(file, task) for file in parts)
     _write(folder / "train.jsonl", train)
-    _write(folder / f"{task.held_out}.jsonl", _few_of_all_labels(test, clients))
+    _write(folder / f"{task.held_out}.jsonl", _few_of_all_labels(test, clients, task))
 
 
 @dataclass(frozen=True)
@@ -176,10 +176,14 @@ def _divided(line: _Line, task: Task) -> list[_Line]:
     return [_Line(each, task.convert("", each)) for each in values]
 
 
-def _few_of_all_labels(lines: Sequence[_Line], count: int) -> list[_Line]:
-    """Return the shortest lines: at least ``count``, and at least one of each label."""
+def _few_of_all_labels(lines: Sequence[_Line], count: int, task: Task) -> list[_Line]:
+    """Return the shortest lines: at least ``count``, and at least one of each label.
+
+    A passage with many questions counts as a line for each.
+    """
     by_label: dict[str, list[_Line]] = {}
-    for line in sorted(lines, key=lambda line: len(json.dumps(line.value))):
+    divided = [own for line in lines for own in _divided(line, task)]
+    for line in sorted(divided, key=lambda line: len(json.dumps(line.value))):
         # Without a right answer, as of a wrong noun of WSC, there is nothing to measure.
         if any(question.answers for question in line.questions):
             by_label.setdefault(str(line.value.get("label")), []).append(line)

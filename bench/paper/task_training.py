@@ -57,7 +57,7 @@ def measure(cell: TaskCell, size: Size, sources: Sources) -> Result:
         }
         if cell.method == "bare":
             scorer = Scorer(_model(model_settings, None), tokenizer, data, training)
-            return result | {"metrics": scorer.metrics(), "loss": scorer.loss()}
+            return result | scorer.scores()
         values = run_values(cell, size, name, folder)
         journal = run_in_process(
             values,
@@ -70,16 +70,14 @@ def measure(cell: TaskCell, size: Size, sources: Sources) -> Result:
         last, rows = max(journal.adapters), cell.period * training.rows * cell.clients
         if cell.curve:
             result["curve"] = [
-                [rows * number, scorer.metrics(journal.adapters[number])]
+                [rows * number, scorer.scores(journal.adapters[number])["metrics"]]
                 for number in range(1, last)
             ]
         result |= {
             "rows": rows * last,
-            "metrics": scorer.metrics(journal.adapters[last]),
-            "loss": scorer.loss(),
             "training_loss": [_training_loss(journal, 1), _training_loss(journal, last)],
         }
-        return result
+        return result | scorer.scores(journal.adapters[last])
 
 
 class Scorer:
@@ -101,11 +99,14 @@ class Scorer:
         self._data = data
         self._training = training
 
-    def metrics(self, adapter: State | None = None) -> dict[str, float]:
-        """Answer the questions, and return the task's metrics.
+    def scores(self, adapter: State | None = None) -> Result:
+        """Answer the questions.
 
         Args:
             adapter: The adapter to use from now on; None for the one in use.
+
+        Returns:
+            The task's ``metrics``, and the ``loss`` of the right answers in nats per token.
 
         """
         if adapter is not None:
@@ -117,11 +118,13 @@ class Scorer:
             prepared=prepared,
             most_tokens=_MOST_TOKENS,
             new_tokens=self._training.new_tokens,
+            with_loss=True,
         )
-        return score_answers(prepared.task, prepared.questions, answers)
+        loss = self._loss_of_texts() if answers.loss is None else answers.loss
+        metrics = score_answers(prepared.task, prepared.questions, answers)
+        return {"metrics": metrics, "loss": loss}
 
-    def loss(self) -> float:
-        """Return the loss of the right answers, in nats per token."""
+    def _loss_of_texts(self) -> float:
         padding = self._tokenizer.pad_token_id
         batch = self._training.micro_batch
         return held_out_loss(self._model, self._data.held_out, padding, batch).loss

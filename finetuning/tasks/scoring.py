@@ -41,6 +41,8 @@ class Prepared:
         task: The task.
         questions: Its questions.
         candidates: The candidates of each question, if the task has any.
+        right: Each of these questions' first right answer with its end mark, as in training; None
+            where no candidate is right.
         prompts: The prompt of each question otherwise, (tokens,) int64.
 
     """
@@ -48,6 +50,7 @@ class Prepared:
     task: Task
     questions: Sequence[Question]
     candidates: list[list[Continuation]]
+    right: list[Continuation | None]
     prompts: list[torch.Tensor]
 
     @property
@@ -71,11 +74,14 @@ class Answers:
         texts: The chosen candidate, or the generated text, of each question.
         probabilities: Normalised probability of each question's right candidate (FL-GLM section
             4.1.2); empty for generated texts, and 0 where no candidate is right.
+        loss: Mean loss of the right answers and their end marks, in nats per token; None if it was
+            not wanted.
 
     """
 
     texts: list[str]
     probabilities: list[float]
+    loss: float | None = None
 
 
 def prepare(
@@ -95,20 +101,23 @@ def prepare(
 
     """
     if task.is_cloze:
+        candidates, right = _continuations(questions, tokenizer)
         return Prepared(
-            task=task,
-            questions=questions,
-            candidates=_continuations(questions, tokenizer),
-            prompts=[],
+            task=task, questions=questions, candidates=candidates, right=right, prompts=[]
         )
     rows = prompt_rows([question.prompt for question in questions])
     examples, _ = tokenize(rows, tokenizer, prompt_length)
     prompts = [example.tokens[: example.prompt_length] for example in examples]
-    return Prepared(task=task, questions=questions, candidates=[], prompts=prompts)
+    return Prepared(task=task, questions=questions, candidates=[], right=[], prompts=prompts)
 
 
 def answer(
-    model: Model, tokenizer: Any, prepared: Prepared, most_tokens: int, new_tokens: int
+    model: Model,
+    tokenizer: Any,
+    prepared: Prepared,
+    most_tokens: int,
+    new_tokens: int,
+    with_loss: bool = False,
 ) -> Answers:
     """Answer questions.
 
@@ -121,6 +130,8 @@ def answer(
         prepared: The questions.
         most_tokens: Maximum number of padded tokens of a batch, prefixes and answers included.
         new_tokens: Maximum length of a generated answer, in tokens.
+        with_loss: Whether to measure the loss of the right answers, if there are candidates. That
+            takes little longer, because they have the same contexts.
 
     Raises:
         DataError: A question is too long.
@@ -128,7 +139,11 @@ def answer(
     """
     if prepared.task.is_cloze:
         return _choose(
-            model=model, padding=tokenizer.pad_token_id, prepared=prepared, most_tokens=most_tokens
+            model=model,
+            padding=tokenizer.pad_token_id,
+            prepared=prepared,
+            most_tokens=most_tokens,
+            with_loss=with_loss,
         )
     return Answers(
         _generate(
@@ -161,27 +176,37 @@ def majority_class(task: Task, questions: Sequence[Question]) -> dict[str, float
     return task.metrics(questions, ["" if most is None else q.candidates[most] for q in questions])
 
 
-def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[Continuation]]:
-    """Return the tokens of each question's candidates, as in training but for their end marks."""
+def _continuations(
+    questions: Sequence[Question], tokenizer: Any
+) -> tuple[list[list[Continuation]], list[Continuation | None]]:
+    """Return the tokens of each question's candidates, without end marks, and its right answer."""
     rows = [
         Row(
             messages=(
                 {"role": "user", "content": question.prompt},
-                {"role": "assistant", "content": candidate},
+                {"role": "assistant", "content": text},
             ),
             origin=question.origin,
             fields={},
         )
         for question in questions
-        for candidate in question.candidates
+        for text in (*question.candidates, *question.answers[:1])
     ]
     examples, _ = tokenize(rows, tokenizer, _NO_LIMIT)
     marks = torch.tensor(sorted(tokenizer.added_tokens_decoder))
-    found = iter(
-        _continuation(row, example, marks, tokenizer)
-        for row, example in zip(rows, examples, strict=True)
-    )
-    return [[next(found) for _ in question.candidates] for question in questions]
+    found = iter(zip(rows, examples, strict=True))
+    candidates: list[list[Continuation]] = []
+    right: list[Continuation | None] = []
+    for question in questions:
+        candidates.append(
+            [_continuation(*next(found), marks, tokenizer) for _ in question.candidates]
+        )
+        right.append(_with_end_mark(next(found)[1]) if question.answers else None)
+    return candidates, right
+
+
+def _with_end_mark(example: Example) -> Continuation:
+    return Continuation(example.tokens[: example.prompt_length], example.tokens[example.is_target])
 
 
 def _continuation(row: Row, example: Example, marks: torch.Tensor, tokenizer: Any) -> Continuation:
@@ -196,29 +221,56 @@ def _continuation(row: Row, example: Example, marks: torch.Tensor, tokenizer: An
     return Continuation(context=example.tokens[: example.prompt_length], answer=answer[:end])
 
 
-def _choose(model: Scoring, padding: int, prepared: Prepared, most_tokens: int) -> Answers:
-    # Questions of one line have most of their prompt in common, such as a passage.
-    groups: dict[str, list[int]] = {}
-    for index, question in enumerate(prepared.questions):
-        groups.setdefault(question.origin, []).append(index)
-    found = log_probabilities(
+def _choose(
+    model: Scoring, padding: int, prepared: Prepared, most_tokens: int, with_loss: bool
+) -> Answers:
+    right = prepared.right if with_loss else [None] * len(prepared.questions)
+    found = _likelihoods(
         model=model,
-        groups=[[c for i in group for c in prepared.candidates[i]] for group in groups.values()],
+        questions=prepared.questions,
+        continuations=[
+            [*candidates, *([] if one is None else [one])]
+            for candidates, one in zip(prepared.candidates, right, strict=True)
+        ],
         padding=padding,
         most_tokens=most_tokens,
     )
-    texts = [""] * len(prepared.questions)
-    probabilities = [0.0] * len(prepared.questions)
-    for group, likelihoods in zip(groups.values(), found, strict=True):
+    texts, probabilities = [], []
+    for question, likelihoods in zip(prepared.questions, found, strict=True):
+        sums = likelihoods[: len(question.candidates)]
+        texts.append(question.candidates[sums.index(max(sums))])
+        shares = torch.tensor(sums, dtype=torch.float64).softmax(0).tolist()
+        pairs = zip(question.candidates, shares, strict=True)
+        probabilities.append(math.fsum(p for text, p in pairs if text in question.answers))
+    losses = [-own[-1] for own, one in zip(found, right, strict=True) if one is not None]
+    tokens = sum(len(one.answer) for one in right if one is not None)
+    return Answers(texts, probabilities, math.fsum(losses) / tokens if tokens else None)
+
+
+def _likelihoods(
+    model: Scoring,
+    questions: Sequence[Question],
+    continuations: Sequence[Sequence[Continuation]],
+    padding: int,
+    most_tokens: int,
+) -> list[list[float]]:
+    """Return the log-probabilities of each question's continuations."""
+    # Questions of one line have most of their prompt in common, such as a passage.
+    groups: dict[str, list[int]] = {}
+    for index, question in enumerate(questions):
+        groups.setdefault(question.origin, []).append(index)
+    of_groups = log_probabilities(
+        model=model,
+        groups=[[c for index in group for c in continuations[index]] for group in groups.values()],
+        padding=padding,
+        most_tokens=most_tokens,
+    )
+    found: list[list[float]] = [[]] * len(questions)
+    for group, likelihoods in zip(groups.values(), of_groups, strict=True):
         values = iter(likelihoods)
         for index in group:
-            question = prepared.questions[index]
-            sums = [next(values).log_probability for _ in question.candidates]
-            texts[index] = question.candidates[sums.index(max(sums))]
-            shares = torch.tensor(sums, dtype=torch.float64).softmax(0).tolist()
-            pairs = zip(question.candidates, shares, strict=True)
-            probabilities[index] = math.fsum(p for text, p in pairs if text in question.answers)
-    return Answers(texts, probabilities)
+            found[index] = [next(values).log_probability for _ in continuations[index]]
+    return found
 
 
 def _generate(

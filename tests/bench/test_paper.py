@@ -22,6 +22,7 @@ from bench.paper.task_settings import training_of
 from finetuning.data.rows import Row
 from finetuning.data.tokenization import tokenize
 from finetuning.model.base_model import load_tokenizer
+from finetuning.tasks.tasks import TASKS
 from tests.bench.paper_data import write_tasks
 
 MODEL = "owner/deep"
@@ -93,6 +94,9 @@ def test_questions_are_of_as_many_passages_as_there_are(size, sources, deep_chec
     questions = data.prepared.questions
     assert len(questions) == 6, "two answers to each of three questions"
     assert len({question.prompt.partition(" Question:")[0] for question in questions}) == 3
+    held_out = (tmp_path / f"{TASKS['multirc'].held_out}.jsonl").read_text().splitlines()
+    asked = [row["passage"]["questions"] for row in map(json.loads, held_out)]
+    assert [len(of_row) for of_row in asked] == [1, 1], "a question for each client"
 
 
 def test_tasks_without_data_are_left_out(size, sources, tmp_path):

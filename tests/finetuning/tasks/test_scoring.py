@@ -7,10 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
+from finetuning.data.tokenization import tokenize
+from finetuning.evaluation.held_out import held_out_loss
 from finetuning.evaluation.scoring import score
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.whole_model import WholeModel
-from finetuning.tasks.reading import read_questions
+from finetuning.settings import DataSettings
+from finetuning.tasks.reading import read_questions, read_task_rows
 from finetuning.tasks.scoring import answer, majority_class, prepare, score_answers
 from finetuning.tasks.tasks import TASKS
 from tests.finetuning.tasks.conftest import ROWS
@@ -82,6 +85,24 @@ def test_candidates_have_the_probabilities_of_a_plain_loop(name, end, model, che
     assert ("probability" in scores) == task.has_words
     if task.has_words:
         assert scores["probability"] == pytest.approx(sum(right) / len(right), abs=1e-4)
+
+
+@pytest.mark.parametrize("end", ["<end>", " <end>", ""])
+@pytest.mark.parametrize("name", CLOZE)
+def test_the_loss_of_right_answers_is_that_of_rows_to_train_on(name, end, model, checkpoint, write):
+    tokenizer = load_tokenizer(checkpoint)
+    tokenizer.chat_template = TEMPLATE.replace("<end>", end) if end else None
+    file, task, whole = write(*rows_of(name)), TASKS[name], WholeModel(model)
+    examples, _ = tokenize(read_task_rows(file, DataSettings(task=name)), tokenizer, 200)
+    expected = held_out_loss(whole, examples, tokenizer.pad_token_id, 4).loss
+    prepared = prepare(tokenizer, task, read_questions(file, task), 200)
+    for most in (2000, 400):
+        found = answer(whole, tokenizer, prepared, most_tokens=most, new_tokens=6, with_loss=True)
+        assert found.loss == pytest.approx(expected, abs=1e-5)
+    alone = answer(whole, tokenizer, prepared, most_tokens=2000, new_tokens=6)
+    assert alone.loss is None
+    assert alone.texts == found.texts
+    assert alone.probabilities == pytest.approx(found.probabilities, abs=1e-4)
 
 
 class Indifferent:
