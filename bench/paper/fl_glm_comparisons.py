@@ -61,6 +61,8 @@ def table1(size: Size, results: Results) -> Document:
     notes = [
         base_model(size.models.english),
         "The paper's values in the last rows are those of ChatGLM-6B.",
+        "Training with P-tuning v2 amplifies rounding: on another machine, a seed's scores can "
+        "differ from those here as much as two seeds' do.",
         paper.note,
     ]
     more = _losses_and_rows(size, results, tasks, size.models.english, "prefix")
