@@ -50,8 +50,8 @@ class JoinBarrier:
         """
         if self._begun:
             raise RuntimeError(
-                f"{client} joined after split.join-timeout = {self._timeout:g} s, and the round "
-                "had begun without it"
+                f"{client} joined after the round had begun without it; clients wait for each "
+                f"other for split.join-timeout = {self._timeout:g} s"
             )
         self.joined.add(client)
         self._changed.notify_all()
@@ -79,13 +79,19 @@ class JoinBarrier:
                 self.joined.discard(client)
                 raise
         if not self._begun and len(self.joined) < self._minimum:
-            joined = len(self.joined)
+            reason = self._too_few()
             self.joined.discard(client)
-            raise RuntimeError(
-                f"{joined} of {len(self._invited)} clients joined within "
-                f"split.join-timeout = {self._timeout:g} s, and min-nodes = {self._minimum} are "
-                "needed at once; a simulation runs as many clients at once as there are "
-                "client-resources-num-cpus in init-args-num-cpus"
-            )
+            raise RuntimeError(reason)
         self._begun = True
         self._changed.notify_all()
+
+    def _too_few(self) -> str:
+        joined = f"{len(self.joined)} of {len(self._invited)} clients joined"
+        needed = f"min-nodes = {self._minimum} are needed at once"
+        if self._awaited <= self.joined:
+            return f"{joined}, the others have answered that they can't, and {needed}"
+        return (
+            f"{joined} within split.join-timeout = {self._timeout:g} s, and {needed}; a simulation "
+            "runs as many clients at once as there are client-resources-num-cpus in "
+            "init-args-num-cpus"
+        )

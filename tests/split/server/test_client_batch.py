@@ -298,5 +298,5 @@ def test_those_who_join_too_late_are_named(base, beginning):
         trained = train_together(clients, server, beginning, steps)
         assert set(trained) == {"alpha", "beta"}
         late = Client("gamma", base, split)
-        with pytest.raises(Exception, match=r"gamma joined after split\.join-timeout"):
+        with pytest.raises(Exception, match="gamma joined after the round had begun"):
             late.train(server, beginning, 3)

@@ -39,6 +39,16 @@ def test_nobody_waits_for_a_client_that_is_excused(base, beginning, schedule, pe
     assert len(beta.losses) == 3
 
 
+def test_too_few_are_left_when_others_are_excused(base, beginning):
+    beta = Client("beta", base, split_settings(schedule="client-batch", join_timeout=600.0))
+    with serving(base, beginning, beta.split, minimum=2) as server:
+        server.begin_round(SIZES, 0)
+        for other in ("alpha", "gamma"):
+            server.excuse(other)
+        with pytest.raises(LaneError, match="1 of 3 clients joined, the others have answered"):
+            beta.train(server, beginning, 3)
+
+
 def test_lanes_that_wait_for_others_to_join_can_be_ended(base, beginning, monkeypatch):
     """Where the join-timeout is longer than the time that lanes have to end."""
     monkeypatch.setattr(block_server, "_END_SECONDS", 10.0)
