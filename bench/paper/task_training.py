@@ -17,7 +17,7 @@ from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.base_model import load_base_model, load_tokenizer, locate
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
-from finetuning.tasks.scoring import answer, majority_class, score_answers
+from finetuning.tasks.scoring import Answers, answer, majority_class, score_answers
 from strategies.run_config import parse_run_config
 
 # Of padded tokens, prefixes and answers included.
@@ -70,7 +70,7 @@ def measure(cell: TaskCell, size: Size, sources: Sources) -> Result:
         last, rows = max(journal.adapters), cell.period * training.rows * cell.clients
         if cell.curve:
             result["curve"] = [
-                [rows * number, scorer.scores(journal.adapters[number])["metrics"]]
+                [rows * number, scorer.metrics(journal.adapters[number])]
                 for number in range(1, last)
             ]
         result |= {
@@ -100,29 +100,38 @@ class Scorer:
         self._training = training
 
     def scores(self, adapter: State | None = None) -> Result:
-        """Answer the questions.
+        """Answer the questions, and measure the loss of the right answers.
 
         Args:
             adapter: The adapter to use from now on; None for the one in use.
 
         Returns:
-            The task's ``metrics``, and the ``loss`` of the right answers in nats per token.
+            The task's ``metrics``, and the ``loss`` in nats per token.
 
         """
+        answers = self._answers(adapter, with_loss=True)
+        loss = self._loss_of_texts() if answers.loss is None else answers.loss
+        return {"metrics": self._scored(answers), "loss": loss}
+
+    def metrics(self, adapter: State) -> dict[str, float]:
+        """Answer the questions with an adapter, which is used from now on; return the metrics."""
+        return self._scored(self._answers(adapter, with_loss=False))
+
+    def _answers(self, adapter: State | None, with_loss: bool) -> Answers:
         if adapter is not None:
             load_adapter(self._model.peft_model, adapter)
-        prepared = self._data.prepared
-        answers = answer(
+        return answer(
             model=self._model,
             tokenizer=self._tokenizer,
-            prepared=prepared,
+            prepared=self._data.prepared,
             most_tokens=_MOST_TOKENS,
             new_tokens=self._training.new_tokens,
-            with_loss=True,
+            with_loss=with_loss,
         )
-        loss = self._loss_of_texts() if answers.loss is None else answers.loss
-        metrics = score_answers(prepared.task, prepared.questions, answers)
-        return {"metrics": metrics, "loss": loss}
+
+    def _scored(self, answers: Answers) -> dict[str, float]:
+        prepared = self._data.prepared
+        return score_answers(prepared.task, prepared.questions, answers)
 
     def _loss_of_texts(self) -> float:
         padding = self._tokenizer.pad_token_id

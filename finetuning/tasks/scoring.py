@@ -161,8 +161,7 @@ def score_answers(task: Task, questions: Sequence[Question], answers: Answers) -
     """Return the task's metrics, and the mean probability of the right answer where it has one."""
     metrics = task.metrics(questions, answers.texts)
     if task.has_words:
-        mean = sum(answers.probabilities) / len(answers.probabilities)
-        metrics["probability"] = mean
+        metrics["probability"] = sum(answers.probabilities) / len(answers.probabilities)
     return metrics
 
 
@@ -198,9 +197,8 @@ def _continuations(
     candidates: list[list[Continuation]] = []
     right: list[Continuation | None] = []
     for question in questions:
-        candidates.append(
-            [_continuation(*next(found), marks, tokenizer) for _ in question.candidates]
-        )
+        own = [_continuation(*next(found), marks, tokenizer) for _ in question.candidates]
+        candidates.append(own)
         right.append(_with_end_mark(next(found)[1]) if question.answers else None)
     return candidates, right
 

@@ -86,6 +86,7 @@ class JoinBarrier:
         self._changed.notify_all()
 
     def _too_few(self) -> str:
+        """Return why the round can't begin: the others have come too late, or won't come."""
         joined = f"{len(self.joined)} of {len(self._invited)} clients joined"
         needed = f"min-nodes = {self._minimum} are needed at once"
         if self._awaited <= self.joined:
