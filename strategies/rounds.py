@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from finetuning.model.base_model import locate
 from strategies.answers import answer_events, answers_of
+from strategies.authentication import Signer
 from strategies.exchange import exchange, turns
 from strategies.journal import Journal, Progress
 from strategies.live_status import LiveStatus
@@ -44,20 +45,27 @@ class Rounds(Strategy):
         fingerprint: Fingerprint of the base model, as the server computed it.
         progress: Progress of the run, from which it continues.
         journal: Records the run.
+        signer: Signs the instructions; None if nobody checks them.
 
     """
 
     def __init__(
-        self, config: RunConfig, fingerprint: dict[str, str], progress: Progress, journal: Journal
+        self,
+        config: RunConfig,
+        fingerprint: dict[str, str],
+        progress: Progress,
+        journal: Journal,
+        signer: Signer | None = None,
     ) -> None:
         self.config = config
         self.progress = progress
         self._journal = journal
+        self._signer = signer
         self._instruction = Instruction(
             round=0, lineage=progress.lineage, base="", time_limit=config.round_timeout
         )
         queried = replace(self._instruction, round=progress.finished_rounds)
-        self._participants = Participants(config, queried, fingerprint)
+        self._participants = Participants(config, queried, fingerprint, signer)
         self._reference = ArrayRecord()
         self._status = LiveStatus(journal, config.rounds)
 
@@ -119,7 +127,7 @@ class Rounds(Strategy):
             log(INFO, "")
             log(INFO, "[ROUND %d/%d]", current, num_rounds)
             messages = self.configure_train(current, arrays, ConfigRecord(), grid)
-            replies = self._exchange(messages, grid, timeout)
+            replies = self._exchange_training(messages, grid, timeout)
             aggregated, metrics = self.aggregate_train(current, replies)
             assert aggregated is not None and metrics is not None  # aggregate_train raises
             result.arrays = arrays = aggregated
@@ -310,7 +318,19 @@ class Rounds(Strategy):
         self, messages: Iterable[Message], grid: Grid, timeout: float
     ) -> Iterator[Message]:
         """Send messages and yield replies; all clients work at the same time."""
-        return exchange(grid=grid, messages=messages, timeout=timeout, on_poll=self._show_progress)
+        return exchange(
+            grid=grid,
+            messages=messages,
+            timeout=timeout,
+            signer=self._signer,
+            on_poll=self._show_progress,
+        )
+
+    def _exchange_training(
+        self, messages: Iterable[Message], grid: Grid, timeout: float
+    ) -> Iterator[Message]:
+        """Send train messages and yield replies."""
+        return self._exchange(messages, grid, timeout)
 
     def _show_progress(self) -> None:
         self._status.refresh(self._lanes)
@@ -342,9 +362,7 @@ class Rounds(Strategy):
     ) -> None:
         messages = list(self.configure_evaluate(round_number, arrays, ConfigRecord(), grid))
         if messages:
-            replies = exchange(
-                grid=grid, messages=messages, timeout=timeout, on_poll=self._show_progress
-            )
+            replies = self._exchange(messages, grid, timeout)
             metrics = self.aggregate_evaluate(round_number, replies)
             seconds = self._status.seconds
             self._journal.record({"event": "evaluation", "round": round_number, "seconds": seconds})

@@ -30,6 +30,9 @@ from split.settings import SplitSettings
 
 Scalar = str | int | float | bool
 
+# As ``instruction-key``: instructions of a deployment aren't signed.
+UNSIGNED = "none"
+
 # Added to a client's time: starting a process, loading the model, transferring messages.
 _GRACE_SECONDS = 60.0
 
@@ -92,6 +95,12 @@ class RunConfig(Section):
         "instead of a random one; an absolute path on the server. It is also evaluated before "
         "round 1. With `rounds = 0`, it is evaluated on every client's held-out rows.",
     )
+    instruction_key: str = Field(
+        "",
+        description="Key on the coordinator with which instructions to institutions are signed: "
+        "the `instructions.key` of `chambers site certificates`; an absolute path. `none`: they "
+        "aren't signed. Required in a deployment; simulations have no use for it.",
+    )
     model: ModelSettings = Field(default_factory=ModelSettings)
     adapter: AdapterSettings = Field(default_factory=AdapterSettings)
     data: DataSettings = Field(default_factory=DataSettings)
@@ -108,6 +117,11 @@ class RunConfig(Section):
         if value and not Path(value).expanduser().is_absolute():
             raise ValueError("must be an absolute path (or start with ~)")
         return value
+
+    @field_validator("instruction_key")
+    @classmethod
+    def _is_absolute_or_none(cls, value: str) -> str:
+        return value if value == UNSIGNED else cls._is_absolute(value)
 
     @field_validator("data")
     @classmethod

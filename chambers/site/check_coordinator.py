@@ -19,6 +19,7 @@ from chambers.site.authority import (
 )
 from chambers.site.check_machine import disk, gpu, model
 from chambers.site.connection import filtered, healthy, host_and_port, lasting
+from chambers.site.instructions import check_instructions
 from chambers.site.report import Report
 
 _DATABASE_SECONDS = 10.0
@@ -46,6 +47,7 @@ def check_coordinator(
         _lasting, server, f"chambers site certificates {folder}, then restart proxy and SuperLink"
     )
     report.line(_lasting, authority, "begin a new authority, as docs/operations.md describes")
+    report.line(check_instructions, folder)
     report.line(_answers, "SuperLink", superlink, folder)
     if report.line(_answers, "proxy", proxy, folder):
         report.line(filtered, proxy, authority)

@@ -51,7 +51,7 @@ def test_tls_accepts_the_names_and_the_loopback_ones(capsys, tmp_path):
         assert name in output
     with pytest.raises(ssl.SSLCertVerificationError, match=r"not valid for 'other\.example\.org'"):
         handshake(tmp_path, "other.example.org")
-    for file in ("authority.key", "server.key"):
+    for file in ("authority.key", "server.key", "instructions.key"):
         assert stat.S_IMODE((tmp_path / file).stat().st_mode) == 0o600
 
 
@@ -59,8 +59,10 @@ def test_renewal_keeps_authority_and_names(capsys, tmp_path):
     write(capsys, tmp_path, *NAMES, "--days", "1")
     authority = tmp_path / "at-the-institution.pem"
     authority.write_bytes((tmp_path / "authority.pem").read_bytes())
+    instructions = (tmp_path / "instructions.key").read_bytes()
     before = handshake(tmp_path, "10.0.0.5")
     write(capsys, tmp_path)
+    assert (tmp_path / "instructions.key").read_bytes() == instructions
     after = handshake(tmp_path, "10.0.0.5", authority)
     assert after["serialNumber"] != before["serialNumber"]
     assert set(after["subjectAltName"]) == set(before["subjectAltName"])
@@ -120,3 +122,14 @@ def test_refusals_name_the_cure(capsys, tmp_path, monkeypatch):
     write(capsys, tmp_path)
     (tmp_path / "server.pem").write_text("not a certificate")
     assert "is not a certificate in PEM format" in refused(capsys, *command)
+    public = tmp_path / "instructions.pub"
+    line = public.read_text()
+    public.unlink()
+    assert f"{str(public)!r}, which can't be read" in refused(capsys, *command, *NAMES)
+    told(capsys, "site", "signing-key", tmp_path / "other")
+    (tmp_path / "other.pub").rename(public)
+    assert "is not the public half of" in refused(capsys, *command, *NAMES)
+    public.write_text("not a key")
+    assert "is not an Ed25519 public key" in refused(capsys, *command, *NAMES)
+    public.write_text(line)
+    write(capsys, tmp_path, *NAMES)

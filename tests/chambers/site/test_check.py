@@ -78,7 +78,8 @@ def site(capsys, tmp_path):
     (tmp_path / "trusted.yaml").write_text(line)
     write_rows(tmp_path / "data" / "train.jsonl", 8, seed=1)
     write_rows(tmp_path / "data" / "test.jsonl", 3, seed=2)
-    (tmp_path / "policy.toml").write_text("most-rounds = 5\n")
+    policy = f'instruction-key = "{folder / "instructions.pub"}"\nmost-rounds = 5\n'
+    (tmp_path / "policy.toml").write_text(policy)
     with closing(sqlite3.connect(tmp_path / "state.db")) as database:
         database.execute("PRAGMA journal_mode = WAL")
     return SimpleNamespace(
@@ -155,6 +156,10 @@ def test_certificates_that_do_not_fit(capsys, site, tmp_path):
         assert output.count("uses another certificate than") == 2
         (site.folder / "server.key").chmod(0o644)
         assert "chmod 600" in at_coordinator(capsys, site, port)[1]
+        (site.folder / "instructions.key").chmod(0o644)
+        assert (
+            "instructions.key can be read by other users" in at_coordinator(capsys, site, port)[1]
+        )
         told(capsys, "site", "certificates", tmp_path / "other", "--name", "127.0.0.2")
         shutil.copy(tmp_path / "other" / "server.pem", site.folder)
         _, output = at_coordinator(capsys, site, port)
@@ -274,6 +279,10 @@ def test_policy(capsys, site):
         assert "names no policy" in at_institution(capsys, site, 1, node_config=node)
     node = f'name="court" polciy="{site.policy}"'
     assert "unknown keys (polciy)" in at_institution(capsys, site, 1, node_config=node)
+    site.policy.write_text("most-rounds = 5\n")
+    assert "names no instruction-key" in at_institution(capsys, site, 1)
+    site.policy.write_text(f'instruction-key = "{site.folder / "authority.pem"}"\n')
+    assert "is not an Ed25519 public key" in at_institution(capsys, site, 1)
     site.policy.write_text("most-round = 5\n")
     assert "most-round: unknown key" in at_institution(capsys, site, 1)
 
