@@ -19,7 +19,8 @@ _PERIOD_SECONDS = 3600.0
 _MOST_BYTES = 4 * 2**20
 # A request that the SuperLink has accepted, as nginx.conf writes it. It accepts none of strangers.
 _LINE = re.compile(
-    rb'([0-9a-f.:]{2,45}) \[(\S{25})\] "POST /v1/fleet/[a-z-]+" 200 (\d{1,12}) \d+ [\d.]+\n'
+    rb"([0-9a-f.:]{2,45}) \[(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d)\] "
+    rb'"POST /v1/fleet/[a-z-]+" 200 (\d{1,12}) \d+ [\d.]+\n'
 )
 
 
@@ -52,18 +53,19 @@ def most_sent(log: Path) -> str:
     with log.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _MOST_BYTES))
-        for line in file:
-            parts = _LINE.fullmatch(line)
-            if parts is None:
-                continue
-            try:
-                moment = datetime.fromisoformat(parts[2].decode()).timestamp()
-                address = str(ipaddress.ip_address(parts[1].decode()))
-            except ValueError:
-                continue
-            if now - _PERIOD_SECONDS <= moment <= now + 1:
-                sent[address] += int(parts[3])
-                first = min(first, moment)
+        end = file.read(_MOST_BYTES)
+    for line in end.splitlines(keepends=True):
+        parts = _LINE.fullmatch(line)
+        if parts is None:
+            continue
+        try:
+            moment = datetime.fromisoformat(parts[2].decode()).timestamp()
+            address = str(ipaddress.ip_address(parts[1].decode()))
+        except ValueError:
+            continue
+        if now - _PERIOD_SECONDS <= moment <= now + 1:
+            sent[address] += int(parts[3])
+            first = min(first, moment)
     if not sent:
         return "no address has sent anything in the last hour"
     ((address, most),) = sent.most_common(1)
