@@ -155,6 +155,7 @@ class Deployment:
         _sign_release(host)
         host.make_writable("proxy")
         host.make_writable("state")
+        host.make_writable("database")
         (host.make_writable("state/.flwr") / "config.toml").write_text(
             host.here(
                 '[superlink.deployment]\naddress = "127.0.0.1:8000"\n'

@@ -42,7 +42,7 @@ class Attack:
 
     def __init__(self, running, run):
         self.running, self.run = running, run
-        database = running.hosts["coordinator"].folder / "state" / "superlink.db"
+        database = running.hosts["coordinator"].folder / "database" / "superlink.db"
         self.database = f"file:{database}?mode=ro"
         rows = self.query("SELECT name, node_id FROM node")
         self.nodes = {name: int64_to_uint64(number) for name, number in rows}

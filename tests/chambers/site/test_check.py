@@ -96,7 +96,8 @@ def run(capsys, *words):
     """Run the check; return its exit status and output."""
     status = main(["site", "check", *map(str, words)])
     output = capsys.readouterr().out
-    assert (status == 0) == all(line.startswith("ok ") for line in output.splitlines())
+    lines = output.splitlines()
+    assert (status == 0) == all(line.startswith(("ok ", "warn ")) for line in lines)
     return status, output
 
 
@@ -131,6 +132,19 @@ def test_a_coordinator_that_is_ready(capsys, site, checkpoint):
     # With fl-glm it computes the model's body.
     assert f"model: {checkpoint} has the digest " in output
     assert "ok   GPU: " in output
+
+
+def test_a_database_that_can_fill_other_files_disk(capsys, site, small_disk, monkeypatch):
+    results = site.data / "runs"
+    monkeypatch.setenv("XDG_DATA_HOME", str(results))
+    _, output = at_coordinator(capsys, site, 1)
+    shared = f"{site.folder} and {results / 'chambers' / 'runs'}"
+    assert f"warn {site.database.parent} is on the same file system as {shared}: what" in output
+    assert f"GiB free in {site.data}" in output
+    assert f"warn {site.folder / 'proxy' / 'access.log'} doesn't exist, so" in output
+    _, output = at_coordinator(capsys, site, 1, database=small_disk / "superlink.db")
+    assert f"ok   {small_disk} is on a file system of its own" in output
+    assert f"fix  disk: 0.0 GiB free in {small_disk}; at least 5 GiB are needed: enlarge" in output
 
 
 def test_a_coordinator_without_the_model(capsys, site, tmp_path):
