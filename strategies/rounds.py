@@ -12,6 +12,12 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from finetuning.adapters.robust_aggregation import (
+    counted_sizes,
+    distance,
+    scaled,
+    update_factors,
+)
 from finetuning.model.base_model import locate
 from strategies.answers import answer_events, answers_of
 from strategies.exchange import exchange, turns
@@ -32,6 +38,7 @@ from strategies.metrics import averages, evaluation_events, underscored
 from strategies.participants import Participants, TooFewClientsError
 from strategies.replies import Replies
 from strategies.run_config import RunConfig
+from strategies.scaling import record_scaled
 from strategies.status import LaneStatus, Phase
 from strategies.weighted_mean import WeightedMean
 
@@ -137,6 +144,7 @@ class Rounds(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Make a train message with the global adapter to every connected client."""
+        self._reference = arrays
         refused = self._participants.register_newcomers(grid, server_round - 1)
         if refused:
             event = {"event": "refused", "round": server_round}
@@ -150,7 +158,7 @@ class Rounds(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the valid replies' adapters by data size (Eq. 2).
+        """Average the valid replies' adapters by data size (Eq. 2), within caps.
 
         Raises:
             TooFewClientsError: There are fewer valid replies than ``min-nodes``.
@@ -163,10 +171,17 @@ class Rounds(Strategy):
                 self._status.add(name, reason)
                 log(WARNING, "%s is left out: %s", name, reason)
             self._record_round(server_round, collected)
-            sizes, mean = self._participants.asked, WeightedMean()
-            for name in collected.metrics:
+            names, reference = list(collected.metrics), from_arrays(self._reference)
+            sizes = {name: self._participants.asked[name] for name in names}
+            counted = self._counted(sizes)
+            factors = update_factors({n: distance(collected.state(n), reference) for n in names})
+            shares = {name: counted[name] / size for name, size in sizes.items()}
+            record_scaled(self._journal, server_round, "update", factors)
+            record_scaled(self._journal, server_round, "data size", shares)
+            mean = WeightedMean()
+            for name in names:
                 state = collected.state(name)
-                mean.add(state, sizes[name])
+                mean.add(scaled(state, reference, factors[name]), counted[name])
                 personalised = self._personalised(name, state)
                 self._journal.keep_personalised(
                     client=name,
@@ -176,8 +191,7 @@ class Rounds(Strategy):
                     file=collected.file(name) if personalised is state else None,
                 )
                 del state, personalised  # before the next one is read
-            names = list(collected.metrics)
-            self._average({name: sizes[name] for name in names})
+            self._average(counted)
             log(INFO, "Averaged the adapters of %s", ", ".join(names))
             # If all withhold them, there are still the numbers of examples.
             measured = collected.measured or list(collected.metrics.values())
@@ -330,6 +344,10 @@ class Rounds(Strategy):
     def _personalised(self, client: str, local: State) -> State:
         """Return the adapter of the whole model from the part that a client sent."""
         return local
+
+    def _counted(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the data sizes that count in averages (``max-share``)."""
+        return counted_sizes(sizes, self.config.max_share)
 
     def _average(self, weights: Mapping[str, int]) -> None:
         """Average the server's part of the clients' adapters; by default it has none."""
