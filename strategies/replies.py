@@ -26,6 +26,7 @@ class Replies:
         answers: Answers that clients have sent as text, by client.
         left_out: Reasons for leaving others out by client.
         withheld: Reasons of those whose policy keeps metrics to themselves, by client.
+        not_finite: Clients that found a loss or a gradient to be no finite number.
 
     """
 
@@ -35,6 +36,7 @@ class Replies:
         self.answers: dict[str, list[Answer]] = {}
         self.left_out: dict[str, str] = {}
         self.withheld: dict[str, str] = {}
+        self.not_finite: list[str] = []
 
     @property
     def measured(self) -> list[Mapping[str, Any]]:

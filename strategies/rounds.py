@@ -35,6 +35,7 @@ from strategies.messages import (
     withheld_of,
 )
 from strategies.metrics import averages, evaluation_events, underscored
+from strategies.not_finite import require_finite, says_not_finite
 from strategies.participants import Participants, TooFewClientsError
 from strategies.replies import Replies
 from strategies.run_config import RunConfig
@@ -100,6 +101,7 @@ class Rounds(Strategy):
         Raises:
             RefusedError: Clients can't take part as they are.
             TooFewClientsError: Fewer than ``min-nodes`` are connected or sent valid replies.
+            NotFiniteError: Most clients find the global adapter unusable.
 
         """
         with self._prepared(grid, initial_arrays) as arrays:
@@ -162,6 +164,7 @@ class Rounds(Strategy):
 
         Raises:
             TooFewClientsError: There are fewer valid replies than ``min-nodes``.
+            NotFiniteError: Most clients find the global adapter unusable.
 
         """
         with Replies(self._journal.scratch) as collected:
@@ -208,6 +211,9 @@ class Rounds(Strategy):
         event = {"event": "round", "round": server_round, "participants": list(valid)}
         seconds = self._status.seconds
         self._journal.record({**event, "left_out": _reasons(left_out), "seconds": seconds})
+        if not self._evaluation(server_round - 1).losses:  # there it has been decided
+            asked = len(self._participants.asked)
+            require_finite(self._journal, server_round - 1, collected, asked)
         self._require_enough(f"round {server_round}", collected)
         for name, metrics in valid.items():
             own = {underscored(key): value for key, value in metrics.items() if key != SIZE}
@@ -245,6 +251,7 @@ class Rounds(Strategy):
         Raises:
             TooFewClientsError: After the last round, there are fewer valid replies than
                 ``min-nodes``.
+            NotFiniteError: Most clients find the global adapter unusable.
 
         """
         expected = self._reference if self._evaluation(server_round).importance else None
@@ -254,6 +261,8 @@ class Rounds(Strategy):
             if left_out := dict(sorted((collected.left_out | collected.withheld).items())):
                 missing = {"event": "evaluation-missing", "round": server_round}
                 self._journal.record({**missing, "left_out": _reasons(left_out)})
+            asked = len(self._participants.asked)
+            require_finite(self._journal, server_round, collected, asked)
             for name, metrics in collected.metrics.items():
                 for event in evaluation_events(metrics):
                     self._journal.record(
@@ -291,6 +300,8 @@ class Rounds(Strategy):
                     del arrays
                 else:
                     collected.left_out[name] = reason
+                    if says_not_finite(reply, reason):
+                        collected.not_finite.append(name)
                 self._status.add(name, reason)
             del reply  # before the next one is pulled
         collected.left_out |= self._participants.missing({*collected.metrics, *collected.left_out})
