@@ -28,6 +28,7 @@ from strategies.metrics import underscored
 from strategies.participants import RefusedError
 from strategies.rounds import Rounds
 from strategies.run_config import RunConfig
+from strategies.scaling import record_scaled
 from strategies.status import LaneStatus
 
 
@@ -105,7 +106,8 @@ class FLGLM(Rounds):
         if server_round > 1 and (server_round - 1) % self.config.split.rotate_keys_every == 0:
             self._server.rotate_keys()
         seed = derive_seed("stack", self.config.seed, server_round)
-        self._server.begin_round(self._participants.asked, seed)
+        counted = self._counted(self._participants.asked)
+        self._server.begin_round(counted, seed, from_arrays(arrays))
         self._ends = {}
         for message in messages:
             client = self._participants.recipient_of(message)
@@ -275,6 +277,8 @@ class FLGLM(Rounds):
 
     def _average(self, weights: Mapping[str, int]) -> None:
         self._body = self._server.end_round(weights)
+        number = self.progress.finished_rounds + 1
+        record_scaled(self._journal, number, "update at the server", self._server.scaled)
         optimizers = self._server.export_optimizers()
         self.progress = replace(self.progress, optimizers=optimizers or None)
 

@@ -68,6 +68,13 @@ class RunConfig(Section):
         "fails. It starts when this many SuperNodes are connected, with all that are. `chambers "
         "train` sets it to the number of clients, unless it is given.",
     )
+    max_share: float = Field(
+        0.75,
+        gt=0,
+        le=1,
+        description="Largest share of a client's data size in averages of two clients or more. One "
+        "that has more is named, and counts as fewer rows; 1 believes every number.",
+    )
     node_timeout: PositiveFloat = Field(
         120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."
     )

@@ -129,18 +129,22 @@ class BlockServer:
         """The address at which clients reach the server, as host:port."""
         return self._split.advertise or self._server.address
 
-    def begin_round(self, examples: Mapping[str, int], seed: int) -> None:
+    def begin_round(self, examples: Mapping[str, int], seed: int, own: State | None = None) -> None:
         """Prepare for a round of training.
 
         Args:
             examples: Numbers of training examples of the clients that will be invited, by name.
                 They are the clients' weights in averages.
             seed: Seed of everything that the clients train together in this round.
+            own: Adapters of heads and tails with which the clients begin; None for the initial
+                ones. Averages within the round compare what they hand in with them.
 
         """
         self._examples = dict(examples)
         keep = self._train.optimizer_state == "keep"
         self._compute.call(lambda: self._schedule.begin_round(examples, keep, seed))
+        if own is not None:
+            self._schedule.begin_with(own)
 
     def invite_to_train(
         self,
@@ -223,6 +227,11 @@ class BlockServer:
 
         """
         return self._compute.call(lambda: self._schedule.end_round(weights))
+
+    @property
+    def scaled(self) -> dict[str, float]:
+        """Clients of the round whose adapters were scaled down, each with the smallest factor."""
+        return self._schedule.scaled
 
     def export_optimizers(self) -> State:
         """Return all optimizers' states, by ``<client or body>/<weight>:<moment>``.

@@ -1,5 +1,6 @@
 """``chambers status``, from the files that real runs write."""
 
+import json
 import os
 import pty
 import subprocess
@@ -104,6 +105,16 @@ def test_a_run_that_fails_says_why(values, tmp_path, status):
     assert code == 1
     assert "failed" in text and "TooFewClientsError: round 2: 2 valid replies" in text
     assert "OUT of round 2: [red]" in text and "\x1b" not in text
+
+
+def test_who_was_scaled_down_is_shown(checkpoint, tmp_path, status):
+    directory = write_run(tmp_path / "run", checkpoint, **{"split.head-blocks": 0})
+    scaled = {"event": "scaled", "round": 1, "client": "beta", "what": "update", "factor": 0.00123}
+    with (directory / METRICS).open("a") as lines:
+        lines.write(json.dumps(scaled) + "\n")
+    _, text = status(directory)
+    assert "alpha - - took part in round 1 beta" in text
+    assert "beta - - took part in round 1; its update counts × 0.0012" in text
 
 
 def test_a_killed_run_is_not_taken_for_a_running_one(checkpoint, tmp_path, status):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from finetuning.adapters.adapter import State
+from finetuning.adapters.robust_aggregation import distance, scaled, update_factors
 from finetuning.training.optimization import OptimizerState
 from split.protocol.errors import ProtocolError
 from split.protocol.frames import check_size
@@ -49,6 +50,9 @@ class Hierarchical:
         self._compute = compute
         self._global = dict(state)
         self._client_adapters = client_adapters
+        # What the clients' adapters are compared with: those that all have had last.
+        self._common_body, self._common = self._global, dict(client_adapters)
+        self._scaled: dict[str, float] = {}
         self._average_every = split.average_every
         self._adapters: dict[str, BodyAdapters] = {}
         self._weights: dict[str, float] = {}
@@ -74,6 +78,7 @@ class Hierarchical:
             self._weights = dict(weights)
             self._keeps_optimizers = keep_optimizers
             self._steps, self._due, self._gathered, self._averages = {}, {}, {}, {}
+            self._common_body, self._scaled = self._global, {}
             self._barrier.begin(weights)
         for client in weights:
             if client not in self._adapters:
@@ -81,6 +86,10 @@ class Hierarchical:
             self._adapters[client].load(self._global)
             if not keep_optimizers:
                 self._adapters[client].load_optimizer({})
+
+    def begin_with(self, own: Mapping[str, torch.Tensor]) -> None:
+        """Set the adapters of heads and tails with which all clients begin the round."""
+        self._common = dict(own)
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
         """Add a client; where clients average within a round, wait until all have joined.
@@ -156,7 +165,8 @@ class Hierarchical:
             if client not in self._averages:
                 gathered = self._gathered.pop(step)
                 self._compute.call(lambda: self._average_bodies(gathered))
-                self._averages |= dict.fromkeys(gathered, self._mean(gathered))
+                self._common = self._mean(gathered, self._common)
+                self._averages |= dict.fromkeys(gathered, self._common)
                 self._changed.notify_all()
             return self._averages.pop(client)
 
@@ -167,8 +177,14 @@ class Hierarchical:
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Average the adapters of the clients whose round counts."""
         self._weights = dict(weights)
-        self._global = self._mean({name: self._adapters[name].export() for name in weights})
+        bodies = {name: self._adapters[name].export() for name in weights}
+        self._global = self._mean(bodies, self._global)
         return self._global
+
+    @property
+    def scaled(self) -> dict[str, float]:
+        """Clients of the round whose adapters were scaled down, each with the smallest factor."""
+        return dict(self._scaled)
 
     def export_optimizers(self) -> dict[str, State]:
         """Return the optimizers' states by client."""
@@ -217,16 +233,27 @@ class Hierarchical:
         return expected <= self._gathered[step].keys()
 
     def _average_bodies(self, clients: Iterable[str]) -> None:
-        mean = self._mean({name: self._adapters[name].export() for name in clients})
+        bodies = {name: self._adapters[name].export() for name in clients}
+        self._common_body = self._mean(bodies, self._common_body)
         for name in clients:
-            self._adapters[name].load(mean)
+            self._adapters[name].load(self._common_body)
 
-    def _mean(self, states: Mapping[str, State]) -> State:
-        """Average by the clients' weights, in the order of names."""
+    def _mean(self, states: Mapping[str, State], reference: State) -> State:
+        """Average by the clients' weights, in the order of names.
+
+        Args:
+            states: Adapters by client.
+            reference: Adapters with which all of them began; those that are far from it, compared
+                with the others, are scaled down.
+
+        """
         total = sum(self._weights[name] for name in states)
+        factors = update_factors({n: distance(each, reference) for n, each in states.items()})
         mean: State = {}
         for name in sorted(states):
-            share = self._weights[name] / total
-            for key, value in states[name].items():
+            share, factor = self._weights[name] / total, factors[name]
+            if factor < 1:
+                self._scaled[name] = min(factor, self._scaled.get(name, 1.0))
+            for key, value in scaled(states[name], reference, factor).items():
                 mean[key] = mean[key] + share * value if key in mean else share * value
         return mean
