@@ -106,6 +106,9 @@ def test_an_older_one_and_an_earlier_round_are_refused(signed_site):
     assert "signed before another one" in signed_site.refusal(old, its_statement)
     assert "an earlier round" in signed_site.refusal(*signed_site.signed("query", round=1))
     signed_site.answer(*signed_site.signed("query", round=1, lineage="run-2"))
+    # Another of the institution's SuperNodes, with the same log.
+    signed_site.site.node["name"] = "tribunal"
+    assert "problem" not in signed_site.answer(old, its_statement).content[CONFIG]
 
 
 @pytest.mark.parametrize(("seconds", "problem"), [(-900, "expired"), (900, "in the future")])

@@ -99,23 +99,31 @@ def test_a_reply_in_another_s_name_is_left_out_by_name(values, tmp_path, signer,
 
 
 class SuperLink:
-    """A SuperLink with Flower's own store of objects; its clients answer at once."""
+    """A SuperLink with Flower's own store of objects; its clients answer at once.
 
-    def __init__(self, folder, refuses=()):
+    It refuses all messages to some clients. To others, someone blocks the objects of the first.
+    """
+
+    def __init__(self, folder, refuses=(), blocks=()):
         self.store = SqlObjectStore(str(folder / "superlink.db"))
         self.store.initialize()
-        self.messages, self.refuses, self.pushes = {}, refuses, 0
+        self.messages, self.refuses = {}, refuses
+        self.blocks, self.blocked = set(blocks), set()
 
     def announce(self, tree):
         """Announce an object, as any SuperNode can with a message to itself."""
         return self.store.preregister(1, tree)
 
     def PushMessages(self, request):  # noqa: N802 - Flower's names
-        self.pushes += 1
         wanted = []
         try:
             for each, tree in zip(request.messages_list, request.message_object_trees, strict=True):
-                if each.metadata.dst_node_id in self.refuses:
+                node, objects = each.metadata.dst_node_id, iterate_object_tree(tree)
+                objects = {one.object_id for one in objects}
+                if node in self.blocks:
+                    self.blocks.remove(node)
+                    self.blocked |= objects
+                if node in self.refuses or objects & self.blocked:
                     raise ValueError("refused")
                 wanted += self.announce(tree)
                 self.messages[each.metadata.message_id] = tree
@@ -204,6 +212,15 @@ def test_a_client_whose_message_is_refused_is_left_out_and_the_others_are_asked(
     superlink = SuperLink(tmp_path, refuses={2})
     answers = ask(superlink, signer, to_arrays({"lora_A": torch.ones(2, 3)}))
     assert answers == {1: None, 2: "the message to it could not be sent", 3: None}
+
+
+def test_a_message_whose_objects_were_blocked_is_sent_with_others(ask, signer, tmp_path):
+    superlink = SuperLink(tmp_path, blocks={2})
+    assert ask(superlink, signer, to_arrays({"lora_A": torch.ones(2, 3)})) == {
+        1: None,
+        2: None,
+        3: None,
+    }
 
 
 def test_equal_arrays_are_stored_once(ask, signer, tmp_path):
