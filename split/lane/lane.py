@@ -338,7 +338,8 @@ class Lane:
             return self._end(PeerError(f"the other side gave up: {words}"))
         if frame.kind is Kind.CONFIRM:
             return self._end(FrameError("a second CONFIRM came"), "a second CONFIRM came")
-        size, most = max(stream.frame_bytes, frame.tensor_bytes), self.limits.hidden_bytes
+        size = max(stream.frame_bytes, frame.tensor_bytes) + frame.overhead_bytes
+        most = self.limits.hidden_bytes
         self._room.wait_for(
             lambda: (
                 not self._inbox

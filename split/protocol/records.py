@@ -238,11 +238,8 @@ class Opener:
             received = self._partial.received
             if not self._partial.continues(header):
                 raise FrameError("a frame was interrupted by another one")
-        elif total > self._limits.largest(header.kind):
-            raise FrameError(
-                f"a {header.kind.name} frame has {total} bytes; agreed on are at most "
-                f"{self._limits.largest(header.kind)}"
-            )
+        else:
+            self._limits.check_bytes(header.kind, total)
         if size != min(total - received, RECORD_BYTES) or header.final != (
             received + size == total
         ):

@@ -184,7 +184,11 @@ def test_a_frame_of_a_wrong_shape_is_refused_with_its_first_record(monkeypatch):
         return empty(size, **options)
 
     monkeypatch.setattr(records.torch, "empty", note)
-    for agreed in (Limits(32, "float32", 65536), Limits(64, "float32", 8191)):
+    for agreed in (
+        Limits(32, "float32", 65536),
+        Limits(64, "float32", 8191),
+        Limits(64, "float32", 8192, maximum_columns=4095),
+    ):
         with pytest.raises(FrameError, match=r"agreed on"):
             Opener(UP, agreed).open(first)
     assert all(size <= RECORD_BYTES for size in allocated)

@@ -323,7 +323,7 @@ def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning
     parts = take_apart(beginning, partition)
     body = load_parts(ModelSettings(), base, partition, ("body",))["body"]
     tokens, mask = torch.arange(2, 9)[None], torch.ones(1, 7, dtype=torch.int64)
-    server, texts = ModelServer(body, ADAPTER, split, "run"), []
+    server, texts = ModelServer(body, ADAPTER, split, "run", longest_prompt=7), []
     try:
         made = server.invite("alpha", {"global": parts["body"]}, 60.0)
         standing = StandingInvitation(
@@ -338,6 +338,7 @@ def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning
             model=str(base),
             digests={},
             blocks=partition.blocks,
+            longest_prompt=7,
             head_blocks=partition.head,
             tail_blocks=partition.tail,
             wire_dtype=split.wire_dtype,
