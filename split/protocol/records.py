@@ -21,7 +21,7 @@ from split.protocol.errors import AlteredRecordError, FrameError, LaneCutError
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.payload import Description, read_description
 
-VERSION = 2
+VERSION = 3
 RECORD_BYTES = 2**20  # of payload
 TAG_BYTES = 16
 _FINAL = 1
