@@ -13,7 +13,7 @@ from split.lane.listening import LaneServer
 from split.model.part import Part
 from split.model.partition import PartyName
 from split.protocol.errors import LaneError, ProtocolError
-from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
+from split.protocol.frames import Kind, Limits, average_bytes
 from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
@@ -49,7 +49,7 @@ class BlockServer:
         rounds: Number of rounds of the run.
         longest: Padded tokens of the largest micro-batch that any client may send, prefixes
             included.
-        columns: Tokens of the longest row that a client may train on.
+        columns: Tokens of the longest row that a client may train on, or evaluate.
         minimum: Number of clients that must join for a round that they begin together.
         most_kept: Padded tokens of the largest batch of texts that a client may generate; they are
             taken from the activation budget.
@@ -80,7 +80,6 @@ class BlockServer:
         self._run = run
         self._rounds = rounds
         self._longest = longest
-        self._columns = columns
         self._most_kept = most_kept
         self._grants: dict[Identity, Grant] = {}
         self._accounts: list[Account] = []
@@ -104,15 +103,13 @@ class BlockServer:
         )
         self._keys = ServerKeys(split.key_exchange)
         client = sum(t.numel() for party in ("head", "tail") for t in state[party].values())
-        # Twice the size of the float32 weights, so that names and shapes fit, too.
-        average = {Kind.AVERAGE: 8 * client + SMALL_PAYLOAD_BYTES} if split.average_every else {}
-        none = {Kind.AVERAGE: SMALL_PAYLOAD_BYTES}
         limits = Limits(
             hidden=body.hidden_size,
             wire_dtype=split.wire_dtype,
             maximum_tokens=longest,
-            payload_bytes=average or none,
+            payload_bytes={Kind.AVERAGE: average_bytes(client)} if split.average_every else {},
             window=split.window,
+            maximum_columns=columns,
         )
         self._server = LaneServer(
             listen=split.listen,
@@ -309,7 +306,6 @@ class BlockServer:
                 split=self._split,
                 train=self._train,
                 lanes=1 if self._split.schedule == "serial" else len(self._examples),
-                columns=self._columns,
                 columns_before=self._adapter.columns_before,
             )
             return TrainingSession(

@@ -91,7 +91,11 @@ class Client:
     def lane(self, invitation):
         split = self.split
         limits = Limits(
-            self.ends["head"].hidden_size, split.wire_dtype, LONGEST, window=split.window
+            hidden=self.ends["head"].hidden_size,
+            wire_dtype=split.wire_dtype,
+            maximum_tokens=LONGEST,
+            payload_bytes={Kind.AVERAGE: 2**20},  # hostile clients send it anyway
+            window=split.window,
         )
         deadline = time.monotonic() + 60
         lane = open_lane(invitation, limits, deadline, self.split.resume_timeout, patience=0.0)

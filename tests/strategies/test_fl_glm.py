@@ -17,6 +17,8 @@ from client_app import fl_glm
 from client_app.institution import open_institution
 from finetuning.model.base_model import BaseModelError
 from split.client.split_model import SplitModel
+from split.lane.dialling import open_lane
+from split.protocol.frames import Kind
 from strategies import exchange, live_status
 from strategies.messages import Instruction, answer, config_of, one_line
 from strategies.participants import RefusedError
@@ -57,6 +59,24 @@ def test_clients_and_server_learn(split_values, tmp_path, schedule):
     assert not [e for e in lanes if e["error"]]
     trained = [e for e in lanes if e["purpose"] == "train"]
     assert len(trained) == 9 and all(e["steps"] > 0 and e["bytes_up"] > 0 for e in trained)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_clients_accept_an_average_where_something_is_averaged(
+    split_values, tmp_path, monkeypatch, every
+):
+    accepted = []
+
+    def opening(*, limits, **others):
+        accepted.append(limits.largest(Kind.AVERAGE))
+        return open_lane(limits=limits, **others)
+
+    monkeypatch.setattr(fl_glm, "open_lane", opening)
+    averaging = {"split.schedule": "hierarchical", "split.average-every": every}
+    values = split_values | averaging | {"rounds": 1, "min-nodes": 1}
+    journal = run_in_process(values, tmp_path / "state", 1)
+    assert not [e for e in journal.events if e["event"] == "lane" and e["error"]]
+    assert [most > 0 for most in accepted] == [False, every > 0, False]
 
 
 def test_a_gguf_file_trains_as_its_checkpoint_does(split_values, deep_checkpoint, tmp_path):

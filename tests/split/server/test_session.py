@@ -128,7 +128,7 @@ REFUSED = {
     "a step without gradients": (early_step, "before all its gradients"),
     "an impossible norm": (infinite_norm, "squared_norm"),
     "an end within a step": (early_end, "the round ended in step 0 of 3"),
-    "an average that is not due": (average, "average"),
+    "an average that is not due": (average, "AVERAGE where nothing is averaged"),
     "no lengths": (no_lengths, "lengths"),
     "more steps than its examples allow": (joined(steps=21, total_steps=21), "steps = 21"),
     "a later step than its rounds allow": (joined(first_step=1), "first_step = 1"),
@@ -164,17 +164,28 @@ def test_what_a_client_may_not_do_ends_its_lane_alone(base, beginning, what):
         assert not server.finish_lanes()[0].error
 
 
-def test_a_row_that_is_longer_than_the_run_s_is_refused(base, beginning):
+@pytest.mark.parametrize("what", ["train", "evaluate", "generate"])
+def test_a_row_that_is_longer_than_the_run_s_is_refused(base, beginning, what):
     split = split_settings()
     with serving(base, beginning, split, columns=7) as server:
         server.begin_round({"alpha": 9}, 0)
-        client = Refusals(base, split)
-        invitation = server.invite_to_train("alpha", 1, 0, 60.0)
-        reason = "a row of 8 tokens came; data.max-length allows 7"
-        with client.client.lane(invitation) as model, pytest.raises(LaneError, match=reason):
-            client.join(model)
-            client.send_hidden(model)
-            model.lane.receive(30.0)
+        refused = Refusals(base, split)
+        invitation = (
+            server.invite_to_train("alpha", 1, 0, 60.0)
+            if what == "train"
+            else server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
+        )
+        reason = r"rows of 8 tokens; agreed on are at most 7 \(data\.max-length"
+        with refused.client.lane(invitation) as model:
+            if what == "train":
+                refused.join(model)
+                refused.send_hidden(model)
+            else:
+                model.choose("base", None)
+                texts = {"new_tokens": None, "side": "right"} if what == "evaluate" else {}
+                send_texts(model, rows=1, columns=8, **texts)
+            with pytest.raises(LaneError, match=reason):
+                model.lane.receive(30.0)
 
 
 def test_an_evaluation_has_credits_too(base, beginning):
