@@ -121,7 +121,11 @@ class RunConfig(Section):
     @classmethod
     def _is_absolute(cls, value: str) -> str:
         # A Flower app runs in Flower's own folder, to which a relative path would refer.
-        if value and not Path(value).expanduser().is_absolute():
+        try:
+            is_absolute = Path(value).expanduser().is_absolute()
+        except RuntimeError as error:
+            raise ValueError("starts with the home of a user that there isn't here") from error
+        if value and not is_absolute:
             raise ValueError("must be an absolute path (or start with ~)")
         return value
 
