@@ -82,7 +82,8 @@ class SplitSettings(Section):
         60.0,
         description="Seconds after which `client-batch` continues without clients that all others "
         "are waiting for, and after which the lane of a silent client ends if others wait for what "
-        "it holds of `activation-budget`.",
+        "it holds of `activation-budget`. However punctual all are: once half of `round-timeout` "
+        "has been spent on waiting for others, the one that was waited for most is left behind.",
     )
     resume_timeout: PositiveFloat = Field(
         30.0,

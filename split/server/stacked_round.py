@@ -36,6 +36,7 @@ from split.server.compute import ComputeThread, Job, Priority
 from split.server.session import Session
 from split.server.share_cap import ShareCap
 from split.server.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
+from split.server.wait_budget import WaitBudget
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class StackedRound:
         self._split = split
         self._lock = threading.RLock()
         self._members: dict[str, Member] = {}
+        self._waits = WaitBudget()
         self._stacked: deque[StackedMicroBatch] = deque()  # those that lack gradients
         self._next = 0  # index of the micro-batch to stack next
         self._step = 0
@@ -79,6 +81,7 @@ class StackedRound:
         with self._lock:
             member = Member(session, plan)
             self._members[member.client] = member
+            self._waits.add(session)
             self._choose_rate()
             return member
 
@@ -120,6 +123,7 @@ class StackedRound:
         """Remove a member; the others train without it."""
         with self._lock:
             del self._members[member.client]
+            self._waits.remove(member.client)
             self._choose_rate()
             self._advance()
         self._compute.call(lambda: self._clean(member))
@@ -170,16 +174,19 @@ class StackedRound:
 
     def _note_waiting(self) -> None:
         """Start the clocks of members that others wait for, and stop those of all others."""
-        waiting = any(not member.is_due for member in self._members.values())
+        due = [member for member in self._members.values() if member.is_due]
+        awaited = due if len(due) < len(self._members) else []
         for member in self._members.values():
-            if not (waiting and member.is_due):
+            if member not in awaited:
                 member.awaited_since = None
             elif member.awaited_since is None:
                 member.awaited_since = time.monotonic()
+        self._waits.note(member.client for member in awaited)
 
     def _end_late_members(self) -> None:
         """End the lanes of members that others have waited for too long."""
         with self._lock:
+            self._note_waiting()
             for member in self._members.values():
                 since = member.awaited_since
                 if since is not None and time.monotonic() - since >= self._split.gather_timeout:
