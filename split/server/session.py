@@ -34,6 +34,7 @@ class Account:
         seconds_serialisation: Time spent on packing and unpacking tensors, at the server.
         seconds: Time from the handshake to the end.
         resumed: How often the lane was cut and resumed.
+        capped: How often a number of the client was scaled down (``split.share-cap``).
         error: Reason for an early end; empty without one.
 
     """
@@ -50,6 +51,7 @@ class Account:
     seconds_serialisation: float = 0.0
     seconds: float = 0.0
     resumed: int = 0
+    capped: int = 0
     error: str = ""
 
 
