@@ -27,8 +27,8 @@ from split.server.session import Account
 from split.server.training_session import TrainingSession
 from split.settings import SplitSettings
 
-# What an invitation allows: to train, or to evaluate models.
-Grant = RoundPlan | Models
+# What an invitation allows, to train or to evaluate models, and for how many seconds.
+Grant = tuple[RoundPlan | Models, float]
 
 _log = logging.getLogger(__name__)
 _MOST_LANES = 256
@@ -265,8 +265,10 @@ class BlockServer:
             self._server.stop()
             self._compute.stop()
 
-    def _invite(self, identity: Identity, grant: Grant, lifetime: float) -> Invitation:
-        self._grants[identity] = grant
+    def _invite(
+        self, identity: Identity, allowed: RoundPlan | Models, lifetime: float
+    ) -> Invitation:
+        self._grants[identity] = allowed, lifetime
         return Invitation(
             address=self.address,
             suite=self._split.key_exchange,
@@ -301,7 +303,8 @@ class BlockServer:
                 self._changed.notify_all()
 
     def _session(self, lane: Lane, grant: Grant) -> TrainingSession | EvaluationSession:
-        if isinstance(grant, RoundPlan):
+        allowed, lifetime = grant
+        if isinstance(allowed, RoundPlan):
             limits = round_limits(
                 split=self._split,
                 train=self._train,
@@ -310,16 +313,17 @@ class BlockServer:
             )
             return TrainingSession(
                 lane=lane,
-                largest=grant,
+                largest=allowed,
                 schedule=self._schedule,
                 compute=self._compute,
                 limits=limits,
                 frame_timeout=self._split.frame_timeout,
                 gather_timeout=self._split.gather_timeout,
+                lifetime=lifetime,
             )
         return EvaluationSession(
             lane=lane,
-            models=grant,
+            models=allowed,
             body=self._body,
             adapter=self._adapter,
             compute=self._compute,
@@ -328,4 +332,5 @@ class BlockServer:
             most_kept=min(self._most_kept, self._split.activation_budget),
             frame_timeout=self._split.frame_timeout,
             gather_timeout=self._split.gather_timeout,
+            lifetime=lifetime,
         )

@@ -1,6 +1,7 @@
 """A block server for trained models, through which invited clients generate text at any time."""
 
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -122,6 +123,7 @@ class ModelServer:
             most_kept=self._split.activation_budget,
             frame_timeout=self._split.frame_timeout,
             gather_timeout=self._split.gather_timeout,
+            lifetime=math.inf,  # it is no round whose end others would miss
         )
         with self._lock:
             older = self._sessions.get(lane.identity)

@@ -74,6 +74,8 @@ def round_of(name: str, steps: int = STEPS) -> tuple[list[Example], LocalRound]:
 class Client:
     """A client with its own parts, as in a separate process."""
 
+    lifetime = 60.0  # of its invitation to train
+
     def __init__(
         self, name: str, base: Path, split: SplitSettings, adapter=ADAPTER, model=MODEL, noise=0.0
     ) -> None:
@@ -115,7 +117,7 @@ class Client:
     ) -> State:
         """Train a round; ``disturb`` may do something to the model before it begins."""
         examples, local_round = round_of(self.name, steps)
-        invitation = server.invite_to_train(self.name, 1, local_round.seed, 60.0)
+        invitation = server.invite_to_train(self.name, 1, local_round.seed, self.lifetime)
         with self.lane(invitation) as model:
             disturb(model)
             load_state(model.parameters, {n: state[n] for n in model.parameters})

@@ -19,6 +19,7 @@ from split.server.body_adapters import BodyAdapters, SeparateTrainer
 from split.server.compute import ComputeThread
 from split.server.schedules.join_barrier import JoinBarrier
 from split.server.session import Session
+from split.server.wait_budget import WaitBudget
 from split.settings import SplitSettings
 
 _POLL_SECONDS = 1.0
@@ -62,6 +63,7 @@ class Hierarchical:
         self._keeps_optimizers = False
         self._before: dict[str, OptimizerState] = {}  # optimizers of clients in their round
         self._due: dict[str, int] = {}  # step after which each client averages next
+        self._waits = WaitBudget()
         self._changed = threading.Condition()
         self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
 
@@ -79,6 +81,7 @@ class Hierarchical:
             self._keeps_optimizers = keep_optimizers
             self._steps, self._due, self._gathered, self._averages = {}, {}, {}, {}
             self._common_body, self._scaled = self._global, {}
+            self._waits = WaitBudget()
             self._barrier.begin(weights)
         for client in weights:
             if client not in self._adapters:
@@ -109,11 +112,13 @@ class Hierarchical:
             # Before it waits: the others may begin before this thread wakes up.
             self._steps[client] = plan.steps
             self._due[client] = self._average_every
+            self._waits.add(session)
             if self._average_every:
                 try:
                     self._barrier.wait(client, session.lane.check)
                 except RuntimeError:
                     del self._steps[client]
+                    self._waits.remove(client)
                     raise
         if self._keeps_optimizers:
             self._before[client] = self._adapters[client].export_optimizer()
@@ -134,8 +139,10 @@ class Hierarchical:
             self._adapters[client].load_optimizer(before)
         with self._changed:
             self._steps.pop(client, None)
+            self._waits.remove(client)
             for handed_in in self._gathered.values():
                 handed_in.pop(client, None)
+            self._note_waiting()
             self._changed.notify_all()
 
     def average(self, session: Session, step: int, own: State) -> State:
@@ -161,9 +168,11 @@ class Hierarchical:
                 self._hand_in(client, step, own)
             while client not in self._averages and not self._all_at(step):
                 session.lane.check()
+                self._note_waiting()
                 self._changed.wait(_POLL_SECONDS)
             if client not in self._averages:
                 gathered = self._gathered.pop(step)
+                self._note_waiting()
                 self._compute.call(lambda: self._average_bodies(gathered))
                 self._common = self._mean(gathered, self._common)
                 self._averages |= dict.fromkeys(gathered, self._common)
@@ -206,6 +215,7 @@ class Hierarchical:
         self._check(own)
         self._due[client] += self._average_every
         self._gathered.setdefault(step, {})[client] = own
+        self._note_waiting()
         self._changed.notify_all()
 
     def _check(self, own: State) -> None:
@@ -229,8 +239,16 @@ class Hierarchical:
             check_size(given, name)
 
     def _all_at(self, step: int) -> bool:
+        return not self._missing_at(step)
+
+    def _missing_at(self, step: int) -> set[str]:
         expected = {name for name, steps in self._steps.items() if steps > step}
-        return expected <= self._gathered[step].keys()
+        return expected - self._gathered[step].keys()
+
+    def _note_waiting(self) -> None:
+        """Note for whom others wait that have handed in their adapters."""
+        waiting = (step for step, handed_in in self._gathered.items() if handed_in)
+        self._waits.note(set().union(*(self._missing_at(step) for step in waiting)))
 
     def _average_bodies(self, clients: Iterable[str]) -> None:
         bodies = {name: self._adapters[name].export() for name in clients}

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.protocol.training import RoundPlan
-from split.server.compute import Priority
+from split.server.compute import Priority, first_ready
 from tests.split.clients import TRAIN, Client, bodies_kept, send_texts, serving, split_settings
 from tests.waiting import wait_until
 
@@ -292,11 +292,44 @@ def test_models_to_evaluate_are_chosen_one_at_a_time(base, beginning):
     with serving(base, beginning, split) as server:
         invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
         with client.lane(invitation) as model, pytest.raises(LaneError):
-            for _ in range(2000):
-                model.lane.send(Kind.JOIN, fields={"model": "base"})
+            with busy(server):
+                for _ in range(2):
+                    model.lane.send(Kind.JOIN, fields={"model": "base"})
+                wait_until(lambda: cleans_up(server))
             while True:
                 model.lane.receive(30.0)
         assert "before the answers" in server.finish_lanes()[0].error
+
+
+def test_choosing_the_same_model_again_is_answered_without_the_compute_thread(base, beginning):
+    client = Client("alpha", base, split_settings())
+    with serving(base, beginning, split_settings()) as server, ExitStack() as lanes:
+        invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
+        model = lanes.enter_context(client.lane(invitation))
+        model.choose("base", None)
+        with busy(server):
+            model.lane.send(Kind.JOIN, fields={"model": "base"})
+            assert model.lane.receive(20.0).kind is Kind.WELCOME
+
+
+def test_choosing_a_model_does_not_overtake_prompts(base, beginning):
+    """Clients that did nothing else used to keep a third's prompt waiting for ever."""
+    clients = [Client(name, base, split_settings()) for name in ("alpha", "beta")]
+    with serving(base, beginning, split_settings()) as server, ExitStack() as lanes:
+        alpha, beta = (
+            lanes.enter_context(
+                client.lane(server.invite_to_evaluate(client.name, 0, {"base": None}, 60.0))
+            )
+            for client in clients
+        )
+        beta.choose("base", None)
+        with busy(server):
+            send_texts(beta)
+            wait_until(lambda: len(server._compute._waiting) == 1)
+            alpha.lane.send(Kind.JOIN, fields={"model": "base"})
+            wait_until(lambda: len(server._compute._waiting) == 2)
+            first = first_ready(server._compute._waiting, free_tokens=100, now=0.0)
+            assert first.owner.account.client == "beta"
 
 
 @pytest.mark.parametrize(("steps", "first", "total"), [(3, 0, 20), (3, 1, 6), (20, 20, 39)])
