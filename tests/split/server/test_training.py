@@ -33,17 +33,27 @@ from tests.split.clients import (
 from tests.waiting import wait_until
 
 
-@pytest.mark.parametrize("cut", [(1, 1), (2, 1), (0, 1)], ids=str)
-def test_one_client_equals_centralised_training(base, beginning, cut):
-    split = split_settings(head_blocks=cut[0], tail_blocks=cut[1])
-    with serving(base, beginning, split) as server:
+@pytest.mark.parametrize(
+    ("head", "tail", "schedule", "finished"),
+    [
+        (1, 1, "serial", 0),
+        (2, 1, "serial", 0),
+        (0, 1, "serial", 0),
+        # In its second round, at the learning rates of that.
+        (1, 1, "serial", 1),
+        (1, 1, "client-batch", 1),
+    ],
+)
+def test_one_client_equals_centralised_training(base, beginning, head, tail, schedule, finished):
+    split = split_settings(head_blocks=head, tail_blocks=tail, schedule=schedule)
+    with serving(base, beginning, split, rounds=finished + 1) as server:
         server.begin_round({"alpha": 9}, 0)
         client = Client("alpha", base, split)
-        ends = client.train(server, beginning)
+        ends = client.train(server, beginning, finished=finished)
         (account,) = server.finish_lanes()
         body = server.end_round({"alpha": 9})
     model = whole_model(base, beginning)
-    examples, local_round = round_of("alpha")
+    examples, local_round = round_of("alpha", finished=finished)
     report, _ = train_round(
         model, trainable_parameters(model.peft_model), examples, 0, local_round, TRAIN
     )
@@ -62,7 +72,7 @@ def test_turns_equal_copies_of_head_and_tail_around_one_body(base, beginning):
             client = Client(name, base, split)
             trained[name] = client.train(server, beginning)
             losses[name] = client.losses
-        server.finish_lanes()
+            server.finish_lanes()  # before the next turn
         body = server.end_round(SIZES)
     center = Center(base, beginning, split)
     body_optimizer = make_optimizer(center.of("body"), TRAIN)
@@ -77,7 +87,7 @@ def test_hierarchical_equals_separate_trainings_and_their_mean(base, beginning):
     split = split_settings(schedule="hierarchical")
     clients = [Client(name, base, split) for name in SIZES]
     with serving(base, beginning, split) as server:
-        server.begin_round(SIZES, 0)
+        server.begin_round(dict.fromkeys(SIZES, 9), 0)  # with other weights than it ends
         trained = train_together(clients, server, beginning, dict.fromkeys(SIZES, STEPS))
         server.finish_lanes()
         whole = {n: join_adapters([trained[n], server.state_of(n)]) for n in SIZES}
@@ -147,6 +157,39 @@ def test_a_window_changes_nothing_with_dropout_and_whatever_the_wire(base, begin
     assert all(torch.equal(state[name], other[name]) for name in state)
 
 
+@pytest.mark.parametrize(
+    ("party", "schedule"),
+    [("head", "serial"), ("tail", "serial"), ("body", "serial"), ("body", "client-batch")],
+)
+def test_dropout_differs_by_step_and_micro_batch(base, beginning, monkeypatch, party, schedule):
+    """In one party at a time, which sees one text again and again and learns nothing of it."""
+    monkeypatch.setattr("tests.split.clients.draw", lambda count, seed: draw(1, seed) * count)
+    changes = {"batch_size": 1, "accumulation": 6, "learning_rate": 1e-12}
+    still, losses = TRAIN.model_copy(update=changes), []
+    dropping = ADAPTER.model_copy(update={"dropout": 0.3})
+    split = split_settings(schedule=schedule)
+    client = Client("alpha", base, split)
+    if party != "body":
+        client.ends[party].remove("default")
+        client.ends[party].attach(dropping)
+
+    def note(model) -> None:
+        accumulate = model.accumulate
+
+        def accumulating(batches, seed):
+            found = accumulate(batches, seed)
+            losses.extend(found)
+            return found
+
+        model.accumulate = accumulating
+
+    adapter = dropping if party == "body" else ADAPTER
+    with serving(base, beginning, split, adapter, still) as server:
+        server.begin_round({"alpha": 9}, 0)
+        client.train(server, beginning, 2, still, note)
+    assert len(losses) == len(set(losses)) == 2 * 6
+
+
 def test_a_split_model_measures_the_loss_of_the_whole(base, beginning):
     split = split_settings()
     examples = draw(17, 1)
@@ -208,17 +251,17 @@ def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule
         clients = [Client(name, base, split) for name in names]
         with serving(base, beginning, split, train=train) as server:
             server.begin_round({name: SIZES[name] for name in names}, 0)
-            trained = {}
+            trained, accounts = {}, []
             for client in clients:
                 disturbing = {"beta": stop_after(2, 1, "close")}
                 steps = {client.name: 5}
                 trained |= train_together([client], server, beginning, steps, {}, disturbing)
-            accounts = {account.client: account for account in server.finish_lanes()}
+                accounts += server.finish_lanes()  # before the next turn
             body = server.end_round({name: SIZES[name] for name in ("alpha", "gamma")})
             optimizers = server.export_optimizers()
         own = {f"{c}/{n}": v for c, state in trained.items() for n, v in state.items()}
         results.append(body | own | optimizers)
-        assert [a.client for a in accounts.values() if a.error] == [n for n in names if n == "beta"]
+        assert [a.client for a in accounts if a.error] == [n for n in names if n == "beta"]
     one, other = results
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
