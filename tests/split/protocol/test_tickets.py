@@ -59,6 +59,18 @@ def test_an_older_stream_can_t_be_confirmed_after_a_newer_one():
     assert refusal(book.confirm, lane, resumption(1).identifier) is Refusal.TICKET_UNKNOWN
 
 
+def test_the_secret_of_a_spent_ticket_is_erased():
+    book = TicketBook()
+    ticket = book.issue(COURT, 60)
+    lane = book.accept(ticket.identifier, resumption(1))
+    book.confirm(lane, resumption(1).identifier)
+    kept = {identifier: entry.secret for identifier, entry in book._entries.items()}
+    assert kept == {
+        ticket.identifier: bytes(32),
+        resumption(1).identifier: resumption(1).secret,
+    }
+
+
 def test_an_unknown_ticket_is_named():
     assert refusal(TicketBook().find, bytes(16)) is Refusal.TICKET_UNKNOWN
 

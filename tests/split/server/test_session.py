@@ -11,7 +11,15 @@ from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.protocol.training import RoundPlan
 from split.server.compute import Priority
-from tests.split.clients import TRAIN, Client, bodies_kept, send_texts, serving, split_settings
+from tests.split.clients import (
+    SIZES,
+    TRAIN,
+    Client,
+    bodies_kept,
+    send_texts,
+    serving,
+    split_settings,
+)
 from tests.waiting import wait_until
 
 
@@ -175,6 +183,40 @@ def test_a_row_that_is_longer_than_the_run_s_is_refused(base, beginning):
             client.join(model)
             client.send_hidden(model)
             model.lane.receive(30.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "credits"), [("serial", 6), ("client-batch", 2), ("hierarchical", 2)]
+)
+def test_clients_share_the_budget_unless_they_take_turns(base, beginning, schedule, credits):
+    """Three clients, and room for six micro-batches."""
+    split = split_settings(schedule=schedule, activation_budget=6 * 16, window=8)
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        for other in ("beta", "gamma"):
+            server.excuse(other)
+        invitation = server.invite_to_train("alpha", 1, 0, 60.0)
+        with Client("alpha", base, split).lane(invitation) as model:
+            fields = {"steps": 3, "first_step": 0, "total_steps": 3, "longest": 16}
+            model.lane.send(Kind.JOIN, fields=fields)
+            assert model.lane.receive(30.0).fields == {"credits": credits}
+
+
+def test_a_turn_is_nobody_else_s(base, beginning):
+    """However often another client tries; it trains as soon as the turn has ended."""
+    split = split_settings()
+    alpha, beta = (Refusals(base, split), Client("beta", base, split))
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        with alpha.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            alpha.join(model)
+            for _ in range(2):
+                with pytest.raises(LaneError, match="beta came in alpha's turn"):
+                    beta.train(server, beginning, 3)
+            alpha.send_hidden(model)
+            assert model.lane.receive(30.0).kind is Kind.HIDDEN
+        server.finish_lanes()
+        beta.train(server, beginning, 3)
 
 
 def test_an_evaluation_has_credits_too(base, beginning):
