@@ -50,6 +50,19 @@ def test_all_tickets_of_a_lane_open_that_lane_until_one_is_confirmed():
         assert refusal(book.find, resumption(number).identifier) is Refusal.TICKET_UNKNOWN
 
 
+@pytest.mark.parametrize(("standing", "most"), [(False, 7), (True, 64)])
+def test_the_oldest_of_too_many_streams_can_t_be_resumed(standing, most):
+    """A lane has eight tickets, its first one included; a standing ticket has 64 lanes."""
+    book = TicketBook()
+    ticket = book.issue(COURT, 60, standing=standing)
+    for number in range(most):
+        book.accept(ticket.identifier, resumption(number))
+    assert book.find(resumption(0).identifier) == (resumption(0), COURT)
+    book.accept(ticket.identifier, resumption(most))
+    assert refusal(book.find, resumption(0).identifier) is Refusal.TICKET_UNKNOWN
+    assert book.find(resumption(1).identifier) == (resumption(1), COURT)
+
+
 def test_an_older_stream_can_t_be_confirmed_after_a_newer_one():
     book = TicketBook()
     ticket = book.issue(COURT, 60)
@@ -82,6 +95,7 @@ def test_an_expired_ticket_is_named_and_in_the_end_forgotten():
     clock.now += 59
     book.find(ticket.identifier)
     clock.now += 1
+    book.issue(COURT, 60)
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_EXPIRED
     clock.now += 2 * 3600
     book.issue(COURT, 60)
@@ -115,16 +129,19 @@ def test_handshakes_that_are_never_confirmed_leave_little(standing):
     assert book.find(ticket.identifier) == (ticket, COURT)
 
 
-def test_a_standing_ticket_s_first_messages_are_no_good_again():
-    """However often it was used, an eavesdropper can't begin a handshake with a recorded one."""
+@pytest.mark.parametrize(("standing", "most"), [(False, 64), (True, 2**14)])
+def test_a_ticket_s_first_messages_are_no_good_again(standing, most):
+    """An eavesdropper can't begin a handshake with a recorded one; memory is bounded."""
     book = TicketBook()
-    ticket = book.issue(COURT, 60, standing=True)
-    hellos = [number.to_bytes(32, "big") for number in range(1000)]
-    for hello in hellos:
+    ticket = book.issue(COURT, 60, standing=standing)
+    hellos = [number.to_bytes(32, "big") for number in range(most + 1)]
+    for hello in hellos[:most]:
         book.note_hello(ticket.identifier, hello)
-    for hello in hellos[:: len(hellos) - 1]:
+    for hello in (hellos[0], hellos[most - 1]):
         with pytest.raises(LaneBusyError):
             book.note_hello(ticket.identifier, hello)
+    for hello in (hellos[most], hellos[0]):  # the oldest has been forgotten
+        book.note_hello(ticket.identifier, hello)
 
 
 def test_a_ticket_shows_its_identifier_only():

@@ -95,6 +95,22 @@ def early_end(self, model):
     model.lane.send(Kind.END)
 
 
+def no_steps(self, model):
+    self.join(model)
+    model.lane.send(Kind.END)
+
+
+def a_step_too_many(self, model):
+    self.join(model, steps=1, total_steps=1)
+    self.send_hidden(model)
+    model.lane.receive(30)
+    self.gradient(model)
+    model.lane.receive(30)
+    model.lane.send(Kind.STEP, 0, fields={"squared_norm": 1.0})
+    model.lane.receive(30)
+    self.send_hidden(model, step=1)
+
+
 def joined(**counts):
     """Join with other counts than a client of these examples has."""
     return lambda self, model: self.join(model, **counts)
@@ -136,6 +152,8 @@ REFUSED = {
     "a step without gradients": (early_step, "before all its gradients"),
     "an impossible norm": (infinite_norm, "squared_norm"),
     "an end within a step": (early_end, "the round ended in step 0 of 3"),
+    "an end without steps": (no_steps, "the round ended in step 0 of 3"),
+    "a step too many": (a_step_too_many, "the round was to have 1 steps"),
     "an average that is not due": (average, "average"),
     "no lengths": (no_lengths, "lengths"),
     "more steps than its examples allow": (joined(steps=21, total_steps=21), "steps = 21"),
@@ -183,6 +201,17 @@ def test_a_row_that_is_longer_than_the_run_s_is_refused(base, beginning):
             client.join(model)
             client.send_hidden(model)
             model.lane.receive(30.0)
+
+
+def test_a_row_may_be_as_long_as_the_run_s_and_each_token_a_target(base, beginning):
+    split = split_settings()
+    with serving(base, beginning, split, columns=8) as server:
+        server.begin_round({"alpha": 9}, 0)
+        client = Refusals(base, split)
+        with client.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            client.join(model)
+            client.send_hidden(model, targets=16, step_targets=16)
+            assert model.lane.receive(30.0).kind is Kind.HIDDEN
 
 
 @pytest.mark.parametrize(

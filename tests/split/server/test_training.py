@@ -326,6 +326,33 @@ def test_who_breaks_off_after_handing_in_is_not_in_the_average(base, beginning):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_who_hands_in_last_changes_no_average(base, beginning):
+    """Not by a bit: adapters are added in the order of names."""
+    split = split_settings(schedule="hierarchical", average_every=1)
+    clients, results = [Client(name, base, split) for name in SIZES], []
+
+    def be_last(model) -> None:
+        send = model.lane.send
+
+        def sending(kind, step=0, *rest, **named):
+            if kind is Kind.AVERAGE:
+                wait_until(lambda: len(server._schedule._gathered.get(step, {})) == 2)
+            send(kind, step, *rest, **named)
+
+        model.lane.send = sending
+
+    for last in ("alpha", "gamma"):
+        with serving(base, beginning, split) as server:
+            server.begin_round(SIZES, 0)
+            steps = dict.fromkeys(SIZES, 3)
+            trained = train_together(clients, server, beginning, steps, {}, {last: be_last})
+            own = {f"{c}/{n}": v for c, state in trained.items() for n, v in state.items()}
+            results.append(own | server.end_round(SIZES))
+    one, other = results
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_too_few_who_average_are_told_what_to_do(base, beginning):
     """As with one actor that serves three clients in turn; the last doesn't wait for the others."""
     split = split_settings(schedule="hierarchical", average_every=2, join_timeout=0.3)
