@@ -45,8 +45,11 @@ def test_all_tickets_of_a_lane_open_that_lane_until_one_is_confirmed():
     assert len(lanes) == 1
     assert book.find(ticket.identifier) == (ticket, COURT)
     assert refusal(book.find, resumption(1).identifier) is Refusal.TICKET_UNKNOWN
-    book.confirm(lanes.pop(), resumption(29).identifier)
-    for number in range(1, 29):
+    lane = lanes.pop()
+    book.confirm(lane, resumption(29).identifier)
+    assert book.find(resumption(29).identifier) == (resumption(29), COURT)
+    book.close(lane)
+    for number in range(1, 30):
         assert refusal(book.find, resumption(number).identifier) is Refusal.TICKET_UNKNOWN
 
 
@@ -99,6 +102,7 @@ def test_an_expired_ticket_is_named_and_in_the_end_forgotten():
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_EXPIRED
     clock.now += 2 * 3600
     book.issue(COURT, 60)
+    assert len(book._entries) == len(book._tickets_of) == 1
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_UNKNOWN
 
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -44,8 +45,10 @@ class Refusals:
         model.lane.send(Kind.GRADIENT, 0, 0, {"gradient": torch.zeros(shape)})
 
 
-def average(self, model):
+def average(self, model, *, begun=False):
     self.join(model)
+    if begun:
+        self.send_hidden(model)
     own = {name: p.detach() for name, p in model.parameters.items()}
     model.lane.send(Kind.AVERAGE, 0, tensors=own)
 
@@ -154,7 +157,8 @@ REFUSED = {
     "an end within a step": (early_end, "the round ended in step 0 of 3"),
     "an end without steps": (no_steps, "the round ended in step 0 of 3"),
     "a step too many": (a_step_too_many, "the round was to have 1 steps"),
-    "an average that is not due": (average, "average"),
+    "an average that is not due": (average, "don't average within a round"),
+    "an average within a step": (partial(average, begun=True), "asked for within a step"),
     "no lengths": (no_lengths, "lengths"),
     "more steps than its examples allow": (joined(steps=21, total_steps=21), "steps = 21"),
     "a later step than its rounds allow": (joined(first_step=1), "first_step = 1"),
