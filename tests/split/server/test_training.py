@@ -268,6 +268,27 @@ def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule
     assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("schedule", ["serial", "client-batch", "hierarchical"])
+def test_a_round_that_everybody_breaks_off_leaves_no_gradients(base, beginning, schedule):
+    """Neither at the server nor at a client, whose parts stay in memory."""
+    split, results = split_settings(schedule=schedule), []
+    client = Client("alpha", base, split)
+    for broken in (1, 0):
+        with serving(base, beginning, split) as server:
+            for _ in range(broken):
+                server.begin_round({"alpha": 9}, 0)
+                disturbing = {"alpha": stop_after(0, 1, "close")}
+                assert not train_together([client], server, beginning, {"alpha": 3}, {}, disturbing)
+                server.finish_lanes()
+            server.begin_round({"alpha": 9}, 0)
+            ends = client.train(server, beginning, 3)
+            server.finish_lanes()
+            results.append(ends | server.end_round({"alpha": 9}))
+    one, other = results
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_the_optimizer_of_who_breaks_off_is_that_of_its_last_round(base, beginning):
     split = split_settings(schedule="hierarchical")
     train = TRAIN.model_copy(update={"optimizer_state": "keep"})
