@@ -62,13 +62,14 @@ def draw(count: int, seed: int) -> list[Example]:
     return examples
 
 
-def round_of(name: str, steps: int = STEPS) -> tuple[list[Example], LocalRound]:
-    """Return a client's examples, and the indices of those of each step."""
+def round_of(name: str, steps: int = STEPS, finished: int = 0) -> tuple[list[Example], LocalRound]:
+    """Return a client's examples, and the indices of those of each step after finished rounds."""
     examples = draw(24, derive_seed("examples", name) % 2**31)
     order = torch.Generator().manual_seed(derive_seed("order", name) % 2**31)
     chosen = [torch.randperm(24, generator=order)[:6].tolist() for _ in range(steps)]
     seed = derive_seed("train", name)
-    return examples, LocalRound(chosen, 0, STEPS, seed, time.monotonic() + 300)
+    first, total = finished * STEPS, (finished + 1) * STEPS
+    return examples, LocalRound(chosen, first, total, seed, time.monotonic() + 300)
 
 
 class Client:
@@ -114,16 +115,19 @@ class Client:
         steps: int = STEPS,
         train=TRAIN,
         disturb=lambda model: None,
+        finished: int = 0,
     ) -> State:
         """Train a round; ``disturb`` may do something to the model before it begins."""
-        examples, local_round = round_of(self.name, steps)
-        invitation = server.invite_to_train(self.name, 1, local_round.seed, self.lifetime)
+        examples, local_round = round_of(self.name, steps, finished)
+        invitation = server.invite_to_train(
+            self.name, finished + 1, local_round.seed, self.lifetime
+        )
         with self.lane(invitation) as model:
             disturb(model)
             load_state(model.parameters, {n: state[n] for n in model.parameters})
             longest = max(model.columns_before + len(example.tokens) for example in examples)
             model.join(
-                RoundPlan(steps, 0, STEPS, local_round.seed),
+                RoundPlan(steps, local_round.first_step, local_round.total_steps, local_round.seed),
                 longest=train.batch_size * longest,
                 deadline=time.monotonic() + 300,
                 average_every=self.split.average_every,

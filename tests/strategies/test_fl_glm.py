@@ -20,24 +20,12 @@ from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.protocol.frames import Kind
 from strategies import exchange, live_status
-from strategies.messages import Instruction, answer, config_of, one_line
+from strategies.messages import ARRAYS, Instruction, answer, config_of, one_line
 from strategies.participants import RefusedError
 from strategies.run_config import ConfigError, parse_run_config
 from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
 from tests.waiting import wait_until
-
-
-@pytest.fixture
-def split_values(values, deep_checkpoint):
-    """A run config with which a split model trains in seconds."""
-    return values | {
-        "strategy": "fl-glm",
-        "model.name": str(deep_checkpoint),
-        "rounds": 2,
-        "train.optimizer-state": "keep",
-        "split.wire-dtype": "float32",
-    }
 
 
 def run(values, tmp_path):
@@ -228,6 +216,38 @@ def test_a_client_that_breaks_off_is_left_out_and_named(
     assert left_out["client"] == "beta" and reason in left_out["reason"]
     broken = [e for e in journal.events if e["event"] == "lane" and e["error"]]
     assert [(e["client"], e["steps"] > 0) for e in broken] == [("beta", replies)]
+
+
+def test_a_client_that_replies_without_a_lane_is_left_out_and_named(
+    split_values, tmp_path, monkeypatch
+):
+    """Gamma returns what it was sent, with the metrics of a round that it has not trained."""
+    train = fl_glm.train
+
+    def idle(task):
+        if task.institution.name != "gamma":
+            return train(task)
+        return task.arrays[ARRAYS], {"loss": 1.0}
+
+    monkeypatch.setattr(fl_glm, "train", idle)
+    values = split_values | {"rounds": 1, "min-nodes": 2, "train.local-steps": 1}
+    journal = run_in_process(values, tmp_path / "state", 3)
+    (event,) = [e for e in journal.events if e["event"] == "round"]
+    assert event["participants"] == ["alpha", "beta"]
+    (left_out,) = event["left_out"]
+    assert left_out["client"] == "gamma" and "it opened no lane" in left_out["reason"]
+
+
+def test_all_parties_adapters_are_averaged_by_data_size(split_values, tmp_path):
+    values = {"split.schedule": "hierarchical", "rounds": 1, "train.local-steps": 2}
+    journal = run(split_values | values, tmp_path)
+    shares = {"alpha": 24 / 44, "beta": 12 / 44, "gamma": 8 / 44}
+    kept = journal.personalised_by_round[1]
+    assert kept.keys() == shares.keys()
+    for name, value in journal.adapters[1].items():
+        mean = sum(share * kept[client][name] for client, share in shares.items())
+        torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-6, msg=name)
+        assert not torch.equal(value, kept["alpha"][name])
 
 
 def test_the_last_counted_adapter_survives_rounds_that_do_not_count(split_values, tmp_path):

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from split.protocol.errors import FrameError
-from split.protocol.frames import Frame, Kind
+from split.protocol.errors import FrameError, ProtocolError
+from split.protocol.frames import Frame, Kind, check_size
 from split.protocol.payload import Outgoing
 from tests.split.payloads import HIDDEN, hidden_frame, limits, pack, round_trip, tokens, unpack
 
@@ -158,6 +158,34 @@ def test_other_fields_are_refused(value):
         Outgoing(Frame(Kind.STEP, fields={"x": value}), limits())
 
 
+# Frames that meet a limit, and exceed it by one.
+AT_A_LIMIT = {
+    "name": lambda more: Frame(Kind.STEP, fields={"n" * (256 + more): 1}),
+    "text": lambda more: Frame(Kind.STEP, fields={"x": "t" * (4096 + more)}),
+    "negative number": lambda more: Frame(Kind.STEP, fields={"x": -(2**63) - more}),
+    "step": lambda more: Frame(Kind.STEP, step=2**32 - 1 + more),
+    "micro-batch": lambda more: Frame(Kind.STEP, micro_batch=2**32 - 1 + more),
+    "tokens": lambda more: Frame(
+        Kind.HIDDEN, tensors={"hidden": torch.zeros(1, 512 + more, HIDDEN)}
+    ),
+    "dimensions": lambda more: Frame(Kind.AVERAGE, tensors={"a": torch.zeros([1] * (8 + more))}),
+    "description": lambda more: Frame(  # which fills a record
+        Kind.AVERAGE,
+        fields={f"{n:03}": "t" * 4078 for n in range(256)} | {"rest": "t" * (1240 + more)},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", AT_A_LIMIT)
+def test_a_limit_may_be_met_exactly(what):
+    frame = AT_A_LIMIT[what](0)
+    came = round_trip(frame, limits())
+    assert came.fields == frame.fields
+    assert [t.shape for t in came.tensors.values()] == [t.shape for t in frame.tensors.values()]
+    with pytest.raises(FrameError):
+        round_trip(AT_A_LIMIT[what](1), limits())
+
+
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
@@ -174,6 +202,14 @@ def test_other_fields_are_refused(value):
 def test_other_hidden_states_are_refused(tensors, words):
     with pytest.raises(FrameError, match=words):
         Outgoing(Frame(Kind.HIDDEN, tensors=tensors), limits())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_are_no_larger_than_any_model_s(sign):
+    most = torch.tensor([1.0, sign * 2.0**30])
+    check_size(most, "a")
+    with pytest.raises(ProtocolError, match="beyond 2³⁰"):
+        check_size(most * 1.001, "a")
 
 
 @pytest.mark.parametrize(
@@ -218,6 +254,8 @@ def test_the_receiver_wants_the_agreed_type():
 
 
 def test_a_payload_may_not_be_larger_than_agreed():
+    exact = Frame(Kind.AVERAGE, tensors={"a": torch.zeros(218)})
+    assert round_trip(exact, limits(payload_bytes={Kind.AVERAGE: 1000})).tensors
     small = limits(payload_bytes={Kind.AVERAGE: 1000})
     with pytest.raises(FrameError, match="at most 1000"):
         Outgoing(Frame(Kind.AVERAGE, tensors={"a": torch.zeros(300)}), small)

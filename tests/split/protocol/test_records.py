@@ -155,6 +155,8 @@ def test_a_frame_may_not_be_left_unfinished():
 
 def test_a_frame_that_is_too_large_is_refused_before_anything_is_allocated(monkeypatch):
     sealed = seal(Sealer(UP), large())
+    exact = Limits(64, "float32", 65536, {Kind.AVERAGE: Outgoing(large(), LIMITS).size})
+    assert opened(Opener(UP, exact), sealed)
     tight = Limits(64, "float32", 65536, {Kind.AVERAGE: 2**21})
 
     def fail(*_, **__):
@@ -224,12 +226,25 @@ def test_any_bytes_are_refused_by_name(content, with_header):
         )
 
 
+@pytest.mark.parametrize("counter", [2**32 + 1, 2**40 + 1, 2**63 + 1])
+def test_every_bit_of_a_counter_is_in_the_nonce(counter):
+    """A nonce that came twice would betray what both of its records contain."""
+    sealer, opener = Sealer(UP), Opener(UP, LIMITS)
+    sealer._counter = opener._counter = counter
+    (record,) = seal(sealer, step())
+    content = bytes(Outgoing(step(), LIMITS).write())
+    head = header(counter=counter, total=len(content))
+    nonce = struct.pack(">IQ", 0, counter)
+    assert record == head + AESGCM(UP).encrypt(nonce, content, head)
+    assert opener.open(record) is not None
+
+
 def test_a_key_encrypts_no_more_than_it_may(monkeypatch):
-    monkeypatch.setattr(records, "MOST_BYTES", 100)
+    monkeypatch.setattr(records, "MOST_BYTES", 80)
     sealer = Sealer(UP)
-    seal(sealer, step())
-    seal(sealer, step())
-    with pytest.raises(LaneCutError, match="at most 100 bytes"):
+    for _ in range(2):  # of 40 bytes
+        seal(sealer, step())
+    with pytest.raises(LaneCutError, match="at most 80 bytes"):
         seal(sealer, step())
 
 

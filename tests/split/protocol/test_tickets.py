@@ -45,9 +45,25 @@ def test_all_tickets_of_a_lane_open_that_lane_until_one_is_confirmed():
     assert len(lanes) == 1
     assert book.find(ticket.identifier) == (ticket, COURT)
     assert refusal(book.find, resumption(1).identifier) is Refusal.TICKET_UNKNOWN
-    book.confirm(lanes.pop(), resumption(29).identifier)
-    for number in range(1, 29):
+    lane = lanes.pop()
+    book.confirm(lane, resumption(29).identifier)
+    assert book.find(resumption(29).identifier) == (resumption(29), COURT)
+    book.close(lane)
+    for number in range(1, 30):
         assert refusal(book.find, resumption(number).identifier) is Refusal.TICKET_UNKNOWN
+
+
+@pytest.mark.parametrize(("standing", "most"), [(False, 7), (True, 64)])
+def test_the_oldest_of_too_many_streams_can_t_be_resumed(standing, most):
+    """A lane has eight tickets, its first one included; a standing ticket has 64 lanes."""
+    book = TicketBook()
+    ticket = book.issue(COURT, 60, standing=standing)
+    for number in range(most):
+        book.accept(ticket.identifier, resumption(number))
+    assert book.find(resumption(0).identifier) == (resumption(0), COURT)
+    book.accept(ticket.identifier, resumption(most))
+    assert refusal(book.find, resumption(0).identifier) is Refusal.TICKET_UNKNOWN
+    assert book.find(resumption(1).identifier) == (resumption(1), COURT)
 
 
 def test_an_older_stream_can_t_be_confirmed_after_a_newer_one():
@@ -57,6 +73,18 @@ def test_an_older_stream_can_t_be_confirmed_after_a_newer_one():
     book.accept(ticket.identifier, resumption(2))
     book.confirm(lane, resumption(2).identifier)
     assert refusal(book.confirm, lane, resumption(1).identifier) is Refusal.TICKET_UNKNOWN
+
+
+def test_the_secret_of_a_spent_ticket_is_erased():
+    book = TicketBook()
+    ticket = book.issue(COURT, 60)
+    lane = book.accept(ticket.identifier, resumption(1))
+    book.confirm(lane, resumption(1).identifier)
+    kept = {identifier: entry.secret for identifier, entry in book._entries.items()}
+    assert kept == {
+        ticket.identifier: bytes(32),
+        resumption(1).identifier: resumption(1).secret,
+    }
 
 
 def test_an_unknown_ticket_is_named():
@@ -71,8 +99,12 @@ def test_an_expired_ticket_is_named_and_in_the_end_forgotten():
     book.find(ticket.identifier)
     clock.now += 1
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_EXPIRED
-    clock.now += 2 * 3600
+    clock.now += 3600
     book.issue(COURT, 60)
+    assert refusal(book.find, ticket.identifier) is Refusal.TICKET_EXPIRED
+    clock.now += 3600
+    book.issue(COURT, 60)
+    assert len(book._entries) == len(book._tickets_of) == 1
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_UNKNOWN
 
 
@@ -103,16 +135,19 @@ def test_handshakes_that_are_never_confirmed_leave_little(standing):
     assert book.find(ticket.identifier) == (ticket, COURT)
 
 
-def test_a_standing_ticket_s_first_messages_are_no_good_again():
-    """However often it was used, an eavesdropper can't begin a handshake with a recorded one."""
+@pytest.mark.parametrize(("standing", "most"), [(False, 64), (True, 2**14)])
+def test_a_ticket_s_first_messages_are_no_good_again(standing, most):
+    """An eavesdropper can't begin a handshake with a recorded one; memory is bounded."""
     book = TicketBook()
-    ticket = book.issue(COURT, 60, standing=True)
-    hellos = [number.to_bytes(32, "big") for number in range(1000)]
-    for hello in hellos:
+    ticket = book.issue(COURT, 60, standing=standing)
+    hellos = [number.to_bytes(32, "big") for number in range(most + 1)]
+    for hello in hellos[:most]:
         book.note_hello(ticket.identifier, hello)
-    for hello in hellos[:: len(hellos) - 1]:
+    for hello in (hellos[0], hellos[most - 1]):
         with pytest.raises(LaneBusyError):
             book.note_hello(ticket.identifier, hello)
+    for hello in (hellos[most], hellos[0]):  # the oldest has been forgotten
+        book.note_hello(ticket.identifier, hello)
 
 
 def test_a_ticket_shows_its_identifier_only():

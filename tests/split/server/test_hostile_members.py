@@ -3,11 +3,12 @@
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from split.protocol.frames import Kind
 from tests.split import hostile
-from tests.split.clients import TRAIN, serving, split_settings
+from tests.split.clients import TRAIN, Client, serving, split_settings
 
 WIDTH = 32
 COUNTS = {"targets": 1, "step_targets": 1, "micro_batches": 1}
@@ -138,3 +139,49 @@ def test_targets_that_a_client_does_not_have_buy_no_share(
     assert [name for name, account in accounts.items() if account.capped] == [liar]
     named = [record.args[0] for record in caplog.records if "split.share-cap" in record.msg]
     assert named == [liar]
+
+
+def step_with(base, beginning, clients, factors):
+    """Return the gradients and the ends of a step that came to clients, whose own are scaled."""
+    hidden, gradient = torch.randn(2, 1, 4, WIDTH, generator=torch.Generator().manual_seed(0))
+    plan = {"steps": 1, "first_step": 0, "total_steps": 1, "longest": 4, "wants_gradient": True}
+    states = {"hidden": hidden, "lengths": torch.tensor([4])}
+    with serving(base, beginning, clients[0].split) as server, ExitStack() as stack:
+        server.begin_round(dict.fromkeys(factors, 6), 0)
+        invitations = [server.invite_to_train(client.name, 1, 0, 60.0) for client in clients]
+        lanes = [
+            stack.enter_context(client.lane(invitation)).lane
+            for client, invitation in zip(clients, invitations, strict=True)
+        ]
+
+        def answers(kind, content):
+            for client, lane in zip(clients, lanes, strict=True):
+                lane.send(kind, 0, 0, *content(factors[client.name]))
+            return {
+                client.name: lane.receive(30.0) for client, lane in zip(clients, lanes, strict=True)
+            }
+
+        answers(Kind.JOIN, lambda _: ({}, plan))
+        answers(Kind.HIDDEN, lambda _: (states, COUNTS | {"side": "right"}))
+        came = answers(Kind.GRADIENT, lambda factor: ({"gradient": gradient * factor}, {}))
+        ends = answers(Kind.STEP, lambda factor: ({}, {"squared_norm": factor**2}))
+    return {name: frame.tensors["gradient"] for name, frame in came.items()}, ends
+
+
+def test_what_a_member_exaggerates_changes_its_own_head_and_tail_alone(base, beginning):
+    """Its own head gets its gradient as it is, and the norm that it reports scales that down."""
+    split = split_settings(schedule="client-batch")
+    clients = [Client(name, base, split) for name in ("ada", "alpha", "mallory")]
+    usual = {client.name: 1.0 for client in clients}
+    honest, _ = step_with(base, beginning, clients, usual)
+    most = 2.0**20
+    came, ends = step_with(base, beginning, clients, usual | {"mallory": most})
+    came["mallory"] /= most
+    for name, gradient in came.items():
+        torch.testing.assert_close(gradient, honest[name], rtol=1e-4, atol=1e-5)
+    norms = {name: end.fields["norm"] for name, end in ends.items()}
+    clipped = {name: end.fields["factor"] for name, end in ends.items()}
+    assert norms["mallory"] == pytest.approx(most, rel=0.01)
+    assert clipped["mallory"] == pytest.approx(TRAIN.max_gradient_norm / most, rel=0.01)
+    assert norms["ada"] == norms["alpha"] < most / 100
+    assert clipped["ada"] == clipped["alpha"] > 100 * clipped["mallory"]

@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,15 @@ from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.protocol.training import RoundPlan
 from split.server.compute import Priority, first_ready
-from tests.split.clients import TRAIN, Client, bodies_kept, send_texts, serving, split_settings
+from tests.split.clients import (
+    SIZES,
+    TRAIN,
+    Client,
+    bodies_kept,
+    send_texts,
+    serving,
+    split_settings,
+)
 from tests.waiting import wait_until
 
 
@@ -36,8 +45,10 @@ class Refusals:
         model.lane.send(Kind.GRADIENT, 0, 0, {"gradient": torch.zeros(shape)})
 
 
-def average(self, model):
+def average(self, model, *, begun=False):
     self.join(model)
+    if begun:
+        self.send_hidden(model)
     own = {name: p.detach() for name, p in model.parameters.items()}
     model.lane.send(Kind.AVERAGE, 0, tensors=own)
 
@@ -87,6 +98,22 @@ def early_end(self, model):
     model.lane.send(Kind.END)
 
 
+def no_steps(self, model):
+    self.join(model)
+    model.lane.send(Kind.END)
+
+
+def a_step_too_many(self, model):
+    self.join(model, steps=1, total_steps=1)
+    self.send_hidden(model)
+    model.lane.receive(30)
+    self.gradient(model)
+    model.lane.receive(30)
+    model.lane.send(Kind.STEP, 0, fields={"squared_norm": 1.0})
+    model.lane.receive(30)
+    self.send_hidden(model, step=1)
+
+
 def joined(**counts):
     """Join with other counts than a client of these examples has."""
     return lambda self, model: self.join(model, **counts)
@@ -128,7 +155,10 @@ REFUSED = {
     "a step without gradients": (early_step, "before all its gradients"),
     "an impossible norm": (infinite_norm, "squared_norm"),
     "an end within a step": (early_end, "the round ended in step 0 of 3"),
+    "an end without steps": (no_steps, "the round ended in step 0 of 3"),
+    "a step too many": (a_step_too_many, "the round was to have 1 steps"),
     "an average that is not due": (average, "AVERAGE where nothing is averaged"),
+    "an average within a step": (partial(average, begun=True), "asked for within a step"),
     "no lengths": (no_lengths, "lengths"),
     "more steps than its examples allow": (joined(steps=21, total_steps=21), "steps = 21"),
     "a later step than its rounds allow": (joined(first_step=1), "first_step = 1"),
@@ -186,6 +216,51 @@ def test_a_row_that_is_longer_than_the_run_s_is_refused(base, beginning, what):
                 send_texts(model, rows=1, columns=8, **texts)
             with pytest.raises(LaneError, match=reason):
                 model.lane.receive(30.0)
+
+
+def test_a_row_may_be_as_long_as_the_run_s_and_each_token_a_target(base, beginning):
+    split = split_settings()
+    with serving(base, beginning, split, columns=8) as server:
+        server.begin_round({"alpha": 9}, 0)
+        client = Refusals(base, split)
+        with client.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            client.join(model)
+            client.send_hidden(model, targets=16, step_targets=16)
+            assert model.lane.receive(30.0).kind is Kind.HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("schedule", "credits"), [("serial", 6), ("client-batch", 2), ("hierarchical", 2)]
+)
+def test_clients_share_the_budget_unless_they_take_turns(base, beginning, schedule, credits):
+    """Three clients, and room for six micro-batches."""
+    split = split_settings(schedule=schedule, activation_budget=6 * 16, window=8)
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        for other in ("beta", "gamma"):
+            server.excuse(other)
+        invitation = server.invite_to_train("alpha", 1, 0, 60.0)
+        with Client("alpha", base, split).lane(invitation) as model:
+            fields = {"steps": 3, "first_step": 0, "total_steps": 3, "longest": 16}
+            model.lane.send(Kind.JOIN, fields=fields)
+            assert model.lane.receive(30.0).fields == {"credits": credits}
+
+
+def test_a_turn_is_nobody_else_s(base, beginning):
+    """However often another client tries; it trains as soon as the turn has ended."""
+    split = split_settings()
+    alpha, beta = (Refusals(base, split), Client("beta", base, split))
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0)
+        with alpha.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            alpha.join(model)
+            for _ in range(2):
+                with pytest.raises(LaneError, match="beta came in alpha's turn"):
+                    beta.train(server, beginning, 3)
+            alpha.send_hidden(model)
+            assert model.lane.receive(30.0).kind is Kind.HIDDEN
+        server.finish_lanes()
+        beta.train(server, beginning, 3)
 
 
 def test_an_evaluation_has_credits_too(base, beginning):

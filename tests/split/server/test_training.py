@@ -34,17 +34,27 @@ from tests.split.clients import (
 from tests.waiting import wait_until
 
 
-@pytest.mark.parametrize("cut", [(1, 1), (2, 1), (0, 1)], ids=str)
-def test_one_client_equals_centralised_training(base, beginning, cut):
-    split = split_settings(head_blocks=cut[0], tail_blocks=cut[1])
-    with serving(base, beginning, split) as server:
+@pytest.mark.parametrize(
+    ("head", "tail", "schedule", "finished"),
+    [
+        (1, 1, "serial", 0),
+        (2, 1, "serial", 0),
+        (0, 1, "serial", 0),
+        # In its second round, at the learning rates of that.
+        (1, 1, "serial", 1),
+        (1, 1, "client-batch", 1),
+    ],
+)
+def test_one_client_equals_centralised_training(base, beginning, head, tail, schedule, finished):
+    split = split_settings(head_blocks=head, tail_blocks=tail, schedule=schedule)
+    with serving(base, beginning, split, rounds=finished + 1) as server:
         server.begin_round({"alpha": 9}, 0)
         client = Client("alpha", base, split)
-        ends = client.train(server, beginning)
+        ends = client.train(server, beginning, finished=finished)
         (account,) = server.finish_lanes()
         body = server.end_round({"alpha": 9})
     model = whole_model(base, beginning)
-    examples, local_round = round_of("alpha")
+    examples, local_round = round_of("alpha", finished=finished)
     report, _ = train_round(
         model, trainable_parameters(model.peft_model), examples, 0, local_round, TRAIN
     )
@@ -63,7 +73,7 @@ def test_turns_equal_copies_of_head_and_tail_around_one_body(base, beginning):
             client = Client(name, base, split)
             trained[name] = client.train(server, beginning)
             losses[name] = client.losses
-        server.finish_lanes()
+            server.finish_lanes()  # before the next turn
         body = server.end_round(SIZES)
     center = Center(base, beginning, split)
     body_optimizer = make_optimizer(center.of("body"), TRAIN)
@@ -78,7 +88,7 @@ def test_hierarchical_equals_separate_trainings_and_their_mean(base, beginning):
     split = split_settings(schedule="hierarchical")
     clients = [Client(name, base, split) for name in SIZES]
     with serving(base, beginning, split) as server:
-        server.begin_round(SIZES, 0)
+        server.begin_round(dict.fromkeys(SIZES, 9), 0)  # with other weights than it ends
         trained = train_together(clients, server, beginning, dict.fromkeys(SIZES, STEPS))
         server.finish_lanes()
         whole = {n: join_adapters([trained[n], server.state_of(n)]) for n in SIZES}
@@ -148,6 +158,39 @@ def test_a_window_changes_nothing_with_dropout_and_whatever_the_wire(base, begin
     assert all(torch.equal(state[name], other[name]) for name in state)
 
 
+@pytest.mark.parametrize(
+    ("party", "schedule"),
+    [("head", "serial"), ("tail", "serial"), ("body", "serial"), ("body", "client-batch")],
+)
+def test_dropout_differs_by_step_and_micro_batch(base, beginning, monkeypatch, party, schedule):
+    """In one party at a time, which sees one text again and again and learns nothing of it."""
+    monkeypatch.setattr("tests.split.clients.draw", lambda count, seed: draw(1, seed) * count)
+    changes = {"batch_size": 1, "accumulation": 6, "learning_rate": 1e-12}
+    still, losses = TRAIN.model_copy(update=changes), []
+    dropping = ADAPTER.model_copy(update={"dropout": 0.3})
+    split = split_settings(schedule=schedule)
+    client = Client("alpha", base, split)
+    if party != "body":
+        client.ends[party].remove("default")
+        client.ends[party].attach(dropping)
+
+    def note(model) -> None:
+        accumulate = model.accumulate
+
+        def accumulating(batches, seed):
+            found = accumulate(batches, seed)
+            losses.extend(found)
+            return found
+
+        model.accumulate = accumulating
+
+    adapter = dropping if party == "body" else ADAPTER
+    with serving(base, beginning, split, adapter, still) as server:
+        server.begin_round({"alpha": 9}, 0)
+        client.train(server, beginning, 2, still, note)
+    assert len(losses) == len(set(losses)) == 2 * 6
+
+
 def test_a_split_model_measures_the_loss_of_the_whole(base, beginning):
     split = split_settings()
     examples = draw(17, 1)
@@ -214,7 +257,7 @@ def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule
                 disturbing = {"beta": stop_after(2, 1, "close")}
                 steps = {client.name: 5}
                 trained |= train_together([client], server, beginning, steps, {}, disturbing)
-                accounts += server.finish_lanes()  # or the next one might come in its turn
+                accounts += server.finish_lanes()  # before the next turn
             body = server.end_round({name: SIZES[name] for name in ("alpha", "gamma")})
             optimizers = server.export_optimizers()
         own = {f"{c}/{n}": v for c, state in trained.items() for n, v in state.items()}
@@ -224,6 +267,27 @@ def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("schedule", ["serial", "client-batch", "hierarchical"])
+def test_a_round_that_everybody_breaks_off_leaves_no_gradients(base, beginning, schedule):
+    """Neither at the server nor at a client, whose parts stay in memory."""
+    split, results = split_settings(schedule=schedule), []
+    client = Client("alpha", base, split)
+    for broken in (1, 0):
+        with serving(base, beginning, split) as server:
+            for _ in range(broken):
+                server.begin_round({"alpha": 9}, 0)
+                disturbing = {"alpha": stop_after(0, 1, "close")}
+                assert not train_together([client], server, beginning, {"alpha": 3}, {}, disturbing)
+                server.finish_lanes()
+            server.begin_round({"alpha": 9}, 0)
+            ends = client.train(server, beginning, 3)
+            server.finish_lanes()
+            results.append(ends | server.end_round({"alpha": 9}))
+    one, other = results
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_optimizer_of_who_breaks_off_is_that_of_its_last_round(base, beginning):
@@ -279,6 +343,33 @@ def test_who_breaks_off_after_handing_in_is_not_in_the_average(base, beginning):
             steps = dict.fromkeys(names, 4)
             trained = train_together(clients, server, beginning, steps, {}, disturbing)
             results.append(trained["alpha"] | server.state_of("alpha"))
+    one, other = results
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_who_hands_in_last_changes_no_average(base, beginning):
+    """Not by a bit: adapters are added in the order of names."""
+    split = split_settings(schedule="hierarchical", average_every=1)
+    clients, results = [Client(name, base, split) for name in SIZES], []
+
+    def be_last(model) -> None:
+        send = model.lane.send
+
+        def sending(kind, step=0, *rest, **named):
+            if kind is Kind.AVERAGE:
+                wait_until(lambda: len(server._schedule._gathered.get(step, {})) == 2)
+            send(kind, step, *rest, **named)
+
+        model.lane.send = sending
+
+    for last in ("alpha", "gamma"):
+        with serving(base, beginning, split) as server:
+            server.begin_round(SIZES, 0)
+            steps = dict.fromkeys(SIZES, 3)
+            trained = train_together(clients, server, beginning, steps, {}, {last: be_last})
+            own = {f"{c}/{n}": v for c, state in trained.items() for n, v in state.items()}
+            results.append(own | server.end_round(SIZES))
     one, other = results
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)

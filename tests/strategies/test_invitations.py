@@ -1,0 +1,45 @@
+"""The messages of FL-GLM: whom they invite, in which order, and to which key of the server."""
+
+import pytest
+from flwr.app import MessageType
+
+from bench.in_process import InProcessGrid, run_in_process
+from strategies.messages import invitation_of
+
+
+class Noting(InProcessGrid):
+    """Notes the round, the kind and the client of each message, and the server's key in it."""
+
+    def __init__(self, values, nodes):
+        super().__init__(values, nodes)
+        self.keys = []
+
+    def _answer(self, message):
+        if message.metadata.message_type != MessageType.QUERY:
+            invitation = invitation_of(message)
+            about = (invitation.identity.round, message.metadata.message_type)
+            self.keys.append((*about, invitation.identity.node, invitation.server_key))
+        return super()._answer(message)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_keys_are_renewed_every_so_many_rounds_and_at_no_other_time(split_values, tmp_path, every):
+    values = split_values | {"split.rotate-keys-every": every, "rounds": 4, "min-nodes": 1}
+    values |= {"train.local-steps": 1, "state-path": str(tmp_path)}
+    grid = Noting(values, {1: {"partition-id": 0, "num-partitions": 3}})
+    run_in_process(values, tmp_path, 1, grid)
+    assert [note[:2] for note in grid.keys[:3]] == [(0, "evaluate"), (1, "train"), (1, "evaluate")]
+    # Before the first round those of the first.
+    periods = [(max(1, number) - 1) // every for number, _, _, _ in grid.keys]
+    keys = [key for *_, key in grid.keys]
+    assert [keys.index(key) for key in keys] == [periods.index(period) for period in periods]
+
+
+def test_turns_go_by_name_whatever_the_nodes_ids(split_values, tmp_path):
+    values = split_values | {"rounds": 1, "train.local-steps": 1, "state-path": str(tmp_path)}
+    partitions = {1: 2, 2: 0, 3: 1}
+    nodes = {n: {"partition-id": i, "num-partitions": 3} for n, i in partitions.items()}
+    grid = Noting(values, nodes)
+    run_in_process(values, tmp_path, 3, grid)
+    asked = [client for *_, client, _ in grid.keys]
+    assert asked == ["alpha", "beta", "gamma"] * 3  # evaluated, trained, evaluated
