@@ -178,6 +178,11 @@ def test_a_finished_run_can_have_more_rounds(values, tmp_path):
     trained = [e for e in events(directory) if e["event"] == "train" and e["round"] == 3]
     assert len(trained) == 3
     assert all(event["penalty"] > 0 for event in trained)
+    # With J at the adapter of round 2, which the run's last evaluation had no use for.
+    there = {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
+    one, other = final(directory), final(run(values | there | {"rounds": 3}))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_last_evaluation_with_too_few_replies_can_be_repeated(values, tmp_path):
