@@ -327,6 +327,13 @@ def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):
     assert "too few of its rows" in site.refusal("train", changed=changed, round=5)
 
 
+@pytest.mark.parametrize(("fewest", "sent"), [(1, {"loss-first", "loss-last"}), (2, set())])
+def test_losses_of_single_steps_leave_only_where_one_row_is_enough(site, fewest, sent):
+    site.decide(f"fewest-examples = {fewest}")
+    metrics = site.ask("train", changed={"train.local-steps": 2}).content[METRICS]
+    assert {"loss-first", "loss-last"} & set(metrics) == sent
+
+
 def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
     site.decide("most-rounds = 3\nmost-runs = 1")
     quick = {"train.local-steps": 1}
