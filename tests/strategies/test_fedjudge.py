@@ -5,13 +5,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from bench.in_process import MemoryJournal, run_in_process
 from client_app import fedjudge
+from client_app.institution import open_institution
+from finetuning.adapters.adapter import export_adapter, exported_names, load_adapter
+from finetuning.data.batching import collate
+from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.fingerprint import fingerprint
+from finetuning.model.whole_model import WholeModel
 from strategies import exchange
-from strategies.messages import ARRAYS, METRICS, SIZE
+from strategies.messages import ARRAYS, METRICS, SIZE, from_arrays
+from strategies.run_config import parse_run_config
 from tests.conftest import write_rows
 from tests.strategies.grids import NODES, SpyingGrid, same, start
 
@@ -97,6 +106,48 @@ def test_importance_is_averaged_by_data_size_and_sent_with_the_next_round(values
             )
             np.testing.assert_allclose(array.numpy(), dense, rtol=1e-5)
             assert dense.min() >= 0
+
+
+def test_clients_measure_what_they_keep_and_importance_at_the_global_adapter(values, tmp_path):
+    """J is of one row here, and therefore the absolute gradient of that row's loss."""
+    own = values | {"rounds": 2, "continual.importance-examples": 1, "state-path": str(tmp_path)}
+    grid, journal = SpyingGrid(own), MemoryJournal()
+    start(own, grid, journal)
+    measured = {
+        (e["client"], e["model"]): e["loss"]
+        for e in journal.events
+        if e["event"] == "evaluate" and e["round"] == 2
+    }
+    importances = {
+        reply.content["config"]["name"]: from_arrays(reply.content[ARRAYS])
+        for reply in grid.received
+        if reply.metadata.message_type == "evaluate" and ARRAYS in reply.content.array_records
+    }
+    config = parse_run_config(own)
+    for number, client in enumerate(SIZES, start=1):
+        institution = open_institution(config, NODES[number], fedjudge.base_model)
+        for kind, adapter in (
+            ("global", journal.adapters[2]),
+            ("personalised", journal.kept[client]),
+        ):
+            (directory,) = tmp_path.glob(f"*/{client}/adapters/{kind}")
+            whole = AutoModelForCausalLM.from_pretrained(config.model.name)
+            model = WholeModel(PeftModel.from_pretrained(whole, directory, is_trainable=True))
+            assert same(export_adapter(model.peft_model), adapter)
+            loss = held_out_loss(model, institution.test, institution.padding, 8).loss
+            assert loss == pytest.approx(measured[client, kind], abs=1e-6)
+        assert measured[client, "global"] != pytest.approx(measured[client, "personalised"])
+        load_adapter(model.peft_model, journal.adapters[1])
+        names = exported_names(model.peft_model)
+        rows = [collate([example], institution.padding) for example in institution.train]
+        gradients = [model.gradients_of(row) for row in rows]
+        assert any(
+            all(
+                torch.allclose(value.abs(), importances[client][names[name]], rtol=1e-4, atol=1e-7)
+                for name, value in gradient.items()
+            )
+            for gradient in gradients
+        )
 
 
 def test_clients_share_no_storage(values, tmp_path):

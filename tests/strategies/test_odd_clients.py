@@ -346,7 +346,7 @@ def test_nobody_trains_while_someone_can_not(values, tmp_path, key, value, reaso
         (SIZE, 10**9, 10**9 + 1),
         (TRAIN_EXAMPLES, 1, 0),
         (TRAIN_EXAMPLES, 10**9, 10**9 + 1),
-        ("name", "b" * 64, "b" * 65),
+        pytest.param("name", "b" * 64, "b" * 65, id="name-64 letters"),
         pytest.param("name", "𐐀" * 50, "𐐀" * 50 + "b", id="name-200 bytes"),
     ],
 )
