@@ -123,7 +123,7 @@ def test_clients_measure_what_they_keep_and_importance_at_the_global_adapter(val
         for reply in grid.received
         if reply.metadata.message_type == "evaluate" and ARRAYS in reply.content.array_records
     }
-    config = parse_run_config(own)
+    config, drawn = parse_run_config(own), []
     for number, client in enumerate(SIZES, start=1):
         institution = open_institution(config, NODES[number], fedjudge.base_model)
         for kind, adapter in (
@@ -140,14 +140,15 @@ def test_clients_measure_what_they_keep_and_importance_at_the_global_adapter(val
         load_adapter(model.peft_model, journal.adapters[1])
         names = exported_names(model.peft_model)
         rows = [collate([example], institution.padding) for example in institution.train]
-        gradients = [model.gradients_of(row) for row in rows]
-        assert any(
-            all(
+        drawn += [
+            number
+            for number, row in enumerate(rows)
+            if all(
                 torch.allclose(value.abs(), importances[client][names[name]], rtol=1e-4, atol=1e-7)
-                for name, value in gradient.items()
+                for name, value in model.gradients_of(row).items()
             )
-            for gradient in gradients
-        )
+        ]
+    assert len(drawn) == 3 and any(drawn), "rows are drawn, and not those at the beginning"
 
 
 def test_clients_share_no_storage(values, tmp_path):

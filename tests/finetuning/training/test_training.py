@@ -15,7 +15,7 @@ from finetuning.data.tokenization import Example
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import TrainSettings
 from finetuning.training.loop import DeadlineError, LocalRound, TrainingReport, train_round
-from finetuning.training.optimization import OptimizerState
+from finetuning.training.optimization import OptimizerState, squared_norm
 from finetuning.training.proximal import ProximalPenalty
 
 ARCHITECTURES = [
@@ -160,6 +160,11 @@ def test_a_penalty_is_clipped_with_the_loss(adapted, draw_examples, reference_lo
     (reference_loss(reference, examples) + 2.5 * distance).backward()
     norm = torch.nn.utils.clip_grad_norm_(theirs.values(), math.inf)
     assert report.gradient_norm == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_squares_that_no_float32_holds_are_summed():
+    gradients = [torch.full((3,), 1e20), torch.full((2, 2), -1e20)]
+    assert squared_norm(gradients) == pytest.approx(7e40, rel=1e-5)
 
 
 def test_gradients_that_an_interrupted_round_has_left_are_dropped(adapted, draw_examples):
