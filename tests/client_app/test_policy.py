@@ -95,6 +95,7 @@ REFUSED_RUNS = [
     ("most-steps = 9", {"train.local-steps": 10**12}, "(most-steps = 9)"),
     ("most-steps = 1", {"train.accumulation": 1}, "steps = 12 (most-steps = 1)"),
     ("fewest-examples = 25", {}, "too few of its rows (fewest-examples = 25)"),
+    ("fewest-examples = 25", {"train.local-steps": 99}, "too few of its rows (fewest-examples = "),
     (
         "fewest-examples = 4",
         {"train.local-steps": 3, "train.batch-size": 1, "train.accumulation": 1},
@@ -345,6 +346,8 @@ def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
     assert "(most-rounds = 3)" in site.refusal("evaluate", changed=quick)
     assert "runs = 2 (most-runs = 1)" in site.refusal("train", changed=quick, lineage="run-2")
     assert len(site.lines("accepted")) == 7
+    site.node["name"] = "tribunal"  # another of the institution's clients, with the same log
+    assert ARRAYS in site.ask("train", changed=quick).content
 
 
 def test_no_time_is_spent_after_the_message_s_own(site):
