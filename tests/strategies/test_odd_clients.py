@@ -250,6 +250,21 @@ def test_a_client_that_vanishes_is_named(values, tmp_path):
     assert rounds[1]["left_out"] == [{"client": "beta", "reason": "its SuperNode is not connected"}]
 
 
+def test_those_left_out_are_named_in_the_order_of_names(values, tmp_path):
+    """Whoever answers oddly is known before those who don't answer at all."""
+    silent, odd = ODD["silence"][0], ODD["NaN"][0]
+    own = values | {"strategy": "fedjudge-base", "rounds": 1, "min-nodes": 1}
+    own |= {"state-path": str(tmp_path)}
+
+    def change(reply):
+        return spoil("alpha", silent)(spoil("gamma", odd)(reply))
+
+    journal = MemoryJournal()
+    start(own, SpyingGrid(own, change), journal)
+    (event,) = (event for event in journal.events if event["event"] == "round")
+    assert [left_out["client"] for left_out in event["left_out"]] == ["alpha", "gamma"]
+
+
 def test_a_client_whose_supernode_is_lost_is_named(values, tmp_path):
     """The SuperLink answers in its own name for a SuperNode that it no longer hears of."""
 
