@@ -95,6 +95,7 @@ REFUSED_RUNS = [
     ("most-steps = 9", {"train.local-steps": 10**12}, "(most-steps = 9)"),
     ("most-steps = 1", {"train.accumulation": 1}, "steps = 12 (most-steps = 1)"),
     ("fewest-examples = 25", {}, "too few of its rows (fewest-examples = 25)"),
+    ("fewest-examples = 25", {"train.local-steps": 99}, "too few of its rows (fewest-examples = "),
     (
         "fewest-examples = 4",
         {"train.local-steps": 3, "train.batch-size": 1, "train.accumulation": 1},
@@ -327,6 +328,13 @@ def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):
     assert "too few of its rows" in site.refusal("train", changed=changed, round=5)
 
 
+@pytest.mark.parametrize(("fewest", "sent"), [(1, {"loss-first", "loss-last"}), (2, set())])
+def test_losses_of_single_steps_leave_only_where_one_row_is_enough(site, fewest, sent):
+    site.decide(f"fewest-examples = {fewest}")
+    metrics = site.ask("train", changed={"train.local-steps": 2}).content[METRICS]
+    assert {"loss-first", "loss-last"} & set(metrics) == sent
+
+
 def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
     site.decide("most-rounds = 3\nmost-runs = 1")
     quick = {"train.local-steps": 1}
@@ -338,6 +346,8 @@ def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
     assert "(most-rounds = 3)" in site.refusal("evaluate", changed=quick)
     assert "runs = 2 (most-runs = 1)" in site.refusal("train", changed=quick, lineage="run-2")
     assert len(site.lines("accepted")) == 7
+    site.node["name"] = "tribunal"  # another of the institution's clients, with the same log
+    assert ARRAYS in site.ask("train", changed=quick).content
 
 
 def test_no_time_is_spent_after_the_message_s_own(site):

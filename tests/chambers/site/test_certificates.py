@@ -6,8 +6,10 @@ import ssl
 import stat
 import subprocess
 import threading
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from cryptography import x509
 
 from chambers.site import authority
 from tests.chambers.conftest import ROOT, refused, told
@@ -95,6 +97,22 @@ def test_another_authority_is_not_trusted(capsys, tmp_path):
         handshake(tmp_path / "a", "localhost", tmp_path / "b" / "authority.pem")
 
 
+def test_only_the_authority_can_sign_and_both_expire(capsys, tmp_path):
+    write(capsys, tmp_path, *NAMES)
+    now = datetime.now(UTC)
+    for name, days, signs, depth in (("authority", 3651, True, 0), ("server", 365, False, None)):
+        certificate = x509.load_pem_x509_certificate((tmp_path / f"{name}.pem").read_bytes())
+        # A day early, for machines whose clock is slow.
+        dates = {-1: certificate.not_valid_before_utc, days: certificate.not_valid_after_utc}
+        for after, date in dates.items():
+            assert abs(date - now - timedelta(days=after)) < timedelta(minutes=5)
+        constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
+        assert constraints.critical
+        assert (constraints.value.ca, constraints.value.path_length) == (signs, depth)
+        usage = certificate.extensions.get_extension_for_class(x509.KeyUsage).value
+        assert (usage.key_cert_sign, usage.digital_signature) == (signs, not signs)
+
+
 def test_a_certificate_may_be_valid_for_ten_years(capsys, tmp_path):
     for _ in range(2):
         write(capsys, tmp_path, *NAMES, "--days", "3650")
@@ -105,7 +123,8 @@ def test_refusals_name_the_cure(capsys, tmp_path, monkeypatch):
     assert "--name is missing" in refused(capsys, *command)
     for name in ("https://a.example.org", "a.example.org:443", "a b", ""):
         assert "must be a host name" in refused(capsys, *command, "--name", name)
-    assert "must be 1 to 3650" in refused(capsys, *command, *NAMES, "--days", "0")
+    for days in ("0", "3651"):
+        assert "must be 1 to 3650" in refused(capsys, *command, *NAMES, "--days", days)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(authority, "_AUTHORITY_DAYS", 400)
     write(capsys, tmp_path, *NAMES)
