@@ -328,6 +328,27 @@ def cleans_up(server):
     return any(job.priority is Priority.CLEANUP for job in server._compute._waiting)
 
 
+def test_a_round_does_not_end_before_its_last_step_is_computed(base, beginning):
+    client = Refusals(base, split_settings())
+    with serving(base, beginning, split_settings()) as server:
+        server.begin_round({"alpha": 9}, 0)
+        with client.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            client.join(model, steps=1, total_steps=1)
+            client.send_hidden(model)
+            model.lane.receive(30.0)
+            client.gradient(model)
+            model.lane.receive(30.0)
+            with busy(server):
+                model.lane.send(Kind.STEP, 0, fields={"squared_norm": 1.0})
+                model.lane.send(Kind.END)
+                wait_until(lambda: cleans_up(server))
+            with pytest.raises(LaneError):
+                while True:
+                    model.lane.receive(30.0)
+        (account,) = server.finish_lanes()
+        assert "before its last step was computed" in account.error
+
+
 @pytest.mark.parametrize("what", REFUSED_TEXTS)
 def test_what_a_generation_may_not_do_ends_its_lane_alone(base, beginning, what):
     disturb, reason = REFUSED_TEXTS[what]
