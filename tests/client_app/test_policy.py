@@ -399,6 +399,14 @@ def test_a_gguf_file_is_allowed_by_its_folder_and_by_its_digest(site, checkpoint
     assert "not in its hub-models or paths" in site.refusal("query", None, model)
 
 
+def test_delta_must_be_less_than_a_row_s_share(site):
+    """Rows: 24. With δ = 1 / 24, one of them could be published as it is."""
+    for delta, is_refused in ((1 / 24, True), (0.04, False)):
+        site.decide(f"[privacy]\nepsilon = 100.0\ndelta = {delta!r}")
+        problem = site.ask("query").content[CONFIG].get("problem", "")
+        assert ("privacy.delta" in problem) == is_refused == bool(problem)
+
+
 def test_text_of_rows_leaves_only_if_a_policy_opens_it(site):
     changed = SHOWING | {"evaluate.max-new-tokens": 4}
     site.decide("generation = true\nshow-answers = true")
