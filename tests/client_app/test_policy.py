@@ -381,6 +381,12 @@ def test_a_lane_to_another_server_is_refused(site, deep_checkpoint):
         "the site's policy refuses a lane to unix:/run/docker.sock (not in its coordinators)"
     )
     assert not site.lines("lane")
+    # Steps of four rows: too few leave within the round, or the lane would be next.
+    site.decide('coordinators = ["a"]\nfewest-examples = 8\n[split]\nallowed = true')
+    values |= {"split.schedule": "hierarchical", "train.accumulation": 4}
+    for every, reason in ((1, "training with too few of its rows"), (2, "a lane to unix:")):
+        often = values | {"split.average-every": every}
+        assert reason in site.refusal("train", {LANE: lane}, often, base=base)
 
 
 def test_a_gguf_file_is_allowed_by_its_folder_and_by_its_digest(site, checkpoint):
