@@ -187,6 +187,7 @@ def test_a_site_without_evaluation_trains_and_says_why_it_is_not_evaluated(
     reason = "the site's policy refuses evaluation (evaluation = false)"
     assert [event["round"] for event in missing] == [0, 1, 2]
     assert all(e["left_out"] == [{"client": "beta", "reason": reason}] for e in missing)
+    assert not [e for e in journal.events if e["event"] == "train" and "withheld" in e]
     replies = [r for r in grid.received if r.metadata.src_node_id == 2]
     evaluated = [r.content for r in replies if r.metadata.message_type == "evaluate"]
     assert [set(content[METRICS]) for content in evaluated] == [{"num-examples"}] * 3

@@ -381,6 +381,12 @@ def test_a_lane_to_another_server_is_refused(site, deep_checkpoint):
         "the site's policy refuses a lane to unix:/run/docker.sock (not in its coordinators)"
     )
     assert not site.lines("lane")
+    # Steps of four rows: too few leave within the round, or the lane would be next.
+    site.decide('coordinators = ["a"]\nfewest-examples = 8\n[split]\nallowed = true')
+    values |= {"split.schedule": "hierarchical", "train.accumulation": 4}
+    for every, reason in ((1, "training with too few of its rows"), (2, "a lane to unix:")):
+        often = values | {"split.average-every": every}
+        assert reason in site.refusal("train", {LANE: lane}, often, base=base)
 
 
 def test_a_gguf_file_is_allowed_by_its_folder_and_by_its_digest(site, checkpoint):
@@ -397,6 +403,14 @@ def test_a_gguf_file_is_allowed_by_its_folder_and_by_its_digest(site, checkpoint
     assert "not in its base-models" in site.refusal("query", None, model)
     Path(site.node["policy"]).write_text('paths = ["/elsewhere"]')
     assert "not in its hub-models or paths" in site.refusal("query", None, model)
+
+
+def test_delta_must_be_less_than_a_row_s_share(site):
+    """Rows: 24. With δ = 1 / 24, one of them could be published as it is."""
+    for delta, is_refused in ((1 / 24, True), (0.04, False)):
+        site.decide(f"[privacy]\nepsilon = 100.0\ndelta = {delta!r}")
+        problem = site.ask("query").content[CONFIG].get("problem", "")
+        assert ("privacy.delta" in problem) == is_refused == bool(problem)
 
 
 def test_text_of_rows_leaves_only_if_a_policy_opens_it(site):

@@ -217,21 +217,22 @@ def test_an_array_in_another_order_is_as_good_as_any_other(values, tmp_path):
     assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
 
 
-def test_importance_that_pushes_away_is_refused(values, tmp_path):
+def test_importance_that_pushes_away_is_refused_and_none_at_all_is_not(values, tmp_path):
     def change(reply):
         arrays = reply.content.array_records.get(ARRAYS)
         name = reply.content["config"]["name"]
-        if reply.metadata.message_type == "evaluate" and arrays and name == "beta":
+        if reply.metadata.message_type == "evaluate" and arrays and name in {"alpha", "beta"}:
             first = next(iter(arrays))
-            arrays[first] = Array(-arrays[first].numpy() - 1)
+            value = arrays[first].numpy()
+            arrays[first] = Array(-value - 1 if name == "beta" else np.zeros_like(value))
         return reply
 
     own = values | {"state-path": str(tmp_path), "rounds": 2}
     grid, journal = SpyingGrid(own, change), MemoryJournal()
     start(own, grid, journal)
     (event,) = (e for e in journal.events if e["event"] == "evaluation-missing")
-    assert event["left_out"][0]["client"] == "beta"
-    assert "below 0" in event["left_out"][0]["reason"]
+    (left_out,) = event["left_out"]
+    assert left_out["client"] == "beta" and "below 0" in left_out["reason"]
     trained = [m for m in grid.sent if m.metadata.message_type == "train"]
     assert all(a.numpy().min() >= 0 for a in trained[-1].content["importance"].values())
 
