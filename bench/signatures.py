@@ -28,9 +28,9 @@ _REPETITIONS = 9
 
 def _round_trip(key: Ed25519PrivateKey, state: State, clients: int) -> dict[str, float]:
     """Return the seconds of each operation, for one message with an adapter."""
-    content = {CONFIG: ConfigRecord({"nonce": secrets.token_bytes(16)}), ARRAYS: to_arrays(state)}
+    nonce, arrays = ConfigRecord({"nonce": secrets.token_bytes(16)}), to_arrays(state)
     plain, *messages = (
-        Message(RecordDict(dict(content)), 0, MessageType.TRAIN, ttl=60.0)
+        Message(RecordDict({CONFIG: nonce, ARRAYS: arrays}), 0, MessageType.TRAIN, ttl=60.0)
         for _ in range(clients + 1)
     )
     clock = [time.perf_counter()]
