@@ -20,6 +20,7 @@ from strategies.authentication import (
     Statement,
     open_reply,
 )
+from strategies.bounded_pull import LargeReplyError, check_size, pull
 from strategies.messages import problem_of
 
 # By whether the clients are simulated, as Flower's own grids poll.
@@ -28,6 +29,8 @@ _PULL_SECONDS = {False: 3.0, True: 0.1}
 _PATIENCE_SECONDS = 5.0
 # Of a message that the SuperLink refuses; each time with other objects.
 _MOST_PUSHES = 3
+# Of a reply without arrays: names, digests of tensors, answers as text.
+_MOST_REPLY_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,13 @@ class _Request:
     Attributes:
         metadata: Its metadata.
         statement: What was signed about it, if anything was.
+        most_bytes: Memory that the reply may take.
 
     """
 
     metadata: Metadata
     statement: Statement | None
+    most_bytes: int
 
 
 def exchange(
@@ -49,6 +54,7 @@ def exchange(
     messages: Iterable[Message],
     timeout: float,
     signer: Signer | None = None,
+    array_bytes: int = 0,
     on_poll: Callable[[], None] = lambda: None,
 ) -> Iterator[Message]:
     """Send messages, and yield each reply as it arrives, as from the client that was asked.
@@ -64,13 +70,15 @@ def exchange(
         messages: Messages, at most one to each client.
         timeout: Seconds that each client has.
         signer: Signs the messages, whose replies must then be authenticated; None if they aren't.
+        array_bytes: Bytes of the arrays that each reply has.
         on_poll: Called after each time that all clients were polled.
 
     """
     sent = list(messages)
     end = time.monotonic() + timeout * turns(grid, len(sent))
     waiting: dict[str, _Request] = {}
-    for identifier, request in _push_all(grid, sent, signer):
+    most_bytes = 2 * array_bytes + _MOST_REPLY_BYTES
+    for identifier, request in _push_all(grid, sent, signer, most_bytes):
         if identifier:
             waiting[identifier] = request
         else:
@@ -98,7 +106,7 @@ def exchange(
 
 
 def _push_all(
-    grid: Grid, messages: list[Message], signer: Signer | None
+    grid: Grid, messages: list[Message], signer: Signer | None, most_bytes: int
 ) -> Iterator[tuple[str | None, _Request]]:
     """Push messages; yield the id of each, or None if it could not be pushed.
 
@@ -125,7 +133,7 @@ def _push_all(
             identifier = message.metadata.message_id
             yield (
                 identifier if identifier in pushed else None,
-                _Request(message.metadata, statement),
+                _Request(message.metadata, statement, most_bytes),
             )
 
 
@@ -169,9 +177,16 @@ class _Pull(threading.Thread):
 def _pull(grid: Grid, identifier: str, request: _Request) -> list[Message]:
     """Return the reply to a request if there is one."""
     try:
-        return [_from_client(reply, request) for reply in grid.pull_messages([identifier])]
+        replies = (
+            pull(grid, identifier, request.most_bytes)
+            if isinstance(grid, HttpGrid)
+            else grid.pull_messages([identifier])
+        )
+        return [_from_client(reply, request) for reply in replies]
     except httpx.HTTPError:  # the SuperLink's, not the client's
         raise
+    except LargeReplyError as error:
+        return [_failed(request.metadata, f"its reply {error}")]
     except Exception as error:  # untrusted objects can make Flower raise anything
         reason = f"its reply can't be read ({type(error).__name__})"
         return [_failed(request.metadata, reason)]
@@ -196,7 +211,10 @@ def _from_client(reply: Message, request: _Request) -> Message:
 
 def _authentic(reply: Message, request: _Request) -> Message:
     """Return a reply that the client has authenticated, or an error; if that is required."""
-    if request.statement is None or reply.has_error():
+    if reply.has_error():
+        return reply
+    check_size(reply, request.most_bytes)
+    if request.statement is None:
         return reply
     try:
         open_reply(reply, request.statement)

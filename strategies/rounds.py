@@ -348,6 +348,7 @@ class Rounds(Strategy):
             messages=messages,
             timeout=timeout,
             signer=self._signer,
+            array_bytes=sum(len(array.data) for array in self._reference.values()),
             on_poll=self._show_progress,
         )
 

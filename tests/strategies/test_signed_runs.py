@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.app.message import remove_content_from_message
+from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import (
     ConfirmMessageReceivedResponse,
@@ -102,9 +104,11 @@ class SuperLink:
     """A SuperLink with Flower's own store of objects; its clients answer at once.
 
     It refuses all messages to some clients. To others, someone blocks the objects of the first.
+    ``spoil`` changes the second client's reply.
     """
 
-    def __init__(self, folder, refuses=(), blocks=()):
+    def __init__(self, folder, refuses=(), blocks=(), spoil=lambda reply: None):
+        self.spoil = spoil
         self.store = SqlObjectStore(str(folder / "superlink.db"))
         self.store.initialize()
         self.messages, self.refuses = {}, refuses
@@ -153,6 +157,8 @@ class SuperLink:
             asked.content = instruction.content()
             assert asked.content[CONFIG]["round"] == 1
             instruction.authenticate(reply)
+        if node == 2:
+            self.spoil(reply)
         reply.metadata.__dict__["_message_id"] = reply.object_id
         found = get_all_nested_objects(reply)
         self.store.preregister(1, get_object_tree(reply))
@@ -230,6 +236,36 @@ def test_equal_arrays_are_stored_once(ask, signer, tmp_path):
     # A message, its records and its record of bytes for each client; for all: arrays and chunks.
     replies, requests, shared = 3 * 3, 3 * 3, 1 + 5 * 2
     assert len(superlink.store) == replies + requests + shared
+
+
+def large(reply):
+    reply.content[ARRAYS] = ArrayRecord([np.zeros(2**20 + n, np.float32) for n in range(18)])
+
+
+def repeated_pieces(reply):
+    reply.content[ARRAYS] = ArrayRecord([np.zeros(1000, np.uint8)])
+    (array,) = reply.content[ARRAYS].values()
+    array.__dict__["_chunks"] = array.slice_array() * 100_000
+
+
+def a_large_piece(reply):
+    reply.content[ARRAYS] = ArrayRecord([np.zeros(6 * 2**20, np.uint8)])
+    (array,) = reply.content[ARRAYS].values()
+    piece = ArrayChunk(memoryview(array.data))
+    array.__dict__["_chunks"] = [(piece.object_id, piece)]
+
+
+def many_names(reply):
+    array = Array(np.zeros(2**20, np.float32))
+    reply.content[ARRAYS] = ArrayRecord({str(n): array for n in range(20)})
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("spoil", [large, repeated_pieces, a_large_piece, many_names])
+def test_a_reply_that_fills_the_memory_is_left_out(ask, signer, tmp_path, spoil, signed):
+    superlink = SuperLink(tmp_path, spoil=spoil)
+    answers = ask(superlink, signer if signed else None, to_arrays({"lora_A": torch.ones(2, 3)}))
+    assert answers == {1: None, 2: "its reply is larger than 64 MiB", 3: None}
 
 
 def test_a_deployment_without_key_is_refused():

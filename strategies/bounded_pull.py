@@ -1,0 +1,93 @@
+"""Pull replies from a SuperLink within a limit to the memory that they take.
+
+Flower reads a reply as a whole before the app sees it, and in its format an array can name the same
+piece any number of times: a few megabytes that an institution stores could fill all memory.
+"""
+
+import copy
+import json
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, Message
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_body,
+    get_object_type_from_object_content,
+)
+from flwr.superlink.grid import HttpGrid
+
+_HEADER_BYTES = 1024
+
+
+class LargeReplyError(ValueError):
+    """A reply takes more memory than the answer to the request can."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(f"is larger than {most_bytes / 2**20:.0f} MiB")
+
+
+def pull(grid: HttpGrid, identifier: str, most_bytes: int) -> Iterable[Message]:
+    """Return the reply to a message if there is one.
+
+    Args:
+        grid: Connects to the SuperLink.
+        identifier: Id of the message.
+        most_bytes: Memory that the reply may take.
+
+    Raises:
+        LargeReplyError: It would take more; not all of it has been fetched.
+
+    """
+    bounded = copy.copy(grid)
+    bounded._client = _BoundedClient(grid._runtime_client, most_bytes)  # type: ignore[assignment]
+    return bounded.pull_messages([identifier])
+
+
+def check_size(reply: Message, most_bytes: int) -> None:
+    """Check the arrays of a reply by the names that they have: one can have many.
+
+    Raises:
+        LargeReplyError: They are larger than that together.
+
+    """
+    records: Iterable[ArrayRecord] = reply.content.array_records.values()
+    if sum(len(array.data) for record in records for array in record.values()) > most_bytes:
+        raise LargeReplyError(most_bytes)
+
+
+class _BoundedClient:
+    """A SuperLink's client that fetches the objects of one reply, up to a number of bytes."""
+
+    def __init__(self, client: Any, most_bytes: int) -> None:
+        self._client = client
+        self._most, self._taken = most_bytes, 0
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:  # noqa: N802
+        """Fetch an object; Flower calls this from several threads."""
+        response: PullObjectResponse = self._client.PullObject(request)
+        with self._lock:
+            self._taken += _memory_of(response.object_content, self._most)
+            if self._taken > self._most:
+                raise LargeReplyError(self._most)
+        return response
+
+
+def _memory_of(content: bytes, most_bytes: int) -> int:
+    """Return the bytes that an object takes, with the pieces that an array repeats."""
+    size = len(content)
+    if not content:
+        return size
+    kind = get_object_type_from_object_content(content)
+    if kind == "ArrayChunk" and size > FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE + _HEADER_BYTES:
+        return most_bytes + 1
+    if kind == Array.__qualname__:
+        pieces = json.loads(get_object_body(content, Array))["arraychunk_ids"]
+        size += (len(pieces) - len(set(pieces))) * FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+    return size
