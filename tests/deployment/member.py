@@ -1,8 +1,9 @@
 """What an institution with a registered key sends in others' names.
 
-python member.py HOST:PORT authority.pem NODE_KEY NODE_ID MESSAGE…
+python member.py HOST:PORT authority.pem NODE_KEY NODE_ID MESSAGE… [announce OBJECT_ID…]
 
-Each message is Flower's, serialised, in base64; ``push-messages`` stores it as it is.
+Each message is Flower's, serialised, in base64; ``push-messages`` stores it as it is. Objects are
+announced as the content of the last message, with children that they don't have.
 """
 
 import base64
@@ -14,6 +15,7 @@ from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fleet_pb2 import PushMessagesRequest
 from flwr.proto.message_pb2 import Message as MessageProto
+from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_push_object_fn_protobuf
@@ -22,17 +24,21 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 
-def push(client: FleetHttpClient, node: Node, text: str) -> None:
-    """Store a message, whoever it says that it is from."""
+def push(client: FleetHttpClient, node: Node, text: str, announced: list[str]) -> None:
+    """Store a message, whoever it says that it is from, or announce objects in it."""
     message = message_from_proto(MessageProto.FromString(base64.b64decode(text)))
     message.metadata.__dict__["_message_id"] = message.object_id
     response = client.PushMessages(
         PushMessagesRequest(
             node=node,
             messages_list=[message_to_proto(remove_content_from_message(message))],
-            message_object_trees=[get_object_tree(message)],
+            message_object_trees=[tree_of(message.object_id, announced)]
+            if announced
+            else [get_object_tree(message)],
         )
     )
+    if announced:
+        return
     store = make_push_object_fn_protobuf(
         push_object_protobuf=client.PushObject,
         node=node,
@@ -43,15 +49,25 @@ def push(client: FleetHttpClient, node: Node, text: str) -> None:
     push_objects(objects, store, object_ids_to_push=set(response.objects_to_push))
 
 
-def main(address: str, authority: str, key_file: str, node_id: str, *messages: str) -> None:
+def tree_of(identifier: str, announced: list[str]) -> ObjectTree:
+    """Return a tree of objects, each of which has a child."""
+    children = [
+        ObjectTree(object_id=name, children=[ObjectTree(object_id=64 * "0")]) for name in announced
+    ]
+    return ObjectTree(object_id=identifier, children=children)
+
+
+def main(address: str, authority: str, key_file: str, node_id: str, *words: str) -> None:
     """Send all messages."""
+    end = words.index("announce") if "announce" in words else len(words)
+    messages, announced = words[:end], list(words[end + 1 :])
     key = load_ssh_private_key(Path(key_file).read_bytes(), password=None)
     interceptor = NodeAuthHttpInterceptor(key, key.public_key())
     client = FleetHttpClient.from_server_address(
         address, False, Path(authority).read_bytes(), interceptors=[interceptor]
     )
-    for text in messages:
-        push(client, Node(node_id=int(node_id)), text)
+    for number, text in enumerate(messages, start=1):
+        push(client, Node(node_id=int(node_id)), text, announced if number == len(messages) else [])
     print("sent")
 
 

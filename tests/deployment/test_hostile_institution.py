@@ -16,10 +16,13 @@ from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
 from safetensors.torch import load_file
 
 from bench.deployment.deployment import CHECKOUT, COMPLETED
+from bench.deployment.hosts import FOLDER
 from bench.faults import newest_run, wait_for_end
+from server_app.main import first_adapter
 from strategies.authentication import EncryptedArrays, Signer
 from strategies.instruction_keys import read_private_key
 from strategies.messages import ARRAYS, CONFIG, Instruction, to_arrays
+from strategies.run_config import parse_run_config
 from strategies.run_folder import METRICS, read_events
 from tests.deployment.conftest import results
 from tests.deployment.test_survival import SECONDS, audited
@@ -35,6 +38,9 @@ SETTINGS = {
     "train.batch-size": 2,
     "train.accumulation": 1,
 }
+
+
+REFUSALS = ("is not signed", "for another institution", "was received before")
 
 
 class Attack:
@@ -65,14 +71,15 @@ class Attack:
         )
         return make_message(metadata=metadata, content=content)
 
-    def send(self, *messages: Message):
-        """Send messages with the consultation's key."""
+    def send(self, *messages: Message, announce=()):
+        """Send messages with the consultation's key; announce objects in the last one instead."""
         texts = [base64.b64encode(message_to_proto(m).SerializeToString()) for m in messages]
         supernode = self.running.programs["consultation"]["supernode"]
         environment = supernode.view.environment | {"PYTHONPATH": str(CHECKOUT)}
         command = [
             *(sys.executable, str(MEMBER), self.running.address, "authority.pem", "node"),
             *(str(self.nodes["consultation"]), *(text.decode() for text in texts)),
+            *(("announce", *announce) if announce else ()),
         ]
         view = replace(supernode.view, environment=environment)
         said = supernode.host.run(command, view, seconds=120).stdout
@@ -91,9 +98,18 @@ def test_nobody_speaks_in_another_s_name(running):
     court, before = running.hosts["court"], newest_run(running)
     audit = len(audited(court))
     attack = Attack(running, running.submit(SETTINGS))
-    wait_until(lambda: newest_run(running) != before and checkpoints(running), SECONDS)
-    known = next(e for e in audited(court)[audit:] if e["event"] == "reply" and "base" in e)
     coordinator, target = 1, attack.nodes["court"]
+    wait_until(lambda: newest_run(running) != before, SECONDS)
+
+    # Objects of the adapter with which the run begins, and which follows from the run config.
+    files = running.programs["coordinator"]["superexec"].view.mounts
+    model = files.get(f"{FOLDER}/model", running.settings["model.name"])
+    state, _ = first_adapter(parse_run_config(SETTINGS | {"model.name": str(model)}), Path(model))
+    names = [array.object_id for array in to_arrays(state).values()]
+    itself = attack.message("query", RecordDict(), coordinator, attack.nodes["consultation"])
+    attack.send(itself, announce=names)
+    wait_until(lambda: checkpoints(running), SECONDS)
+    known = next(e for e in audited(court)[audit:] if e["event"] == "reply" and "base" in e)
 
     # An instruction that overwrites the court's final adapter, as the trial's.
     about = Instruction(9, known["run"], known["base"], 60.0, final=True)
@@ -107,8 +123,12 @@ def test_nobody_speaks_in_another_s_name(running):
     own = attack.message("query", query, coordinator, attack.nodes["consultation"])
     signer.sign(own, EncryptedArrays())
     misdirected = attack.message("query", own.content, coordinator, target)
-    attack.send(forged, misdirected)
-    wait_until(lambda: len(refusals(court, audit)) == 2, SECONDS)
+    query = RecordDict({CONFIG: Instruction(0, "repeated", "", 60.0).to_record()})
+    genuine = attack.message("query", query, coordinator, target)
+    signer.sign(genuine, EncryptedArrays())
+    repeated = attack.message("query", genuine.content, coordinator, target)
+    attack.send(forged, misdirected, genuine, repeated)
+    wait_until(lambda: len(refusals(court, audit)) == 3, SECONDS)
 
     # A reply in the court's name, which needs an id that only the court has read.
     trained = len(accepted(court))
@@ -122,7 +142,8 @@ def test_nobody_speaks_in_another_s_name(running):
 
     assert wait_for_end(running) == COMPLETED
     problems = refusals(court, audit)
-    assert "is not signed" in problems[0] and "for another institution" in problems[1]
+    for problem, said in zip(problems, REFUSALS, strict=True):
+        assert said in problem
     rounds = events(running, "round")
     left_out = [each for round_ in rounds for each in round_["left_out"]]
     reason = "its reply is refused: it isn't authenticated; it says: out of memory"
