@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
@@ -293,16 +293,17 @@ REFUSED_TEXTS = {
 }
 
 
+def hold(started, release):
+    """Keep the compute thread busy until it is released."""
+    started.set()
+    release.wait(60)
+
+
 @contextmanager
 def busy(server):
     """Keep the compute thread from what comes while the block runs."""
     started, release = threading.Event(), threading.Event()
-
-    def job():
-        started.set()
-        release.wait(60)
-
-    thread = threading.Thread(target=server._compute.call, args=[job])
+    thread = threading.Thread(target=server._compute.call, args=[partial(hold, started, release)])
     thread.start()
     try:
         assert started.wait(20)
@@ -315,6 +316,38 @@ def busy(server):
 def cleans_up(server):
     """Return whether a lane's thread waits to free what its client held."""
     return any(job.priority is Priority.CLEANUP for job in server._compute._waiting)
+
+
+def test_a_round_does_not_end_before_its_last_step_is_computed(base, beginning):
+    client = Refusals(base, split_settings())
+    with serving(base, beginning, split_settings()) as server:
+        server.begin_round({"alpha": 9}, 0)
+        with client.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            client.join(model, steps=1, total_steps=1)
+            client.send_hidden(model)
+            model.lane.receive(30.0)
+            client.gradient(model)
+            model.lane.receive(30.0)
+            with ExitStack() as later:
+                with busy(server):
+                    model.lane.send(Kind.STEP, 0, fields={"squared_norm": 1.0})
+                    model.lane.send(Kind.END)
+                    wait_until(lambda: cleans_up(server))
+                    # The step waits for another job when the session looks.
+                    started, held = threading.Event(), threading.Event()
+                    job = partial(hold, started, held)
+                    thread = threading.Thread(target=server._compute.call, args=[job])
+                    later.callback(thread.join, 20)
+                    later.callback(held.set)
+                    thread.start()
+                    wait_until(lambda: len(server._compute._waiting) == 3)
+                assert started.wait(20)
+                wait_until(lambda: cleans_up(server))
+            with pytest.raises(LaneError):
+                while True:
+                    model.lane.receive(30.0)
+        (account,) = server.finish_lanes()
+        assert "before its last step was computed" in account.error
 
 
 @pytest.mark.parametrize("what", REFUSED_TEXTS)
