@@ -149,6 +149,7 @@ class MemoryJournal:
         self.personalised_by_round: dict[int, dict[str, State]] = {}
         self.progress = Progress("bench")
         self.status = RunStatus()
+        self._previous = self.progress
         self._scratch = TemporaryDirectory()
 
     @property
@@ -178,8 +179,16 @@ class MemoryJournal:
 
     def checkpoint(self, progress: Progress, state: State) -> None:
         """Keep the global adapter."""
+        if progress.finished_rounds > self.progress.finished_rounds:
+            self._previous = self.progress
         self.progress = progress
         self.adapters[progress.finished_rounds] = state
+
+    def discard(self, round_number: int) -> None:
+        """Drop a round's global adapter."""
+        if self.adapters.keys() - {round_number}:
+            self.adapters.pop(round_number, None)
+            self.progress = self._previous
 
 
 def run_in_process(

@@ -104,7 +104,7 @@ class Comparison:
                     node += f' worker="{socket}"'
                     stack.enter_context(_worker(socket, link, home / f"{name}-worker.log"))
                 stack.enter_context(_supernode(node, link, home / f"{name}.log"))
-            return self._run(link, home, {}, simulated=False)
+            return self._run(link, home, {"instruction-key": "none"}, simulated=False)
 
     def _run(
         self, link: SuperLink, home: Path, config: Mapping[str, Any], simulated: bool

@@ -185,7 +185,7 @@ def _refuse_too_long(
 
     Raises:
         BaseModelError: The base model has fewer positions.
-        CommandError: The block server's limit per client is lower.
+        CommandError: The block server's limits are lower.
 
     """
     from finetuning.model.positions import check_positions
@@ -198,6 +198,11 @@ def _refuse_too_long(
         raise CommandError(
             f"{' and '.join(row)} are {' + '.join(map(str, row.values()))}, and the block server "
             f"allows {source.most_tokens}; shorten it, or lower --max-new-tokens"
+        )
+    if longest > source.longest_prompt:
+        raise CommandError(
+            f"{origin} has {longest} tokens, and the block server allows {source.longest_prompt} "
+            "in a prompt; shorten it"
         )
 
 

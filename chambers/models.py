@@ -69,6 +69,11 @@ class Source:
         """Padded tokens that a batch of prefixes, prompts and answers may take."""
         return self.invitation.most_tokens if self.invitation else _NO_LIMIT
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt may have."""
+        return self.invitation.longest_prompt if self.invitation else _NO_LIMIT
+
 
 def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
     """Find what the options name, and check that the parts belong together.

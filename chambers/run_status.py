@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from chambers.disk_space import ACCESS_LOG, DATABASE, LEAST_FREE_GIB, free_gib, most_sent
+from chambers.errors import described
 from split.protocol.errors import printable
 from strategies.resumption import checkpoint_files
 from strategies.run_folder import METRICS, Event, is_running, read_events, read_status
@@ -31,6 +33,8 @@ class Seen:
         is_running: Whether a process on this machine writes to the folder.
         checkpoint: The newest checkpoint, if there is one.
         now: Time of the look, in seconds since the epoch.
+        space: Free space of the run's folder, and of the SuperLink's database if it is known.
+        sender: Which address sends most to the coordinator; empty if it is not known.
 
     """
 
@@ -41,6 +45,8 @@ class Seen:
     is_running: bool
     checkpoint: Path | None
     now: float
+    space: str
+    sender: str
 
     @property
     def exit_status(self) -> int:
@@ -58,8 +64,12 @@ class Seen:
         return self.is_running and self.status.phase in ("training", "evaluation")
 
 
-def look(directory: Path) -> Seen:
+def look(directory: Path, coordinator: Path | None = None) -> Seen:
     """Read a run's folder.
+
+    Args:
+        directory: The run's folder.
+        coordinator: The folder of the coordinator, with the database and the proxy's log.
 
     Raises:
         OSError: A file can't be read.
@@ -72,6 +82,7 @@ def look(directory: Path) -> Seen:
     # Before the status: a run that ends in between is then shown as ended, not as killed.
     alive = is_running(directory)
     checkpoints = checkpoint_files(directory)
+    disks = [directory, coordinator / DATABASE] if coordinator else [directory]
     return Seen(
         directory=directory,
         config=config,
@@ -80,7 +91,24 @@ def look(directory: Path) -> Seen:
         is_running=alive,
         checkpoint=checkpoints[-1] if checkpoints else None,
         now=time.time(),
+        space="; ".join(map(_space, disks)),
+        sender=_sender(coordinator / ACCESS_LOG) if coordinator else "",
     )
+
+
+def _space(folder: Path) -> str:
+    try:
+        free = free_gib(folder)
+    except OSError as error:
+        return f"unknown: {described(error)}"
+    return f"{'LOW: ' if free < LEAST_FREE_GIB else ''}{free:.1f} GiB free in {folder}"
+
+
+def _sender(log: Path) -> str:
+    try:
+        return most_sent(log)
+    except OSError as error:
+        return f"unknown: {described(error)}"
 
 
 def render(seen: Seen) -> RenderableType:
@@ -92,6 +120,8 @@ def render(seen: Seen) -> RenderableType:
         ("Time left", _time_left(seen)),
         ("Throughput", _throughput(seen)),
         ("Checkpoint", _checkpoint(seen)),
+        ("Disk", seen.space),
+        *([("Proxy", seen.sender)] if seen.sender else []),
     ):
         lines.add_row(heading, printable(text))
     clients = Table("client", "rows", "tokens/s", "", box=None, padding=(0, 2, 0, 0))
@@ -170,19 +200,25 @@ def _checkpoint(seen: Seen) -> str:
 def _clients(seen: Seen) -> list[tuple[str, str, str, str]]:
     """Return each client's name, rows, tokens per second, and what it does or why it is out."""
     status, doing = seen.status, dict[str, str]()
+    odd = set[str]()  # who was left out of their last round, or scaled down in it
     last: dict[str, Event] = {}
     for event in seen.events:
         if event["event"] == "train":
             last[event["client"]] = event
+        if event["event"] == "scaled" and event["client"] in doing:
+            doing[event["client"]] += f"; its {event['what']} counts × {event['factor']:.2g}"
+            odd.add(event["client"])
         # Other events have clients' own metrics, which may be called anything.
         if event["event"] not in {"round", "refused"}:
             continue
         for name in event.get("participants", []):
             doing[name] = f"took part in round {event['round']}"
+            odd.discard(name)
         for out in event.get("left_out", []):
             doing[out["client"]] = f"OUT of round {event['round']}: {out['reason']}"
+            odd.add(out["client"])
     if seen.works:
-        before = {name: f"; {text}" for name, text in doing.items() if text.startswith("OUT")}
+        before = {name: f"; {doing[name]}" for name in odd}
         lanes = {lane.client: f", {lane.steps} of {lane.planned} steps" for lane in status.lanes}
         for name in status.asked:
             works = f"in {status.phase}{lanes.get(name, '')}"

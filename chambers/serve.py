@@ -87,6 +87,14 @@ class Serve(AdapterOptions):
             "N",
         ),
     ] = 16384
+    longest_prompt: Annotated[
+        int,
+        option(
+            "Longest prompt in tokens; default 4096. Its time and memory grow with the square of "
+            "this.",
+            "N",
+        ),
+    ] = 4096
 
     def __call__(self) -> int:
         """Serve until SIGINT or SIGTERM."""
@@ -94,6 +102,8 @@ class Serve(AdapterOptions):
             raise CommandError(
                 f"--valid-for {self.valid_for:g}: must be more than 0 days, {_MOST_DAYS} at most"
             )
+        if self.longest_prompt < 1:
+            raise CommandError(f"--longest-prompt {self.longest_prompt}: must be at least 1")
         self.check_folders()
         import logging
 

@@ -47,6 +47,7 @@ class Served:
         adapter: Kind and scale of all adapters.
         models: For each client, the body's adapters by the name of the model; None for no adapter.
         folder: Folder for the invitations.
+        longest_prompt: Tokens of the longest prompt.
 
     """
 
@@ -57,6 +58,7 @@ class Served:
     adapter: AdapterSettings
     models: Mapping[str, Mapping[str, State | None]]
     folder: Path
+    longest_prompt: int
 
 
 def find(options: Serve) -> Served:
@@ -108,6 +110,7 @@ def find(options: Serve) -> Served:
         adapter=adapter,
         models=models,
         folder=options.invitations,
+        longest_prompt=options.longest_prompt,
     )
 
 
@@ -144,7 +147,11 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
         raise CommandError(f"{served.directory} can't be read: {error}") from error
     try:
         server = ModelServer(
-            body=parts["body"], adapter=served.adapter, split=served.split, run=_RUN
+            body=parts["body"],
+            adapter=served.adapter,
+            split=served.split,
+            run=_RUN,
+            longest_prompt=served.longest_prompt,
         )
     except OSError as error:
         raise CommandError(
@@ -181,6 +188,7 @@ def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, P
             tail_blocks=served.partition.tail,
             wire_dtype=served.split.wire_dtype,
             most_tokens=served.split.activation_budget,
+            longest_prompt=served.longest_prompt,
             models={name: body_digest(served.adapter, state) for name, state in models.items()},
         )
         files[client] = served.folder / f"{client}.json"

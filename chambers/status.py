@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from chambers.errors import CommandError
+from chambers.sources import option
 
 # Between two looks of --watch; a log would grow too fast with the first.
 _TERMINAL_SECONDS = 2.0
@@ -25,11 +26,17 @@ class Status:
     \b
       chambers status runs/2026-01-31_12-00-00_fl-glm --watch
 
+    With --coordinator also the space that the SuperLink's database has left, and the address that
+    sends most to it.
+
     The exit status is 0 if the run is alive or has completed, and 1 if it failed or was killed.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     run: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", show_default=False)]
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until the run ends.")] = False
+    coordinator: Annotated[
+        Path | None, option("Folder with the SuperLink's database and the proxy's log.", "FOLDER")
+    ] = None
 
     def __call__(self) -> int:
         """Show the status once, or until the run ends."""
@@ -47,19 +54,19 @@ class Status:
         if not console.is_terminal:
             console.width = 120
         try:
-            seen = look(directory)
+            seen = look(directory, self.coordinator)
             if not (self.watch and console.is_terminal):
                 console.print(render(seen))
                 while self.watch and seen.is_running:
                     time.sleep(_LOG_SECONDS)
-                    seen = look(directory)
+                    seen = look(directory, self.coordinator)
                     console.print()
                     console.print(render(seen))
                 return seen.exit_status
             with Live(render(seen), console=console, auto_refresh=False) as live:
                 while seen.is_running:
                     time.sleep(_TERMINAL_SECONDS)
-                    seen = look(directory)
+                    seen = look(directory, self.coordinator)
                     live.update(render(seen), refresh=True)
             return seen.exit_status
         except (OSError, ValueError) as error:

@@ -105,7 +105,10 @@ def _harness_scores(
         model=model,
         tokenizer=tokenizer,
         most_tokens=min(scored.batch_tokens, source.most_tokens),
-        max_length=most_positions(source.directory, tokenizer) - source.columns_before,
+        max_length=min(
+            most_positions(source.directory, tokenizer) - source.columns_before,
+            source.longest_prompt,
+        ),
     )
     try:
         return harness_scores(model=seen, names=names, manager=manager, limit=scored.limit)
@@ -170,6 +173,10 @@ def _refuse_too_long(source: Source, questions: Prepared, scored: Scored) -> Non
     if not questions.task.is_cloze:
         row["--max-new-tokens"] = scored.new_tokens
     check_positions(source.directory, row)
+    if longest > source.longest_prompt:
+        raise CommandError(
+            f"{origin} has {longest} tokens, and the block server allows {source.longest_prompt}"
+        )
     for name, most in (
         ("--batch-tokens allows", scored.batch_tokens),
         ("the block server allows", source.most_tokens),

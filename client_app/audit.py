@@ -97,7 +97,7 @@ class AuditLog:
                     return
                 try:
                     event = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     event = {}
                 yield event if isinstance(event, dict) else {}
 

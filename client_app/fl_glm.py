@@ -21,7 +21,7 @@ from split.model.exactness import check_exactness
 from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.part import Part
 from split.model.partition import PartyName, partition_of
-from split.protocol.frames import Limits
+from split.protocol.frames import Kind, Limits, average_bytes
 from split.protocol.training import RoundPlan
 from split.settings import SplitSettings
 from strategies.messages import ARRAYS, BODY, invitation_of, models_of
@@ -90,7 +90,7 @@ def train(task: Task) -> tuple[State, Metrics]:
 
     """
     config, local_round = task.config, task.local_round(task.config.split.average_every)
-    with _split_model(task) as model:
+    with _split_model(task, config.split.average_every) as model:
         parameters = model.parameters
         load_state(parameters, task.arrays[ARRAYS])
         longest = max(len(example.tokens) for example in task.institution.train)
@@ -188,16 +188,18 @@ def _load_parts(
 
 
 @contextmanager
-def _split_model(task: Task) -> Iterator[SplitModel]:
+def _split_model(task: Task, average_every: int = 0) -> Iterator[SplitModel]:
     config, invitation = task.config, invitation_of(task.message)
     task.site.check_lane(invitation.address)
     parts = _load_parts(config.model, config.adapter, config.split, task.institution.model_files)
     for part in parts.values():
         part.use("default")
+    weights = sum(p.numel() for part in parts.values() for p in part.trainable().values())
     limits = Limits(
         hidden=parts["head"].hidden_size,
         wire_dtype=config.split.wire_dtype,
         maximum_tokens=config.longest,
+        payload_bytes={Kind.AVERAGE: average_bytes(weights)} if average_every else {},
         window=config.split.window,
     )
     lane = open_lane(

@@ -27,6 +27,7 @@ from finetuning.model.fingerprint import digest
 from finetuning.training.deadline import DeadlineError
 from split.protocol.errors import LaneError
 from strategies.answers import ANSWERS, answers_record
+from strategies.authentication import AuthenticationError, SignedInstruction
 from strategies.messages import (
     SIZE,
     TRAIN_EXAMPLES,
@@ -78,6 +79,7 @@ _WITHHELD = "metrics are not sent: the site's policy demands differential privac
 # Errors that a user can correct. None of their texts quotes a row.
 _PROBLEMS = (
     AuditError,
+    AuthenticationError,
     BaseModelError,
     ConfigError,
     DeadlineError,
@@ -92,23 +94,40 @@ _PROBLEMS = (
 def _guarded(handler: Callable[[Message, Context, Site], Message]) -> Handler:
     """Send nothing that the site's policy refuses, or that its audit log has no line for.
 
-    An error is answered too, since Flower would send its text, which may quote private rows.
+    An error is answered too, since Flower would send its text, which may quote private rows. Every
+    reply is authenticated, a refusal too, if the message brings a secret for that.
     """
 
     @wraps(handler)
     def handle(message: Message, context: Context) -> Message:
         try:
-            site = open_site(message, context.node_config)
-            try:
-                reply = handler(message, context, site)
-            except Exception as error:
-                reply = _problem(message, context, error)
-            site.record_reply(message, reply)
-        except (AuditError, PolicyError) as error:
+            instruction = SignedInstruction.of(message)
+        except AuthenticationError as error:
             return _problem(message, context, error)
+        reply = _reply_of_site(handler, message, context, instruction)
+        if instruction:
+            instruction.authenticate(reply)
         return reply
 
     return handle
+
+
+def _reply_of_site(
+    handler: Callable[[Message, Context, Site], Message],
+    message: Message,
+    context: Context,
+    instruction: SignedInstruction | None,
+) -> Message:
+    try:
+        site = open_site(message, context, instruction)
+        try:
+            reply = handler(message, context, site)
+        except Exception as error:
+            reply = _problem(message, context, error)
+        site.record_reply(message, reply)
+    except (AuditError, AuthenticationError, PolicyError) as error:
+        return _problem(message, context, error)
+    return reply
 
 
 def _problem(message: Message, context: Context, error: Exception) -> Message:

@@ -1,11 +1,11 @@
 """An institution's own decisions about a message: what its policy refuses, and what it records."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import WARNING
 from typing import Any
 
-from flwr.app import Message
+from flwr.app import Context, Message
 from flwr.common.logger import log
 
 from client_app import policy as checks
@@ -13,6 +13,8 @@ from client_app.audit import AuditLog, describe
 from client_app.institution import Institution
 from client_app.privacy_account import PrivacyAccount, PrivateSteps, account_line, private_steps
 from finetuning.data.tokenization import Example
+from strategies.authentication import AuthenticationError, SignedInstruction
+from strategies.instruction_keys import read_public_key
 from strategies.messages import Instruction, InstructionError
 from strategies.node_config import check_keys, is_simulation
 from strategies.run_config import RunConfig, Scalar
@@ -143,6 +145,24 @@ class Site:
         )
         return instruction
 
+    def receive(self, run_id: int, time: float) -> None:
+        """Record a signed instruction, before anything is done about it.
+
+        Args:
+            run_id: Flower's id of the run.
+            time: When the instruction was signed, in seconds since 1970.
+
+        Raises:
+            AuthenticationError: It was received before, or a newer one was.
+            AuditError: It can't be recorded.
+
+        """
+        assert self.policy is not None
+        line = {"event": "instruction", **self.about, "run-id": str(run_id), "signed": time}
+        AuditLog(self.policy.audit_file).append(
+            line, check=lambda lines: _check_fresh(self.about, run_id, time, lines)
+        )
+
     def check_lane(self, address: str) -> None:
         """Check the address of a block server, and record that a lane to it is opened.
 
@@ -176,33 +196,106 @@ class Site:
             self.record("reply", **describe(message, reply))
 
 
-def open_site(message: Message, node: Mapping[str, Scalar]) -> Site:
-    """Read the policy that the SuperNode's configuration names.
+def open_site(message: Message, context: Context, instruction: SignedInstruction | None) -> Site:
+    """Read the policy that the SuperNode's configuration names, and open the message.
+
+    Args:
+        message: The message; its content is replaced by what a signed instruction contains.
+        context: Flower's context of the message.
+        instruction: The signed instruction in it, if it has one.
 
     Raises:
-        PolicyError: It is named, and missing or malformed; or the configuration has other keys.
+        PolicyError: The policy is named, and missing or malformed; or the configuration has other
+            keys.
+        AuthenticationError: The policy names the coordinator's key, and the coordinator hasn't
+            signed the message for this site and this time; or it was answered before.
+        AuditError: That it was received can't be recorded.
 
     """
+    node = context.node_config
     check_keys(node)
     about: dict[str, Any] = {
         "client": str(node.get("name", "")),
         # Flower calls the same handler for "train" and "train.default".
         "kind": message.metadata.message_type.partition(".")[0],
     }
+    policy = _policy_of(node)
+    if policy and policy.instruction_key:
+        try:
+            _authenticate(policy, message, context, instruction)
+        except AuthenticationError as error:
+            refused = {"event": "refused", **about, "problem": str(error)}
+            AuditLog(policy.audit_file).append(refused)
+            raise
+    if instruction:
+        message.content = instruction.content()
+        digest = instruction.statement.digest
+        about |= {"nonce": instruction.statement.nonce, "digest": digest}
     try:
-        instruction = Instruction.of(message)
-        about |= {"run": instruction.lineage, "round": instruction.round}
+        asked = Instruction.of(message)
+        about |= {"run": asked.lineage, "round": asked.round}
     except InstructionError:
         pass  # it is refused later, with a line in the log
-    path, is_simulated = node.get("policy"), is_simulation(node)
+    site = Site(policy, about, is_simulation(node))
+    if policy and policy.instruction_key and instruction:
+        site.receive(context.run_id, instruction.statement.time)
+    return site
+
+
+def _policy_of(node: Mapping[str, Scalar]) -> SitePolicy | None:
+    path = node.get("policy")
     if path is None:
-        if not is_simulated:
+        if not is_simulation(node):
             log(
                 WARNING,
                 "This SuperNode's --node-config names no policy, so whatever the coordinator asks "
                 "is done; see docs/policy.md",
             )
-        return Site(None, about, is_simulated)
+        return None
     if not isinstance(path, str):
         raise PolicyError(f"policy = {path!r} in --node-config must be the path of a file")
-    return Site(read_policy(path), about, is_simulated)
+    return read_policy(path)
+
+
+def _authenticate(
+    policy: SitePolicy, message: Message, context: Context, instruction: SignedInstruction | None
+) -> None:
+    key = read_public_key(policy.instruction_key)
+    if instruction is None:
+        raise AuthenticationError(
+            "the instruction is not signed, and the site's policy names the coordinator's key "
+            "(instruction-key)"
+        )
+    instruction.verify(key, message, context.node_id, context.run_id)
+
+
+def _check_fresh(
+    about: Mapping[str, Any], run_id: int, time: float, lines: Iterable[Mapping[str, Any]]
+) -> None:
+    """Check that an instruction is new, and that none that is newer was received before.
+
+    A run that is resumed repeats rounds, under another id of Flower's.
+
+    Args:
+        about: The instruction's ``client``, ``nonce``, ``run`` (its lineage) and ``round``.
+        run_id: Flower's id of the run.
+        time: When it was signed, in seconds since 1970.
+        lines: The audit log so far.
+
+    Raises:
+        AuthenticationError: It isn't.
+
+    """
+    for line in lines:
+        if line.get("event") != "instruction" or line.get("client") != about["client"]:
+            continue
+        if line.get("nonce") == about["nonce"]:
+            raise AuthenticationError("the instruction was received before")
+        if line.get("run") != about.get("run"):
+            continue
+        if line.get("signed", 0.0) > time:
+            raise AuthenticationError(
+                "the instruction was signed before another one of its run that was received"
+            )
+        if line.get("run-id") == str(run_id) and line.get("round", 0) > about.get("round", 0):
+            raise AuthenticationError("the instruction is of an earlier round than another one")

@@ -61,6 +61,13 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
         old.unlink()
 
 
+def discard_checkpoint(directory: Path, round_number: int) -> None:
+    """Remove a round's checkpoint, if there is an earlier one."""
+    file = _path(directory, round_number)
+    if file in checkpoint_files(directory)[1:]:
+        file.unlink()
+
+
 def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     """Read the newest checkpoint of a run's folder.
 

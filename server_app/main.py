@@ -22,6 +22,7 @@ from server_app.summary import summary
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL
 from strategies.fedprox import FedProx
 from strategies.fl_glm import FLGLM
+from strategies.instruction_keys import signer_of
 from strategies.journal import Progress
 from strategies.messages import to_arrays
 from strategies.resumption import check_resumable, checkpoint_files
@@ -64,6 +65,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint | None) -> None:
     kind = STRATEGIES[config.strategy]
+    signer = signer_of(config, grid)
     base = kind.locate_base_model(config)
     check_positions(base, config.row_with_answer)
     digests = fingerprint(base)
@@ -83,7 +85,9 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
         results.rewind_to(checkpoint)
         log(INFO, "Resuming after round %d of %s", progress.finished_rounds, directory)
     results.describe(digests)
-    strategy = kind(config=config, fingerprint=digests, progress=progress, journal=results)
+    strategy = kind(
+        config=config, fingerprint=digests, progress=progress, journal=results, signer=signer
+    )
     try:
         strategy.start(grid, to_arrays(state), config.rounds, timeout=config.reply_timeout)
     finally:

@@ -70,12 +70,15 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 {% else %}<p>No client has been trained yet.</p>{% endfor %}</div>
 <h2>Participation</h2>
 <div class="wide"><table><thead><tr><th scope="col">Round</th><th scope="col">Took part</th>
-<th scope="col">Left out</th><th scope="col" class="number">Seconds</th></tr></thead>
+<th scope="col">Left out</th><th scope="col">Scaled down</th>
+<th scope="col" class="number">Seconds</th></tr></thead>
 {% for round in rounds %}
 <tr><th scope="row">{{ round.round }}</th><td>{{ round.participants|join(", ") }}</td>
 <td>{% for left in round.left_out %}{{ left.client }}: {{ left.reason }}<br>{% endfor %}</td>
+<td>{% for own in scaled if own.round == round.round %}{{ own.client }}: {{ own.what }}
+× {{ "%.2g"|format(own.factor) }}<br>{% endfor %}</td>
 <td class="number">{{ "%.1f"|format(round.seconds) if round.seconds is number }}</td></tr>
-{% else %}<tr><td colspan="4">No round is finished yet.</td></tr>{% endfor %}
+{% else %}<tr><td colspan="5">No round is finished yet.</td></tr>{% endfor %}
 </table></div>
 {% for event in unevaluated %}
 <p>Not evaluated after round {{ event.round }}:

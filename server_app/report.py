@@ -103,6 +103,7 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
         },
         plots=plots,
         rounds=[rounds[number] for number in sorted(rounds)],
+        scaled=[event for event in events if event["event"] == "scaled"],
         unevaluated=[event for event in events if event["event"] == "evaluation-missing"],
         lanes=_lanes(events),
         lane_columns=[(key, heading) for key, heading, _ in _LANES],

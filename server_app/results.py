@@ -23,7 +23,7 @@ from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
 from finetuning.files import filling, remove_unfinished, remove_whole, replacing, write_json
 from finetuning.model.gguf_file import origin_of
-from server_app.checkpoint import Checkpoint, save_checkpoint
+from server_app.checkpoint import Checkpoint, discard_checkpoint, save_checkpoint
 from server_app.report import write_report
 from split.protocol.errors import printable
 from strategies.journal import Progress
@@ -31,7 +31,7 @@ from strategies.run_config import ConfigError, RunConfig
 from strategies.run_folder import METRICS, write_status
 from strategies.status import RunStatus
 
-# Folder of personalised adapters of a round that has no checkpoint yet.
+# Folder of personalised adapters of a round whose global adapter has not been evaluated yet.
 _TRAINED = ".trained"
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizers", "safetensors")
 
@@ -113,8 +113,8 @@ class Results:
     ) -> None:
         """Save a client's personalised adapter; ``checkpoint`` copies it to ``adapters/clients``.
 
-        So the adapters there are always those of a checkpoint's rounds: if the run ends before the
-        checkpoint and is resumed, the round is repeated, perhaps without this client.
+        So the adapters there are always those of an evaluated checkpoint's rounds: if the run ends
+        before that and is resumed, the round may be repeated, perhaps without this client.
         """
         self._sizes[client], self._rounds[client] = size, round_number
         title = f"Personalised adapter of {client}"
@@ -136,14 +136,14 @@ class Results:
         return self._rounds[client], dict(load_file(folder / "adapter_model.safetensors"))
 
     def checkpoint(self, progress: Progress, state: State) -> None:
-        """Save the global adapter, a checkpoint to resume from, and the report so far.
+        """Save a checkpoint to resume from, the report so far, and adapters that were evaluated.
 
         Raises:
             DiskFullError: They don't fit on the disk; the checkpoint before is kept.
 
         """
         rounds = progress.finished_rounds
-        if rounds > self._global_round:  # there is another checkpoint when it has been evaluated
+        if progress.evaluated and rounds > self._global_round:
             self._save_adapter(
                 folder=self.directory / "adapters" / "global",
                 state=state,
@@ -164,10 +164,16 @@ class Results:
             metrics_bytes=recorded,
         )
         save_checkpoint(self.directory, checkpoint)
-        self._publish(rounds)
+        if progress.evaluated:
+            self._publish(rounds)
         with filling(self.directory):
             self._tensorboard.flush()
         write_report(self.directory)
+
+    def discard(self, round_number: int) -> None:
+        """Drop a round's checkpoint, if there is an earlier one: its adapter is unusable."""
+        discard_checkpoint(self.directory, round_number)
+        remove_whole(self._trained(round_number))
 
     def _save_adapter(
         self, folder: Path, state: State | Path, title: str, sizes: Mapping[str, int], rounds: int
@@ -187,7 +193,7 @@ class Results:
         return self.directory / "adapters" / "clients"
 
     def _trained(self, round_number: int) -> Path:
-        """Return the folder of a round's personalised adapters until there is its checkpoint."""
+        """Return the folder of a round's personalised adapters until it has been evaluated."""
         return self.directory / _TRAINED / str(round_number)
 
     def _publish(self, finished_rounds: int) -> None:
@@ -204,7 +210,8 @@ class Results:
         TensorBoard's files stay as they are: a round that is repeated is in them twice.
         """
         remove_unfinished(self.directory)
-        self._publish(checkpoint.progress.finished_rounds)
+        if checkpoint.progress.evaluated:
+            self._publish(checkpoint.progress.finished_rounds)
         self._sizes, self._rounds = dict(checkpoint.sizes), dict(checkpoint.rounds)
         with self._metrics.open("a+b") as metrics:
             metrics.seek(0)

@@ -68,12 +68,13 @@ class SplitSettings(Section):
         1, description="Rounds after which the server generates a new key."
     )
     share_cap: float = Field(
-        10.0,
+        3.0,
         ge=1,
-        description="With `client-batch`, how many times the median of the other clients' "
-        "gradients (of two in the middle, the larger) one client's may be: per predicted token "
-        "in the server's blocks, and as the norm that it reports. A larger one is scaled down; a "
-        "smaller one is not changed.",
+        description="With `client-batch`, how many times the median of the other clients' (of two "
+        "in the middle, the larger) one client's numbers may be: its gradients in the server's "
+        "blocks, per predicted token and in a step, the predicted tokens of a step, and the norm "
+        "that it reports. What is larger is scaled down, and the log names the client; what is "
+        "smaller is not changed.",
     )
     join_timeout: PositiveFloat = Field(
         120.0, description="Seconds that clients averaged together wait for each other to join."
@@ -82,7 +83,8 @@ class SplitSettings(Section):
         60.0,
         description="Seconds after which `client-batch` continues without clients that all others "
         "are waiting for, and after which the lane of a silent client ends if others wait for what "
-        "it holds of `activation-budget`.",
+        "it holds of `activation-budget`. However punctual all are: once half of `round-timeout` "
+        "has been spent on waiting for others, the one that was waited for most is left behind.",
     )
     resume_timeout: PositiveFloat = Field(
         30.0,

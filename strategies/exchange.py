@@ -3,49 +3,79 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from logging import WARNING
 
 import httpx
 from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.common.constant import ErrorCode
+from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.superlink.grid import HttpGrid, InMemoryGrid
+
+from strategies.authentication import (
+    AuthenticationError,
+    EncryptedArrays,
+    Signer,
+    Statement,
+    open_reply,
+)
+from strategies.messages import problem_of
 
 # By whether the clients are simulated, as Flower's own grids poll.
 _PULL_SECONDS = {False: 3.0, True: 0.1}
 # For a reply that the SuperLink has, whatever its size, before the other clients are polled.
 _PATIENCE_SECONDS = 5.0
+# Of a message that the SuperLink refuses; each time with other objects.
+_MOST_PUSHES = 3
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A message that was sent.
+
+    Attributes:
+        metadata: Its metadata.
+        statement: What was signed about it, if anything was.
+
+    """
+
+    metadata: Metadata
+    statement: Statement | None
 
 
 def exchange(
     grid: Grid,
     messages: Iterable[Message],
     timeout: float,
+    signer: Signer | None = None,
     on_poll: Callable[[], None] = lambda: None,
 ) -> Iterator[Message]:
     """Send messages, and yield each reply as it arrives, as from the client that was asked.
 
-    An error takes the place of a reply that can't be read, and of one to a message that could not
-    be sent. Replies are pulled one at a time, and no reference to them is kept: if the caller keeps
-    none either, only one is in memory. Only a reply that is still on its way to the SuperLink is
-    pulled beside others, so that a client that doesn't finish sending it delays nobody.
+    An error takes the place of a reply that can't be read, or that someone else has made, and of
+    one to a message that could not be sent. Replies are pulled one at a time, and no reference to
+    them is kept: if the caller keeps none either, only one is in memory. Only a reply that is still
+    on its way to the SuperLink is pulled beside others, so that a client that doesn't finish
+    sending it delays nobody.
 
     Args:
         grid: Connects to the SuperNodes.
         messages: Messages, at most one to each client.
         timeout: Seconds that each client has.
+        signer: Signs the messages, whose replies must then be authenticated; None if they aren't.
         on_poll: Called after each time that all clients were polled.
 
     """
     sent = list(messages)
-    requests = [message.metadata for message in sent]
     end = time.monotonic() + timeout * turns(grid, len(sent))
-    # Grids give each message its id; they return those of the messages that could be pushed.
-    pushed = set(grid.push_messages(sent))
-    waiting = {each.message_id: each for each in requests if each.message_id in pushed}
+    waiting: dict[str, _Request] = {}
+    for identifier, request in _push_all(grid, sent, signer):
+        if identifier:
+            waiting[identifier] = request
+        else:
+            yield _failed(request.metadata, "the message to it could not be sent")
     sent.clear()
-    for request in requests:
-        if request.message_id not in waiting:
-            yield _failed(request, "the message to it could not be sent")
     pulls: dict[str, _Pull] = {}
     while waiting:
         is_late = time.monotonic() >= end
@@ -67,6 +97,38 @@ def exchange(
             time.sleep(_PULL_SECONDS[isinstance(grid, InMemoryGrid)])
 
 
+def _push_all(
+    grid: Grid, messages: list[Message], signer: Signer | None
+) -> Iterator[tuple[str | None, _Request]]:
+    """Push messages; yield the id of each, or None if it could not be pushed.
+
+    A SuperLink gets them one by one: if it refuses one, it has stored the others of the same
+    request without their content, for which their recipients would wait.
+    """
+    shared = EncryptedArrays()
+    groups = [[each] for each in messages] if isinstance(grid, HttpGrid) else [messages]
+    for group in groups:
+        contents = [message.content for message in group]
+        for attempt in range(1, _MOST_PUSHES + 1):
+            for message, content in zip(group, contents, strict=True):
+                message.content = content
+            statements = [signer.sign(each, shared) if signer else None for each in group]
+            try:
+                pushed = set(grid.push_messages(group))
+                break
+            except httpx.HTTPStatusError as error:
+                pushed = set()
+                log(WARNING, "A message could not be pushed (attempt %d): %s", attempt, error)
+                # Someone may have announced its objects, with other children.
+                shared = EncryptedArrays()
+        for message, statement in zip(group, statements, strict=True):
+            identifier = message.metadata.message_id
+            yield (
+                identifier if identifier in pushed else None,
+                _Request(message.metadata, statement),
+            )
+
+
 class _Pull(threading.Thread):
     """Pulls the reply to a request, if there is one.
 
@@ -74,8 +136,8 @@ class _Pull(threading.Thread):
     as long as the client sends any.
     """
 
-    def __init__(self, grid: Grid, identifier: str, request: Metadata) -> None:
-        super().__init__(name=f"reply of node {request.dst_node_id}", daemon=True)
+    def __init__(self, grid: Grid, identifier: str, request: _Request) -> None:
+        super().__init__(name="reply", daemon=True)
         self._grid = grid
         self._identifier = identifier
         self._request = request
@@ -104,30 +166,45 @@ class _Pull(threading.Thread):
         return self._replies
 
 
-def _pull(grid: Grid, identifier: str, request: Metadata) -> list[Message]:
+def _pull(grid: Grid, identifier: str, request: _Request) -> list[Message]:
     """Return the reply to a request if there is one."""
     try:
         return [_from_client(reply, request) for reply in grid.pull_messages([identifier])]
     except httpx.HTTPError:  # the SuperLink's, not the client's
         raise
     except Exception as error:  # untrusted objects can make Flower raise anything
-        return [_failed(request, f"its reply can't be read ({type(error).__name__})")]
+        reason = f"its reply can't be read ({type(error).__name__})"
+        return [_failed(request.metadata, reason)]
 
 
-def _from_client(reply: Message, request: Metadata) -> Message:
+def _from_client(reply: Message, request: _Request) -> Message:
     """Return a reply; an error that the SuperLink has sent in a client's place, as the client's.
 
     The SuperLink compares the sender with the client that was asked only on the envelope, which the
     grid drops; the client has written the one inside.
     """
-    if reply.metadata.src_node_id == request.dst_node_id:
-        return reply
+    asked = request.metadata
+    if reply.metadata.src_node_id == asked.dst_node_id:
+        return _authentic(reply, request)
     if not reply.has_error():
-        return _failed(request, "its reply names another sender")
+        return _failed(asked, "its reply names another sender")
     code, reason = reply.error.code, reply.error.reason
     if code == ErrorCode.NODE_UNAVAILABLE:
         reason = "its SuperNode is no longer connected"
-    return _failed(request, reason or "", code)
+    return _failed(asked, reason or "", code)
+
+
+def _authentic(reply: Message, request: _Request) -> Message:
+    """Return a reply that the client has authenticated, or an error; if that is required."""
+    if request.statement is None or reply.has_error():
+        return reply
+    try:
+        open_reply(reply, request.statement)
+    except AuthenticationError as error:
+        problem = problem_of(reply)
+        claim = f"; it says: {problem}" if problem else ""
+        return _failed(request.metadata, f"its reply is refused: {error}{claim}")
+    return reply
 
 
 def _failed(request: Metadata, reason: str, code: int = ErrorCode.UNKNOWN) -> Message:

@@ -6,10 +6,12 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from strategies.messages import CONFIG, IMPORTANCE, SIZE, Instruction, to_arrays
+from finetuning.adapters.robust_aggregation import ImportanceCap
+from strategies.messages import CONFIG, IMPORTANCE, SIZE, Instruction, State, to_arrays
 from strategies.participants import RefusedError, TooFewClientsError
 from strategies.replies import Replies
 from strategies.rounds import Rounds
+from strategies.scaling import record_scaled
 from strategies.weighted_mean import WeightedMean
 
 
@@ -54,7 +56,7 @@ class FedJudgeCL(FedJudgeBase):
         return replace(instruction, importance=wanted)
 
     def _use_importance(self, replies: Replies) -> None:
-        """Average J over the clients by data size."""
+        """Average J over the clients by data size, with what exaggerates it capped."""
         server_round = self.progress.finished_rounds
         if not self._evaluation(server_round).importance:
             return
@@ -62,7 +64,16 @@ class FedJudgeCL(FedJudgeBase):
             raise TooFewClientsError(
                 f"no client computed the importance of the weights after round {server_round}"
             )
-        mean = WeightedMean()
-        for name, metrics in replies.metrics.items():
-            mean.add(replies.state(name), metrics[SIZE])
-        self.progress = replace(self.progress, importance=mean.result())
+        sizes = {name: metrics[SIZE] for name, metrics in replies.metrics.items()}
+        counted = self._counted(sizes)
+        cap = ImportanceCap()
+        for _, values in replies.tensors():
+            cap.add(values)
+        importance: State = {}
+        for key, values in replies.tensors():
+            mean = WeightedMean()
+            for name, value in cap.cap(values).items():
+                mean.add({key: value}, counted[name])
+            importance |= mean.result()
+        record_scaled(self._journal, server_round, "importance", cap.factors)
+        self.progress = replace(self.progress, importance=importance)

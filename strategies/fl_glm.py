@@ -21,12 +21,14 @@ from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.partition import PartyName, partition_of
 from split.protocol.errors import printable
 from split.server.block_server import BlockServer
+from strategies.authentication import Signer
 from strategies.journal import Journal, Progress
 from strategies.messages import BODY, LANE, State, from_arrays, lane_record, to_arrays
 from strategies.metrics import underscored
 from strategies.participants import RefusedError
 from strategies.rounds import Rounds
 from strategies.run_config import RunConfig
+from strategies.scaling import record_scaled
 from strategies.status import LaneStatus
 
 
@@ -38,7 +40,12 @@ class FLGLM(Rounds):
     """
 
     def __init__(
-        self, config: RunConfig, fingerprint: dict[str, str], progress: Progress, journal: Journal
+        self,
+        config: RunConfig,
+        fingerprint: dict[str, str],
+        progress: Progress,
+        journal: Journal,
+        signer: Signer | None = None,
     ) -> None:
         self._directory = self.locate_base_model(config)
         self._partition = partition_of(self._directory, config.split)
@@ -46,7 +53,13 @@ class FLGLM(Rounds):
         # Tensors that the server has no file of are compared between clients.
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
-        super().__init__(config=config, fingerprint=expected, progress=progress, journal=journal)
+        super().__init__(
+            config=config,
+            fingerprint=expected,
+            progress=progress,
+            journal=journal,
+            signer=signer,
+        )
         self._server: BlockServer
         self._body: State = {}
         self._bodies: dict[str, tuple[int, State | None]] = {}
@@ -93,7 +106,8 @@ class FLGLM(Rounds):
         if server_round > 1 and (server_round - 1) % self.config.split.rotate_keys_every == 0:
             self._server.rotate_keys()
         seed = derive_seed("stack", self.config.seed, server_round)
-        self._server.begin_round(self._participants.asked, seed)
+        counted = self._counted(self._participants.asked)
+        self._server.begin_round(counted, seed, from_arrays(arrays))
         self._ends = {}
         for message in messages:
             client = self._participants.recipient_of(message)
@@ -192,16 +206,16 @@ class FLGLM(Rounds):
         )
         return server
 
-    def _exchange(
+    def _exchange_training(
         self, messages: Iterable[Message], grid: Grid, timeout: float
     ) -> Iterator[Message]:
         """Send messages; with the serial schedule, each after the reply to the previous one."""
         if self.config.split.schedule != "serial":
-            yield from super()._exchange(messages, grid, timeout)
+            yield from self._exchange(messages, grid, timeout)
             return
         for message in messages:
             self._status.extend(timeout)
-            yield from super()._exchange([message], grid, timeout)
+            yield from self._exchange([message], grid, timeout)
             # A late client can't delay the next turn.
             self._end_lanes(self.progress.finished_rounds + 1)
 
@@ -263,6 +277,8 @@ class FLGLM(Rounds):
 
     def _average(self, weights: Mapping[str, int]) -> None:
         self._body = self._server.end_round(weights)
+        number = self.progress.finished_rounds + 1
+        record_scaled(self._journal, number, "update at the server", self._server.scaled)
         optimizers = self._server.export_optimizers()
         self.progress = replace(self.progress, optimizers=optimizers or None)
 

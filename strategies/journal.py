@@ -68,3 +68,7 @@ class Journal(Protocol):
     def checkpoint(self, progress: Progress, state: State) -> None:
         """Save the global adapter after a round, and everything needed to resume the run."""
         ...
+
+    def discard(self, round_number: int) -> None:
+        """Drop a round's checkpoint, if there is an earlier one: its adapter is unusable."""
+        ...

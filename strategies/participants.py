@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 
 from finetuning.model.fingerprint import digest
 from split.protocol.errors import printable
+from strategies.authentication import Signer
 from strategies.exchange import exchange, turns
 from strategies.messages import (
     CONFIG,
@@ -92,9 +93,14 @@ class Participants:
     """
 
     def __init__(
-        self, config: RunConfig, instruction: Instruction, fingerprint: dict[str, str]
+        self,
+        config: RunConfig,
+        instruction: Instruction,
+        fingerprint: dict[str, str],
+        signer: Signer | None = None,
     ) -> None:
         self._config = config
+        self._signer = signer
         self._instruction = instruction
         self.fingerprint = dict(fingerprint)
         self._registered: dict[int, Participant] = {}
@@ -255,13 +261,16 @@ class Participants:
             The participants, the problems of others by name, and the nodes that did not answer.
 
         """
-        content = RecordDict({CONFIG: self._instruction.to_record()})
+        instruction = self._instruction.to_record()
         self._assigned |= {number: node.name for number, node in nodes.items() if node.name}
         silent = set(nodes)
         ttl = wait * turns(grid, len(silent))
-        queries = [Message(content, node, MessageType.QUERY, ttl=ttl) for node in sorted(silent)]
+        queries = [
+            Message(RecordDict({CONFIG: instruction}), node, MessageType.QUERY, ttl=ttl)
+            for node in sorted(silent)
+        ]
         replies = []
-        for reply in exchange(grid, queries, wait):
+        for reply in exchange(grid, queries, wait, self._signer):
             if not reply.has_error():
                 for key in list(reply.content.array_records):  # none were requested
                     del reply.content[key]
@@ -295,15 +304,21 @@ class Participants:
                     withholds=withheld_of(reply) is not None,
                 )
             else:
-                who = f"{printable(name, 64)} (node {node})" if name else f"node {node}"
-                problems[who] = printable(problem)
+                problems[_described(name or assigned, problems)] = printable(problem)
         for node in sorted(silent - self._registered.keys()):
-            problems[f"node {node}"] = f"no answer within {wait:g} s"
+            problems[_described(nodes[node].name, problems)] = f"no answer within {wait:g} s"
         return participants, problems, silent
 
 
 def _connected_since(nodes: Mapping[int, NodeInfo]) -> dict[int, str | None]:
     return {number: node.last_activated_at for number, node in nodes.items()}
+
+
+def _described(name: str, others: Collection[str]) -> str:
+    """Return what to call a SuperNode that can't take part: never its id."""
+    called = printable(name, 64) if name else "a SuperNode without name"
+    same = sum(other == called or other.startswith(f"{called} (") for other in others)
+    return f"{called} ({same + 1})" if same else called
 
 
 def _name(reply: Message) -> str:

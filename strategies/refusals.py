@@ -27,6 +27,8 @@ from strategies.messages import (
     problem_of,
 )
 
+# What is said of an array.
+NOT_FINITE = "has values that are not finite numbers"
 _MOST_EXAMPLES = 10**9
 # Instead of a digest, if there is no majority for one.
 _DISPUTED = "disputed"
@@ -225,7 +227,7 @@ def _array_problem(array: Array, expected: Array, minimum: float) -> str | None:
     if not isinstance(value, np.ndarray) or value.shape != shape or str(value.dtype) != dtype:
         return "does not match its header"
     if not np.isfinite(value).all():
-        return "has values that are not finite numbers"
+        return NOT_FINITE
     if np.abs(value).max(initial=0.0) > _LARGEST_WEIGHT:
         return "has values beyond 2³⁰"
     return None if value.min(initial=math.inf) >= minimum else f"has values below {minimum:g}"

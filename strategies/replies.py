@@ -1,11 +1,13 @@
 """Valid replies to the messages of one phase, in memory that does not grow with their number."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from finetuning.files import filling
@@ -24,6 +26,7 @@ class Replies:
         answers: Answers that clients have sent as text, by client.
         left_out: Reasons for leaving others out by client.
         withheld: Reasons of those whose policy keeps metrics to themselves, by client.
+        not_finite: Clients that found a loss or a gradient to be no finite number.
 
     """
 
@@ -33,6 +36,7 @@ class Replies:
         self.answers: dict[str, list[Answer]] = {}
         self.left_out: dict[str, str] = {}
         self.withheld: dict[str, str] = {}
+        self.not_finite: list[str] = []
 
     @property
     def measured(self) -> list[Mapping[str, Any]]:
@@ -62,6 +66,16 @@ class Replies:
     def state(self, name: str) -> State:
         """Return a copy of a reply's arrays."""
         return dict(load_file(self.file(name)))
+
+    def tensors(self) -> Iterator[tuple[str, State]]:
+        """Yield the name of each array with all clients' values, one array after another."""
+        with ExitStack() as opened:
+            files = {
+                name: opened.enter_context(safe_open(self.file(name), framework="pt"))
+                for name in self.metrics
+            }
+            for key in next(iter(files.values())).keys():  # noqa: SIM118
+                yield key, {name: file.get_tensor(key) for name, file in files.items()}
 
     def file(self, name: str) -> Path:
         """Return the file with a reply's arrays; it may be moved once they have been read."""

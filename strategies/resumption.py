@@ -15,6 +15,7 @@ _MAY_CHANGE = {
     "output-dir",
     "state-path",
     "resume",
+    "instruction-key",
     "data.path",
     "evaluate.every",
     "evaluate.batch-size",

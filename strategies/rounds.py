@@ -12,8 +12,15 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from finetuning.adapters.robust_aggregation import (
+    counted_sizes,
+    distance,
+    scaled,
+    update_factors,
+)
 from finetuning.model.base_model import locate
 from strategies.answers import answer_events, answers_of
+from strategies.authentication import Signer
 from strategies.exchange import exchange, turns
 from strategies.journal import Journal, Progress
 from strategies.live_status import LiveStatus
@@ -29,9 +36,11 @@ from strategies.messages import (
     withheld_of,
 )
 from strategies.metrics import averages, evaluation_events, underscored
+from strategies.not_finite import require_finite, says_not_finite
 from strategies.participants import Participants, TooFewClientsError
 from strategies.replies import Replies
 from strategies.run_config import RunConfig
+from strategies.scaling import record_scaled
 from strategies.status import LaneStatus, Phase
 from strategies.weighted_mean import WeightedMean
 
@@ -44,20 +53,27 @@ class Rounds(Strategy):
         fingerprint: Fingerprint of the base model, as the server computed it.
         progress: Progress of the run, from which it continues.
         journal: Records the run.
+        signer: Signs the instructions; None if nobody checks them.
 
     """
 
     def __init__(
-        self, config: RunConfig, fingerprint: dict[str, str], progress: Progress, journal: Journal
+        self,
+        config: RunConfig,
+        fingerprint: dict[str, str],
+        progress: Progress,
+        journal: Journal,
+        signer: Signer | None = None,
     ) -> None:
         self.config = config
         self.progress = progress
         self._journal = journal
+        self._signer = signer
         self._instruction = Instruction(
             round=0, lineage=progress.lineage, base="", time_limit=config.round_timeout
         )
         queried = replace(self._instruction, round=progress.finished_rounds)
-        self._participants = Participants(config, queried, fingerprint)
+        self._participants = Participants(config, queried, fingerprint, signer)
         self._reference = ArrayRecord()
         self._status = LiveStatus(journal, config.rounds)
 
@@ -93,6 +109,7 @@ class Rounds(Strategy):
         Raises:
             RefusedError: Clients can't take part as they are.
             TooFewClientsError: Fewer than ``min-nodes`` are connected or sent valid replies.
+            NotFiniteError: Most clients find the global adapter unusable.
 
         """
         with self._prepared(grid, initial_arrays) as arrays:
@@ -119,7 +136,7 @@ class Rounds(Strategy):
             log(INFO, "")
             log(INFO, "[ROUND %d/%d]", current, num_rounds)
             messages = self.configure_train(current, arrays, ConfigRecord(), grid)
-            replies = self._exchange(messages, grid, timeout)
+            replies = self._exchange_training(messages, grid, timeout)
             aggregated, metrics = self.aggregate_train(current, replies)
             assert aggregated is not None and metrics is not None  # aggregate_train raises
             result.arrays = arrays = aggregated
@@ -137,6 +154,7 @@ class Rounds(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Make a train message with the global adapter to every connected client."""
+        self._reference = arrays
         refused = self._participants.register_newcomers(grid, server_round - 1)
         if refused:
             event = {"event": "refused", "round": server_round}
@@ -150,10 +168,11 @@ class Rounds(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the valid replies' adapters by data size (Eq. 2).
+        """Average the valid replies' adapters by data size (Eq. 2), within caps.
 
         Raises:
             TooFewClientsError: There are fewer valid replies than ``min-nodes``.
+            NotFiniteError: Most clients find the global adapter unusable.
 
         """
         with Replies(self._journal.scratch) as collected:
@@ -163,10 +182,17 @@ class Rounds(Strategy):
                 self._status.add(name, reason)
                 log(WARNING, "%s is left out: %s", name, reason)
             self._record_round(server_round, collected)
-            sizes, mean = self._participants.asked, WeightedMean()
-            for name in collected.metrics:
+            names, reference = list(collected.metrics), from_arrays(self._reference)
+            sizes = {name: self._participants.asked[name] for name in names}
+            counted = self._counted(sizes)
+            factors = update_factors({n: distance(collected.state(n), reference) for n in names})
+            shares = {name: counted[name] / size for name, size in sizes.items()}
+            record_scaled(self._journal, server_round, "update", factors)
+            record_scaled(self._journal, server_round, "data size", shares)
+            mean = WeightedMean()
+            for name in names:
                 state = collected.state(name)
-                mean.add(state, sizes[name])
+                mean.add(scaled(state, reference, factors[name]), counted[name])
                 personalised = self._personalised(name, state)
                 self._journal.keep_personalised(
                     client=name,
@@ -176,8 +202,7 @@ class Rounds(Strategy):
                     file=collected.file(name) if personalised is state else None,
                 )
                 del state, personalised  # before the next one is read
-            names = list(collected.metrics)
-            self._average({name: sizes[name] for name in names})
+            self._average(counted)
             log(INFO, "Averaged the adapters of %s", ", ".join(names))
             # If all withhold them, there are still the numbers of examples.
             measured = collected.measured or list(collected.metrics.values())
@@ -194,6 +219,9 @@ class Rounds(Strategy):
         event = {"event": "round", "round": server_round, "participants": list(valid)}
         seconds = self._status.seconds
         self._journal.record({**event, "left_out": _reasons(left_out), "seconds": seconds})
+        if not self._evaluation(server_round - 1).losses:  # there it has been decided
+            asked = len(self._participants.asked)
+            require_finite(self._journal, server_round - 1, collected, asked)
         self._require_enough(f"round {server_round}", collected)
         for name, metrics in valid.items():
             own = {underscored(key): value for key, value in metrics.items() if key != SIZE}
@@ -231,6 +259,7 @@ class Rounds(Strategy):
         Raises:
             TooFewClientsError: After the last round, there are fewer valid replies than
                 ``min-nodes``.
+            NotFiniteError: Most clients find the global adapter unusable.
 
         """
         expected = self._reference if self._evaluation(server_round).importance else None
@@ -240,6 +269,8 @@ class Rounds(Strategy):
             if left_out := dict(sorted((collected.left_out | collected.withheld).items())):
                 missing = {"event": "evaluation-missing", "round": server_round}
                 self._journal.record({**missing, "left_out": _reasons(left_out)})
+            asked = len(self._participants.asked)
+            require_finite(self._journal, server_round, collected, asked)
             for name, metrics in collected.metrics.items():
                 for event in evaluation_events(metrics):
                     self._journal.record(
@@ -277,6 +308,8 @@ class Rounds(Strategy):
                     del arrays
                 else:
                     collected.left_out[name] = reason
+                    if says_not_finite(reply, reason):
+                        collected.not_finite.append(name)
                 self._status.add(name, reason)
             del reply  # before the next one is pulled
         collected.left_out |= self._participants.missing({*collected.metrics, *collected.left_out})
@@ -310,7 +343,19 @@ class Rounds(Strategy):
         self, messages: Iterable[Message], grid: Grid, timeout: float
     ) -> Iterator[Message]:
         """Send messages and yield replies; all clients work at the same time."""
-        return exchange(grid=grid, messages=messages, timeout=timeout, on_poll=self._show_progress)
+        return exchange(
+            grid=grid,
+            messages=messages,
+            timeout=timeout,
+            signer=self._signer,
+            on_poll=self._show_progress,
+        )
+
+    def _exchange_training(
+        self, messages: Iterable[Message], grid: Grid, timeout: float
+    ) -> Iterator[Message]:
+        """Send train messages and yield replies."""
+        return self._exchange(messages, grid, timeout)
 
     def _show_progress(self) -> None:
         self._status.refresh(self._lanes)
@@ -331,6 +376,10 @@ class Rounds(Strategy):
         """Return the adapter of the whole model from the part that a client sent."""
         return local
 
+    def _counted(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the data sizes that count in averages (``max-share``)."""
+        return counted_sizes(sizes, self.config.max_share)
+
     def _average(self, weights: Mapping[str, int]) -> None:
         """Average the server's part of the clients' adapters; by default it has none."""
 
@@ -342,9 +391,7 @@ class Rounds(Strategy):
     ) -> None:
         messages = list(self.configure_evaluate(round_number, arrays, ConfigRecord(), grid))
         if messages:
-            replies = exchange(
-                grid=grid, messages=messages, timeout=timeout, on_poll=self._show_progress
-            )
+            replies = self._exchange(messages, grid, timeout)
             metrics = self.aggregate_evaluate(round_number, replies)
             seconds = self._status.seconds
             self._journal.record({"event": "evaluation", "round": round_number, "seconds": seconds})

@@ -30,6 +30,9 @@ from split.settings import SplitSettings
 
 Scalar = str | int | float | bool
 
+# As ``instruction-key``: instructions of a deployment aren't signed.
+UNSIGNED = "none"
+
 # Added to a client's time: starting a process, loading the model, transferring messages.
 _GRACE_SECONDS = 60.0
 
@@ -65,6 +68,13 @@ class RunConfig(Section):
         "fails. It starts when this many SuperNodes are connected, with all that are. `chambers "
         "train` sets it to the number of clients, unless it is given.",
     )
+    max_share: float = Field(
+        0.75,
+        gt=0,
+        le=1,
+        description="Largest share of a client's data size in averages of two clients or more. One "
+        "that has more is named, and counts as fewer rows; 1 believes every number.",
+    )
     node_timeout: PositiveFloat = Field(
         120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."
     )
@@ -92,6 +102,12 @@ class RunConfig(Section):
         "instead of a random one; an absolute path on the server. It is also evaluated before "
         "round 1. With `rounds = 0`, it is evaluated on every client's held-out rows.",
     )
+    instruction_key: str = Field(
+        "",
+        description="Key on the coordinator with which instructions to institutions are signed: "
+        "the `instructions.key` of `chambers site certificates`; an absolute path. `none`: they "
+        "aren't signed. Required in a deployment; simulations have no use for it.",
+    )
     model: ModelSettings = Field(default_factory=ModelSettings)
     adapter: AdapterSettings = Field(default_factory=AdapterSettings)
     data: DataSettings = Field(default_factory=DataSettings)
@@ -105,9 +121,18 @@ class RunConfig(Section):
     @classmethod
     def _is_absolute(cls, value: str) -> str:
         # A Flower app runs in Flower's own folder, to which a relative path would refer.
-        if value and not Path(value).expanduser().is_absolute():
+        try:
+            is_absolute = Path(value).expanduser().is_absolute()
+        except RuntimeError as error:
+            raise ValueError("starts with the home of a user that there isn't here") from error
+        if value and not is_absolute:
             raise ValueError("must be an absolute path (or start with ~)")
         return value
+
+    @field_validator("instruction_key")
+    @classmethod
+    def _is_absolute_or_none(cls, value: str) -> str:
+        return value if value == UNSIGNED else cls._is_absolute(value)
 
     @field_validator("data")
     @classmethod

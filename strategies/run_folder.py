@@ -28,6 +28,7 @@ _NEEDS = {
     "evaluate": {"client", "round", "model"},
     "answers": {"client", "round", "model", "answers"},
     "round": {"round"},
+    "scaled": {"client", "round", "what", "factor"},
     "evaluation-missing": {"round", "left_out"},
     "lane": {"client", "round", "purpose"},
 }

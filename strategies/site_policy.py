@@ -122,6 +122,12 @@ class SitePolicy(_Table):
     strategies: list[Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"]] | None = Field(
         None, description="Allowed values of `strategy`. Absent: all; `fl-glm` needs `[split]` too."
     )
+    instruction_key: str = Field(
+        "",
+        description="The coordinator's public key, its file `instructions.pub`; an absolute path. "
+        "Only instructions that are signed with it are carried out, each once, while they are "
+        "recent and not older than others of the same run. Absent: all are, whoever sends them.",
+    )
     base_models: list[Digest] | None = Field(
         None,
         description="Digests of the allowed base models: of the whole one, or with `fl-glm` of "
@@ -199,7 +205,7 @@ class SitePolicy(_Table):
             _check_absolute(path)
         return value
 
-    @field_validator("audit_log")
+    @field_validator("audit_log", "instruction_key")
     @classmethod
     def _is_absolute(cls, value: str) -> str:
         _check_absolute(value)

@@ -22,6 +22,7 @@ from tests.strategies.grids import same
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("alpha", "beta", "gamma")
+UNSIGNED = {"instruction-key": "none"}
 pytestmark = pytest.mark.slow
 
 # A rank with which adapter and Adam's moments take more than 200 MB per client: that much was lost
@@ -67,7 +68,7 @@ def test_supernodes_train_together_and_keep_large_states(
             start_supernode(link, name, client_folders / name, tmp_path / f"{name}.log")
             for name in NAMES[:2]
         ]
-        status = run_app(ROOT, link, config)
+        status = run_app(ROOT, link, UNSIGNED | config)
         shown = capfd.readouterr().out
         assert status == "finished:completed", shown
         assert all(node.poll() is None for node in nodes)
@@ -104,7 +105,7 @@ def test_three_supernodes_train_a_split_model(deep_checkpoint, client_folders, t
     with private_superlink(tmp_path / "flower", simulated=False) as link:
         for name in NAMES:
             start_supernode(link, name, client_folders / name, tmp_path / f"{name}.log")
-        status = run_app(ROOT, link, config)
+        status = run_app(ROOT, link, UNSIGNED | config)
         assert status == "finished:completed", capfd.readouterr().out
     (directory,) = (tmp_path / "runs").iterdir()
     events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -146,7 +147,7 @@ def test_sites_refuse_and_no_error_quotes_a_row(checkpoint, client_folders, tmp_
         start_supernode(link, "alpha", tmp_path / "alpha", tmp_path / "alpha.log")
         named = f'policy="{policy}"'
         start_supernode(link, "beta", client_folders / "beta", tmp_path / "beta.log", named)
-        assert run_app(ROOT, link, config).startswith("finished:failed")
+        assert run_app(ROOT, link, UNSIGNED | config).startswith("finished:failed")
         shown = capfd.readouterr().out
     assert "alpha/train.jsonl:1: the chat template refuses it" in shown
     assert "the site's policy refuses rounds = 5 (most-rounds = 1)" in shown
@@ -181,13 +182,13 @@ def test_a_node_ten_times_slower_is_waited_for_or_left_out_as_configured(
             node = f'worker="{worker.socket}"'
             start_supernode(link, name, client_folders / name, own / "node.log", node)
         stack.enter_context(slowed(worker))
-        assert run_app(ROOT, link, config) == "finished:completed"
+        assert run_app(ROOT, link, UNSIGNED | config) == "finished:completed"
         (waited,) = runs.iterdir()
         events = read_events(waited / METRICS)
         seconds = {e["client"]: e["seconds"] for e in events if e["event"] == "train"}
         assert seconds["beta"] > 4 * seconds["alpha"]
         config |= {"min-nodes": 1, "round-timeout": 4 * seconds["alpha"]}
-        assert run_app(ROOT, link, config) == "finished:completed"
+        assert run_app(ROOT, link, UNSIGNED | config) == "finished:completed"
     (left,) = set(runs.iterdir()) - {waited}
     capfd.readouterr()
     assert main(["status", str(waited)]) == main(["status", str(left)]) == 0
@@ -241,7 +242,7 @@ def test_resident_workers_answer_as_processes_do(checkpoint, client_folders, tmp
                     workers[name] = stack.enter_context(running_worker(own))
                     node = f'worker="{workers[name].socket}"'
                 start_supernode(link, name, client_folders / name, own / "node.log", node)
-            status = run_app(ROOT, link, config)
+            status = run_app(ROOT, link, UNSIGNED | config)
             assert status == "finished:completed", capfd.readouterr().out
             for name, worker in workers.items():
                 # To train and to evaluate, in two rounds and before the first one.

@@ -52,6 +52,7 @@ class Deployment:
             "model.name": f"{FOLDER}/model" if coordinator.namespace else str(model),
             "min-nodes": len(data),
             "split.listen": f"{coordinator.address}:9000",
+            "instruction-key": coordinator.here(f"{FOLDER}/instructions.key"),
         }
         self._prepare_coordinator(coordinator, model)
         for name, folder in data.items():
@@ -154,6 +155,7 @@ class Deployment:
         _sign_release(host)
         host.make_writable("proxy")
         host.make_writable("state")
+        host.make_writable("database")
         (host.make_writable("state/.flwr") / "config.toml").write_text(
             host.here(
                 '[superlink.deployment]\naddress = "127.0.0.1:8000"\n'
@@ -169,10 +171,11 @@ class Deployment:
     def _prepare_institution(self, host: Host, data: Path, model: Path) -> None:
         coordinator = self.hosts["coordinator"]
         site(host, "key", "node")
-        for name in ("authority.pem", "trusted.yaml"):
+        for name in ("authority.pem", "instructions.pub", "trusted.yaml"):
             shutil.copy(coordinator.folder / name, host.folder)
         (host.folder / "superexec.secret").write_bytes(secrets.token_bytes(32))
         (host.folder / "policy.toml").write_text(
+            f'instruction-key = "{host.here(f"{FOLDER}/instructions.pub")}"\n'
             f'paths = ["{self.settings["model.name"]}"]\n'
             f'coordinators = ["{coordinator.address}"]\n'
             "split = {allowed = true}\n"

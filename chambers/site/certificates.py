@@ -1,4 +1,4 @@
-"""``chambers site certificates``: an authority, and the certificate that the coordinator shows."""
+"""``chambers site certificates``: the coordinator's certificate, and its key for instructions."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +14,18 @@ _MOST_DAYS = 3650
 
 @dataclass(frozen=True)
 class Certificates:
-    """Write the coordinator's certificate, and an authority that signs it.
+    """Write the coordinator's certificate, an authority that signs it, and a key for instructions.
 
     \b
       chambers site certificates /srv/chambers --name coordinator.example.org --name 10.0.0.5
 
     The certificate is valid for the names, and for localhost and 127.0.0.1, by which Flower's own
     processes reach the SuperLink. Run the command again to renew it: the authority in FOLDER stays,
-    and without --name the names do too. An authority is valid for 10 years.
+    and without --name the names do too. An authority is valid for 10 years. instructions.key signs
+    what the coordinator asks of institutions, and stays too.
 
-    Every institution needs authority.pem. The files ending in .key stay at the coordinator;
-    authority.key is needed for renewals only, and can be kept elsewhere in between.
+    Every institution needs authority.pem and instructions.pub. The files ending in .key stay at the
+    coordinator; authority.key is needed for renewals only, and can be kept elsewhere in between.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False)]
@@ -39,7 +40,7 @@ class Certificates:
     days: Annotated[int, option("Days until the certificate expires; default 365.", "N")] = 365
 
     def __call__(self) -> int:
-        """Write authority.key and authority.pem if there are none, server.key and server.pem."""
+        """Write server.key and server.pem; the other keys only if there are none."""
         if not 1 <= self.days <= _MOST_DAYS:
             raise CommandError(f"--days {self.days}: must be 1 to {_MOST_DAYS}")
         from chambers.site.authority import (
@@ -50,6 +51,7 @@ class Certificates:
             open_authority,
             read_certificate,
         )
+        from chambers.site.instructions import open_instructions
 
         folder = self.folder.expanduser()
         server = folder / SERVER
@@ -58,11 +60,13 @@ class Certificates:
             names = names_of(read_certificate(server))
         names = check_names(names)
         authority = open_authority(folder)
+        public = open_instructions(folder)
         certificate = authority.issue(folder, names, self.days)
         authority_end, end = (
             issued.not_valid_after_utc.date() for issued in (authority.certificate, certificate)
         )
         print(f"{folder / AUTHORITY}: valid until {authority_end}; hand it to every institution")
+        print(f"{public}: hand it to every institution, whose policy names it as instruction-key")
         print(
             f"{server}: valid until {end} for {', '.join(names_of(certificate))}; restart the "
             "proxy and the SuperLink to use it"

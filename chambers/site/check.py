@@ -27,10 +27,10 @@ class Check:
 
     \b
       chambers site check --coordinator /srv/chambers --proxy coordinator.example.org:8443 \\
-        --database /srv/chambers/state/superlink.db
+        --database /srv/chambers/database/superlink.db
 
-    Each line begins with ok, or with fix and says what to do. The exit status is 0 only if nothing
-    needs to be fixed.
+    Each line begins with ok, or with fix or warn and says what to do. The exit status is 0 only if
+    nothing needs to be fixed.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     superlink: Annotated[

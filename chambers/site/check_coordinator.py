@@ -1,12 +1,15 @@
 """The checks at a coordinator."""
 
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
+import platformdirs
 from cryptography.exceptions import InvalidSignature
 
+from chambers.disk_space import ACCESS_LOG, existing, most_sent
 from chambers.errors import CommandError
 from chambers.site.authority import (
     AUTHORITY,
@@ -19,7 +22,8 @@ from chambers.site.authority import (
 )
 from chambers.site.check_machine import disk, gpu, model
 from chambers.site.connection import filtered, healthy, host_and_port, lasting
-from chambers.site.report import Report
+from chambers.site.instructions import check_instructions
+from chambers.site.report import AdviceError, Report
 
 _DATABASE_SECONDS = 10.0
 
@@ -27,11 +31,11 @@ _DATABASE_SECONDS = 10.0
 def check_coordinator(
     *, report: Report, folder: Path, superlink: str, proxy: str, database: Path, model_name: str
 ) -> None:
-    """Check the certificates, the SuperLink and its proxy, database, model, disk, GPU and clock.
+    """Check the certificates, the SuperLink and its proxy, database, model, disks, GPU and clock.
 
     Args:
         report: Report to write to.
-        folder: Folder of ``chambers site certificates``.
+        folder: Folder of ``chambers site certificates`` and of the proxy.
         superlink: Address of the SuperLink.
         proxy: Public address of the proxy.
         database: The SuperLink's database.
@@ -46,13 +50,20 @@ def check_coordinator(
         _lasting, server, f"chambers site certificates {folder}, then restart proxy and SuperLink"
     )
     report.line(_lasting, authority, "begin a new authority, as docs/operations.md describes")
+    report.line(check_instructions, folder)
     report.line(_answers, "SuperLink", superlink, folder)
     if report.line(_answers, "proxy", proxy, folder):
         report.line(filtered, proxy, authority)
     report.line(_writable, database)
     if model_name:
         report.line(model, model_name)
-    report.line(disk, database.parent)
+    results = platformdirs.user_data_path("chambers") / "runs"
+    report.line(
+        disk, database.parent, "enlarge it, or shrink the database as docs/operations.md describes"
+    )
+    report.line(_apart, database.parent, [folder, results])
+    report.line(disk, results)
+    report.line(_sender, folder / ACCESS_LOG)
     # With fl-glm the coordinator computes the model's body.
     report.line(gpu)
     report.line(_clock)
@@ -125,6 +136,24 @@ def _writable(database: Path) -> str:
             "owns the file and its folder"
         ) from error
     return f"{database} can be written"
+
+
+def _apart(folder: Path, others: Sequence[Path]) -> str:
+    """Check that the database can't fill the file systems of other files."""
+    device = existing(folder).stat().st_dev
+    shared = [str(path) for path in others if existing(path).stat().st_dev == device]
+    if shared:
+        raise AdviceError(
+            f"{folder} is on the same file system as {' and '.join(shared)}: what institutions "
+            "send can fill it; give it one of its own, as docs/deployment.md describes"
+        )
+    return f"{folder} is on a file system of its own"
+
+
+def _sender(log: Path) -> str:
+    if not log.exists():
+        raise AdviceError(f"{log} doesn't exist, so it is not known which address sends most")
+    return most_sent(log)
 
 
 def _clock() -> str:

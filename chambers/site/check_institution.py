@@ -26,6 +26,7 @@ from finetuning.data.formats import DataError
 from finetuning.data.rows import find_parts
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
+from strategies.instruction_keys import read_public_key
 from strategies.node_config import check_keys, name_and_data_path
 from strategies.run_config import Scalar
 from strategies.site_policy import PolicyError, read_policy
@@ -163,10 +164,17 @@ def _policy(node_config: str) -> str:
                 'one, see docs/policy.md, and add policy="/srv/chambers/policy.toml" (without '
                 'spaces around "=")'
             )
-        read_policy(file)
+        key = read_policy(file).instruction_key
+        if not key:
+            raise CommandError(
+                f"{file} names no instruction-key, so that anyone whom the coordinator has "
+                "registered can send instructions here in its name: get instructions.pub from "
+                'the coordinator, and add instruction-key = "/srv/chambers/instructions.pub"'
+            )
+        read_public_key(key)
     except PolicyError as error:
         raise CommandError(str(error)) from error
-    return f"{file} is a policy"
+    return f"{file} is a policy; it accepts instructions that are signed with the key of {key}"
 
 
 def _data(node_config: str, task: str) -> str:

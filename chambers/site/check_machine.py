@@ -2,23 +2,20 @@
 
 from pathlib import Path
 
-import psutil
-
+from chambers.disk_space import LEAST_FREE_GIB, existing, free_gib
 from chambers.errors import CommandError
 
 _GIB = 2**30
-# Adapters and optimizer states of two rounds, checkpoints, and the SuperLink's messages.
-_LEAST_FREE_GIB = 5.0
 _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
-def disk(path: Path) -> str:
+def disk(path: Path, cure: str = "delete old runs") -> str:
     """Check the free space of the file system that the path is on, or will be."""
-    folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    free = psutil.disk_usage(str(folder)).free / _GIB
+    folder = existing(path)
+    free = free_gib(folder)
     text = f"disk: {free:.1f} GiB free in {folder}"
-    if free < _LEAST_FREE_GIB:
-        raise CommandError(f"{text}; at least {_LEAST_FREE_GIB:g} GiB are needed: delete old runs")
+    if free < LEAST_FREE_GIB:
+        raise CommandError(f"{text}; at least {LEAST_FREE_GIB:g} GiB are needed: {cure}")
     return text
 
 

@@ -9,6 +9,10 @@ from chambers.errors import CommandError
 Arguments = ParamSpec("Arguments")
 
 
+class AdviceError(CommandError):
+    """What works, but should be otherwise."""
+
+
 @dataclass
 class Report:
     """Prints a line for each check, and remembers whether all have passed."""
@@ -23,12 +27,16 @@ class Report:
     ) -> bool:
         """Run a check; it returns what it has found, or raises ``CommandError`` or ``OSError``.
 
+        With ``AdviceError`` it has passed all the same.
+
         Returns:
             Whether it has passed.
 
         """
         try:
             print(f"ok   {check(*arguments, **keywords)}", flush=True)
+        except AdviceError as error:
+            print(f"warn {error}", flush=True)
         except CommandError as error:
             return self._fix(str(error))
         except OSError as error:

@@ -45,15 +45,20 @@ def public_line(key: PrivateKey, comment: str) -> str:
     return f"{public.decode()} {comment}"
 
 
-def write_pair(file: Path, key: PrivateKey) -> None:
+def write_pair(file: Path, key: PrivateKey, public: Path | None = None) -> None:
     """Write a private key without passphrase, readable only by its user, and the public key.
+
+    Args:
+        file: File of the private key.
+        key: The private key.
+        public: File of the public key; None for ``FILE.pub``.
 
     Raises:
         CommandError: One of the files exists.
         OSError: One of them can't be written.
 
     """
-    public = public_file(file)
+    public = public or public_file(file)
     for target in (file, public):
         if target.exists():
             raise CommandError(

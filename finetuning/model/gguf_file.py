@@ -113,8 +113,6 @@ def read_header(file: Path) -> Header:
         OSError: It can't be read.
 
     """
-    from gguf import GGUFReader
-
     with file.open("rb") as content:
         if content.read(len(_MAGIC)) != _MAGIC:
             raise GGUFError(
@@ -122,7 +120,7 @@ def read_header(file: Path) -> Header:
                 "in Hugging Face format, or a Hugging Face id"
             )
     with _explained(file, "is damaged or incomplete", "download it again"):
-        reader = GGUFReader(file)
+        reader = _reader(file)
         field = reader.get_field("general.architecture")
         if field is None:
             raise ValueError("it names no architecture")
@@ -144,6 +142,23 @@ def read_header(file: Path) -> Header:
             or (scaling is not None and scaling.contents() not in {"", "none"}),
             window=int(window.contents()) if window is not None else None,
         )
+
+
+def _reader(file: Path) -> Any:
+    """Return the library's reader of a file; its own takes the numbers beyond the end for empty.
+
+    An array that claims to have 2⁶⁰ elements would keep it busy, and fill the memory, for ever.
+    """
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
+            found = super()._get(offset, dtype, count, *order, **options)
+            if len(found) < count:
+                raise ValueError("it ends within its header")
+            return found
+
+    return Reader(file)
 
 
 def _digest(file: Path) -> str:

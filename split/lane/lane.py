@@ -2,8 +2,10 @@
 
 This is the only layer that knows of cuts. When the network cuts a stream, the client opens the next
 one and both ends send again what the other has not acknowledged; ``send`` and ``receive`` don't
-notice. A lane ends when either side closes it, when its time is over, when what came is not what
-it allows, or when a cut stream is not replaced in time.
+notice. A record that the other end has not encrypted is a cut, too: who alters one achieves no more
+than who cuts the stream. A lane ends when either side closes it, when its time is over, when the
+other end has sent what it doesn't allow, when a cut stream is not replaced in time, or when it was
+cut too often.
 """
 
 import copy
@@ -22,6 +24,7 @@ from split.lane.traffic import Traffic
 from split.lane.transport import CLOSE_SECONDS
 from split.protocol.delivery import Delivery
 from split.protocol.errors import (
+    AlteredRecordError,
     FrameError,
     LaneBacklogError,
     LaneClosedError,
@@ -315,6 +318,8 @@ class Lane:
     def _open(self, stream: Stream, record: bytes) -> None:
         try:
             frame = stream.open(record)
+        except AlteredRecordError:
+            raise  # a cut
         except Exception as error:
             failure = lane_error(error)
             with self._changed:
@@ -338,7 +343,8 @@ class Lane:
             return self._end(PeerError(f"the other side gave up: {words}"))
         if frame.kind is Kind.CONFIRM:
             return self._end(FrameError("a second CONFIRM came"), "a second CONFIRM came")
-        size, most = max(stream.frame_bytes, frame.tensor_bytes), self.limits.hidden_bytes
+        size = max(stream.frame_bytes, frame.tensor_bytes) + frame.overhead_bytes
+        most = self.limits.hidden_bytes
         self._room.wait_for(
             lambda: (
                 not self._inbox

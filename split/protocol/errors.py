@@ -39,6 +39,10 @@ class FrameError(LaneError):
     """A frame that was received, or is to be sent, is not one that the lane allows."""
 
 
+class AlteredRecordError(FrameError):
+    """What came is not the next record that the other end has encrypted: it cuts the stream."""
+
+
 class PeerError(LaneError):
     """The other side ended the lane and said why."""
 

@@ -15,7 +15,6 @@ WireType = Literal["float32", "bfloat16", "int8"]
 Value = str | int | float | bool
 
 SMALL_PAYLOAD_BYTES = 2**16
-ADAPTER_PAYLOAD_BYTES = 2**28
 SCALE = ".scale"
 METADATA = "__metadata__"  # safetensors' name for a frame's fields
 WIRE: dict[WireType, torch.dtype] = {
@@ -28,6 +27,11 @@ _LONGEST_NAME = 256
 _LONGEST_TEXT = 4096
 # Hidden states of some models come to 10⁶; squares of 2³⁰ are still far from float32's largest.
 _LARGEST_NUMBER = 2.0**30
+# What Python and PyTorch take for a frame that is kept, and for each tensor and each field of it,
+# beside their contents: what was measured, and a fifth more.
+_FRAME_BYTES = 640
+_TENSOR_BYTES = 1024
+_FIELD_BYTES = 160
 
 
 class Kind(IntEnum):
@@ -73,6 +77,11 @@ class Frame:
         """Bytes of the tensors in memory; on the wire hidden states may have a smaller type."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes of the objects in memory, beside the contents of tensors and fields."""
+        return _FRAME_BYTES + _TENSOR_BYTES * len(self.tensors) + _FIELD_BYTES * len(self.fields)
+
     def __repr__(self) -> str:
         """Name what is in the frame, without values."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
@@ -105,9 +114,12 @@ class Limits:
         hidden: Width of the hidden states.
         wire_dtype: Type in which hidden states and gradients travel, in both directions.
         maximum_tokens: Largest rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame.
-        payload_bytes: Largest payload per kind. Kinds that aren't named here have 64 KiB,
-            ``AVERAGE`` 256 MiB; ``HIDDEN`` and ``GRADIENT`` what ``maximum_tokens`` take.
+        payload_bytes: Largest payload per kind. Kinds that aren't named here have 64 KiB, and
+            ``AVERAGE`` nothing: it is refused. ``HIDDEN`` and ``GRADIENT`` have what
+            ``maximum_tokens`` take.
         window: Micro-batches that may be under way at once.
+        maximum_columns: Largest number of columns of a ``HIDDEN`` or ``GRADIENT`` frame, since the
+            time and memory of attention grow with its square; None is ``maximum_tokens``.
 
     """
 
@@ -116,6 +128,7 @@ class Limits:
     maximum_tokens: int
     payload_bytes: Mapping[Kind, int] = field(default_factory=dict)
     window: int = 4
+    maximum_columns: int | None = None
 
     @property
     def queue_bytes(self) -> int:
@@ -143,15 +156,27 @@ class Limits:
             length = 4  # a row's length, and it has at least one token
             token = self.hidden * WIRE[self.wire_dtype].itemsize + scale + length
             return SMALL_PAYLOAD_BYTES + self.maximum_tokens * token
-        usual = ADAPTER_PAYLOAD_BYTES if kind is Kind.AVERAGE else SMALL_PAYLOAD_BYTES
-        return self.payload_bytes.get(kind, usual)
+        return self.payload_bytes.get(kind, 0 if kind is Kind.AVERAGE else SMALL_PAYLOAD_BYTES)
+
+    def check_bytes(self, kind: Kind, size: int) -> None:
+        """Check a payload's size.
+
+        Raises:
+            FrameError: It is larger than the lane allows for this kind, which may be nothing.
+
+        """
+        most = self.largest(kind)
+        if not most:
+            raise FrameError(f"a frame {kind.name} where nothing is averaged within a round")
+        if size > most:
+            raise FrameError(f"a {kind.name} frame has {size} bytes; agreed on are at most {most}")
 
     def check_shape(self, kind: Kind, shape: tuple[int, ...]) -> None:
         """Check the shape of a ``HIDDEN`` or ``GRADIENT`` frame's tensor.
 
         Raises:
             FrameError: The shape isn't (rows, columns, hidden), or there are more than the agreed
-                tokens.
+                tokens or columns.
 
         """
         if len(shape) != 3 or shape[2] != self.hidden or 0 in shape:
@@ -163,6 +188,11 @@ class Limits:
             raise FrameError(
                 f"a {kind.name} frame has {shape[0]} × {shape[1]} tokens; agreed on are at most "
                 f"{self.maximum_tokens}"
+            )
+        if self.maximum_columns is not None and shape[1] > self.maximum_columns:
+            raise FrameError(
+                f"a {kind.name} frame has rows of {shape[1]} tokens; agreed on are at most "
+                f"{self.maximum_columns} (data.max-length, or --longest-prompt of chambers serve)"
             )
 
     def check(
@@ -179,10 +209,7 @@ class Limits:
             FrameError: They are not what the lane allows for this kind.
 
         """
-        if size > self.largest(kind):
-            raise FrameError(
-                f"a {kind.name} frame has {size} bytes; agreed on are at most {self.largest(kind)}"
-            )
+        self.check_bytes(kind, size)
         tokens = TENSOR_OF_KIND.get(kind)
         if tokens is None:
             for name, (dtype, _) in found.items():
@@ -204,6 +231,12 @@ class Limits:
         for name, (dtype, shape) in expected.items():
             if name in found and found[name] != (dtype, shape):
                 raise FrameError(f"{name!r} of a {kind.name} frame is not {dtype} of shape {shape}")
+
+
+def average_bytes(weights: int) -> int:
+    """Return the largest payload of an ``AVERAGE`` frame with so many float32 weights."""
+    # Twice their size, so that names and shapes fit, too.
+    return 8 * weights + SMALL_PAYLOAD_BYTES
 
 
 def check_padding(frame: Frame) -> None:

@@ -10,6 +10,7 @@ only when the server has opened the client's first record.
 
 import hmac
 import secrets
+from dataclasses import replace
 from enum import Enum
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -20,6 +21,7 @@ from split.protocol.hello import (
     SHARE_BYTES,
     Hello,
     check_prefix,
+    hello_context,
     prefix,
     read_hello,
     write_hello,
@@ -81,16 +83,17 @@ class ClientHandshake(_Handshake):
 
         """
         self._expect(State.NEW)
-        body = write_hello(
-            Hello(
-                suite=SUITE_NUMBERS[self._suite],
-                identity=self._identity,
-                ticket=self._ticket.identifier,
-                share=self._private.public_key().public_bytes_raw(),
-                key=key_identifier(self._suite, self._server_public),
-                wrapped=wrap(self._suite, self._server_public, self._secret),
-            )
+        hello = Hello(
+            suite=SUITE_NUMBERS[self._suite],
+            identity=self._identity,
+            ticket=self._ticket.identifier,
+            share=self._private.public_key().public_bytes_raw(),
+            key=key_identifier(self._suite, self._server_public),
+            wrapped=b"",
         )
+        context = hello_context(hello)
+        wrapped = wrap(self._suite, self._server_public, self._secret, context)
+        body = write_hello(replace(hello, wrapped=wrapped))
         self._hello = body + _hello_mac(self._ticket, body)
         self.state = State.HELLO
         return self._hello
@@ -164,7 +167,7 @@ class ServerHandshake(_Handshake):
         """
         self._expect(State.HELLO)
         message = self._message
-        wrapped = self._keys.unwrap(message.key, message.wrapped)
+        wrapped = self._keys.unwrap(message.key, message.wrapped, hello_context(message))
         private = X25519PrivateKey.generate()
         share = private.public_key().public_bytes_raw()
         self._schedule = KeySchedule(_agree(private, message.share), wrapped, self._ticket.secret)

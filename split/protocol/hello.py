@@ -11,7 +11,7 @@ from split.protocol.key_schedule import MAC_BYTES
 from split.protocol.keys import KEY_IDENTIFIER_BYTES, SUITE_NUMBERS, WRAPPED_BYTES
 from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, Identity
 
-VERSION = 2
+VERSION = 3
 _MAGIC = b"CHLN"
 _PREFIX = struct.Struct(">4sBB")  # magic, version, number of the message
 PREFIX_BYTES = _PREFIX.size
@@ -51,8 +51,8 @@ class Hello:
     wrapped: bytes = field(repr=False)
 
 
-def write_hello(hello: Hello) -> bytes:
-    """Return M1 up to its MAC."""
+def hello_context(hello: Hello) -> bytes:
+    """Return M1 up to the wrapped secret, which can be opened together with these bytes alone."""
     run, node = hello.identity.run.encode(), hello.identity.node.encode()
     return b"".join(
         (
@@ -63,9 +63,13 @@ def write_hello(hello: Hello) -> bytes:
             hello.ticket,
             hello.share,
             hello.key,
-            hello.wrapped,
         )
     )
+
+
+def write_hello(hello: Hello) -> bytes:
+    """Return M1 up to its MAC."""
+    return hello_context(hello) + hello.wrapped
 
 
 def read_hello(message: bytes) -> Hello:

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from split.protocol.tickets import Ticket
 
-_PROTOCOL = b"chambers lane 2"
+_PROTOCOL = b"chambers lane 3"
 MAC_BYTES = 32
 
 

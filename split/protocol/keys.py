@@ -8,7 +8,7 @@ import hashlib
 import secrets
 from typing import Literal
 
-from cryptography.exceptions import InvalidTag
+from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import mlkem, padding, rsa, x25519
 from cryptography.hazmat.primitives.hpke import (
@@ -29,9 +29,8 @@ KEY_IDENTIFIER_BYTES = 32
 SECRET_BYTES = 32
 
 _MLKEM_PUBLIC_BYTES = 1184
-_CONTEXT = b"chambers lane 2 wrap"
+_LABEL = b"chambers lane 3 wrap"
 _HPKE = Suite(KEM.MLKEM768_X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
-_OAEP = padding.OAEP(mgf=padding.MGF1(hashes.SHA256()), algorithm=hashes.SHA256(), label=_CONTEXT)
 _RSA_BITS = 3072
 _RSA_EXPONENT = 65537
 
@@ -54,13 +53,14 @@ def key_identifier(suite: KeyExchange, public: bytes) -> bytes:
     return hashlib.sha256(bytes([SUITE_NUMBERS[suite]]) + public).digest()
 
 
-def wrap(suite: KeyExchange, public: bytes, secret: bytes) -> bytes:
+def wrap(suite: KeyExchange, public: bytes, secret: bytes, context: bytes) -> bytes:
     """Encrypt a secret so that only the server of a public key can read it.
 
     Args:
         suite: Suite of the key.
         public: The key, in the form of ``ServerKeys.public``.
         secret: 32 bytes.
+        context: What comes before it in the message; the same bytes are needed to open it.
 
     Raises:
         HandshakeError: The public key is not one of this suite.
@@ -75,14 +75,20 @@ def wrap(suite: KeyExchange, public: bytes, secret: bytes) -> bytes:
                 or key.public_numbers().e != _RSA_EXPONENT
             ):
                 raise refused(Refusal.SUITE)
-            return key.encrypt(secret, _OAEP)
+            return key.encrypt(secret, _oaep(context))
         hybrid = MLKEM768X25519PublicKey(
             mlkem.MLKEM768PublicKey.from_public_bytes(public[:_MLKEM_PUBLIC_BYTES]),
             x25519.X25519PublicKey.from_public_bytes(public[_MLKEM_PUBLIC_BYTES:]),
         )
-        return _HPKE.encrypt(secret, hybrid, info=_CONTEXT)
-    except ValueError:
+        return _HPKE.encrypt(secret, hybrid, info=_LABEL + context)
+    except (ValueError, UnsupportedAlgorithm):
         raise refused(Refusal.SUITE) from None
+
+
+def _oaep(context: bytes) -> padding.OAEP:
+    return padding.OAEP(
+        mgf=padding.MGF1(hashes.SHA256()), algorithm=hashes.SHA256(), label=_LABEL + context
+    )
 
 
 class _HybridKey:
@@ -93,8 +99,8 @@ class _HybridKey:
         self._private = MLKEM768X25519PrivateKey(kem, curve)
         self.public = kem.public_key().public_bytes_raw() + curve.public_key().public_bytes_raw()
 
-    def unwrap(self, wrapped: bytes) -> bytes:
-        return _HPKE.decrypt(wrapped, self._private, info=_CONTEXT)
+    def unwrap(self, wrapped: bytes, context: bytes) -> bytes:
+        return _HPKE.decrypt(wrapped, self._private, info=_LABEL + context)
 
 
 class _RsaKey:
@@ -106,8 +112,8 @@ class _RsaKey:
             serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         )
 
-    def unwrap(self, wrapped: bytes) -> bytes:
-        return self._private.decrypt(wrapped, _OAEP)
+    def unwrap(self, wrapped: bytes, context: bytes) -> bytes:
+        return self._private.decrypt(wrapped, _oaep(context))
 
 
 class ServerKeys:
@@ -136,26 +142,27 @@ class ServerKeys:
         """Begin a new period: make a new key and forget the old one."""
         self._key = _RsaKey() if self.suite == "rsa-3072" else _HybridKey()
 
-    def unwrap(self, identifier: bytes, wrapped: bytes) -> bytes:
+    def unwrap(self, identifier: bytes, wrapped: bytes, context: bytes) -> bytes:
         """Open a secret that a client wrapped.
 
         Args:
             identifier: Identifier of the key that it was wrapped to.
             wrapped: The wrapped secret, as returned by ``wrap``.
+            context: What came before it in the message.
 
         Returns:
             The secret, 32 bytes.
 
         Raises:
             ServerKeyError: It is not the key of this period.
-            HandshakeError: It can't be opened.
+            HandshakeError: It can't be opened, or was wrapped for another message.
 
         """
         key = self._key  # once: another thread may rotate it meanwhile
         if not secrets.compare_digest(identifier, key_identifier(self.suite, key.public)):
             raise refused(Refusal.SERVER_KEY)
         try:
-            secret = key.unwrap(wrapped)
+            secret = key.unwrap(wrapped, context)
         except (ValueError, InvalidTag):
             raise refused(Refusal.WRAPPED_SECRET) from None
         if len(secret) != SECRET_BYTES:

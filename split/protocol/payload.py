@@ -233,7 +233,7 @@ class Outgoing:
     @property
     def kept_bytes(self) -> int:
         """Memory that the frame takes until it is written for the last time."""
-        return max(self.size, self.frame.tensor_bytes)
+        return max(self.size, self.frame.tensor_bytes) + self.frame.overhead_bytes
 
     def write(self) -> memoryview:
         """Convert and copy the tensors into one buffer.

@@ -2,8 +2,9 @@
 
 A record is a header of 32 bytes, at most 1 MiB of payload under AES-256-GCM, and the tag of 16
 bytes; the header is authenticated with it. The nonce is the header's counter, which begins at 0 in
-each direction and has to come without a gap: a record that was lost, repeated or moved is noticed
-before it is decrypted, one that was altered or comes from another lane or direction by its tag.
+each direction and has to come without a gap: a record that was lost, repeated, moved or altered, or
+comes from another lane or direction, doesn't decrypt as the one that is due. Anybody on the way can
+cause that, so it is told apart from a record that the other end may not send.
 """
 
 import struct
@@ -16,11 +17,11 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from split.protocol import payload
-from split.protocol.errors import FrameError, LaneCutError
+from split.protocol.errors import AlteredRecordError, FrameError, LaneCutError
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.payload import Description, read_description
 
-VERSION = 2
+VERSION = 3
 RECORD_BYTES = 2**20  # of payload
 TAG_BYTES = 16
 _FINAL = 1
@@ -162,17 +163,26 @@ class Opener:
         The opener can't be used after an error.
 
         Raises:
-            FrameError: The record was altered, repeated, moved or left out, belongs to another
-                lane, or the frame is not one that the lane allows.
+            AlteredRecordError: It was altered, repeated, moved or left out, or belongs to another
+                lane.
+            FrameError: The other end has sent it, but the frame is not one that the lane allows.
 
         """
-        header = self._header(record)
         size = len(record) - HEADER_BYTES - TAG_BYTES
+        if not 1 <= size <= RECORD_BYTES:
+            raise AlteredRecordError(f"a record of {len(record)} bytes is too short or too long")
+        try:
+            header = self._header(record, size)
+        except FrameError:
+            # The other end is to blame only if it has encrypted that. No more than the record's
+            # own bytes is allocated.
+            self._decrypt(record, memoryview(bytearray(size)))
+            raise
         partial = self._partial
         if partial is None:
             # Nothing about the frame is known for certain yet: take only what this record needs.
             buffer = torch.empty(size, dtype=torch.uint8)
-            self._decrypt(record, header, buffer.numpy().data)
+            self._decrypt(record, buffer.numpy().data)
             started = time.perf_counter()
             description = read_description(
                 content=buffer.numpy().data,
@@ -185,8 +195,10 @@ class Opener:
         else:
             begin = partial.received
             target = partial.buffer.numpy().data[begin : begin + size]
-            self._decrypt(record, header, target)
+            self._decrypt(record, target)
             partial.received += size
+        self.acknowledged = header.acknowledged
+        self.frame_bytes = header.total
         if not header.final:
             self._partial = partial
             return None
@@ -206,11 +218,8 @@ class Opener:
         """Forget the frame that is not complete: no more records come."""
         self._partial = None
 
-    def _header(self, record: bytes) -> RecordHeader:
+    def _header(self, record: bytes, size: int) -> RecordHeader:
         """Parse a record's header and compare it with what has to come now."""
-        size = len(record) - HEADER_BYTES - TAG_BYTES
-        if not 1 <= size <= RECORD_BYTES:
-            raise FrameError(f"a record of {len(record)} bytes is too short or too long")
         version, number, flags, step, micro_batch, acknowledged, counter, total = (
             _HEADER.unpack_from(record)
         )
@@ -238,31 +247,30 @@ class Opener:
             received = self._partial.received
             if not self._partial.continues(header):
                 raise FrameError("a frame was interrupted by another one")
-        elif total > self._limits.largest(header.kind):
-            raise FrameError(
-                f"a {header.kind.name} frame has {total} bytes; agreed on are at most "
-                f"{self._limits.largest(header.kind)}"
-            )
+        else:
+            self._limits.check_bytes(header.kind, total)
         if size != min(total - received, RECORD_BYTES) or header.final != (
             received + size == total
         ):
             raise FrameError("a record's length doesn't fit its frame")
         return header
 
-    def _decrypt(self, record: bytes, header: RecordHeader, target: memoryview) -> None:
+    def _decrypt(self, record: bytes, target: memoryview) -> None:
+        """Decrypt a record as the one that is due, whatever number its header has."""
         started = time.perf_counter()
         try:
             self._cipher.decrypt_into(
-                _nonce(header.counter),
+                _nonce(self._counter),
                 memoryview(record)[HEADER_BYTES:],
                 memoryview(record)[:HEADER_BYTES],
                 target,
             )
         except InvalidTag:
-            raise FrameError("a record was altered, or is of another lane or direction") from None
+            raise AlteredRecordError(
+                "a record was altered, repeated, moved or left out, or is of another lane or "
+                "direction"
+            ) from None
         self._counter += 1
-        self.acknowledged = header.acknowledged
-        self.frame_bytes = header.total
         self.seconds_crypto += time.perf_counter() - started
 
 

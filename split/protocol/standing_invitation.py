@@ -43,6 +43,7 @@ class StandingInvitation(BaseModel):
         tail_blocks: Number of last blocks, which are at the client.
         wire_dtype: Data type of hidden states on the network.
         most_tokens: Maximum padded tokens of a batch of prompts and answers.
+        longest_prompt: Tokens of the longest prompt.
         models: Digest of the body's adapters by the name of the model; see ``body_digest``.
 
     """
@@ -71,6 +72,7 @@ class StandingInvitation(BaseModel):
     tail_blocks: _Count
     wire_dtype: WireType
     most_tokens: PositiveInt
+    longest_prompt: PositiveInt
     models: dict[str, str]
 
     @field_validator("address")

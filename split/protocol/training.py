@@ -47,7 +47,6 @@ class RoundLimits:
         columns_before: Columns that a prefix takes before each row's tokens.
         micro_batches: Most micro-batches of a client's step.
         rows: Most rows of all micro-batches of a client's step.
-        columns: Most tokens of a row.
 
     """
 
@@ -57,7 +56,6 @@ class RoundLimits:
     columns_before: int
     micro_batches: int
     rows: int
-    columns: int
 
     def credits(self, longest: int) -> int:
         """Return how many micro-batches of a client may be under way at once.
@@ -256,11 +254,6 @@ class TrainingRound:
         if padding.side != "right":
             raise ProtocolError("hidden states came with padding on the left")
         check_size(hidden, "hidden")
-        if hidden.shape[1] > self._limits.columns:
-            raise ProtocolError(
-                f"a row of {hidden.shape[1]} tokens came; data.max-length allows "
-                f"{self._limits.columns}"
-            )
         output = HeadOutput(
             step=frame.step,
             index=index,

@@ -13,7 +13,7 @@ from split.lane.listening import LaneServer
 from split.model.part import Part
 from split.model.partition import PartyName
 from split.protocol.errors import LaneError, ProtocolError
-from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
+from split.protocol.frames import Kind, Limits, average_bytes
 from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
@@ -27,8 +27,8 @@ from split.server.session import Account
 from split.server.training_session import TrainingSession
 from split.settings import SplitSettings
 
-# What an invitation allows: to train, or to evaluate models.
-Grant = RoundPlan | Models
+# What an invitation allows, to train or to evaluate models, and for how many seconds.
+Grant = tuple[RoundPlan | Models, float]
 
 _log = logging.getLogger(__name__)
 _MOST_LANES = 256
@@ -49,7 +49,7 @@ class BlockServer:
         rounds: Number of rounds of the run.
         longest: Padded tokens of the largest micro-batch that any client may send, prefixes
             included.
-        columns: Tokens of the longest row that a client may train on.
+        columns: Tokens of the longest row that a client may train on, or evaluate.
         minimum: Number of clients that must join for a round that they begin together.
         most_kept: Padded tokens of the largest batch of texts that a client may generate; they are
             taken from the activation budget.
@@ -80,7 +80,6 @@ class BlockServer:
         self._run = run
         self._rounds = rounds
         self._longest = longest
-        self._columns = columns
         self._most_kept = most_kept
         self._grants: dict[Identity, Grant] = {}
         self._accounts: list[Account] = []
@@ -104,15 +103,13 @@ class BlockServer:
         )
         self._keys = ServerKeys(split.key_exchange)
         client = sum(t.numel() for party in ("head", "tail") for t in state[party].values())
-        # Twice the size of the float32 weights, so that names and shapes fit, too.
-        average = {Kind.AVERAGE: 8 * client + SMALL_PAYLOAD_BYTES} if split.average_every else {}
-        none = {Kind.AVERAGE: SMALL_PAYLOAD_BYTES}
         limits = Limits(
             hidden=body.hidden_size,
             wire_dtype=split.wire_dtype,
             maximum_tokens=longest,
-            payload_bytes=average or none,
+            payload_bytes={Kind.AVERAGE: average_bytes(client)} if split.average_every else {},
             window=split.window,
+            maximum_columns=columns,
         )
         self._server = LaneServer(
             listen=split.listen,
@@ -129,18 +126,22 @@ class BlockServer:
         """The address at which clients reach the server, as host:port."""
         return self._split.advertise or self._server.address
 
-    def begin_round(self, examples: Mapping[str, int], seed: int) -> None:
+    def begin_round(self, examples: Mapping[str, int], seed: int, own: State | None = None) -> None:
         """Prepare for a round of training.
 
         Args:
             examples: Numbers of training examples of the clients that will be invited, by name.
                 They are the clients' weights in averages.
             seed: Seed of everything that the clients train together in this round.
+            own: Adapters of heads and tails with which the clients begin; None for the initial
+                ones. Averages within the round compare what they hand in with them.
 
         """
         self._examples = dict(examples)
         keep = self._train.optimizer_state == "keep"
         self._compute.call(lambda: self._schedule.begin_round(examples, keep, seed))
+        if own is not None:
+            self._schedule.begin_with(own)
 
     def invite_to_train(
         self,
@@ -224,6 +225,11 @@ class BlockServer:
         """
         return self._compute.call(lambda: self._schedule.end_round(weights))
 
+    @property
+    def scaled(self) -> dict[str, float]:
+        """Clients of the round whose adapters were scaled down, each with the smallest factor."""
+        return self._schedule.scaled
+
     def export_optimizers(self) -> State:
         """Return all optimizers' states, by ``<client or body>/<weight>:<moment>``.
 
@@ -259,8 +265,10 @@ class BlockServer:
             self._server.stop()
             self._compute.stop()
 
-    def _invite(self, identity: Identity, grant: Grant, lifetime: float) -> Invitation:
-        self._grants[identity] = grant
+    def _invite(
+        self, identity: Identity, allowed: RoundPlan | Models, lifetime: float
+    ) -> Invitation:
+        self._grants[identity] = allowed, lifetime
         return Invitation(
             address=self.address,
             suite=self._split.key_exchange,
@@ -295,26 +303,27 @@ class BlockServer:
                 self._changed.notify_all()
 
     def _session(self, lane: Lane, grant: Grant) -> TrainingSession | EvaluationSession:
-        if isinstance(grant, RoundPlan):
+        allowed, lifetime = grant
+        if isinstance(allowed, RoundPlan):
             limits = round_limits(
                 split=self._split,
                 train=self._train,
                 lanes=1 if self._split.schedule == "serial" else len(self._examples),
-                columns=self._columns,
                 columns_before=self._adapter.columns_before,
             )
             return TrainingSession(
                 lane=lane,
-                largest=grant,
+                largest=allowed,
                 schedule=self._schedule,
                 compute=self._compute,
                 limits=limits,
                 frame_timeout=self._split.frame_timeout,
                 gather_timeout=self._split.gather_timeout,
+                lifetime=lifetime,
             )
         return EvaluationSession(
             lane=lane,
-            models=grant,
+            models=allowed,
             body=self._body,
             adapter=self._adapter,
             compute=self._compute,
@@ -323,4 +332,5 @@ class BlockServer:
             most_kept=min(self._most_kept, self._split.activation_budget),
             frame_timeout=self._split.frame_timeout,
             gather_timeout=self._split.gather_timeout,
+            lifetime=lifetime,
         )

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -10,6 +11,8 @@ from typing import Protocol, TypeVar
 Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
+# Seconds after which no job overtakes another one any more.
+_PATIENCE = 2.0
 
 
 class Priority(IntEnum):
@@ -44,6 +47,7 @@ class Job:
         run: The computation.
         tokens: Padded tokens that the job takes of the activation budget. The owner must return
             them with ``release``, whether the job failed or not.
+        queued: Time at which it was queued, on the thread's clock.
 
     """
 
@@ -51,21 +55,34 @@ class Job:
     priority: Priority
     run: Callable[[], None]
     tokens: int = 0
+    queued: float = 0.0
 
 
-def first_ready(waiting: Sequence[Job], free_tokens: int) -> Job | None:
-    """Return the next job: the oldest of the highest priority, or None if it must wait for room.
+def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | None:
+    """Return the next job, or None if all wait for room in the activation budget.
 
-    No job overtakes an older one of the same priority, even if only the younger one fits into the
-    activation budget; but forward passes that take nothing of it overtake generations that wait.
+    The oldest of the highest priority is next, unless one has waited for 2 seconds: then the oldest
+    is, so that no number of others' jobs keeps it waiting. Jobs that take something of the budget
+    don't overtake each other, even if only the younger one fits; all others overtake those that
+    wait for room.
+
+    Args:
+        waiting: Jobs in order of arrival.
+        free_tokens: Padded tokens that are free in the budget.
+        now: Time on the clock of ``Job.queued``.
+
     """
-    job = min(waiting, key=_rank, default=None)
-    if job is None or job.tokens <= free_tokens:
-        return job
-    if job.priority is not Priority.GENERATION:
-        return None
-    passing = (each for each in waiting if each.priority is Priority.FORWARD and not each.tokens)
-    return next(passing, None)
+    first = _first_with_tokens(waiting)
+    ready = [
+        job for job in waiting if not job.tokens or (job is first and job.tokens <= free_tokens)
+    ]
+    if ready and now - ready[0].queued >= _PATIENCE:
+        return ready[0]
+    return min(ready, key=_rank, default=None)
+
+
+def _first_with_tokens(waiting: Sequence[Job]) -> Job | None:
+    return next((job for job in waiting if job.tokens), None)
 
 
 def _rank(job: Job) -> Priority:
@@ -77,10 +94,12 @@ class ComputeThread:
 
     Args:
         activation_budget: Padded tokens whose activations may exist at once.
+        clock: Seconds that never go backwards.
 
     """
 
-    def __init__(self, activation_budget: int) -> None:
+    def __init__(self, activation_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._free = activation_budget
         self._waiting: list[Job] = []
         self._changed = threading.Condition()
@@ -93,6 +112,7 @@ class ComputeThread:
         with self._changed:
             stopping = self._stopping
             if not stopping:
+                job.queued = self._clock()
                 self._waiting.append(job)
                 self._changed.notify()
         if stopping:
@@ -104,11 +124,15 @@ class ComputeThread:
             self._free += tokens
             self._changed.notify()
 
-    def keeps_waiting(self, owner: JobOwner) -> bool:
-        """Whether the next job is another owner's, and waits for room in the activation budget."""
+    def seconds_wanted(self, owner: JobOwner) -> float:
+        """Return for how long another owner's job has waited for room; 0.0 if none does."""
         with self._changed:
-            job = min(self._waiting, key=_rank, default=None)
-            return job is not None and job.owner is not owner and job.tokens > self._free
+            first = _first_with_tokens(self._waiting)
+            if first is None or first.tokens <= self._free:
+                return 0.0
+            others = (job for job in self._waiting if job.tokens and job.owner is not owner)
+            oldest = next(others, None)
+            return 0.0 if oldest is None else self._clock() - oldest.queued
 
     def withdraw(self, owner: JobOwner) -> None:
         """Remove the owner's jobs that have not started."""
@@ -153,7 +177,7 @@ class ComputeThread:
     def _take(self) -> Job | None:
         with self._changed:
             while not self._stopping:
-                job = first_ready(self._waiting, self._free)
+                job = first_ready(self._waiting, self._free, self._clock())
                 if job is not None:
                     self._waiting.remove(job)
                     self._free -= job.tokens

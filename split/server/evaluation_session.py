@@ -39,6 +39,7 @@ class EvaluationSession(Session):
         most_kept: Padded tokens whose keys and values may be kept at once, prefixes included.
         frame_timeout: Seconds to wait for the client's next frame.
         gather_timeout: Seconds to wait for it if others wait for room that the client holds.
+        lifetime: Seconds from its invitation to the end of the phase of the round.
 
     """
 
@@ -54,6 +55,7 @@ class EvaluationSession(Session):
         most_kept: int,
         frame_timeout: float,
         gather_timeout: float,
+        lifetime: float,
     ) -> None:
         super().__init__(
             lane=lane,
@@ -61,11 +63,13 @@ class EvaluationSession(Session):
             compute=compute,
             frame_timeout=frame_timeout,
             gather_timeout=gather_timeout,
+            lifetime=lifetime,
         )
         self._models = models
         self._body = body
         self._adapter = adapter
         self._window = window
+        self._chosen: str | None = None  # the client's name for the model
         self._name: str | None = None
         self._columns_before = 0  # columns of the chosen model's prefix
         self._longest = longest
@@ -86,12 +90,10 @@ class EvaluationSession(Session):
 
         """
         try:
-            chosen = False
             while (frame := self.receive()).kind is not Kind.END:
                 if frame.kind is Kind.JOIN:
                     self._choose(frame)
-                    chosen = True
-                elif frame.kind is Kind.HIDDEN and chosen:
+                elif frame.kind is Kind.HIDDEN and self._chosen is not None:
                     self._take_hidden(frame)
                 elif frame.kind is Kind.STEP and self._generation is not None:
                     self._end_generation()
@@ -119,6 +121,10 @@ class EvaluationSession(Session):
             raise ProtocolError("another model was chosen before the answers to the last one")
         state = self._models[model]
         self._end_generation()
+        if model == self._chosen:
+            self._welcome()
+            return
+        self._chosen = model
         self._columns_before = 0 if state is None else self._adapter.columns_before
         self._choosing = True
 
@@ -129,9 +135,13 @@ class EvaluationSession(Session):
                 self._body.attach(self._adapter, self._name)
                 load_state(self._body.trainable(self._name), state)
             self._choosing = False
-            self.lane.send(Kind.WELCOME, fields={"credits": self._window})
+            self._welcome()
 
-        self.put(Priority.STEP, choose)
+        # Not before other clients' prompts, which came earlier.
+        self.put(Priority.FORWARD, choose)
+
+    def _welcome(self) -> None:
+        self.lane.send(Kind.WELCOME, fields={"credits": self._window})
 
     def _take_hidden(self, frame: Frame) -> None:
         hidden, padding = hidden_of(frame)
@@ -237,7 +247,7 @@ class EvaluationSession(Session):
         self._refuse_if_under_way("the end of a generation, or another one,")
         if self._generation is not None:
             self._generation = None
-            self._kept_waiting = 0.0
+            self._kept_in_step = 0.0
             self.put(Priority.CLEANUP, self._forget)
 
     def _budget_tokens(self, hidden: torch.Tensor, new_tokens: int) -> int:

@@ -1,6 +1,7 @@
 """A block server for trained models, through which invited clients generate text at any time."""
 
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from split.lane.lane import Lane
 from split.lane.listening import LaneServer
 from split.model.part import Part
 from split.protocol.errors import LaneError, LaneTimeoutError, ProtocolError
-from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
+from split.protocol.frames import Limits
 from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
@@ -33,6 +34,7 @@ class ModelServer:
         adapter: Kind, rank, scale and targets of all models' adapters.
         split: Addresses, key exchange, wire type, and the padded tokens that may be kept at once.
         run: Name of the server in handshakes.
+        longest_prompt: Tokens of the longest prompt.
 
     Raises:
         OSError: The address in ``split.listen`` can't be listened on.
@@ -40,7 +42,12 @@ class ModelServer:
     """
 
     def __init__(
-        self, body: Part, adapter: AdapterSettings, split: SplitSettings, run: str
+        self,
+        body: Part,
+        adapter: AdapterSettings,
+        split: SplitSettings,
+        run: str,
+        longest_prompt: int,
     ) -> None:
         self._body = body
         self._adapter = adapter
@@ -55,8 +62,8 @@ class ModelServer:
             hidden=body.hidden_size,
             wire_dtype=split.wire_dtype,
             maximum_tokens=split.activation_budget,
-            payload_bytes={Kind.AVERAGE: SMALL_PAYLOAD_BYTES},
             window=1,  # a generation has one frame in flight
+            maximum_columns=longest_prompt,
         )
         try:
             self._server = LaneServer(
@@ -116,6 +123,7 @@ class ModelServer:
             most_kept=self._split.activation_budget,
             frame_timeout=self._split.frame_timeout,
             gather_timeout=self._split.gather_timeout,
+            lifetime=math.inf,  # it is no round whose end others would miss
         )
         with self._lock:
             older = self._sessions.get(lane.identity)

@@ -26,7 +26,7 @@ def largest_plan(
 
 
 def round_limits(
-    split: SplitSettings, train: TrainSettings, lanes: int, columns: int, columns_before: int
+    split: SplitSettings, train: TrainSettings, lanes: int, columns_before: int
 ) -> RoundLimits:
     """Return the limits that all clients of a round share.
 
@@ -37,7 +37,6 @@ def round_limits(
         split: Window and activation budget.
         train: Batch sizes.
         lanes: How many clients share the budget.
-        columns: Most tokens of a row.
         columns_before: Columns that a prefix takes before each row's tokens.
 
     """
@@ -48,5 +47,4 @@ def round_limits(
         columns_before=columns_before,
         micro_batches=train.accumulation,
         rows=train.batch_size * train.accumulation,
-        columns=columns,
     )

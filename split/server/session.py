@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class Account:
         seconds_serialisation: Time spent on packing and unpacking tensors, at the server.
         seconds: Time from the handshake to the end.
         resumed: How often the lane was cut and resumed.
+        capped: How often a number of the client was scaled down (``split.share-cap``).
         error: Reason for an early end; empty without one.
 
     """
@@ -49,6 +51,7 @@ class Account:
     seconds_serialisation: float = 0.0
     seconds: float = 0.0
     resumed: int = 0
+    capped: int = 0
     error: str = ""
 
 
@@ -61,11 +64,13 @@ class Session:
         compute: Runs the session's jobs.
         frame_timeout: Seconds to wait for the client's next frame.
         gather_timeout: Seconds to wait for it if others wait for room that the client holds.
+        lifetime: Seconds from its invitation to the end of the phase of the round.
 
     Attributes:
         account: Account of the lane.
         lane: Lane to the client.
         compute: Runs the session's jobs.
+        lifetime: Seconds from its invitation to the end of the phase of the round.
 
     """
 
@@ -76,14 +81,18 @@ class Session:
         compute: ComputeThread,
         frame_timeout: float,
         gather_timeout: float,
+        lifetime: float,
     ) -> None:
         self.account = Account(lane.identity.node, purpose)
         self.lane = lane
         self.compute = compute
+        self.lifetime = lifetime
         self._frame_timeout = frame_timeout
         self._gather_timeout = gather_timeout
-        # Seconds of silence in which others waited for room, in the present step or generation.
-        self._kept_waiting = 0.0
+        # Seconds of silence in which others waited for room that the client holds: in the present
+        # silence, in the present step or generation, and in all.
+        self._kept_once = self._kept_in_step = self._kept_in_all = 0.0
+        self._turn_since = time.monotonic()  # when the last of its jobs ended
         self._owed = 0
         self._lock = threading.Lock()
 
@@ -115,6 +124,7 @@ class Session:
             self.account.seconds_computing += time.perf_counter() - started
             with self._lock:
                 self._owed -= 1
+                self._turn_since = time.monotonic()
 
         with self._lock:
             self._owed += 1
@@ -149,31 +159,33 @@ class Session:
         """Wait for the client's next frame; without limit while one of its jobs is due.
 
         While others wait for room in the activation budget, a client that holds some may be silent
-        for ``gather_timeout`` at once, and in a whole step or generation for ``frame_timeout``. So
-        that a prompt client isn't ended for its number of frames, only whole polls count.
+        for ``gather_timeout`` at once, for ``frame_timeout`` in a whole step or generation, and for
+        half of ``lifetime`` in all, however many frames it sends in between.
 
         Raises:
             LaneError: The lane has ended, or the client was silent for too long.
 
         """
-        silent_since, kept_waiting = time.monotonic(), 0.0
+        silent_since = seen = time.monotonic()
+        self._kept_once = 0.0
         poll = min(self._frame_timeout, POLL_SECONDS)
         while True:
-            try:
-                return self.lane.receive(poll)
-            except LaneTimeoutError:
-                if self.waits():
-                    silent_since = time.monotonic()
-                    continue
-                if self.holds() and self.compute.keeps_waiting(self):
-                    kept_waiting += poll
-                    self._kept_waiting += poll
-                    self._check_kept_waiting(kept_waiting)
-                if time.monotonic() - silent_since >= self._frame_timeout:
-                    raise LaneTimeoutError(
-                        f"{self.account.client} sent nothing for {self._frame_timeout:g} s "
-                        "(split.frame-timeout)"
-                    ) from None
+            frame = None
+            with suppress(LaneTimeoutError):
+                frame = self.lane.receive(poll)
+            now = time.monotonic()
+            if self.waits():
+                silent_since = now
+            elif self.holds():
+                self._count_waiting(now - max(seen, self._turn_since))
+            if frame is not None:
+                return frame
+            if now - silent_since >= self._frame_timeout:
+                raise LaneTimeoutError(
+                    f"{self.account.client} sent nothing for {self._frame_timeout:g} s "
+                    "(split.frame-timeout)"
+                )
+            seen = now
 
     def waits(self) -> bool:
         """Whether it is not the client's turn to send a frame."""
@@ -193,13 +205,24 @@ class Session:
         self.account.error = self.account.error or reason
         self.lane.close(reason)
 
-    def _check_kept_waiting(self, seconds: float) -> None:
+    def _count_waiting(self, silence: float) -> None:
+        """Count the part of the client's last seconds of silence in which others waited for room.
+
+        Raises:
+            LaneTimeoutError: They have waited for too long.
+
+        """
+        seconds = max(0.0, min(silence, self.compute.seconds_wanted(self)))
+        self._kept_once += seconds
+        self._kept_in_step += seconds
+        self._kept_in_all += seconds
         for kept, most, setting in (
-            (seconds, self._gather_timeout, "split.gather-timeout"),
-            (self._kept_waiting, self._frame_timeout, "split.frame-timeout"),
+            (self._kept_once, self._gather_timeout, "split.gather-timeout"),
+            (self._kept_in_step, self._frame_timeout, "split.frame-timeout"),
+            (self._kept_in_all, self.lifetime / 2, "half of round-timeout"),
         ):
             if kept >= most:
                 client = self.account.client
                 raise LaneTimeoutError(
-                    f"others waited {kept:g} s for room that {client} holds ({setting})"
+                    f"others waited {kept:.1f} s for room that {client} holds ({setting})"
                 )

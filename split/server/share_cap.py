@@ -1,5 +1,6 @@
 """A cap on one client's share, relative to the other clients' median (``split.share-cap``)."""
 
+from collections import Counter
 from collections.abc import Mapping
 from statistics import median_high
 
@@ -24,9 +25,13 @@ class ShareCap:
     Args:
         multiple: Multiple of the median that a client's measure may reach.
 
+    Attributes:
+        capped: How often each client was scaled down.
+
     """
 
     def __init__(self, multiple: float) -> None:
+        self.capped: Counter[str] = Counter()
         self._multiple = multiple
         self._squares: dict[str, float] = {}
         self._counts: dict[str, float] = {}
@@ -62,6 +67,7 @@ class ShareCap:
                 total, count = self._unchecked.get(client, (0.0, 0.0))
                 self._unchecked[client] = (total + square, count + counts[client])
         for client, factor in factors.items():
+            self.capped[client] += factor < 1
             accepted = squares[client] * factor**2
             self._squares[client] = self._squares.get(client, 0.0) + accepted
             self._counts[client] = self._counts.get(client, 0.0) + counts[client]
@@ -85,6 +91,7 @@ class ShareCap:
         measure = (sum(squares) / sum(counts)) ** 0.5
         factor: float = min(1.0, self._multiple * median_high(others) / measure)
         for client in self._unchecked:
+            self.capped[client] += factor < 1
             self._squares[client] *= factor**2
         self.end_step()
         return factor

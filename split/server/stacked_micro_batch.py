@@ -8,6 +8,7 @@ import torch
 from split.protocol.frames import Padding
 from split.protocol.training import HeadOutput, RoundPlan
 from split.server.body_adapters import Activations
+from split.server.gradient_cap import Addition
 from split.server.session import Session
 
 
@@ -17,12 +18,12 @@ class Gradient:
 
     Attributes:
         tensor: (rows, columns, hidden).
-        squared_norm: Squared norm of the tensor.
+        size: Sum of the norms of its tokens' gradients.
 
     """
 
     tensor: torch.Tensor
-    squared_norm: float
+    size: float
 
 
 @dataclass(eq=False)
@@ -35,8 +36,7 @@ class Member:
         micro_batches: Number of micro-batches of its current step; None until the first has
             arrived.
         outputs: Micro-batches that have arrived and are not queued yet, by index.
-        gradients: Gradients that have arrived and are not used yet, by index, each with its squared
-            norm.
+        gradients: Gradients that have arrived and are not used yet, by index.
         squared_norm: Squared norm of its head's and tail's gradients, once its step has ended.
         received: Micro-batches of the step that have arrived.
         answered: Micro-batches of the step whose output was sent.
@@ -135,16 +135,17 @@ class StackedMicroBatch:
                 part.copy_(gradients[member].tensor.to(like) * scale)
         return stacked
 
-    def sums_of_squares(
-        self, gradients: Mapping[Member, Gradient]
-    ) -> tuple[dict[str, float], dict[str, int]]:
-        """Return the squared norms of such gradients and their numbers of targets, by client."""
+    def additions(self, gradients: Mapping[Member, Gradient]) -> dict[str, Addition]:
+        """Return what such gradients are to add to the body's, by client."""
         parts = {member: self.parts[member] for member in gradients}
-        squares = {
-            member.client: gradients[member].squared_norm * output.step_targets**2
+        return {
+            member.client: Addition(
+                size=gradients[member].size * output.step_targets,
+                targets=output.targets,
+                step_targets=output.step_targets,
+            )
             for member, output in parts.items()
         }
-        return squares, {member.client: output.targets for member, output in parts.items()}
 
     def account(self, seconds: float) -> None:
         """Divide a job's time among the members, in proportion to their tokens."""

@@ -6,13 +6,13 @@ is Σ w_i·g_i, and each head and tail gets its own client's gradient. A member 
 stop the others: its finished micro-batches count, its unfinished ones don't, and the shares are
 computed from those that count.
 
-Two numbers of a member are held to ``split.share-cap`` times the median of the other members'
+What a member sends is held to ``split.share-cap`` times the median of the other members'
 (``ShareCap``); up to the cap nothing changes.
 
-- The gradient that it sends of a micro-batch's output (of the sum of its losses), as the root of
-  the squared norm per target. A larger one is scaled down before the backward pass, which limits
-  its share in the body's gradient. The member's own head gets its gradient unscaled. A gradient
-  that comes when there is no other member's is scaled down as soon as there is one.
+- The gradient of a micro-batch's output, and the number of targets (``GradientCap``). A larger
+  gradient is scaled down before the backward pass, which limits its share in the body's. The
+  member's own head gets its gradient unscaled. A gradient that comes when there is no other
+  member's is scaled down as soon as there is one.
 - The norm that it reports of its head's and tail's gradients. A larger one counts as the cap in the
   others' norm over all parties, but fully in its own, where it scales the member's head and tail
   down.
@@ -28,14 +28,16 @@ from contextlib import suppress
 import torch
 
 from finetuning.randomness import derive_seed
-from split.protocol.errors import LaneError, ProtocolError
+from split.protocol.errors import LaneError, ProtocolError, printable
 from split.protocol.frames import Kind
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread, Job, Priority
+from split.server.gradient_cap import GradientCap
 from split.server.session import Session
 from split.server.share_cap import ShareCap
 from split.server.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
+from split.server.wait_budget import WaitBudget
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
@@ -65,13 +67,14 @@ class StackedRound:
         self._split = split
         self._lock = threading.RLock()
         self._members: dict[str, Member] = {}
+        self._waits = WaitBudget()
         self._stacked: deque[StackedMicroBatch] = deque()  # those that lack gradients
         self._next = 0  # index of the micro-batch to stack next
         self._step = 0
         # Used by the compute thread alone.
-        self._gradient_cap = ShareCap(split.share_cap)
+        self._gradient_cap = GradientCap(split.share_cap)
         self._norm_cap = ShareCap(split.share_cap)
-        self._counted = 0  # targets whose gradients have been added to the body's
+        self._counted = 0.0  # targets whose gradients have been added to the body's
         self._held = 0  # padded tokens whose activations exist
 
     def add(self, session: Session, plan: RoundPlan) -> Member:
@@ -79,6 +82,7 @@ class StackedRound:
         with self._lock:
             member = Member(session, plan)
             self._members[member.client] = member
+            self._waits.add(session)
             self._choose_rate()
             return member
 
@@ -103,10 +107,11 @@ class StackedRound:
     def backward(self, member: Member, gradient: OutputGradient) -> None:
         """Take the gradient of a micro-batch's output, of the mean loss over the client's step."""
         # Not in float64, which takes ten times as long: no accepted number is above 2³⁰.
-        norm = float(torch.linalg.vector_norm(gradient.gradient, dtype=torch.float32))
+        norms = torch.linalg.vector_norm(gradient.gradient, dim=2, dtype=torch.float32)
+        size = float(norms.sum(dtype=torch.float64))
         with self._lock:
             member.awaited_since = None
-            member.gradients[gradient.index] = Gradient(gradient.gradient, norm**2)
+            member.gradients[gradient.index] = Gradient(gradient.gradient, size)
             member.returned += 1
             self._advance()
 
@@ -120,6 +125,7 @@ class StackedRound:
         """Remove a member; the others train without it."""
         with self._lock:
             del self._members[member.client]
+            self._waits.remove(member.client)
             self._choose_rate()
             self._advance()
         self._compute.call(lambda: self._clean(member))
@@ -170,16 +176,19 @@ class StackedRound:
 
     def _note_waiting(self) -> None:
         """Start the clocks of members that others wait for, and stop those of all others."""
-        waiting = any(not member.is_due for member in self._members.values())
+        due = [member for member in self._members.values() if member.is_due]
+        awaited = due if len(due) < len(self._members) else []
         for member in self._members.values():
-            if not (waiting and member.is_due):
+            if member not in awaited:
                 member.awaited_since = None
             elif member.awaited_since is None:
                 member.awaited_since = time.monotonic()
+        self._waits.note(member.client for member in awaited)
 
     def _end_late_members(self) -> None:
         """End the lanes of members that others have waited for too long."""
         with self._lock:
+            self._note_waiting()
             for member in self._members.values():
                 since = member.awaited_since
                 if since is not None and time.monotonic() - since >= self._split.gather_timeout:
@@ -247,13 +256,16 @@ class StackedRound:
             self._compute.release(stacked.budget_tokens)
             if activations is None or not gradients:
                 return
-            factors = self._gradient_cap.factors(*stacked.sums_of_squares(gradients))
-            if (late := self._gradient_cap.late_factor()) < 1:
+            additions = stacked.additions(gradients)
+            factors = self._gradient_cap.factors(additions)
+            counted = self._gradient_cap.counted(additions)
+            late, late_targets = self._gradient_cap.late_factors()
+            if late < 1:
                 # As yet the body's gradient is the sum of what had not been compared.
                 self._adapters.scale(late)
             gradient = stacked.gradient(gradients, factors, activations.output)
             result = self._adapters.backward(activations, gradient)
-            self._counted += sum(stacked.parts[member].targets for member in gradients)
+            self._counted = self._counted * late_targets + counted
             stacked.account(time.perf_counter() - started)
             with self._lock:
                 for member in gradients:
@@ -279,7 +291,7 @@ class StackedRound:
     def _take_step(self, squared_norms: Mapping[Member, float]) -> None:
         """Clip over all parties, answer all members, and take the optimizer's step."""
         self._adapters.scale(1 / self._counted)
-        self._counted = 0
+        self._counted = 0.0
         self._gradient_cap.end_step()
         reported = {member.client: square for member, square in squared_norms.items()}
         factors = self._norm_cap.factors(reported, dict.fromkeys(reported, 1))
@@ -309,6 +321,7 @@ class StackedRound:
 
     def _clean(self, left: Member) -> None:
         """Forget a member that has left, and with the last one the unfinished step."""
+        self._name_if_capped(left)
         # Those who train on stay measured by what was usual of one that has finished.
         if self._step < left.plan.steps:
             for cap in (self._gradient_cap, self._norm_cap):
@@ -319,5 +332,16 @@ class StackedRound:
             self._compute.withdraw(self)
             self._stacked.clear()
         self._compute.release(self._held)
-        self._held = self._counted = 0
+        self._held, self._counted = 0, 0.0
         self._adapters.zero_grad()
+
+    def _name_if_capped(self, left: Member) -> None:
+        times = self._gradient_cap.times_capped(left.client) + self._norm_cap.capped[left.client]
+        left.session.account.capped = times
+        if times:
+            _log.warning(
+                "%s was scaled down %d times to split.share-cap = %g times what is usual of others",
+                printable(left.client),
+                times,
+                self._split.share_cap,
+            )

@@ -35,6 +35,7 @@ class TrainingSession(Session):
         limits: Limits of the round.
         frame_timeout: Seconds to wait for the client's next frame.
         gather_timeout: Seconds to wait for it if others wait for room that the client holds.
+        lifetime: Seconds from its invitation to the end of the phase of the round.
 
     """
 
@@ -47,6 +48,7 @@ class TrainingSession(Session):
         limits: RoundLimits,
         frame_timeout: float,
         gather_timeout: float,
+        lifetime: float,
     ) -> None:
         super().__init__(
             lane=lane,
@@ -54,6 +56,7 @@ class TrainingSession(Session):
             compute=compute,
             frame_timeout=frame_timeout,
             gather_timeout=gather_timeout,
+            lifetime=lifetime,
         )
         self._schedule = schedule
         self._round = TrainingRound(largest, limits)
@@ -113,7 +116,7 @@ class TrainingSession(Session):
         return self._trainer is not None and self._trainer.holds()
 
     def _end_step(self, end: StepEnd) -> None:
-        self._kept_waiting = 0.0
+        self._kept_in_step = 0.0
         assert self._trainer is not None
         self._trainer.step(end)
 

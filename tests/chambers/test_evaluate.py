@@ -169,7 +169,9 @@ def test_tasks_of_the_harness_over_a_lane(run_folder, base, served, data, tmp_pa
     assert "none_such is not a task of lm-evaluation-harness" in refusal
 
 
-def test_what_can_t_be_meant_is_refused(run_folder, base, data, tmp_path, capsys):
+def test_what_can_t_be_meant_is_refused(run_folder, base, served, data, tmp_path, capsys):
+    short = json.loads((served / "alpha.json").read_text()) | {"longest_prompt": 5}
+    (tmp_path / "short.json").write_text(json.dumps(short))
     empty = shutil.copytree(run_folder, tmp_path / "run", ignore=shutil.ignore_patterns("adapters"))
     for words, reason in (
         (["--tasks", "no-such-task", base], "--tasks no-such-task: no-such-task is "),
@@ -184,6 +186,7 @@ def test_what_can_t_be_meant_is_refused(run_folder, base, data, tmp_path, capsys
         (["--tasks", "cb", empty], "the run finished no round"),
         (["--tasks", "xsum", "--bertscore", "/nowhere", base], "--bertscore: "),
         (["--tasks", "cb", "--batch-tokens", "20", base], "--batch-tokens allows 20"),
+        (["--tasks", "cb", "--invitation", tmp_path / "short.json", base], "server allows 5"),
     ):
         assert reason in refused(capsys, "evaluate", "--data", data, *words), words
     write(tmp_path / "CB" / "val.jsonl", [{"premise": "a", "hypothesis": "b"}])

@@ -213,6 +213,11 @@ def test_a_client_may_have_no_more_than_agreed(run_folder, tmp_path, capsys):
         told(capsys, *words)
         refusal = refused(capsys, *words[:-1], "court " * 50)
         assert "the block server allows 40" in refusal
+    with serving_here(tmp_path, run_folder, "--longest-prompt", 40) as (_, files):
+        words = generating(run_folder, files["beta"])
+        told(capsys, *words)
+        refusal = refused(capsys, *words[:-1], "court " * 50)
+        assert "the block server allows 40 in a prompt" in refusal
 
 
 def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_path, capsys):
@@ -240,6 +245,7 @@ def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_pa
         (["RUN", "--listen", "TAKEN"], "the port is in use"),
         (["RUN", "--head-blocks", "3"], "leave the server none of the 4 blocks"),
         (["RUN", "--most-tokens", "0"], "--most-tokens 0"),
+        (["RUN", "--longest-prompt", "0"], "--longest-prompt 0"),
         (["RUN", "--valid-for", "0"], "--valid-for 0"),
         (["RUN", "--valid-for", "inf"], "--valid-for inf"),
         (["RUN", "--valid-for", "3651"], "--valid-for 3651"),

@@ -1,10 +1,12 @@
 """``chambers status``, from the files that real runs write."""
 
+import json
 import os
 import pty
 import subprocess
 import sys
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 
 import pytest
 from flwr.app import Context, RecordDict
@@ -23,9 +25,9 @@ HOSTILE = "[red]\x1b[2J\nState running[/]"
 def status(capsys):
     """Return a function that gives the command's exit status and its output in one line."""
 
-    def show(directory) -> tuple[int, str]:
+    def show(directory, *options: str) -> tuple[int, str]:
         capsys.readouterr()
-        code = main(["status", str(directory)])
+        code = main(["status", str(directory), *options])
         return code, " ".join(capsys.readouterr().out.split())
 
     return show
@@ -105,6 +107,16 @@ def test_a_run_that_fails_says_why(values, tmp_path, status):
     assert "OUT of round 2: [red]" in text and "\x1b" not in text
 
 
+def test_who_was_scaled_down_is_shown(checkpoint, tmp_path, status):
+    directory = write_run(tmp_path / "run", checkpoint, **{"split.head-blocks": 0})
+    scaled = {"event": "scaled", "round": 1, "client": "beta", "what": "update", "factor": 0.00123}
+    with (directory / METRICS).open("a") as lines:
+        lines.write(json.dumps(scaled) + "\n")
+    _, text = status(directory)
+    assert "alpha - - took part in round 1 beta" in text
+    assert "beta - - took part in round 1; its update counts × 0.0012" in text
+
+
 def test_a_killed_run_is_not_taken_for_a_running_one(checkpoint, tmp_path, status):
     directory = write_run(tmp_path / "run", checkpoint, **{"split.head-blocks": 0})
     code = (
@@ -161,3 +173,40 @@ def test_a_folder_of_no_run_is_refused(tmp_path, capsys, base):
     (tmp_path / "config.json").write_text('{"strategy": "fedprox", "rounds": 1}')
     (tmp_path / "status.json").write_text('{"round": "two"}')
     assert "can't be read: status.json is damaged\n" in refused(capsys, "status", tmp_path)
+
+
+@pytest.fixture
+def coordinator(tmp_path, small_disk):
+    """A coordinator's folder, with a small disk for the database."""
+    (tmp_path / "proxy").mkdir()
+    (tmp_path / "database").symlink_to(small_disk)
+    return tmp_path
+
+
+def line(address, seconds=0, status=200, size=1_000_000, asked="POST /v1/fleet/push-object"):
+    """Return a line of the proxy's log from some seconds ago."""
+    moment = datetime.now().astimezone() - timedelta(seconds=seconds)
+    return f'{address} [{moment.isoformat(timespec="seconds")}] "{asked}" {status} {size} 1 0.123\n'
+
+
+def test_the_coordinator_s_disk_and_who_sends_most_to_it(coordinator, checkpoint, status):
+    run = write_run(coordinator / "run", checkpoint, **{"split.head-blocks": 0})
+    words = (str(run), "--coordinator", str(coordinator))
+    _, said = status(*words)
+    assert f"GiB free in {run}; LOW: 0.0 GiB free in {coordinator / 'database'}" in said
+    assert f"unknown: {coordinator / 'proxy' / 'access.log'}: No such file" in said
+    log = coordinator / "proxy" / "access.log"
+    log.write_text(line("10.0.0.2", 1200, size=3_000_000) + line("10.0.0.3", 600) * 4)
+    assert "10.0.0.3 has sent most in the last 20 min: 4.0 of 7.0 MB" in status(*words)[1]
+    with log.open("a") as end:
+        end.write(line("10.0.0.2", 3700) * 9 + line("10.0.0.2", -3700) * 9)  # not of this hour
+        end.write(line("10.0.0.2", status=401) * 9 + line("10.0.0.2", status=503) * 9)
+        end.write(line("10.0.0.2", asked="GET /health") * 9 + line("no.t.an.address") * 9)
+        end.write(line("10.0.0.2", size="9" * 13) + f"x{line('10.0.0.2')}" + "\xff\n[red]\x1b[2J\n")
+        end.write(line("10.0.0.2", size=9_000_000).strip())  # is being written
+    assert "10.0.0.3 has sent most in the last 20 min: 4.0 of 7.0 MB" in status(*words)[1]
+    # Of a long log the end is read, and the period is shorter.
+    log.write_text(line("10.0.0.2", 1200) * 9 + line("10.0.0.3", 60) * 60_000)
+    assert "10.0.0.3 has sent most in the last 1 min: 4" in status(*words)[1]
+    log.write_text("")
+    assert "no address has sent anything in the last hour" in status(*words)[1]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
 
 from bench.in_process import InProcessGrid
 from finetuning.adapters.adapter import initial_adapter
@@ -35,7 +36,15 @@ class Site:
 
     def ask(self, kind, records=None, changed=None, **instruction):
         """Send a message; ``changed`` is the run config's part that differs."""
-        values = self.values | (changed or {})
+        return self.send(self.message(kind, records, **instruction), changed)
+
+    def send(self, message, changed=None, node=1):
+        grid = InProcessGrid(self.values | (changed or {}), {node: self.node})
+        message.metadata.dst_node_id = node  # whoever sends it can write what it wants
+        (reply,) = grid.send_and_receive([message])
+        return reply
+
+    def message(self, kind, records=None, **instruction):
         base = digest(fingerprint(self.checkpoint))
         asked = {"round": 1, "lineage": "run-1", "base": base, "time_limit": 600.0} | instruction
         about = dict(Instruction(0, "", "", 1.0).to_record()) | asked
@@ -44,19 +53,23 @@ class Site:
             settings = parse_run_config(self.values).adapter
             state, _ = initial_adapter(str(self.checkpoint), settings, 0)
             content[ARRAYS] = to_arrays(state)
-        grid = InProcessGrid(values, {1: self.node})
-        (reply,) = grid.send_and_receive([Message(RecordDict(content | (records or {})), 1, kind)])
-        return reply
+        TaskIdentity.run_id = TaskIdentity.task_id = 1
+        TaskIdentity.node_id = 0
+        return Message(RecordDict(content | (records or {})), 1, kind)
 
     def refusal(self, *arguments, **instruction):
         """Send a message; return why it is refused."""
-        reply = self.ask(*arguments, **instruction)
+        return self.problem(self.ask(*arguments, **instruction))
+
+    @staticmethod
+    def problem(reply):
         assert set(reply.content) == {CONFIG}  # nothing else has left
         assert set(reply.content[CONFIG]) == {"name", "problem"}
         return reply.content[CONFIG]["problem"]
 
     def lines(self, event):
-        found = [json.loads(line) for line in self.log.read_text().splitlines()]
+        text = self.log.read_text() if self.log.exists() else ""
+        found = [json.loads(line) for line in text.splitlines()]
         return [line for line in found if line["event"] == event]
 
 

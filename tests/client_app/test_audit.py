@@ -1,7 +1,9 @@
 """The audit log has a line for everything that leaves, before it leaves."""
 
+import errno
 import json
 import multiprocessing
+import os
 import resource
 from pathlib import Path
 
@@ -69,6 +71,29 @@ def test_nothing_leaves_if_the_line_can_t_be_written(site):
     for kind in ("query", "train", "evaluate"):
         assert "nothing leaves this site, because its audit log" in site.refusal(kind)
     assert not (site.folder / "state").exists()  # it was not even trained
+
+
+def test_a_line_is_on_the_disk_before_its_reply_leaves(site, monkeypatch):
+    on_disk, fsync = {}, os.fsync
+
+    def noting(descriptor):
+        fsync(descriptor)
+        file = Path(f"/proc/self/fd/{descriptor}").resolve()
+        on_disk[file] = file.read_bytes()
+
+    monkeypatch.setattr(os, "fsync", noting)
+    for kind in ("query", "train", "evaluate"):
+        site.ask(kind)
+        assert site.lines("reply")[-1]["kind"] == kind
+        assert on_disk[site.log.resolve()] == site.log.read_bytes()
+
+    def failing(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    before = site.log.read_bytes()
+    assert "its audit log can't be written: Input/output error" in site.refusal("query")
+    assert site.log.read_bytes() == before
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path):
@@ -162,6 +187,7 @@ def test_a_site_without_evaluation_trains_and_says_why_it_is_not_evaluated(
     reason = "the site's policy refuses evaluation (evaluation = false)"
     assert [event["round"] for event in missing] == [0, 1, 2]
     assert all(e["left_out"] == [{"client": "beta", "reason": reason}] for e in missing)
+    assert not [e for e in journal.events if e["event"] == "train" and "withheld" in e]
     replies = [r for r in grid.received if r.metadata.src_node_id == 2]
     evaluated = [r.content for r in replies if r.metadata.message_type == "evaluate"]
     assert [set(content[METRICS]) for content in evaluated] == [{"num-examples"}] * 3

@@ -95,6 +95,7 @@ REFUSED_RUNS = [
     ("most-steps = 9", {"train.local-steps": 10**12}, "(most-steps = 9)"),
     ("most-steps = 1", {"train.accumulation": 1}, "steps = 12 (most-steps = 1)"),
     ("fewest-examples = 25", {}, "too few of its rows (fewest-examples = 25)"),
+    ("fewest-examples = 25", {"train.local-steps": 99}, "too few of its rows (fewest-examples = "),
     (
         "fewest-examples = 4",
         {"train.local-steps": 3, "train.batch-size": 1, "train.accumulation": 1},
@@ -327,6 +328,13 @@ def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):
     assert "too few of its rows" in site.refusal("train", changed=changed, round=5)
 
 
+@pytest.mark.parametrize(("fewest", "sent"), [(1, {"loss-first", "loss-last"}), (2, set())])
+def test_losses_of_single_steps_leave_only_where_one_row_is_enough(site, fewest, sent):
+    site.decide(f"fewest-examples = {fewest}")
+    metrics = site.ask("train", changed={"train.local-steps": 2}).content[METRICS]
+    assert {"loss-first", "loss-last"} & set(metrics) == sent
+
+
 def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
     site.decide("most-rounds = 3\nmost-runs = 1")
     quick = {"train.local-steps": 1}
@@ -338,6 +346,8 @@ def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
     assert "(most-rounds = 3)" in site.refusal("evaluate", changed=quick)
     assert "runs = 2 (most-runs = 1)" in site.refusal("train", changed=quick, lineage="run-2")
     assert len(site.lines("accepted")) == 7
+    site.node["name"] = "tribunal"  # another of the institution's clients, with the same log
+    assert ARRAYS in site.ask("train", changed=quick).content
 
 
 def test_no_time_is_spent_after_the_message_s_own(site):
@@ -371,6 +381,12 @@ def test_a_lane_to_another_server_is_refused(site, deep_checkpoint):
         "the site's policy refuses a lane to unix:/run/docker.sock (not in its coordinators)"
     )
     assert not site.lines("lane")
+    # Steps of four rows: too few leave within the round, or the lane would be next.
+    site.decide('coordinators = ["a"]\nfewest-examples = 8\n[split]\nallowed = true')
+    values |= {"split.schedule": "hierarchical", "train.accumulation": 4}
+    for every, reason in ((1, "training with too few of its rows"), (2, "a lane to unix:")):
+        often = values | {"split.average-every": every}
+        assert reason in site.refusal("train", {LANE: lane}, often, base=base)
 
 
 def test_a_gguf_file_is_allowed_by_its_folder_and_by_its_digest(site, checkpoint):
@@ -387,6 +403,14 @@ def test_a_gguf_file_is_allowed_by_its_folder_and_by_its_digest(site, checkpoint
     assert "not in its base-models" in site.refusal("query", None, model)
     Path(site.node["policy"]).write_text('paths = ["/elsewhere"]')
     assert "not in its hub-models or paths" in site.refusal("query", None, model)
+
+
+def test_delta_must_be_less_than_a_row_s_share(site):
+    """Rows: 24. With δ = 1 / 24, one of them could be published as it is."""
+    for delta, is_refused in ((1 / 24, True), (0.04, False)):
+        site.decide(f"[privacy]\nepsilon = 100.0\ndelta = {delta!r}")
+        problem = site.ask("query").content[CONFIG].get("problem", "")
+        assert ("privacy.delta" in problem) == is_refused == bool(problem)
 
 
 def test_text_of_rows_leaves_only_if_a_policy_opens_it(site):

@@ -131,6 +131,38 @@ def test_only_what_the_account_covers_leaves(settings, client_folders, policy, t
     assert "metrics are not sent: the site&#39;s policy demands differential privacy" in report
 
 
+def test_rows_that_are_no_examples_count_as_others_do(
+    settings, client_folders, policy, tmp_path, monkeypatch
+):
+    """How many of its 48 rows are examples, account and noise don't tell."""
+    data, rounds, train = tmp_path / "data", [], fedjudge.train_round
+    shutil.copytree(client_folders, data)
+    # Their answers don't fit: what a chat writes around turns can't be shortened.
+    turns = [{"role": "user", "content": ""}] * 60 + [{"role": "assistant", "content": "the"}]
+    with (data / "alpha" / "train.jsonl").open("a") as file:
+        file.write(f"{json.dumps({'messages': turns})}\n" * 24)
+
+    def measuring(*, model: Any, parameters: Any, **others: Any) -> Any:
+        if isinstance(model, PrivateGradients):
+            assert len(others["examples"]) == 24
+            model.accumulate([], seed=0)
+            noise = torch.cat([p.grad.flatten() for p in parameters.values()])
+            rounds.append((others["local_round"], float(noise.std())))
+        return train(model=model, parameters=parameters, **others)
+
+    monkeypatch.setattr(fedjudge, "train_round", measuring)
+    file = policy(20.0)
+    start(settings, Sites(settings, data, {"alpha": file}), MemoryJournal())
+    for number, spent in enumerate(lines(file.with_name("privacy.jsonl"))):
+        assert (spent["sampling-rate"], spent["steps"]) == (pytest.approx(4 / 48), 12)
+        local_round, deviation = rounds[number]
+        assert len(local_round.steps) == 12
+        assert (local_round.first_step, local_round.total_steps) == (12 * number, 24)
+        # σ · C = 2, divided by the 4 rows that a step has on average.
+        assert deviation == pytest.approx(2 / 4, rel=0.15)
+    assert len(rounds) == 2
+
+
 def test_the_run_s_seed_does_not_determine_a_private_adapter(settings, client_folders, policy):
     file, kept = policy(30.0), []
     for _ in range(2):

@@ -50,6 +50,7 @@ EVENTS = [
     evaluate(1, "court", "personalised", 2.733, rougeL=0.303, bleu4=0.033, bleu_n=0.043),
     evaluate(1, "court", "global", 2.744, rougeL=0.202, bleu4=0.022, bleu_n=0.032),
     finished(1, ["court", HOSTILE]),
+    {"event": "scaled", "round": 1, "client": HOSTILE, "what": "update", "factor": 0.00123},
     train(2, "court", 2.6, importance_distance=0.02, penalty_gradient_share=0.11),
     evaluate(2, "court", "personalised", 2.655),
     evaluate(2, "court", "global", 2.566),
@@ -116,6 +117,7 @@ def test_page_shows_results_rounds_and_configuration(run):
     assert "court 0.101 0.202 ★ 0.303 0.011 0.022 ★ 0.033 0.021 0.032 ★ 0.043" in text
     assert f"{HOSTILE} 3.222 - - 32.220 - -" in text
     assert f"2court {HOSTILE}: no reply within 3600 s 14.2" in text.replace("2 court", "2court")
+    assert f"court, {HOSTILE} {HOSTILE}: update × 0.0012 14.2" in text
     assert f"Not evaluated after round 2: {HOSTILE} (evaluation = false)" in text
     assert "continual.lambda0.125" in text.replace(" 0.125", "0.125")
     for heading in ("Held-out loss", "Held-out ROUGE-L", "Training loss", "s = Σ J", "Penalty's"):

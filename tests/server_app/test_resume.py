@@ -17,7 +17,7 @@ from server_app.results import Results
 from strategies.journal import Progress
 from strategies.messages import to_arrays
 from strategies.participants import TooFewClientsError
-from strategies.resumption import check_resumable
+from strategies.resumption import check_resumable, checkpoint_files
 from strategies.run_config import ConfigError, parse_run_config
 
 NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
@@ -178,6 +178,13 @@ def test_a_finished_run_can_have_more_rounds(values, tmp_path):
     trained = [e for e in events(directory) if e["event"] == "train" and e["round"] == 3]
     assert len(trained) == 3
     assert all(event["penalty"] > 0 for event in trained)
+    kept = [file.stem for file in checkpoint_files(directory)]
+    assert kept == ["round-0002", "round-0003"]
+    # With J at the adapter of round 2, which the run's last evaluation had no use for.
+    there = {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
+    one, other = final(directory), final(run(values | there | {"rounds": 3}))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_last_evaluation_with_too_few_replies_can_be_repeated(values, tmp_path):

@@ -75,6 +75,8 @@ def round_of(name: str, steps: int = STEPS, finished: int = 0) -> tuple[list[Exa
 class Client:
     """A client with its own parts, as in a separate process."""
 
+    lifetime = 60.0  # of its invitation to train
+
     def __init__(
         self, name: str, base: Path, split: SplitSettings, adapter=ADAPTER, model=MODEL, noise=0.0
     ) -> None:
@@ -92,7 +94,11 @@ class Client:
     def lane(self, invitation):
         split = self.split
         limits = Limits(
-            self.ends["head"].hidden_size, split.wire_dtype, LONGEST, window=split.window
+            hidden=self.ends["head"].hidden_size,
+            wire_dtype=split.wire_dtype,
+            maximum_tokens=LONGEST,
+            payload_bytes={Kind.AVERAGE: 2**20},  # hostile clients send it anyway
+            window=split.window,
         )
         deadline = time.monotonic() + 60
         lane = open_lane(invitation, limits, deadline, self.split.resume_timeout, patience=0.0)
@@ -113,7 +119,9 @@ class Client:
     ) -> State:
         """Train a round; ``disturb`` may do something to the model before it begins."""
         examples, local_round = round_of(self.name, steps, finished)
-        invitation = server.invite_to_train(self.name, finished + 1, local_round.seed, 60.0)
+        invitation = server.invite_to_train(
+            self.name, finished + 1, local_round.seed, self.lifetime
+        )
         with self.lane(invitation) as model:
             disturb(model)
             load_state(model.parameters, {n: state[n] for n in model.parameters})

@@ -238,8 +238,17 @@ _CHOICE = {"model": "base"}
 _OVERLAPPING = {
     name: {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]} for name in ("hidden", "lengths")
 }
-# A cut to the server, after which it waits for another stream.
-REFUSED_BY_GRPC = {"a message of more than 1 MiB"}
+# Cuts to the server, after which it waits for another stream.
+CUTS = {
+    "no record",
+    "an empty message",
+    "a message of more than 1 MiB",
+    "an altered record",
+    "a repeated record",
+    "a record left out",
+    "an unknown kind",
+    "a length of 2⁶⁰",
+}
 # What members of an evaluation send, given the width of hidden states.
 MEMBERS: dict[str, Callable[[Sealer, int], list[bytes]]] = {
     "no record": lambda s, _: [b"x" * 100],

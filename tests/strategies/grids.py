@@ -15,13 +15,18 @@ from strategies.run_config import parse_run_config
 NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
 
 
-def start(values: dict, grid, journal: MemoryJournal, timeout: float = 0.0):
+def start(
+    values: dict, grid, journal: MemoryJournal, timeout: float = 0.0, signer=None, unknown=()
+):
+    """Run a strategy to its end; the coordinator doesn't hold the tensors that are unknown."""
     config = parse_run_config(values)
     state, _ = initial_adapter(
         config.model.name, config.adapter, derive_seed("adapter", config.seed)
     )
     kind = STRATEGIES[config.strategy]
-    strategy = kind(config, fingerprint(locate(config.model.name)), Progress("test"), journal)
+    digests = fingerprint(locate(config.model.name))
+    known = {name: value for name, value in digests.items() if name not in unknown}
+    strategy = kind(config, known, Progress("test"), journal, signer)
     # These clients answer while they are asked: what has not come by then will not come.
     strategy.start(grid, to_arrays(state), config.rounds, timeout=timeout)
     return strategy

@@ -5,12 +5,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from flwr.app import Array
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from bench.in_process import MemoryJournal, run_in_process
+from client_app import fedjudge
+from client_app.institution import open_institution
+from finetuning.adapters.adapter import export_adapter, exported_names, load_adapter
+from finetuning.data.batching import collate
+from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.fingerprint import fingerprint
+from finetuning.model.whole_model import WholeModel
 from strategies import exchange
-from strategies.messages import ARRAYS, METRICS, SIZE
-from tests.strategies.grids import SpyingGrid, same, start
+from strategies.messages import ARRAYS, METRICS, SIZE, from_arrays
+from strategies.run_config import parse_run_config
+from tests.conftest import write_rows
+from tests.strategies.grids import NODES, SpyingGrid, same, start
 
 SIZES = {"alpha": 24, "beta": 12, "gamma": 8}
 
@@ -96,6 +108,49 @@ def test_importance_is_averaged_by_data_size_and_sent_with_the_next_round(values
             assert dense.min() >= 0
 
 
+def test_clients_measure_what_they_keep_and_importance_at_the_global_adapter(values, tmp_path):
+    """J is of one row here, and therefore the absolute gradient of that row's loss."""
+    own = values | {"rounds": 2, "continual.importance-examples": 1, "state-path": str(tmp_path)}
+    grid, journal = SpyingGrid(own), MemoryJournal()
+    start(own, grid, journal)
+    measured = {
+        (e["client"], e["model"]): e["loss"]
+        for e in journal.events
+        if e["event"] == "evaluate" and e["round"] == 2
+    }
+    importances = {
+        reply.content["config"]["name"]: from_arrays(reply.content[ARRAYS])
+        for reply in grid.received
+        if reply.metadata.message_type == "evaluate" and ARRAYS in reply.content.array_records
+    }
+    config, drawn = parse_run_config(own), []
+    for number, client in enumerate(SIZES, start=1):
+        institution = open_institution(config, NODES[number], fedjudge.base_model)
+        for kind, adapter in (
+            ("global", journal.adapters[2]),
+            ("personalised", journal.kept[client]),
+        ):
+            (directory,) = tmp_path.glob(f"*/{client}/adapters/{kind}")
+            whole = AutoModelForCausalLM.from_pretrained(config.model.name)
+            model = WholeModel(PeftModel.from_pretrained(whole, directory, is_trainable=True))
+            assert same(export_adapter(model.peft_model), adapter)
+            loss = held_out_loss(model, institution.test, institution.padding, 8).loss
+            assert loss == pytest.approx(measured[client, kind], abs=1e-6)
+        assert measured[client, "global"] != pytest.approx(measured[client, "personalised"])
+        load_adapter(model.peft_model, journal.adapters[1])
+        names = exported_names(model.peft_model)
+        rows = [collate([example], institution.padding) for example in institution.train]
+        drawn += [
+            number
+            for number, row in enumerate(rows)
+            if all(
+                torch.allclose(value.abs(), importances[client][names[name]], rtol=1e-4, atol=1e-7)
+                for name, value in model.gradients_of(row).items()
+            )
+        ]
+    assert len(drawn) == 3 and any(drawn), "rows are drawn, and not those at the beginning"
+
+
 def test_clients_share_no_storage(values, tmp_path):
     journal = run_in_process(values | {"rounds": 2}, tmp_path, 3)
     states = [*journal.kept.values(), *journal.adapters.values()]
@@ -105,6 +160,27 @@ def test_clients_share_no_storage(values, tmp_path):
             tensor.add_(1.0)
         for other in range(index + 1, len(states)):
             assert same(states[other], before[other])
+
+
+# Two weights of each client's adapter; by data size, each of them has a mean of almost 0. A sum of
+# floats loses gamma's first unless alpha's and beta's are added before it. Its second makes its
+# adapter as large as theirs.
+CANCELLING = {
+    "alpha": (2.0**20, -(2.0**20)),
+    "beta": (-(2.0**21), 0.0),
+    "gamma": (2.0**-40, 3 * 2.0**20),
+}
+
+
+def with_sums_that_depend_on_the_order(reply):
+    if reply.metadata.message_type == "train":
+        weight, balance = CANCELLING[reply.content["config"]["name"]]
+        arrays = reply.content[ARRAYS]
+        name = next(iter(arrays))
+        value = arrays[name].numpy().copy()
+        value.flat[:2] = weight, balance
+        arrays[name] = Array(value)
+    return reply
 
 
 def test_result_does_not_depend_on_who_answers_first(values, tmp_path, monkeypatch):
@@ -118,9 +194,59 @@ def test_result_does_not_depend_on_who_answers_first(values, tmp_path, monkeypat
     for number, kind in enumerate((SpyingGrid, Reversed)):
         journal = MemoryJournal()
         own = values | {"state-path": str(tmp_path / str(number)), "rounds": 2}
-        start(own, kind(own), journal, timeout=3600.0)
+        start(own, kind(own, with_sums_that_depend_on_the_order), journal, timeout=3600.0)
         journals.append(journal)
-    assert same(journals[0].adapters[2], journals[1].adapters[2])
+    for adapters in zip(*(journal.adapters.values() for journal in journals), strict=True):
+        assert same(*adapters)
+    assert 0 < next(iter(journals[0].adapters[1].values())).flatten()[0] < 1e-10
+
+
+def test_clients_are_asked_in_the_order_of_their_names(values, tmp_path):
+    own = values | {"state-path": str(tmp_path), "rounds": 1}
+    grid = SpyingGrid(own, nodes={1: NODES[3], 2: NODES[1], 3: NODES[2]})
+    journal = MemoryJournal()
+    start(own, grid, journal)
+    for kind in ("train", "evaluate"):
+        asked = [m.metadata.dst_node_id for m in grid.sent if m.metadata.message_type == kind]
+        assert asked[-3:] == [2, 3, 1]
+    (event,) = (event for event in journal.events if event["event"] == "round")
+    assert event["participants"] == ["alpha", "beta", "gamma"]
+
+
+def test_a_schedule_of_learning_rates_spans_all_rounds(values, tmp_path):
+    values |= {"strategy": "fedjudge-base", "train.schedule": "linear", "train.local-steps": 2}
+    journal = run_in_process(values, tmp_path, 3)
+    rates = {
+        (e["round"], e["client"]): e["learning_rate"]
+        for e in journal.events
+        if e["event"] == "train"
+    }
+    for client in SIZES:
+        # Those of each round's second step, counted from 0 over all six.
+        expected = [5e-3 * (6 - step) / 6 for step in (1, 3, 5)]
+        assert [rates[number, client] for number in (1, 2, 3)] == pytest.approx(expected)
+
+
+def test_every_client_and_round_draws_for_itself(values, tmp_path, monkeypatch):
+    """Clients with the same rows: the order of rows and the dropout differ, and can be repeated."""
+    for name in SIZES:
+        write_rows(tmp_path / "data" / name / "train.jsonl", 12, seed=0)
+        write_rows(tmp_path / "data" / name / "test.jsonl", 2, seed=1)
+    values |= {"data.path": str(tmp_path / "data"), "strategy": "fedjudge-base", "rounds": 2}
+    train, runs = fedjudge.train_round, []
+
+    def noting(*, local_round, **others):
+        runs[-1].append(local_round)
+        return train(local_round=local_round, **others)
+
+    monkeypatch.setattr(fedjudge, "train_round", noting)
+    for number in range(2):
+        runs.append([])
+        run_in_process(values, tmp_path / str(number), 3)
+    for first, second in zip(*runs, strict=True):
+        assert (first.steps, first.seed) == (second.steps, second.seed)
+    assert len(runs[0]) == len({local_round.seed for local_round in runs[0]}) == 6
+    assert len({str(local_round.steps) for local_round in runs[0]}) == 6
 
 
 def test_evaluation_only_when_due_and_at_the_end(values, tmp_path):

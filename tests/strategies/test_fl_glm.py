@@ -17,12 +17,15 @@ from client_app import fl_glm
 from client_app.institution import open_institution
 from finetuning.model.base_model import BaseModelError
 from split.client.split_model import SplitModel
+from split.lane.dialling import open_lane
+from split.protocol.frames import Kind
 from strategies import exchange, live_status
 from strategies.messages import ARRAYS, Instruction, answer, config_of, one_line
 from strategies.participants import RefusedError
 from strategies.run_config import ConfigError, parse_run_config
 from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
+from tests.strategies.grids import start
 from tests.waiting import wait_until
 
 
@@ -45,6 +48,32 @@ def test_clients_and_server_learn(split_values, tmp_path, schedule):
     assert not [e for e in lanes if e["error"]]
     trained = [e for e in lanes if e["purpose"] == "train"]
     assert len(trained) == 9 and all(e["steps"] > 0 and e["bytes_up"] > 0 for e in trained)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_clients_accept_an_average_where_something_is_averaged(
+    split_values, tmp_path, monkeypatch, every
+):
+    accepted = []
+
+    def opening(*, limits, **others):
+        accepted.append(limits.largest(Kind.AVERAGE))
+        return open_lane(limits=limits, **others)
+
+    monkeypatch.setattr(fl_glm, "open_lane", opening)
+    averaging = {"split.schedule": "hierarchical", "split.average-every": every}
+    values = split_values | averaging | {"rounds": 1, "min-nodes": 1}
+    journal = run_in_process(values, tmp_path / "state", 1)
+    assert not [e for e in journal.events if e["event"] == "lane" and e["error"]]
+    assert [most > 0 for most in accepted] == [False, every > 0, False]
+
+
+def test_all_parts_are_averaged_by_data_size(split_values, tmp_path):
+    journal = run(split_values | {"split.schedule": "hierarchical", "rounds": 1}, tmp_path)
+    shares = {"alpha": 24 / 44, "beta": 12 / 44, "gamma": 8 / 44}
+    for name, averaged in journal.adapters[1].items():
+        expected = sum(share * journal.kept[client][name] for client, share in shares.items())
+        torch.testing.assert_close(averaged, expected, rtol=0, atol=1e-6)
 
 
 def test_a_gguf_file_trains_as_its_checkpoint_does(split_values, deep_checkpoint, tmp_path):
@@ -344,11 +373,22 @@ def test_a_port_in_use_is_an_error_that_names_the_setting(split_values, tmp_path
             run(split_values | {"split.listen": address}, tmp_path)
 
 
-@pytest.mark.parametrize(("number", "client"), [(1, "alpha"), (2, "beta")])
+@pytest.mark.parametrize(
+    ("number", "clients", "is_known", "reasons"),
+    [
+        (1, 3, True, {"alpha": "its base model is not the run's"}),
+        (2, 3, True, {"beta": "its base model is not the run's"}),
+        (2, 3, False, {"beta": "its base model is not the run's"}),
+        (2, 2, False, dict.fromkeys(("alpha", "beta"), "the clients' base models differ")),
+    ],
+)
 def test_a_client_with_another_block_is_refused_by_name(
-    split_values, tmp_path, deep_checkpoint, number, client
+    split_values, tmp_path, deep_checkpoint, number, clients, is_known, reasons
 ):
-    """Its first block is another one; the server's own blocks are equal."""
+    """Its first block is another one; the server's own blocks are equal.
+
+    If the server doesn't hold that block, it is compared between clients: two are no majority.
+    """
     swapped = tmp_path / "swapped"
     shutil.copytree(deep_checkpoint, swapped)
     tensors = load_file(swapped / "model.safetensors")
@@ -369,10 +409,12 @@ def test_a_client_with_another_block_is_refused_by_name(
                     replies += super().send_and_receive([message])
             return replies
 
-    values = split_values | {"state-path": str(tmp_path / "state")}
-    nodes = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
-    with pytest.raises(RefusedError, match=rf"can't start:\n  {client}[^\n]*{name}[^\n]*$"):
-        run_in_process(values, tmp_path / "state", 3, Odd(values, nodes))
+    values = split_values | {"state-path": str(tmp_path / "state"), "min-nodes": clients}
+    nodes = {i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)}
+    lines = "".join(rf"\n  {who} [^\n]*{why}[^\n]*{name}[^\n]*" for who, why in reasons.items())
+    with pytest.raises(RefusedError, match=f"can't start:{lines}$"):
+        unknown = [] if is_known else [name]
+        start(values, Odd(values, nodes), MemoryJournal(), unknown=unknown)
 
 
 def test_progress_within_a_round_is_shown(split_values, tmp_path, monkeypatch):

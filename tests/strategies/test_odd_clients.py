@@ -1,6 +1,7 @@
 """Clients that answer oddly, late or not at all are left out by name; the others continue."""
 
 import io
+import math
 import re
 
 import numpy as np
@@ -18,7 +19,7 @@ from flwr.app import (
 from flwr.common.constant import ErrorCode
 
 from bench.in_process import MemoryJournal
-from strategies.messages import ARRAYS, METRICS, SIZE
+from strategies.messages import ARRAYS, METRICS, SIZE, TRAIN_EXAMPLES
 from strategies.participants import RefusedError, TooFewClientsError
 from tests.strategies.grids import SpyingGrid, start
 
@@ -163,6 +164,49 @@ def test_an_odd_reply_is_left_out_by_name_and_the_others_count(values, tmp_path,
     assert set(journal.kept) == {"alpha", "gamma"}
 
 
+def at_limits(reply):
+    """Change a reply so that nothing in it may be larger."""
+    metrics = reply.content[METRICS]
+    metrics.update({"loss": 1e30, "loss-first": -1e30, "a" * 64: 1.0})
+    metrics.update({f"filling-{i}": 1.0 for i in range(100 - len(metrics))})
+    return put(with_one(2.0**30))(reply)
+
+
+def with_one(value):
+    weights = np.zeros((4, 32), np.float32)
+    weights[0, 0] = value
+    return weights
+
+
+def lengthen(reply):
+    metrics = reply.content[METRICS]
+    metrics["a" * 65] = metrics.pop("a" * 64)
+    return reply
+
+
+BEYOND = {
+    "nothing": (lambda reply: reply, None),
+    "metrics": (with_metrics(1), "it sent 101 metrics"),
+    "metric's name": (lengthen, "at most 64 letters"),
+    "loss": (with_metric("loss", math.nextafter(1e30, math.inf)), "its loss are not finite"),
+    "-loss": (with_metric("loss-first", math.nextafter(-1e30, -math.inf)), "its loss-first are"),
+    "weight": (put(with_one(2.0**30 + 128)), "beyond 2³⁰"),  # the next float32
+}
+
+
+@pytest.mark.parametrize("kind", BEYOND)
+def test_a_reply_may_be_at_every_limit_and_not_beyond_one(values, tmp_path, kind):
+    how, reason = BEYOND[kind]
+    own = values | {"strategy": "fedjudge-base", "rounds": 1, "min-nodes": 2}
+    own |= {"state-path": str(tmp_path)}
+    journal = MemoryJournal()
+    start(own, SpyingGrid(own, spoil("beta", lambda reply: how(at_limits(reply)))), journal)
+    (event,) = (event for event in journal.events if event["event"] == "round")
+    assert ("beta" in event["participants"]) == (reason is None)
+    for left_out in event["left_out"]:
+        assert left_out["client"] == "beta" and reason in left_out["reason"]
+
+
 def test_an_array_in_another_order_is_as_good_as_any_other(values, tmp_path):
     averages = []
     for how in (lambda reply: reply, transpose):
@@ -173,21 +217,22 @@ def test_an_array_in_another_order_is_as_good_as_any_other(values, tmp_path):
     assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
 
 
-def test_importance_that_pushes_away_is_refused(values, tmp_path):
+def test_importance_that_pushes_away_is_refused_and_none_at_all_is_not(values, tmp_path):
     def change(reply):
         arrays = reply.content.array_records.get(ARRAYS)
         name = reply.content["config"]["name"]
-        if reply.metadata.message_type == "evaluate" and arrays and name == "beta":
+        if reply.metadata.message_type == "evaluate" and arrays and name in {"alpha", "beta"}:
             first = next(iter(arrays))
-            arrays[first] = Array(-arrays[first].numpy() - 1)
+            value = arrays[first].numpy()
+            arrays[first] = Array(-value - 1 if name == "beta" else np.zeros_like(value))
         return reply
 
     own = values | {"state-path": str(tmp_path), "rounds": 2}
     grid, journal = SpyingGrid(own, change), MemoryJournal()
     start(own, grid, journal)
     (event,) = (e for e in journal.events if e["event"] == "evaluation-missing")
-    assert event["left_out"][0]["client"] == "beta"
-    assert "below 0" in event["left_out"][0]["reason"]
+    (left_out,) = event["left_out"]
+    assert left_out["client"] == "beta" and "below 0" in left_out["reason"]
     trained = [m for m in grid.sent if m.metadata.message_type == "train"]
     assert all(a.numpy().min() >= 0 for a in trained[-1].content["importance"].values())
 
@@ -204,6 +249,21 @@ def test_a_client_that_vanishes_is_named(values, tmp_path):
     rounds = [e for e in journal.events if e["event"] == "round"]
     assert [e["participants"] for e in rounds] == [["alpha", "beta", "gamma"], ["alpha", "gamma"]]
     assert rounds[1]["left_out"] == [{"client": "beta", "reason": "its SuperNode is not connected"}]
+
+
+def test_those_left_out_are_named_in_the_order_of_names(values, tmp_path):
+    """Whoever answers oddly is known before those who don't answer at all."""
+    silent, odd = ODD["silence"][0], ODD["NaN"][0]
+    own = values | {"strategy": "fedjudge-base", "rounds": 1, "min-nodes": 1}
+    own |= {"state-path": str(tmp_path)}
+
+    def change(reply):
+        return spoil("alpha", silent)(spoil("gamma", odd)(reply))
+
+    journal = MemoryJournal()
+    start(own, SpyingGrid(own, change), journal)
+    (event,) = (event for event in journal.events if event["event"] == "round")
+    assert [left_out["client"] for left_out in event["left_out"]] == ["alpha", "gamma"]
 
 
 def test_a_client_whose_supernode_is_lost_is_named(values, tmp_path):
@@ -293,6 +353,36 @@ def test_nobody_trains_while_someone_can_not(values, tmp_path, key, value, reaso
     with pytest.raises(RefusedError, match=reason):
         start(own, grid, MemoryJournal())
     assert {m.metadata.message_type for m in grid.sent} == {"query"}
+
+
+@pytest.mark.parametrize(
+    ("key", "last", "beyond"),
+    [
+        (SIZE, 1, 0),
+        (SIZE, 10**9, 10**9 + 1),
+        (TRAIN_EXAMPLES, 1, 0),
+        (TRAIN_EXAMPLES, 10**9, 10**9 + 1),
+        pytest.param("name", "b" * 64, "b" * 65, id="name-64 letters"),
+        pytest.param("name", "𐐀" * 50, "𐐀" * 50 + "b", id="name-200 bytes"),
+    ],
+)
+def test_names_and_sizes_may_be_at_their_limits(values, tmp_path, key, last, beyond):
+    def answering(value):
+        def change(reply):
+            config, metrics = reply.content["config"], reply.content[METRICS]
+            if config["name"] == "beta":
+                (config if key == "name" else metrics)[key] = value
+            return reply
+
+        return change
+
+    own = values | {"strategy": "fedjudge-base", "rounds": 1, "state-path": str(tmp_path)}
+    with pytest.raises(RefusedError, match="must be"):
+        start(own, SpyingGrid(own, answering(beyond)), MemoryJournal())
+    journal = MemoryJournal()
+    start(own, SpyingGrid(own, answering(last)), journal)
+    (event,) = (event for event in journal.events if event["event"] == "round")
+    assert len(event["participants"]) == 3
 
 
 def test_malformed_rows_are_refused_before_training_by_file_and_line(values, tmp_path):

@@ -30,8 +30,9 @@ class SuperLink:
         self.waits = True
 
     def PushMessages(self, request):  # noqa: N802 - Flower's names
-        self._asked = {m.metadata.message_id: m.metadata for m in request.messages_list}
-        return PushAppMessagesResponse(message_ids=list(self._asked))
+        asked = {m.metadata.message_id: m.metadata for m in request.messages_list}
+        self._asked |= asked
+        return PushAppMessagesResponse(message_ids=list(asked))
 
     def PushObject(self, request):  # noqa: N802
         return PushObjectResponse(stored=True)

@@ -78,8 +78,8 @@ def test_its_sender_is_left_out_by_name(values, tmp_path, spoil):
 
 
 @pytest.mark.parametrize("spoil", ODD, ids=lambda how: how.__name__)
-def test_at_registration_the_run_ends_with_the_node(values, tmp_path, spoil):
+def test_at_registration_the_run_ends(values, tmp_path, spoil):
     own = values | {"state-path": str(tmp_path)}
     with pytest.raises(RefusedError) as error:
         start(own, StoredGrid(own, "query", spoil), MemoryJournal())
-    assert str(error.value).splitlines()[1:] == [f"  node {BETA}: {ODD[spoil]}"]
+    assert str(error.value).splitlines()[1:] == [f"  a SuperNode without name: {ODD[spoil]}"]

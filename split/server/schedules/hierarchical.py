@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from finetuning.adapters.adapter import State
+from finetuning.adapters.robust_aggregation import distance, scaled, update_factors
 from finetuning.training.optimization import OptimizerState
 from split.protocol.errors import ProtocolError
 from split.protocol.frames import check_size
@@ -18,6 +19,7 @@ from split.server.body_adapters import BodyAdapters, SeparateTrainer
 from split.server.compute import ComputeThread
 from split.server.schedules.join_barrier import JoinBarrier
 from split.server.session import Session
+from split.server.wait_budget import WaitBudget
 from split.settings import SplitSettings
 
 _POLL_SECONDS = 1.0
@@ -49,6 +51,9 @@ class Hierarchical:
         self._compute = compute
         self._global = dict(state)
         self._client_adapters = client_adapters
+        # What the clients' adapters are compared with: those that all have had last.
+        self._common_body, self._common = self._global, dict(client_adapters)
+        self._scaled: dict[str, float] = {}
         self._average_every = split.average_every
         self._adapters: dict[str, BodyAdapters] = {}
         self._weights: dict[str, float] = {}
@@ -58,6 +63,7 @@ class Hierarchical:
         self._keeps_optimizers = False
         self._before: dict[str, OptimizerState] = {}  # optimizers of clients in their round
         self._due: dict[str, int] = {}  # step after which each client averages next
+        self._waits = WaitBudget()
         self._changed = threading.Condition()
         self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
 
@@ -74,6 +80,8 @@ class Hierarchical:
             self._weights = dict(weights)
             self._keeps_optimizers = keep_optimizers
             self._steps, self._due, self._gathered, self._averages = {}, {}, {}, {}
+            self._common_body, self._scaled = self._global, {}
+            self._waits = WaitBudget()
             self._barrier.begin(weights)
         for client in weights:
             if client not in self._adapters:
@@ -81,6 +89,10 @@ class Hierarchical:
             self._adapters[client].load(self._global)
             if not keep_optimizers:
                 self._adapters[client].load_optimizer({})
+
+    def begin_with(self, own: Mapping[str, torch.Tensor]) -> None:
+        """Set the adapters of heads and tails with which all clients begin the round."""
+        self._common = dict(own)
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
         """Add a client; where clients average within a round, wait until all have joined.
@@ -100,11 +112,13 @@ class Hierarchical:
             # Before it waits: the others may begin before this thread wakes up.
             self._steps[client] = plan.steps
             self._due[client] = self._average_every
+            self._waits.add(session)
             if self._average_every:
                 try:
                     self._barrier.wait(client, session.lane.check)
                 except RuntimeError:
                     del self._steps[client]
+                    self._waits.remove(client)
                     raise
         if self._keeps_optimizers:
             self._before[client] = self._adapters[client].export_optimizer()
@@ -125,8 +139,10 @@ class Hierarchical:
             self._adapters[client].load_optimizer(before)
         with self._changed:
             self._steps.pop(client, None)
+            self._waits.remove(client)
             for handed_in in self._gathered.values():
                 handed_in.pop(client, None)
+            self._note_waiting()
             self._changed.notify_all()
 
     def average(self, session: Session, step: int, own: State) -> State:
@@ -152,11 +168,14 @@ class Hierarchical:
                 self._hand_in(client, step, own)
             while client not in self._averages and not self._all_at(step):
                 session.lane.check()
+                self._note_waiting()
                 self._changed.wait(_POLL_SECONDS)
             if client not in self._averages:
                 gathered = self._gathered.pop(step)
+                self._note_waiting()
                 self._compute.call(lambda: self._average_bodies(gathered))
-                self._averages |= dict.fromkeys(gathered, self._mean(gathered))
+                self._common = self._mean(gathered, self._common)
+                self._averages |= dict.fromkeys(gathered, self._common)
                 self._changed.notify_all()
             return self._averages.pop(client)
 
@@ -167,8 +186,14 @@ class Hierarchical:
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Average the adapters of the clients whose round counts."""
         self._weights = dict(weights)
-        self._global = self._mean({name: self._adapters[name].export() for name in weights})
+        bodies = {name: self._adapters[name].export() for name in weights}
+        self._global = self._mean(bodies, self._global)
         return self._global
+
+    @property
+    def scaled(self) -> dict[str, float]:
+        """Clients of the round whose adapters were scaled down, each with the smallest factor."""
+        return dict(self._scaled)
 
     def export_optimizers(self) -> dict[str, State]:
         """Return the optimizers' states by client."""
@@ -190,6 +215,7 @@ class Hierarchical:
         self._check(own)
         self._due[client] += self._average_every
         self._gathered.setdefault(step, {})[client] = own
+        self._note_waiting()
         self._changed.notify_all()
 
     def _check(self, own: State) -> None:
@@ -213,20 +239,39 @@ class Hierarchical:
             check_size(given, name)
 
     def _all_at(self, step: int) -> bool:
+        return not self._missing_at(step)
+
+    def _missing_at(self, step: int) -> set[str]:
         expected = {name for name, steps in self._steps.items() if steps > step}
-        return expected <= self._gathered[step].keys()
+        return expected - self._gathered[step].keys()
+
+    def _note_waiting(self) -> None:
+        """Note for whom others wait that have handed in their adapters."""
+        waiting = (step for step, handed_in in self._gathered.items() if handed_in)
+        self._waits.note(set().union(*(self._missing_at(step) for step in waiting)))
 
     def _average_bodies(self, clients: Iterable[str]) -> None:
-        mean = self._mean({name: self._adapters[name].export() for name in clients})
+        bodies = {name: self._adapters[name].export() for name in clients}
+        self._common_body = self._mean(bodies, self._common_body)
         for name in clients:
-            self._adapters[name].load(mean)
+            self._adapters[name].load(self._common_body)
 
-    def _mean(self, states: Mapping[str, State]) -> State:
-        """Average by the clients' weights, in the order of names."""
+    def _mean(self, states: Mapping[str, State], reference: State) -> State:
+        """Average by the clients' weights, in the order of names.
+
+        Args:
+            states: Adapters by client.
+            reference: Adapters with which all of them began; those that are far from it, compared
+                with the others, are scaled down.
+
+        """
         total = sum(self._weights[name] for name in states)
+        factors = update_factors({n: distance(each, reference) for n, each in states.items()})
         mean: State = {}
         for name in sorted(states):
-            share = self._weights[name] / total
-            for key, value in states[name].items():
+            share, factor = self._weights[name] / total, factors[name]
+            if factor < 1:
+                self._scaled[name] = min(factor, self._scaled.get(name, 1.0))
+            for key, value in scaled(states[name], reference, factor).items():
                 mean[key] = mean[key] + share * value if key in mean else share * value
         return mean

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
+
 from finetuning.adapters.adapter import State
 from finetuning.training.optimization import OptimizerState
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
@@ -48,6 +50,10 @@ class Schedule(Protocol):
         """Prepare for the clients that may join."""
         ...
 
+    def begin_with(self, own: Mapping[str, torch.Tensor]) -> None:
+        """Set the adapters of heads and tails with which all clients begin the round."""
+        ...
+
     def join(self, session: Session, plan: RoundPlan) -> ClientTrainer:
         """Begin a client's round."""
         ...
@@ -70,6 +76,11 @@ class Schedule(Protocol):
 
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Return the body's adapters that the next round begins with."""
+        ...
+
+    @property
+    def scaled(self) -> dict[str, float]:
+        """Clients of the round whose adapters were scaled down, each with the smallest factor."""
         ...
 
     def export_optimizers(self) -> dict[str, OptimizerState]:

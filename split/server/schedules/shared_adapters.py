@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import torch
+
 from finetuning.adapters.adapter import State
 from split.server.body_adapters import BodyAdapters
 from split.server.session import Session
@@ -33,6 +35,9 @@ class SharedAdapters:
         if not keep_optimizers:
             self._adapters.load_optimizer({})
 
+    def begin_with(self, own: Mapping[str, torch.Tensor]) -> None:
+        """Do nothing: heads and tails aren't averaged within a round."""
+
     def average(self, session: Session, step: int, own: State) -> State:
         """Raise: there are no adapters of one client to average within a round.
 
@@ -49,6 +54,11 @@ class SharedAdapters:
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Return the adapters; there is nothing to average."""
         return self._adapters.export()
+
+    @property
+    def scaled(self) -> dict[str, float]:
+        """Nobody: there are no adapters of one client to scale down."""
+        return {}
 
     def export_optimizers(self) -> dict[str, State]:
         """Return the optimizer's state by its one key."""

@@ -110,6 +110,39 @@ def start(*words: str, folder: Path, environment: dict[str, str], log: Path) -> 
         return subprocess.Popen(words, cwd=folder, env=environment, stdout=output, stderr=output)
 
 
+@contextmanager
+def proxy(folder: Path, superlink: str) -> Iterator[str]:
+    """Run the proxy of docker/ in a coordinator's folder, on a free port; yield its address."""
+    port = free_port()
+    content = (ROOT / "docker" / "nginx.conf").read_text()
+    for listening, here in (
+        ("listen 8443", f"listen 127.0.0.1:{port}"),
+        ("127.0.0.1:8000", superlink),
+        ("127.0.0.1:8002", f"127.0.0.1:{free_port()}"),
+    ):
+        assert listening in content
+        content = content.replace(listening, here)
+    (folder / "nginx.conf").write_text(content)
+    (folder / "proxy").mkdir()
+    with running_nginx(folder, "nginx.conf"):
+        yield f"127.0.0.1:{port}"
+
+
+@contextmanager
+def running_nginx(folder: Path, config: str) -> Iterator[None]:
+    """Run nginx with a configuration file of a folder."""
+    process = start(
+        *("nginx", "-p", str(folder), "-c", config, "-g", "daemon off;"),
+        folder=folder,
+        environment=dict(os.environ),
+        log=folder / "nginx.log",
+    )
+    try:
+        yield
+    finally:
+        end(process)
+
+
 def documented(section: str, **values: str | Path) -> list[str]:
     """Return a section's commands in docs/operations.md, with values for its placeholders."""
     text = (ROOT / "docs" / "operations.md").read_text()
@@ -130,7 +163,7 @@ class Coordinator:
     port: int = field(default_factory=free_port)
 
     def __post_init__(self):
-        for name in ("flower", "state"):
+        for name in ("flower", "database"):
             (self.folder / name).mkdir(parents=True)
         (self.folder / "flower" / "config.toml").write_text(
             f'[superlink.deployment]\naddress = "{self.address}"\n'
@@ -155,7 +188,7 @@ class Coordinator:
             *("flower-superlink", "--host", "127.0.0.1", "--port", str(self.port)),
             *("--ssl-ca-certfile", "authority.pem", "--ssl-certfile", "server.pem"),
             *("--ssl-keyfile", "server.key", "--enable-supernode-auth"),
-            *("--database", "state/superlink.db", "--disable-runtime-dependency-installation"),
+            *("--database", "database/superlink.db", "--disable-runtime-dependency-installation"),
             *options,
             folder=self.folder,
             environment=self.environment,

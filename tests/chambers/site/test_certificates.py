@@ -6,8 +6,10 @@ import ssl
 import stat
 import subprocess
 import threading
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from cryptography import x509
 
 from chambers.site import authority
 from tests.chambers.conftest import ROOT, refused, told
@@ -51,7 +53,7 @@ def test_tls_accepts_the_names_and_the_loopback_ones(capsys, tmp_path):
         assert name in output
     with pytest.raises(ssl.SSLCertVerificationError, match=r"not valid for 'other\.example\.org'"):
         handshake(tmp_path, "other.example.org")
-    for file in ("authority.key", "server.key"):
+    for file in ("authority.key", "server.key", "instructions.key"):
         assert stat.S_IMODE((tmp_path / file).stat().st_mode) == 0o600
 
 
@@ -59,8 +61,10 @@ def test_renewal_keeps_authority_and_names(capsys, tmp_path):
     write(capsys, tmp_path, *NAMES, "--days", "1")
     authority = tmp_path / "at-the-institution.pem"
     authority.write_bytes((tmp_path / "authority.pem").read_bytes())
+    instructions = (tmp_path / "instructions.key").read_bytes()
     before = handshake(tmp_path, "10.0.0.5")
     write(capsys, tmp_path)
+    assert (tmp_path / "instructions.key").read_bytes() == instructions
     after = handshake(tmp_path, "10.0.0.5", authority)
     assert after["serialNumber"] != before["serialNumber"]
     assert set(after["subjectAltName"]) == set(before["subjectAltName"])
@@ -93,6 +97,22 @@ def test_another_authority_is_not_trusted(capsys, tmp_path):
         handshake(tmp_path / "a", "localhost", tmp_path / "b" / "authority.pem")
 
 
+def test_only_the_authority_can_sign_and_both_expire(capsys, tmp_path):
+    write(capsys, tmp_path, *NAMES)
+    now = datetime.now(UTC)
+    for name, days, signs, depth in (("authority", 3651, True, 0), ("server", 365, False, None)):
+        certificate = x509.load_pem_x509_certificate((tmp_path / f"{name}.pem").read_bytes())
+        # A day early, for machines whose clock is slow.
+        dates = {-1: certificate.not_valid_before_utc, days: certificate.not_valid_after_utc}
+        for after, date in dates.items():
+            assert abs(date - now - timedelta(days=after)) < timedelta(minutes=5)
+        constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
+        assert constraints.critical
+        assert (constraints.value.ca, constraints.value.path_length) == (signs, depth)
+        usage = certificate.extensions.get_extension_for_class(x509.KeyUsage).value
+        assert (usage.key_cert_sign, usage.digital_signature) == (signs, not signs)
+
+
 def test_a_certificate_may_be_valid_for_ten_years(capsys, tmp_path):
     for _ in range(2):
         write(capsys, tmp_path, *NAMES, "--days", "3650")
@@ -103,7 +123,8 @@ def test_refusals_name_the_cure(capsys, tmp_path, monkeypatch):
     assert "--name is missing" in refused(capsys, *command)
     for name in ("https://a.example.org", "a.example.org:443", "a b", ""):
         assert "must be a host name" in refused(capsys, *command, "--name", name)
-    assert "must be 1 to 3650" in refused(capsys, *command, *NAMES, "--days", "0")
+    for days in ("0", "3651"):
+        assert "must be 1 to 3650" in refused(capsys, *command, *NAMES, "--days", days)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(authority, "_AUTHORITY_DAYS", 400)
     write(capsys, tmp_path, *NAMES)
@@ -120,3 +141,14 @@ def test_refusals_name_the_cure(capsys, tmp_path, monkeypatch):
     write(capsys, tmp_path)
     (tmp_path / "server.pem").write_text("not a certificate")
     assert "is not a certificate in PEM format" in refused(capsys, *command)
+    public = tmp_path / "instructions.pub"
+    line = public.read_text()
+    public.unlink()
+    assert f"{str(public)!r}, which can't be read" in refused(capsys, *command, *NAMES)
+    told(capsys, "site", "signing-key", tmp_path / "other")
+    (tmp_path / "other.pub").rename(public)
+    assert "is not the public half of" in refused(capsys, *command, *NAMES)
+    public.write_text("not a key")
+    assert "is not an Ed25519 public key" in refused(capsys, *command, *NAMES)
+    public.write_text(line)
+    write(capsys, tmp_path, *NAMES)

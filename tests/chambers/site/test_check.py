@@ -78,7 +78,8 @@ def site(capsys, tmp_path):
     (tmp_path / "trusted.yaml").write_text(line)
     write_rows(tmp_path / "data" / "train.jsonl", 8, seed=1)
     write_rows(tmp_path / "data" / "test.jsonl", 3, seed=2)
-    (tmp_path / "policy.toml").write_text("most-rounds = 5\n")
+    policy = f'instruction-key = "{folder / "instructions.pub"}"\nmost-rounds = 5\n'
+    (tmp_path / "policy.toml").write_text(policy)
     with closing(sqlite3.connect(tmp_path / "state.db")) as database:
         database.execute("PRAGMA journal_mode = WAL")
     return SimpleNamespace(
@@ -95,7 +96,8 @@ def run(capsys, *words):
     """Run the check; return its exit status and output."""
     status = main(["site", "check", *map(str, words)])
     output = capsys.readouterr().out
-    assert (status == 0) == all(line.startswith("ok ") for line in output.splitlines())
+    lines = output.splitlines()
+    assert (status == 0) == all(line.startswith(("ok ", "warn ")) for line in lines)
     return status, output
 
 
@@ -132,6 +134,19 @@ def test_a_coordinator_that_is_ready(capsys, site, checkpoint):
     assert "ok   GPU: " in output
 
 
+def test_a_database_that_can_fill_other_files_disk(capsys, site, small_disk, monkeypatch):
+    results = site.data / "runs"
+    monkeypatch.setenv("XDG_DATA_HOME", str(results))
+    _, output = at_coordinator(capsys, site, 1)
+    shared = f"{site.folder} and {results / 'chambers' / 'runs'}"
+    assert f"warn {site.database.parent} is on the same file system as {shared}: what" in output
+    assert f"GiB free in {site.data}" in output
+    assert f"warn {site.folder / 'proxy' / 'access.log'} doesn't exist, so" in output
+    _, output = at_coordinator(capsys, site, 1, database=small_disk / "superlink.db")
+    assert f"ok   {small_disk} is on a file system of its own" in output
+    assert f"fix  disk: 0.0 GiB free in {small_disk}; at least 5 GiB are needed: enlarge" in output
+
+
 def test_a_coordinator_without_the_model(capsys, site, tmp_path):
     _, output = at_coordinator(capsys, site, 1, "--model", tmp_path / "none")
     assert "no config.json in" in output
@@ -155,6 +170,10 @@ def test_certificates_that_do_not_fit(capsys, site, tmp_path):
         assert output.count("uses another certificate than") == 2
         (site.folder / "server.key").chmod(0o644)
         assert "chmod 600" in at_coordinator(capsys, site, port)[1]
+        (site.folder / "instructions.key").chmod(0o644)
+        assert (
+            "instructions.key can be read by other users" in at_coordinator(capsys, site, port)[1]
+        )
         told(capsys, "site", "certificates", tmp_path / "other", "--name", "127.0.0.2")
         shutil.copy(tmp_path / "other" / "server.pem", site.folder)
         _, output = at_coordinator(capsys, site, port)
@@ -274,6 +293,10 @@ def test_policy(capsys, site):
         assert "names no policy" in at_institution(capsys, site, 1, node_config=node)
     node = f'name="court" polciy="{site.policy}"'
     assert "unknown keys (polciy)" in at_institution(capsys, site, 1, node_config=node)
+    site.policy.write_text("most-rounds = 5\n")
+    assert "names no instruction-key" in at_institution(capsys, site, 1)
+    site.policy.write_text(f'instruction-key = "{site.folder / "authority.pem"}"\n')
+    assert "is not an Ed25519 public key" in at_institution(capsys, site, 1)
     site.policy.write_text("most-round = 5\n")
     assert "most-round: unknown key" in at_institution(capsys, site, 1)
 

@@ -2,14 +2,40 @@
 
 import os
 import secrets
-from contextlib import contextmanager
+import ssl
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
+import numpy as np
 import pytest
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import ArrayRecord, RecordDict
+from flwr.app.message.message import make_message, remove_content_from_message
+from flwr.app.metadata import Metadata
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PushMessagesRequest
+from flwr.proto.message_pb2 import PushObjectRequest
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from chambers.superlink import free_port
 from tests.chambers.conftest import ROOT
-from tests.chambers.site.deployment import APP, Coordinator, Institution, end, serving, start
+from tests.chambers.site.deployment import (
+    APP,
+    Coordinator,
+    Institution,
+    documented,
+    end,
+    proxy,
+    serving,
+    start,
+)
 from tests.conftest import fill, mounted
 from tests.waiting import wait_until
 
@@ -30,14 +56,15 @@ BIG = APP["tiny.py"].replace(
 
 
 @pytest.fixture
-def coordinator(nginx, tmp_path):
+def coordinator(nginx, tmp_path, request):
+    """A SuperLink whose database's disk has a size, ``40m`` unless a test says another."""
     folder = tmp_path / "coordinator"
     (folder / "release").mkdir(parents=True)
     with serving(folder / "release") as url:
         coordinator = Coordinator(folder, url)
         secret = folder / "superexec.secret"
         secret.write_bytes(secrets.token_bytes(32))
-        with mounted(folder / "state", "40m"):
+        with mounted(folder / "database", getattr(request, "param", "40m")):
             words = ("--isolation=process", "--superexec-auth-secret-file=superexec.secret")
             coordinator.start(*words)
             yield coordinator
@@ -56,32 +83,6 @@ def superexec(coordinator):
     )
 
 
-@contextmanager
-def proxy(coordinator):
-    """Run the proxy of docker/ on a free port; yield its address."""
-    port = free_port()
-    content = (ROOT / "docker" / "nginx.conf").read_text()
-    for listening, here in (
-        ("listen 8443", f"listen 127.0.0.1:{port}"),
-        ("127.0.0.1:8000", coordinator.address),
-        ("127.0.0.1:8002", f"127.0.0.1:{free_port()}"),
-    ):
-        assert listening in content
-        content = content.replace(listening, here)
-    (coordinator.folder / "nginx.conf").write_text(content)
-    (coordinator.folder / "proxy").mkdir()
-    process = start(
-        *("nginx", "-p", str(coordinator.folder), "-c", "nginx.conf", "-g", "daemon off;"),
-        folder=coordinator.folder,
-        environment=dict(os.environ),
-        log=coordinator.folder / "proxy.log",
-    )
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        end(process)
-
-
 def write_app(folder: Path, go: Path) -> Path:
     folder.mkdir()
     setting = f'wait-for = "{go}"\n'.encode()
@@ -96,11 +97,14 @@ def test_all_goes_on_when_there_is_space_again_but_the_run(coordinator, tmp_path
     submit = ("flwr", "run", app, "deployment")
     institution = Institution(tmp_path / "court", coordinator)
     program = superexec(coordinator)
-    with proxy(coordinator) as address, institution.supernode(superlink=address) as supernode:
+    with (
+        proxy(coordinator.folder, coordinator.address) as address,
+        institution.supernode(superlink=address) as supernode,
+    ):
         wait_until(lambda: coordinator.nodes()[institution.node] == "online", 60)
         coordinator.command(*submit)
         wait_until(lambda: coordinator.runs()[0]["status"] == "running", 60)
-        fill(coordinator.folder / "state")
+        fill(coordinator.folder / "database")
         go.touch()
         program.wait(60)
         # Of the SuperNode, so that it has been refused once at least.
@@ -113,7 +117,7 @@ def test_all_goes_on_when_there_is_space_again_but_the_run(coordinator, tmp_path
         status, said = coordinator.command(*submit, check=False)
         assert status != 0 and "Internal server error." in said
         assert f"### `{FULL.partition(') ')[2]}`" in PAGE
-        (coordinator.folder / "state" / "ballast").unlink()
+        (coordinator.folder / "database" / "ballast").unlink()
         program = superexec(coordinator)
         status, said = coordinator.run(app)
         assert status == "finished:completed", said
@@ -122,3 +126,106 @@ def test_all_goes_on_when_there_is_space_again_but_the_run(coordinator, tmp_path
         details = coordinator.runs()[-1]["status-details"]
         assert details == "No heartbeat received from the task"
     end(program)
+
+
+class Attacker:
+    """An institution that sends messages to itself, from an address of its own."""
+
+    def __init__(self, institution, proxy: str, run: int):
+        self.node, self.run = int(institution.node), run
+        private = load_ssh_private_key(institution.key.read_bytes(), None)
+        self.client = FleetHttpClient(
+            f"https://{proxy}",
+            interceptors=[NodeAuthHttpInterceptor(private, private.public_key())],
+        )
+        trust = ssl.create_default_context(cafile=institution.folder / "authority.pem")
+        transport = httpx.HTTPTransport(verify=trust, local_address="127.0.0.2")
+        self.client._client = httpx.Client(transport=transport, timeout=30)
+        public = public_key_to_bytes(private.public_key())
+        self.client.ActivateNode(ActivateNodeRequest(public_key=public, heartbeat_interval=1800))
+
+    def send(self) -> None:
+        """Send 20 objects of 1 MB, and as many small ones."""
+        arrays = [np.frombuffer(os.urandom(1_000_000), np.uint8) for _ in range(20)]
+        metadata = Metadata(self.run, "", 1, self.node, "", "", time.time(), 3600, "query")
+        message = make_message(metadata, RecordDict({"large": ArrayRecord(arrays)}))
+        metadata.__dict__["_message_id"] = message.object_id
+        pushed = self.client.PushMessages(
+            PushMessagesRequest(
+                node=Node(node_id=self.node),
+                messages_list=[message_to_proto(remove_content_from_message(message))],
+                message_object_trees=[get_object_tree(message)],
+            )
+        )
+        objects = get_all_nested_objects(message)
+        assert pushed.objects_to_push
+        for name in pushed.objects_to_push:
+            request = PushObjectRequest(
+                node=Node(node_id=self.node),
+                run_id=self.run,
+                session_id=pushed.session_id,
+                object_id=name,
+                object_content=objects[name].deflate(),
+            )
+            assert self.client.PushObject(request).stored
+
+
+@pytest.mark.parametrize("coordinator", ["400m"], indirect=True)
+def test_who_sends_messages_to_itself_is_held_back_and_named(coordinator, tmp_path):
+    """The run goes on, and what was sent is gone when the database is restored."""
+    go, database = tmp_path / "go", coordinator.folder / "database" / "superlink.db"
+    app = write_app(tmp_path / "app", go)
+    court = Institution(tmp_path / "court", coordinator)
+    other = Institution(tmp_path / "other", coordinator)
+    program, over = superexec(coordinator), threading.Event()
+
+    def large() -> int:
+        lines = map(
+            str.split, (coordinator.folder / "proxy" / "access.log").read_text().splitlines()
+        )
+        return sum(line[0] == "127.0.0.2" and int(line[5]) > 1_000_000 for line in lines)
+
+    def flood():
+        with suppress(httpx.HTTPStatusError):  # the run has ended
+            while not over.is_set():
+                attacker.send()
+
+    def ended() -> bool:
+        with suppress(KeyError):  # the SuperLink may be too busy to answer flwr
+            return coordinator.runs()[0]["status"].startswith("finished")
+        return False
+
+    with (
+        proxy(coordinator.folder, coordinator.address) as address,
+        court.supernode(superlink=address),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        wait_until(lambda: coordinator.nodes()[court.node] == "online", 60)
+        coordinator.command("flwr", "run", app, "deployment")
+        wait_until(lambda: coordinator.runs()[0]["status"] == "running", 60)
+        attacker = Attacker(other, address, int(coordinator.runs()[0]["run-id"]))
+        started = time.monotonic()
+        flooding = pool.submit(flood)
+        try:
+            wait_until(lambda: large() >= 200, 240)
+            go.touch()
+            wait_until(ended, 240)
+            assert large() <= 200 + (time.monotonic() - started) + 2
+        finally:
+            over.set()
+        flooding.result()
+        assert coordinator.runs()[0]["status"] == "finished:completed"
+    end(program)
+    words = ("--proxy", "127.0.0.1:1", "--database", "database/superlink.db")
+    _, said = coordinator.command(
+        "chambers", "site", "check", "--coordinator", ".", *words, check=False
+    )
+    assert "ok   127.0.0.2 has sent most in the last " in said
+    assert "ok   database is on a file system of its own" in said
+    backup, restore, _ = documented("Back up and restore")
+    coordinator.stop()
+    assert database.stat().st_size > 200_000_000
+    coordinator.command("bash", "-ec", backup + restore)
+    assert database.stat().st_size < 20_000_000
+    coordinator.start()
+    assert court.node in coordinator.nodes()

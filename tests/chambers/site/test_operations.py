@@ -160,7 +160,7 @@ def test_renewal_and_a_restored_backup_keep_the_nodes(coordinator, institution, 
         bash(coordinator, renew)
         assert (coordinator.folder / "server.pem").read_bytes() != before
         coordinator.stop()
-        state = coordinator.folder / "state"
+        state = coordinator.folder / "database"
         if os.geteuid() == 0:
             os.chown(state, 65534, 65534)
         bash(coordinator, restore)

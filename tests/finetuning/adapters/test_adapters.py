@@ -15,6 +15,7 @@ from finetuning.adapters.adapter import (
     save_adapter,
     trainable_parameters,
 )
+from finetuning.adapters.model_card import model_card
 from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.settings import AdapterSettings, ModelSettings
 
@@ -163,3 +164,19 @@ def test_a_saved_adapter_is_read_by_peft_alone(base, tmp_path):
     )
     theirs = torch.load(tmp_path / "logits.pt")
     torch.testing.assert_close(theirs, ours.detach(), rtol=0, atol=1e-6)
+
+
+def test_a_card_names_no_path_to_data():
+    paths = {key: f"/private/{key}" for key in ("data.path", "output-dir", "state-path", "resume")}
+    card = model_card(
+        title="Global adapter",
+        base="owner/model",
+        directory="/models/model",
+        sizes={"court": 24, "firm": 12},
+        rounds=3,
+        config={**paths, "adapter.kind": "prefix", "train.epochs": 2},
+    )
+    assert "/private" not in card
+    for line in ("base_model: owner/model", "| court | 24 |", "| firm | 12 |", "train.epochs = 2"):
+        assert line in card.splitlines()
+    assert "prefix-tuning" in card

@@ -32,7 +32,7 @@ PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
 SAME_HEADS = {"num_key_value_heads": 4}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mixtral": {},
+    "mixtral": {"head_dim": 16},  # its heads are together wider than the model
     "qwen2": {},
     "gemma2": {},  # a window of 8, which the later tokens have left the prefix behind
     "granite": {},

@@ -62,6 +62,15 @@ def test_outputs_win_over_inputs(tokenizer_of, kind, name, pairs, max_length):
         assert torch.equal(examples[0].is_target[1:], scaffold.is_target[1:max_length])
 
 
+def test_a_row_of_exactly_the_maximum_is_whole(tokenizer_of):
+    tokenizer = tokenizer_of(BYTE_LEVEL[0], None)
+    row = row_of(("user", "who pays?"), ("assistant", "the court"))
+    (whole,), _ = tokenize([row], tokenizer, 100_000)
+    for length, shortened in ((len(whole.tokens), 0), (len(whole.tokens) - 1, 1)):
+        (example,), report = tokenize([row], tokenizer, length)
+        assert (len(example.tokens), report.inputs_shortened) == (length, shortened)
+
+
 @pytest.mark.parametrize("kind", BYTE_LEVEL + OTHERS)
 @pytest.mark.parametrize("template", [None, CHATML, LLAMA_2])
 def test_the_beginning_of_an_input_survives_longest(tokenizer_of, kind, template):

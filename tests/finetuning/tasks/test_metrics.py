@@ -18,6 +18,7 @@ def test_accuracy():
     questions = [question("yes"), question("no"), question("no"), question("yes")]
     found = metrics.accuracy(questions, ["yes", "yes", "no", "yes"])
     assert found == {"accuracy": 0.75}
+    assert metrics.accuracy([question("Rome", "Oslo")], ["Oslo"]) == {"accuracy": 1.0}
 
 
 def test_macro_f1_counts_classes_that_are_right_or_predicted():
@@ -51,6 +52,7 @@ def test_record_takes_the_best_of_the_right_answers():
     assert score("Bank of England", "England") == {"f1": pytest.approx(0.5), "em": 0.0}
     best = score("Bank of England", "England", "Bank of", "Rome")
     assert best == {"f1": pytest.approx(0.8), "em": 0.0}
+    assert score("Rome", "Oslo", "Rome") == {"f1": 1.0, "em": 1.0}
     assert score("Rome Rome", "Rome") == {"f1": pytest.approx(2 / 3), "em": 0.0}
     assert score("", "Rome") == {"f1": 0.0, "em": 0.0}
     assert score("the", "Rome") == {"f1": 0.0, "em": 0.0}

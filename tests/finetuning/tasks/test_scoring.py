@@ -123,6 +123,21 @@ def test_of_equally_likely_answers_the_first_is_chosen(checkpoint, write):
     assert found.texts == [min(vocabulary, key=vocabulary.__getitem__)]
 
 
+def test_all_right_answers_share_the_probability(checkpoint, write):
+    """A model that knows nothing finds the second one likely enough to be seen in the sum."""
+    (question,) = read_questions(write(ROWS["record"]), TASKS["record"])
+    assert question.answers == ("Bo", "Bo Lee")
+    tokenizer = load_tokenizer(checkpoint)
+    lengths = [len(tokenizer(text).input_ids) for text in question.candidates]
+    shares = dict(
+        zip(question.candidates, torch.tensor(lengths).neg().double().softmax(0), strict=True)
+    )
+    prepared = prepare(tokenizer, TASKS["record"], [question], 200)
+    found = answer(Indifferent(), tokenizer, prepared, most_tokens=2000, new_tokens=6)
+    assert shares["Bo Lee"] > 1e-3
+    assert found.probabilities == pytest.approx([float(shares["Bo"] + shares["Bo Lee"])])
+
+
 @pytest.mark.parametrize("name", ["xsum", "huatuo"])
 def test_texts_are_generated_greedily(name, model, checkpoint, write):
     tokenizer = load_tokenizer(checkpoint)

@@ -15,7 +15,8 @@ from finetuning.data.tokenization import Example
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import TrainSettings
 from finetuning.training.loop import DeadlineError, LocalRound, TrainingReport, train_round
-from finetuning.training.optimization import OptimizerState
+from finetuning.training.optimization import OptimizerState, squared_norm
+from finetuning.training.proximal import ProximalPenalty
 
 ARCHITECTURES = [
     "llama", "mixtral", "qwen2", "gemma2", "cohere", "granite", "gpt2", "opt", "bloom"
@@ -111,16 +112,19 @@ def test_an_adapted_output_head_gets_the_library_own_gradient(
     assert_close(gradients(model), expected)
 
 
-@pytest.mark.parametrize("maximum", [0.05, 0.0])
-def test_a_round_equals_plain_torch(adapted, draw_examples, reference_loss, maximum):
+@pytest.mark.parametrize(("kind", "maximum"), [("adam", 0.05), ("adam", 0.0), ("adamw", 0.05)])
+def test_a_round_equals_plain_torch(adapted, draw_examples, reference_loss, kind, maximum):
     examples = draw_examples(12)
     steps = [[0, 5, 7, 2], [1, 3, 11, 4], [6, 8, 9, 10]]
     ours, reference = adapted(), adapted()
-    settings = TrainSettings(learning_rate=1e-2, max_gradient_norm=maximum, weight_decay=0.1)
+    settings = TrainSettings(
+        optimizer=kind, learning_rate=1e-2, max_gradient_norm=maximum, weight_decay=0.1
+    )
     report, _ = train(ours, examples, steps, settings)
 
     parameters = list(trainable_parameters(reference).values())
-    optimizer = torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1)
+    library = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[kind]
+    optimizer = library(parameters, lr=1e-2, weight_decay=0.1)
     losses, norms = [], []
     for step in steps:
         loss = reference_loss(reference, [examples[i] for i in step])
@@ -135,6 +139,42 @@ def test_a_round_equals_plain_torch(adapted, draw_examples, reference_loss, maxi
     assert report.gradient_norm == pytest.approx(sum(norms) / 3, rel=1e-3)
     assert report.tokens == sum(len(example.tokens) for example in examples)
     assert_close(export_adapter(ours), export_adapter(reference))
+
+
+def test_a_penalty_is_clipped_with_the_loss(adapted, draw_examples, reference_loss):
+    examples, settings = draw_examples(4), TrainSettings(max_gradient_norm=0.05)
+    ours, reference = adapted(), adapted()
+    parameters = trainable_parameters(ours)
+    anchor = {name: p.detach() + 0.1 for name, p in parameters.items()}
+    report, _ = train_round(
+        WholeModel(ours),
+        parameters,
+        examples,
+        0,
+        LocalRound([range(4)], 0, 1, 1, math.inf),
+        settings,
+        penalty=ProximalPenalty(parameters, anchor, 5.0),
+    )
+    theirs = trainable_parameters(reference)
+    distance = sum((p - anchor[name]).square().sum() for name, p in theirs.items())
+    (reference_loss(reference, examples) + 2.5 * distance).backward()
+    norm = torch.nn.utils.clip_grad_norm_(theirs.values(), math.inf)
+    assert report.gradient_norm == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_squares_that_no_float32_holds_are_summed():
+    gradients = [torch.full((3,), 1e20), torch.full((2, 2), -1e20)]
+    assert squared_norm(gradients) == pytest.approx(7e40, rel=1e-5)
+
+
+def test_gradients_that_an_interrupted_round_has_left_are_dropped(adapted, draw_examples):
+    left, fresh = adapted(), adapted()
+    for parameter in trainable_parameters(left).values():
+        parameter.grad = torch.ones_like(parameter)
+    for model in (left, fresh):
+        train(model, draw_examples(3), [[0, 1, 2]], TrainSettings())
+    theirs = export_adapter(fresh)
+    assert all(torch.equal(value, theirs[name]) for name, value in export_adapter(left).items())
 
 
 def test_training_lowers_the_loss_and_leaves_the_base_model(adapted, draw_examples):
@@ -273,3 +313,11 @@ def test_dropout_depends_on_the_seed_alone(adapted, draw_examples, batches_of):
     assert before[0] == again[0] != other[0]
     assert all(torch.equal(value, again[1][name]) for name, value in before[1].items())
     assert stages.summed_losses(first[:1]) == stages.summed_losses(first[:1])
+
+
+def test_every_step_and_micro_batch_has_its_own_dropout(adapted, draw_examples, batches_of):
+    model, examples = adapted(dropout=0.5), draw_examples(1)
+    report, _ = train(model, examples, [[0], [0]], TrainSettings(learning_rate=1e-9))
+    assert abs(report.losses[0] - report.losses[1]) > 1e-4
+    one, other = WholeModel(model).accumulate(batches_of(examples, 100) * 2, seed=3)
+    assert abs(one - other) > 1e-4

@@ -15,7 +15,7 @@ from split.protocol.training import RoundPlan
 from tests.split.clients import Client, draw, split_settings
 from tests.split.lanes import SOON, serving
 
-LIMITS = Limits(32, "float32", 200)
+LIMITS = Limits(32, "float32", 200, {Kind.AVERAGE: 2**16})
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +61,11 @@ def join(model):
 
 
 @contextmanager
-def answered(ends, *answers, credits=4):
+def answered(ends, *answers, credits=4, limits=LIMITS):
     """Yield a model whose server answers so."""
     with serving(limits=LIMITS) as server:
         serving_thread = answering(server, *answers, credits=credits)
-        lane = server.client(limits=LIMITS)
+        lane = server.client(limits=limits)
         try:
             yield SplitModel(ends["head"], ends["tail"], lane, SOON)
         finally:
@@ -157,6 +157,18 @@ def test_an_odd_average_changes_no_weight(ends, what):
         with pytest.raises(LaneError, match=words):
             model.accumulate([collate(draw(2, 0), 0)], 0)
         assert all(torch.equal(p, before[name]) for name, p in model.parameters.items())
+
+
+def test_an_average_that_was_not_agreed_on_is_refused(ends):
+    sent = {"a": torch.zeros(1)}
+    with answered(
+        ends,
+        lambda lane, _: lane.send(Kind.AVERAGE, 1, tensors=sent),
+        limits=Limits(32, "float32", 200),
+    ) as model:
+        join(model)
+        with pytest.raises(LaneError, match="AVERAGE where nothing is averaged"):
+            model.clip(0.5)
 
 
 ODD_TOKENS = {

@@ -7,14 +7,15 @@ from contextlib import closing
 import grpc
 import pytest
 
+from split.lane import dialling
+from split.lane import lane as lanes
 from split.lane.transport import METHOD, SERVICE
 from split.protocol.errors import (
-    FrameError,
     HandshakeError,
     LaneCutError,
+    LaneError,
     LaneTimeoutError,
     LaneUnreachableError,
-    PeerError,
     ServerKeyError,
     TicketError,
 )
@@ -32,6 +33,11 @@ from tests.split.lanes import (
     relaying,
     serving,
 )
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(dialling, "RETRY_SECONDS", 0.05)
 
 
 def test_tickets_that_are_no_good_are_named(server):
@@ -97,7 +103,7 @@ def test_who_hears_everything_cannot_get_before_the_honest_client(server):
         thief = method(iter(messages.get, None), timeout=SOON)
         next(thief)  # the server answers: the bytes are an honest client's
         honest, lane = server.pair(ticket=ticket)
-        messages.put(b"CHLN\x02\x03" + bytes(32))
+        messages.put(b"CHLN\x03\x03" + bytes(32))
         with pytest.raises(grpc.RpcError) as raised:
             next(thief)
         assert raised.value.details() == "chambers: authentication"
@@ -129,62 +135,91 @@ def test_of_two_lanes_with_one_ticket_one_comes_about(server):
     assert sorted(outcomes.get(timeout=1) for _ in threads) == ["open", "refused", "refused"]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda _, m: [m[:40] + bytes([m[40] ^ 1]) + m[41:]], "was altered"),
-        (lambda _, m: [m[:-1] + bytes([m[-1] ^ 1])], "was altered"),
-        (lambda _, m: [m[:1] + bytes([4]) + m[2:]], "was altered"),
-        (lambda _, m: [m, m], "repeated"),
-        (lambda held, m: [held[3], m], "repeated"),
-        (lambda _, m: [], "left out"),
-        (lambda _, m: [m[:-1]], "fit"),
-        (lambda _, m: [b""], "too short"),
-        (lambda _, m: [b"x" * 100], "version"),
-    ],
-)
-def test_what_happens_to_records_ends_their_lane_alone(server, change, words):
-    other, other_lane = server.pair(identity=Identity("run", 1, "other"))
-    with relaying(server, up=changing(4, change)) as relay:
+CHANGES = {
+    "a bit of the ciphertext": lambda _, m: [m[:40] + bytes([m[40] ^ 1]) + m[41:]],
+    "a bit of the tag": lambda _, m: [m[:-1] + bytes([m[-1] ^ 1])],
+    "the kind": lambda _, m: [m[:1] + bytes([4]) + m[2:]],
+    "an unknown kind": lambda _, m: [m[:1] + bytes([200]) + m[2:]],
+    "the length of the frame": lambda _, m: [m[:24] + bytes([255]) * 8 + m[32:]],
+    "the acknowledgement": lambda _, m: [m[:12] + bytes([255]) * 4 + m[16:]],
+    "sent twice": lambda _, m: [m, m],
+    "an earlier one": lambda held, m: [held[3], m],
+    "left out": lambda _, m: [],
+    "a byte too few": lambda _, m: [m[:-1]],
+    "nothing": lambda _, m: [b""],
+    "noise": lambda _, m: [b"x" * 100],
+}
+
+
+def once(change):
+    """Return a change that is made once, whatever streams follow."""
+    left = [change]
+    return lambda held, message: left.pop()(held, message) if left else [message]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_happens_to_a_record_on_the_way_costs_a_stream_and_no_frame(server, what):
+    with relaying(server, up=changing(4, once(CHANGES[what]))) as relay:
         client, lane = server.pair(address=relay.address)
         for number in range(4):
             client.send(Kind.STEP, number)
-        assert lane.receive(SOON).step == 0
-        ended(lane, FrameError, words)
-        ended(client, PeerError, "gave up")
+        assert [lane.receive(SOON).step for _ in range(4)] == list(range(4))
+        lane.send(Kind.STEP, 9)
+        assert client.receive(SOON).step == 9
+        assert client.opened == lane.opened == 2
         client.close()
-    other.send(Kind.STEP, 9)
-    assert other_lane.receive(SOON).step == 9
-    other.close()
 
 
-def test_records_of_another_lane_are_noticed(server):
+def test_what_happens_to_a_record_on_its_way_down_costs_a_stream_and_no_frame(server):
+    change = once(CHANGES["a bit of the tag"])
+    with relaying(server, down=changing(2, change)) as relay:
+        client, lane = server.pair(address=relay.address)
+        for number in range(4):
+            lane.send(Kind.STEP, number)
+        assert [client.receive(SOON).step for _ in range(4)] == list(range(4))
+        assert client.opened == lane.opened == 2
+        client.close()
+
+
+def test_who_alters_every_stream_ends_a_lane_that_was_cut_too_often(server, monkeypatch):
+    monkeypatch.setattr(lanes, "_MOST_STREAMS", 3)
+    with relaying(server, up=changing(3, CHANGES["a bit of the tag"])) as relay:
+        client, lane = server.pair(address=relay.address)
+        client.send(Kind.STEP)
+        ended(lane, LaneError, "cut 3 times")
+        ended(client, LaneError, "cut 3 times")
+        client.close()
+
+
+def test_records_of_another_lane_are_a_cut(server):
     with relaying(server) as relay:
         client, lane = server.pair(address=relay.address)
         client.send(Kind.STEP, 1)
         lane.receive(SOON)
         foreign = relay.heard[-1]
         client.close()
-    with relaying(server, up=changing(3, lambda *_: [foreign])) as relay:
+    with relaying(server, up=changing(3, once(lambda *_: [foreign]))) as relay:
         client, lane = server.pair(address=relay.address)
-        client.send(Kind.STEP, 1)
-        ended(lane, FrameError, "another lane")
+        client.send(Kind.STEP, 2)
+        assert lane.receive(SOON).step == 2
+        assert lane.opened == 2
         client.close()
 
 
-def test_what_comes_back_to_its_sender_is_noticed(server):
+def test_what_comes_back_to_its_sender_is_a_cut(server):
     sent = []
 
     def up(index, message):
         sent.append(message)
         return [message]
 
-    with relaying(server, up=up, down=lambda i, m: [m] if i < 2 else [sent[3]]) as relay:
+    with relaying(server, up=up, down=changing(2, once(lambda *_: [sent[3]]))) as relay:
         client, lane = server.pair(address=relay.address)
         client.send(Kind.STEP, 1)
         lane.receive(SOON)
-        lane.send(Kind.STEP, 1)
-        ended(client, FrameError, "direction")
+        lane.send(Kind.STEP, 2)
+        assert client.receive(SOON).step == 2
+        assert client.opened == 2
         client.close()
 
 

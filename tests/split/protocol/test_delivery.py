@@ -1,5 +1,7 @@
 """What is kept, sent and sent again: frames and acknowledgements in, frames out."""
 
+import tracemalloc
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -135,6 +137,39 @@ def test_dropping_what_is_unsent_keeps_what_was_sent():
     assert delivery.unsent_bytes == 0 < delivery.kept_bytes
     delivery.restart(0)
     assert numbers_sent(delivery) == [0, 1]
+
+
+SMALL = {
+    "nothing": ({}, {}),
+    "WELCOME": ({}, {"credits": 4}),
+    "STEP": ({}, {"factor": 0.5, "norm": 1.5}),
+    "many fields": ({}, {f"field {number}": number * 1000 for number in range(50)}),
+    "HIDDEN": ({"hidden": (1, 1, 8), "lengths": (1,)}, {"side": "left"}),
+    "many tensors": ({f"tensor {number}": (1,) for number in range(50)}, {}),
+}
+
+
+@pytest.mark.parametrize("what", SMALL)
+def test_small_frames_are_counted_with_the_memory_of_their_objects(what):
+    """A frame of 40 bytes takes 700; of a tensor, PyTorch's part is not seen here."""
+    shapes, fields = SMALL[what]
+    limits = Limits(8, "float32", 64, {Kind.AVERAGE: 2**20})
+    kind = Kind[what] if what.isupper() else Kind.AVERAGE
+    delivery = Delivery()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for number in range(300):
+        tensors = {
+            name: torch.ones(shape, dtype=torch.int32 if name == "lengths" else torch.float32)
+            for name, shape in shapes.items()
+        }
+        made = {
+            name: value + number / 7 if name != "side" else value for name, value in fields.items()
+        }
+        delivery.add(Outgoing(Frame(kind, 1000 + number, number, tensors, made), limits))
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert taken <= delivery.kept_bytes <= 3.5 * taken
 
 
 def test_nothing_is_kept_after_the_end():

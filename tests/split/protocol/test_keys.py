@@ -8,7 +8,7 @@ from split.protocol.errors import HandshakeError, Refusal, ServerKeyError
 from split.protocol.keys import WRAPPED_BYTES, ServerKeys, key_identifier, wrap
 
 SUITES = ["ml-kem-768-x25519", "rsa-3072"]
-SECRET = bytes(range(32))
+SECRET, CONTEXT = bytes(range(32)), b"what comes before it"
 
 
 @functools.cache
@@ -19,10 +19,10 @@ def keys_of(suite):
 @pytest.mark.parametrize("suite", SUITES)
 def test_a_wrapped_secret_is_opened(suite):
     keys = keys_of(suite)
-    wrapped = wrap(suite, keys.public, SECRET)
+    wrapped = wrap(suite, keys.public, SECRET, CONTEXT)
     assert len(wrapped) == WRAPPED_BYTES[suite]
     assert SECRET not in wrapped
-    assert keys.unwrap(keys.identifier, wrapped) == SECRET
+    assert keys.unwrap(keys.identifier, wrapped, CONTEXT) == SECRET
     assert keys.identifier == key_identifier(suite, keys.public)
 
 
@@ -36,11 +36,11 @@ def test_public_keys_have_the_documented_form():
 @pytest.mark.parametrize("suite", SUITES)
 def test_an_altered_secret_is_refused(suite):
     keys = keys_of(suite)
-    wrapped = bytearray(wrap(suite, keys.public, SECRET))
+    wrapped = bytearray(wrap(suite, keys.public, SECRET, CONTEXT))
     for place in range(0, len(wrapped), 101):
         altered = bytes(wrapped[:place]) + bytes([wrapped[place] ^ 1]) + bytes(wrapped[place + 1 :])
         with pytest.raises(HandshakeError) as raised:
-            keys.unwrap(keys.identifier, altered)
+            keys.unwrap(keys.identifier, altered, CONTEXT)
         assert raised.value.refusal is Refusal.WRAPPED_SECRET
 
 
@@ -48,19 +48,19 @@ def test_an_altered_secret_is_refused(suite):
 def test_a_secret_of_another_length_is_refused(suite):
     keys = keys_of(suite)
     with pytest.raises(HandshakeError):
-        keys.unwrap(keys.identifier, wrap(suite, keys.public, SECRET[:31]))
+        keys.unwrap(keys.identifier, wrap(suite, keys.public, SECRET[:31], CONTEXT), CONTEXT)
 
 
 def test_after_a_rotation_the_old_key_is_refused_by_name():
     keys = ServerKeys("ml-kem-768-x25519")
     public, identifier = keys.public, keys.identifier
-    wrapped = wrap(keys.suite, public, SECRET)
+    wrapped = wrap(keys.suite, public, SECRET, CONTEXT)
     keys.rotate()
     assert keys.identifier != identifier
     with pytest.raises(ServerKeyError, match="server's key has changed"):
-        keys.unwrap(identifier, wrapped)
+        keys.unwrap(identifier, wrapped, CONTEXT)
     with pytest.raises(HandshakeError):
-        keys.unwrap(keys.identifier, wrapped)
+        keys.unwrap(keys.identifier, wrapped, CONTEXT)
 
 
 def _der(bits, exponent=65537):
@@ -71,12 +71,18 @@ def _der(bits, exponent=65537):
     )
 
 
+# A SubjectPublicKeyInfo of algorithm 1.2.3.4, which no library knows.
+UNKNOWN_KEY = bytes.fromhex("300b300506032a030403020000")
+
+
 @pytest.mark.parametrize(
     ("suite", "public"),
     [
         ("rsa-3072", b""),
         ("rsa-3072", b"\x30\x00"),
         ("rsa-3072", _der(1024)),
+        ("rsa-3072", _der(3072, exponent=3)),
+        ("rsa-3072", UNKNOWN_KEY),
         ("ml-kem-768-x25519", b""),
         ("ml-kem-768-x25519", bytes(1215)),
         ("ml-kem-768-x25519", b"\xff" * 1216),
@@ -84,7 +90,7 @@ def _der(bits, exponent=65537):
 )
 def test_a_public_key_that_is_none_is_refused(suite, public):
     with pytest.raises(HandshakeError) as raised:
-        wrap(suite, public, SECRET)
+        wrap(suite, public, SECRET, CONTEXT)
     assert raised.value.refusal is Refusal.SUITE
 
 

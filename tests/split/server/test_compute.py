@@ -1,5 +1,7 @@
 """The order in which clients' jobs are computed."""
 
+import pytest
+
 from split.server.compute import ComputeThread, Job, Priority
 from tests.waiting import wait_until
 
@@ -11,16 +13,32 @@ class Owner:
         raise error
 
 
-def test_evaluating_losses_does_not_keep_generations_waiting():
-    """One client always has another micro-batch; a generation begins all the same, in its turn."""
-    compute, order = ComputeThread(activation_budget=10), []
+class Thread:
+    """A compute thread whose clock the test moves, and the names of its jobs in their order."""
 
-    def put(name, priority, tokens=0, then=lambda: None):
-        def run():
-            order.append(name)
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.order: list[str] = []
+        self.compute = ComputeThread(activation_budget=10, clock=lambda: self.now)
+
+    def put(self, name, priority, tokens=0, then=lambda: None) -> None:
+        def run() -> None:
+            self.order.append(name)
             then()
 
-        compute.put(Job(Owner(), priority, run, tokens))
+        self.compute.put(Job(Owner(), priority, run, tokens))
+
+
+@pytest.fixture
+def thread():
+    made = Thread()
+    yield made
+    made.compute.stop()
+
+
+def test_evaluating_losses_does_not_keep_generations_waiting(thread):
+    """One client always has another micro-batch; a generation begins all the same, in its turn."""
+    put, order = thread.put, thread.order
 
     def queue():  # while nothing is computed
         put("generation", Priority.GENERATION, 10)
@@ -32,7 +50,41 @@ def test_evaluating_losses_does_not_keep_generations_waiting():
     put("queue", Priority.CLEANUP, then=queue)
     wait_until(lambda: len(order) >= 5)
     assert order == ["queue", "gradient", "generation", "loss 1", "loss 2"]
-    compute.release(10)
+    thread.compute.release(10)
     wait_until(lambda: len(order) >= 6)
     assert order[-1] == "generation without room"
-    compute.stop()
+
+
+def test_no_number_of_generations_keeps_another_waiting(thread):
+    """Three clients always have another token, which takes half a second; a fourth has a prompt."""
+
+    def put_token(name):
+        def then():
+            thread.now += 0.5
+            if len(thread.order) < 12:
+                put_token(name)
+
+        thread.put(name, Priority.BACKWARD, then=then)
+
+    def queue():  # while nothing is computed
+        for name in ("a", "b", "c"):
+            put_token(name)
+        thread.put("prompt", Priority.GENERATION, 10)
+
+    thread.put("queue", Priority.CLEANUP, then=queue)
+    wait_until(lambda: len(thread.order) >= 12)
+    assert thread.order[:8] == ["queue", "a", "b", "c", "a", "prompt", "b", "c"]
+
+
+def test_a_small_generation_does_not_overtake_a_large_one(thread):
+    def queue():
+        thread.put("large", Priority.GENERATION, 10)
+        thread.put("small", Priority.GENERATION, 4)
+        thread.put("loss", Priority.FORWARD)
+        thread.now += 60.0
+
+    thread.put("holds room", Priority.FORWARD, 4, then=queue)
+    for number, freed in (2, 4), (3, 10), (4, 4):
+        wait_until(lambda number=number: len(thread.order) >= number)
+        thread.compute.release(freed)
+    assert thread.order == ["holds room", "loss", "large", "small"]

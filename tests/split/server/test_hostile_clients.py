@@ -1,5 +1,6 @@
 """Malicious clients with a lane take nothing from others."""
 
+import re
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -95,10 +96,12 @@ SPOILT = {
 }
 
 
-def train_beside(base, beginning, disturb, names=tuple(SIZES), **changes):
+def train_beside(base, beginning, disturb, names=tuple(SIZES), lifetime=60.0, **changes):
     """Train together with beta, whose frames are disturbed; return what was trained, accounts."""
     split = split_settings(**({"schedule": "client-batch"} | changes))
     clients = [Client(name, base, split) for name in names]
+    for client in clients:
+        client.lifetime = lifetime
     with serving(base, beginning, split) as server:
         server.begin_round({name: SIZES[name] for name in names}, 0)
         steps = dict.fromkeys(names, 3)
@@ -258,3 +261,27 @@ def test_a_client_that_keeps_sending_does_not_stop_the_clock_of_one_that_hangs(b
         for thread in threads:
             thread.join()
     assert times["hung"] < times["sent"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"schedule": "client-batch"}, {"schedule": "hierarchical", "average_every": 2}],
+    ids=lambda changes: changes["schedule"],
+)
+def test_one_that_is_slow_but_never_late_takes_half_of_the_round_at_most(base, beginning, changes):
+    def be_slow(model):
+        send = model.lane.send
+
+        def sending(*arguments, **named):
+            time.sleep(0.4)
+            send(*arguments, **named)
+
+        model.lane.send = sending
+
+    trained, accounts = train_beside(
+        base, beginning, be_slow, lifetime=5.0, gather_timeout=2.0, **changes
+    )
+    assert set(trained) == {"alpha", "gamma", "body"}
+    assert re.match(r"others waited \d+ s for beta, .*round-timeout", accounts["beta"].error)
+    assert accounts["beta"].steps < 2
+    assert not accounts["alpha"].error and not accounts["gamma"].error

@@ -63,34 +63,82 @@ def test_a_step_that_begins_before_the_last_is_answered_stops_nobody(base, begin
     assert "before the last step was answered" in accounts["mallory"]
 
 
-@pytest.mark.parametrize(("columns", "budget"), [(8, 8), (4, 4)])
-def test_a_gradient_of_the_first_pass_is_capped_too(base, beginning, columns, budget):
-    """Of a pass that has nobody else, before one of the two others, or one of each of them."""
-    names, norms = ("ada", "alpha", "beta"), []
+def step_of(base, beginning, sent, **changes):
+    """Take a step in which each client sends one micro-batch of one row.
+
+    Args:
+        base: The base model.
+        beginning: The adapter.
+        sent: Columns, targets, and the number of which the gradient consists, by client.
+        changes: Settings.
+
+    Returns:
+        The norm of the body's gradient, and the clients' accounts.
+
+    """
+    norms = []
 
     def note(optimizer, *_) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         norms.append(sum(float(g.square().sum()) for g in gradients) ** 0.5)
 
+    longest = max(columns for columns, _, _ in sent.values())
+    with joined(base, beginning, tuple(sent), longest=longest, **changes) as (server, members):
+        for name, (columns, targets, _) in sent.items():
+            counts = {"targets": targets, "step_targets": targets, "micro_batches": 1}
+            sealer = members[name].sealer
+            members[name].send(hostile.hidden(sealer, WIDTH, columns=columns, number=1.0, **counts))
+        for name, (columns, _, number) in sent.items():
+            send_gradient(members[name], columns=columns, number=number)
+        hook = register_optimizer_step_pre_hook(note)
+        for member in members.values():
+            awaited(member, Kind.GRADIENT)
+            member.send(hostile.end_of_step(member.sealer))
+        for member in members.values():
+            awaited(member, Kind.STEP)
+        accounts = {account.client: account for account in server.finish_lanes()}
+    hook.remove()  # the server has stopped, after its step
+    return norms[0], accounts
+
+
+@pytest.mark.parametrize(("columns", "budget"), [(8, 8), (4, 4)])
+def test_a_gradient_of_the_first_pass_is_capped_too(base, beginning, columns, budget):
+    """Of a pass that has nobody else, before one of the two others, or one of each of them."""
+    others = dict.fromkeys(("alpha", "beta"), (4, 1, 1.0))
+    norms = []
     for number in (1.0, 2.0**30):
-        changes = {"longest": columns, "activation_budget": budget}
-        with joined(base, beginning, names, **changes) as (_, members):
-            ada = members["ada"]
-            shapes = {member: {"columns": 4} for member in members.values()}
-            shapes[ada] = {"columns": columns}
-            for member, shape in shapes.items():
-                content = {"number": 1.0} | COUNTS | shape
-                member.send(hostile.hidden(member.sealer, WIDTH, **content))
-            for member, shape in shapes.items():
-                send_gradient(member, number=number if member is ada else 1.0, **shape)
-            hook = register_optimizer_step_pre_hook(note)
-            for member in members.values():
-                awaited(member, Kind.GRADIENT)
-                member.send(hostile.end_of_step(member.sealer))
-            for member in members.values():
-                awaited(member, Kind.STEP)
-        hook.remove()  # the server has stopped, after its step
+        sent = {"ada": (columns, 1, number)} | others
+        norms.append(step_of(base, beginning, sent, activation_budget=budget)[0])
     assert 0 < norms[1] < 20 * norms[0]
+
+
+@pytest.mark.parametrize("liar", ["ada", "mallory"])
+@pytest.mark.parametrize(
+    ("claimed", "number", "least", "most"),
+    [
+        (80, 2.0**30, 0.8, 1.3),
+        (80, 1e-3, 0.35, 0.5),
+        (8, 2.0**30, 1.0, 2.0),
+        (1, 2.0**30, 1.0, 1.4),
+    ],
+)
+def test_targets_that_a_client_does_not_have_buy_no_share(
+    base, beginning, caplog, liar, claimed, number, least, most
+):
+    """With three times what is usual, two others that have 8 keep two of at most five parts.
+
+    The liar sends ten times as many tokens as they do, in a pass before or after theirs, and claims
+    more targets or fewer.
+    """
+    norms = []
+    for own in ((8, 8, 1.0), (80, claimed, number)):
+        sent = dict(sorted({liar: own, "alpha": (8, 8, 1.0), "beta": (8, 8, 1.0)}.items()))
+        norm, accounts = step_of(base, beginning, sent, activation_budget=80)
+        norms.append(norm)
+    assert least < norms[1] / norms[0] < most
+    assert [name for name, account in accounts.items() if account.capped] == [liar]
+    named = [record.args[0] for record in caplog.records if "split.share-cap" in record.msg]
+    assert named == [liar]
 
 
 def step_with(base, beginning, clients, factors):

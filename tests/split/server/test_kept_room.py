@@ -16,14 +16,14 @@ NAMES = ("alpha", "beta")
 
 
 @contextmanager
-def generating(base, beginning, **timeouts):
+def generating(base, beginning, lifetime=60.0, **timeouts):
     """Yield two clients; there is room for one generation."""
     split = split_settings(activation_budget=100, **timeouts)
     clients = [Client(name, base, split) for name in NAMES]
     with serving(base, beginning, split) as server, ExitStack() as lanes:
         models = []
         for client in clients:
-            invitation = server.invite_to_evaluate(client.name, 0, {"base": None}, 60.0)
+            invitation = server.invite_to_evaluate(client.name, 0, {"base": None}, lifetime)
             models.append(lanes.enter_context(client.lane(invitation)))
             models[-1].choose("base", None)
         yield models
@@ -64,14 +64,22 @@ def test_a_silent_client_does_not_hold_what_others_wait_for(base, beginning, how
         ended(silent.lane, PeerError, r"others waited .* alpha holds \(split\.gather-timeout")
 
 
-def test_slow_tokens_hold_it_no_longer_than_a_silence(base, beginning):
-    with generating(base, beginning, frame_timeout=4.0) as (slow, other):
+@pytest.mark.parametrize(
+    ("pause", "limit", "reason"),
+    [
+        (1.5, {"frame_timeout": 3.0}, r"split\.frame-timeout"),
+        (0.4, {"frame_timeout": 3.0}, r"split\.frame-timeout"),
+        (0.4, {"lifetime": 5.0}, "half of round-timeout"),
+    ],
+)
+def test_slow_tokens_hold_it_no_longer_than_a_silence(base, beginning, pause, limit, reason):
+    with generating(base, beginning, **limit) as (slow, other):
         send_texts(slow)
         slow.lane.receive(SOON)
         send_texts(other)
-        with pytest.raises(PeerError, match=r"split\.frame-timeout"):
+        with pytest.raises(PeerError, match=reason):
             for index in range(1, 12):
-                time.sleep(1.5)
+                time.sleep(pause)
                 send_texts(slow, rows=3, columns=1, new_tokens=None, index=index)
                 slow.lane.receive(SOON)
         assert other.lane.receive(SOON).kind is Kind.HIDDEN

@@ -24,7 +24,7 @@ class Served(Scene):
     def model_server(self):
         partition = partition_of(self.directory, self.split)
         body = load_parts(ModelSettings(), self.directory, partition, ("body",))["body"]
-        server = ModelServer(body, self.adapter, self.split, "run")
+        server = ModelServer(body, self.adapter, self.split, "run", longest_prompt=20)
         try:
             yield server
         finally:
@@ -109,6 +109,10 @@ def test_an_unknown_model_too_much_text_and_no_generation_end_the_lane_alone(sce
             scene.choose(model)
             with pytest.raises(PeerError, match=f"agreed on are at most {LONGEST}"):
                 model.generate(torch.ones(3, 11).long(), torch.ones(3, 11).long(), 99)
+        with client.lane(invitation) as model:
+            scene.choose(model)
+            with pytest.raises(PeerError, match="rows of 21 tokens; agreed on are at most 20"):
+                model.generate(torch.ones(1, 21).long(), torch.ones(1, 21).long(), 1)
         with client.lane(invitation) as model:
             scene.choose(model)
             with pytest.raises(PeerError, match="padded tokens came; 0 were agreed"):

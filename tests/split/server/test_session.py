@@ -11,7 +11,7 @@ import torch
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.protocol.training import RoundPlan
-from split.server.compute import Priority
+from split.server.compute import Priority, first_ready
 from tests.split.clients import (
     SIZES,
     TRAIN,
@@ -157,8 +157,7 @@ REFUSED = {
     "an end within a step": (early_end, "the round ended in step 0 of 3"),
     "an end without steps": (no_steps, "the round ended in step 0 of 3"),
     "a step too many": (a_step_too_many, "the round was to have 1 steps"),
-    "an average that is not due": (average, "don't average within a round"),
-    "an average within a step": (partial(average, begun=True), "asked for within a step"),
+    "an average that is not due": (average, "AVERAGE where nothing is averaged"),
     "no lengths": (no_lengths, "lengths"),
     "more steps than its examples allow": (joined(steps=21, total_steps=21), "steps = 21"),
     "a later step than its rounds allow": (joined(first_step=1), "first_step = 1"),
@@ -194,17 +193,41 @@ def test_what_a_client_may_not_do_ends_its_lane_alone(base, beginning, what):
         assert not server.finish_lanes()[0].error
 
 
-def test_a_row_that_is_longer_than_the_run_s_is_refused(base, beginning):
+@pytest.mark.parametrize("what", ["train", "evaluate", "generate"])
+def test_a_row_that_is_longer_than_the_run_s_is_refused(base, beginning, what):
     split = split_settings()
     with serving(base, beginning, split, columns=7) as server:
         server.begin_round({"alpha": 9}, 0)
-        client = Refusals(base, split)
+        refused = Refusals(base, split)
+        invitation = (
+            server.invite_to_train("alpha", 1, 0, 60.0)
+            if what == "train"
+            else server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
+        )
+        reason = r"rows of 8 tokens; agreed on are at most 7 \(data\.max-length"
+        with refused.client.lane(invitation) as model:
+            if what == "train":
+                refused.join(model)
+                refused.send_hidden(model)
+            else:
+                model.choose("base", None)
+                texts = {"new_tokens": None, "side": "right"} if what == "evaluate" else {}
+                send_texts(model, rows=1, columns=8, **texts)
+            with pytest.raises(LaneError, match=reason):
+                model.lane.receive(30.0)
+
+
+def test_no_average_is_asked_for_within_a_step(base, beginning):
+    split = split_settings(schedule="hierarchical", average_every=1)
+    with serving(base, beginning, split) as server:
+        server.begin_round({"alpha": 9}, 0)
+        refused = Refusals(base, split)
         invitation = server.invite_to_train("alpha", 1, 0, 60.0)
-        reason = "a row of 8 tokens came; data.max-length allows 7"
-        with client.client.lane(invitation) as model, pytest.raises(LaneError, match=reason):
-            client.join(model)
-            client.send_hidden(model)
-            model.lane.receive(30.0)
+        with refused.client.lane(invitation) as model:
+            average(refused, model, begun=True)
+            with pytest.raises(LaneError, match="asked for within a step"):
+                while True:
+                    model.lane.receive(30.0)
 
 
 def test_a_row_may_be_as_long_as_the_run_s_and_each_token_a_target(base, beginning):
@@ -389,11 +412,44 @@ def test_models_to_evaluate_are_chosen_one_at_a_time(base, beginning):
     with serving(base, beginning, split) as server:
         invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
         with client.lane(invitation) as model, pytest.raises(LaneError):
-            for _ in range(2000):
-                model.lane.send(Kind.JOIN, fields={"model": "base"})
+            with busy(server):
+                for _ in range(2):
+                    model.lane.send(Kind.JOIN, fields={"model": "base"})
+                wait_until(lambda: cleans_up(server))
             while True:
                 model.lane.receive(30.0)
         assert "before the answers" in server.finish_lanes()[0].error
+
+
+def test_choosing_the_same_model_again_is_answered_without_the_compute_thread(base, beginning):
+    client = Client("alpha", base, split_settings())
+    with serving(base, beginning, split_settings()) as server, ExitStack() as lanes:
+        invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
+        model = lanes.enter_context(client.lane(invitation))
+        model.choose("base", None)
+        with busy(server):
+            model.lane.send(Kind.JOIN, fields={"model": "base"})
+            assert model.lane.receive(20.0).kind is Kind.WELCOME
+
+
+def test_choosing_a_model_does_not_overtake_prompts(base, beginning):
+    """Clients that did nothing else used to keep a third's prompt waiting for ever."""
+    clients = [Client(name, base, split_settings()) for name in ("alpha", "beta")]
+    with serving(base, beginning, split_settings()) as server, ExitStack() as lanes:
+        alpha, beta = (
+            lanes.enter_context(
+                client.lane(server.invite_to_evaluate(client.name, 0, {"base": None}, 60.0))
+            )
+            for client in clients
+        )
+        beta.choose("base", None)
+        with busy(server):
+            send_texts(beta)
+            wait_until(lambda: len(server._compute._waiting) == 1)
+            alpha.lane.send(Kind.JOIN, fields={"model": "base"})
+            wait_until(lambda: len(server._compute._waiting) == 2)
+            first = first_ready(server._compute._waiting, free_tokens=100, now=0.0)
+            assert first.owner.account.client == "beta"
 
 
 @pytest.mark.parametrize(("steps", "first", "total"), [(3, 0, 20), (3, 1, 6), (20, 20, 39)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from finetuning.adapters.adapter import export_adapter, load_adapter, trainable_parameters
+from finetuning.adapters.robust_aggregation import distance
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.optimization import make_optimizer
@@ -383,3 +384,33 @@ def test_too_few_who_average_are_told_what_to_do(base, beginning):
             with pytest.raises(LaneError, match="client-resources-num-cpus"):
                 Client(name, base, split).train(server, beginning, 5)
         assert len(server.finish_lanes()) == 3
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e3])
+def test_what_one_hands_in_within_a_round_moves_the_others_little(base, beginning, weight):
+    """Gamma hands in its own adapters, or a number; all begin elsewhere than the server did."""
+    every, steps = 5, dict.fromkeys(SIZES, 10)
+    start = {name: value + 0.1 for name, value in beginning.items()}
+    split = split_settings(schedule="hierarchical", average_every=every)
+    received = {}
+
+    def disturb(model) -> None:
+        average = model._body.average
+
+        def averaging(own):
+            given = {n: torch.full_like(v, weight) for n, v in own.items()} if weight else own
+            received.update(average(given))
+            return received
+
+        model._body.average = averaging
+
+    clients = [Client(name, base, split) for name in SIZES]
+    with serving(base, beginning, split) as server:
+        server.begin_round(SIZES, 0, start)
+        train_together(clients, server, start, steps, disturbing={"gamma": disturb})
+        server.finish_lanes()
+        scaled = server.scaled
+    far = distance(received, start)
+    assert (scaled.keys() == {"gamma"}) == (weight > 0)
+    # Two honest ones of 9 and 6 rows and what gamma may add, with 3 of 18.
+    assert 0 < far < 1.0

@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import load_der_public_key
 
-VERSION = 2
+VERSION = 3
 SUITES = {"ml-kem-768-x25519": 1, "rsa-3072": 2}
-WRAP_LABEL = b"chambers lane 2 wrap"
+WRAP_LABEL = b"chambers lane 3 wrap"
 MAC_BYTES = 32
 
 
@@ -70,7 +70,7 @@ class StreamSecrets:
 def derive(secret: bytes, label: str, context: bytes, size: int) -> bytes:
     """Return the page's ``derive``."""
     info = bytes([len(label)]) + label.encode() + context
-    return HKDF(hashes.SHA256(), size, b"chambers lane 2", info).derive(secret)
+    return HKDF(hashes.SHA256(), size, b"chambers lane 3", info).derive(secret)
 
 
 def mac(key: bytes, content: bytes) -> bytes:
@@ -81,12 +81,12 @@ def prefix(number: int) -> bytes:
     return b"CHLN" + bytes([VERSION, number])
 
 
-def write_hello(
-    invitation: Invitation, ticket: Ticket, share: bytes, key_identifier: bytes, wrapped: bytes
+def hello_front(
+    invitation: Invitation, ticket: Ticket, share: bytes, key_identifier: bytes
 ) -> bytes:
-    """Return M1."""
+    """Return what stands before the wrapped secret in M1."""
     run, node = invitation.run.encode(), invitation.node.encode()
-    body = b"".join(
+    return b"".join(
         [
             prefix(1),
             struct.pack(">BI", SUITES[invitation.suite], invitation.round),
@@ -95,9 +95,13 @@ def write_hello(
             ticket.identifier,
             share,
             key_identifier,
-            wrapped,
         ]
     )
+
+
+def write_hello(front: bytes, wrapped: bytes, ticket: Ticket) -> bytes:
+    """Return M1."""
+    body = front + wrapped
     return body + mac(derive(ticket.secret, "hello", b"", 32), body)
 
 
@@ -120,17 +124,17 @@ def stream_secrets(secrets: bytes, transcript: bytes) -> StreamSecrets:
     )
 
 
-def wrap(suite: str, server_key: bytes, secret: bytes) -> bytes:
-    """Encrypt a secret to the server's key."""
+def wrap(suite: str, server_key: bytes, secret: bytes, front: bytes) -> bytes:
+    """Encrypt a secret to the server's key, for one M1."""
     if suite == "rsa-3072":
-        oaep = padding.OAEP(padding.MGF1(hashes.SHA256()), hashes.SHA256(), WRAP_LABEL)
+        oaep = padding.OAEP(padding.MGF1(hashes.SHA256()), hashes.SHA256(), WRAP_LABEL + front)
         return load_der_public_key(server_key).encrypt(secret, oaep)
     key = hpke.MLKEM768X25519PublicKey(
         mlkem.MLKEM768PublicKey.from_public_bytes(server_key[:1184]),
         X25519PublicKey.from_public_bytes(server_key[1184:]),
     )
     chosen = hpke.Suite(hpke.KEM.MLKEM768_X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
-    return chosen.encrypt(secret, key, info=WRAP_LABEL)
+    return chosen.encrypt(secret, key, info=WRAP_LABEL + front)
 
 
 class Handshake:
@@ -146,13 +150,14 @@ class Handshake:
         self._private = X25519PrivateKey.generate()
         self._wrapped_secret = os.urandom(32)
         suite, key = invitation.suite, invitation.server_key
-        self.hello = write_hello(
+        front = hello_front(
             invitation,
             ticket,
             share=self._private.public_key().public_bytes_raw(),
             key_identifier=hashlib.sha256(bytes([SUITES[suite]]) + key).digest(),
-            wrapped=wrap(suite, key, self._wrapped_secret),
         )
+        wrapped = wrap(suite, key, self._wrapped_secret, front)
+        self.hello = write_hello(front, wrapped, ticket)
 
     def answer(self, second: bytes) -> tuple[bytes, StreamSecrets]:
         """Take M2.

@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from safetensors.torch import load, save
+
+from tests.split.wire.stream import CutError
 
 PIECE_BYTES = 2**20
 HEADER = struct.Struct(">BBBBIIIQQ")
 TAG_BYTES = 16
-VERSION = 2
+VERSION = 3
 LAST = 1  # bit 0 of the flags
 
 
@@ -111,18 +114,22 @@ class Opener:
         """Return a frame with its last record.
 
         Raises:
-            ValueError: The header is not what is due.
-            cryptography.exceptions.InvalidTag: The record was altered.
+            ValueError: The server has sent what it may not send.
+            CutError: The record is not the next one of the server.
 
         """
         header = record[: HEADER.size]
+        nonce = struct.pack(">IQ", 0, self._counter)
+        try:
+            piece = self._cipher.decrypt(nonce, record[HEADER.size :], header)
+        except (InvalidTag, ValueError) as error:
+            raise CutError("a record was altered") from error
         version, kind, flags, zero, step, micro_batch, acknowledged, counter, size = HEADER.unpack(
             header
         )
         if (version, zero, counter) != (VERSION, 0, self._counter) or flags not in (0, LAST):
             raise ValueError(f"this record is not due: {header.hex()}")
-        nonce = struct.pack(">IQ", 0, counter)
-        self._pieces.append(self._cipher.decrypt(nonce, record[HEADER.size :], header))
+        self._pieces.append(piece)
         self._counter += 1
         self.decrypted += len(self._pieces[-1])
         if flags != LAST:

@@ -1,0 +1,90 @@
+"""Seconds that signing and authenticating add to a Flower message, beside what Flower needs for it.
+
+    python -m bench.signatures [--blocks 1 8 32] [--clients 3]
+
+The adapters are those of ``bench.aggregation``: LoRA of rank 16 on a model with hidden size 4,096.
+An instruction with the adapter is signed for each client, and verified and opened by one; its reply
+with the adapter is authenticated, and opened by the coordinator. What Flower needs for the same
+message is the digests of all its objects, once, at the side that sends. Medians of all repetitions.
+"""
+
+import argparse
+import secrets
+import time
+from statistics import median
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_object_tree
+from flwr.supercore.task_identity import TaskIdentity
+
+from bench.aggregation import draw_adapter
+from bench.harness import make_table, show
+from strategies.authentication import EncryptedArrays, SignedInstruction, Signer, open_reply
+from strategies.messages import ARRAYS, CONFIG, State, answer, to_arrays
+
+_REPETITIONS = 9
+
+
+def _round_trip(key: Ed25519PrivateKey, state: State, clients: int) -> dict[str, float]:
+    """Return the seconds of each operation, for one message with an adapter."""
+    nonce, arrays = ConfigRecord({"nonce": secrets.token_bytes(16)}), to_arrays(state)
+    plain, *messages = (
+        Message(RecordDict({CONFIG: nonce, ARRAYS: arrays}), 0, MessageType.TRAIN, ttl=60.0)
+        for _ in range(clients + 1)
+    )
+    clock = [time.perf_counter()]
+
+    def lap() -> float:
+        clock.append(time.perf_counter())
+        return clock[-1] - clock[-2]
+
+    get_object_tree(plain)
+    seconds = {"Flower's digests": lap()}
+    signer, shared = Signer(key), EncryptedArrays()
+    statements = [signer.sign(message, shared) for message in messages]
+    seconds["sign, per client"] = lap() / clients
+    message, statement = messages[0], statements[0]
+    received = SignedInstruction.of(message)
+    assert received is not None
+    received.verify(key.public_key(), message, node=0, run=message.metadata.run_id)
+    message.content = received.content()
+    seconds["verify and open"] = lap()
+    reply = answer(message, {"name": "a"}, arrays=message.content.array_records[ARRAYS])
+    lap()
+    received.authenticate(reply)
+    seconds["authenticate the reply"] = lap()
+    open_reply(reply, statement)
+    seconds["open the reply"] = lap()
+    return seconds
+
+
+def measure(blocks: int, clients: int) -> dict[str, float]:
+    """Return the median seconds of each operation, for a message with an adapter."""
+    key, state = Ed25519PrivateKey.generate(), draw_adapter(blocks, seed=0)
+    found = [_round_trip(key, state, clients) for _ in range(_REPETITIONS)]
+    return {name: median(each[name] for each in found) for name in found[0]}
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.signatures", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--clients", type=int, default=3)
+    arguments = parser.parse_args()
+    TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
+    table = None
+    for blocks in arguments.blocks:
+        size = sum(value.nbytes for value in draw_adapter(blocks, seed=0).values()) / 1e6
+        found = measure(blocks, arguments.clients)
+        title = f"ms per message, {arguments.clients} clients"
+        table = table or make_table(title, "adapter, MB", *found)
+        table.add_row(f"{size:.0f}", *(f"{1e3 * value:.1f}" for value in found.values()))
+    if table:
+        show(table)
+
+
+if __name__ == "__main__":
+    main()

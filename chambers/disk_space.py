@@ -1,0 +1,76 @@
+"""Free space, and who fills the coordinator's disk, from the log of its proxy."""
+
+import ipaddress
+import re
+import time
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+# Adapters and optimizer states of two rounds, checkpoints, and the SuperLink's messages.
+LEAST_FREE_GIB = 5.0
+# In the coordinator's folder.
+DATABASE = Path("database")
+ACCESS_LOG = Path("proxy") / "access.log"
+_PERIOD_SECONDS = 3600.0
+# Of the log's end; about 45,000 requests.
+_MOST_BYTES = 4 * 2**20
+# A request that the SuperLink has accepted, as nginx.conf writes it. It accepts none of strangers.
+_LINE = re.compile(
+    rb"([0-9a-f.:]{2,45}) \[(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d)\] "
+    rb'"POST /v1/fleet/[a-z-]+" 200 (\d{1,12}) \d+ [\d.]+\n'
+)
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
+
+def free_gib(folder: Path) -> float:
+    """Return the free space of a folder's file system in GiB.
+
+    Raises:
+        OSError: The file system can't be asked.
+
+    """
+    return psutil.disk_usage(str(folder)).free / 2**30
+
+
+def most_sent(log: Path) -> str:
+    """Say which address has sent most to the SuperLink in the last hour.
+
+    Of a long log only the end is read, and the period is as much shorter.
+
+    Raises:
+        OSError: The log can't be read.
+
+    """
+    now = time.time()
+    sent, first = Counter[str](), now
+    with log.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _MOST_BYTES))
+        end = file.read(_MOST_BYTES)
+    for line in end.splitlines(keepends=True):
+        parts = _LINE.fullmatch(line)
+        if parts is None:
+            continue
+        try:
+            moment = datetime.fromisoformat(parts[2].decode()).timestamp()
+            address = str(ipaddress.ip_address(parts[1].decode()))
+        except ValueError:
+            continue
+        if now - _PERIOD_SECONDS <= moment <= now + 1:
+            sent[address] += int(parts[3])
+            first = min(first, moment)
+    if not sent:
+        return "no address has sent anything in the last hour"
+    ((address, most),) = sent.most_common(1)
+    minutes = max(1, round((now - first) / 60))
+    return (
+        f"{address} has sent most in the last {minutes} min: {most / 1e6:,.1f} of "
+        f"{sent.total() / 1e6:,.1f} MB"
+    )

@@ -1,0 +1,51 @@
+"""The coordinator's key that signs instructions, beside its certificates."""
+
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from chambers.errors import CommandError
+from chambers.site.ssh_keys import write_pair
+from strategies.instruction_keys import read_private_key, read_public_key
+from strategies.run_config import ConfigError
+from strategies.site_policy import PolicyError
+
+KEY, PUBLIC = "instructions.key", "instructions.pub"
+
+
+def open_instructions(folder: Path) -> Path:
+    """Return the file of the public key; write the pair of keys if there is none.
+
+    Raises:
+        CommandError: One of the files is missing or invalid, or they don't belong together.
+
+    """
+    key, public = folder / KEY, folder / PUBLIC
+    if not key.exists() and not public.exists():
+        write_pair(key, Ed25519PrivateKey.generate(), public)
+    check_instructions(folder)
+    return public
+
+
+def check_instructions(folder: Path) -> str:
+    """Check the pair of keys; return what they are.
+
+    Raises:
+        CommandError: One of the files is missing or invalid, or they don't belong together, or
+            other users can read the private one.
+
+    """
+    file, public = folder / KEY, folder / PUBLIC
+    try:
+        key = read_private_key(file)
+        same = read_public_key(str(public)) == key.public_key()
+    except (ConfigError, PolicyError) as error:
+        raise CommandError(
+            f"{error}: put both {KEY} and {PUBLIC} there; or remove them, run chambers site "
+            f"certificates {folder}, and hand every institution the new {PUBLIC}"
+        ) from error
+    if not same:
+        raise CommandError(f"{public} is not the public half of {file}")
+    if file.stat().st_mode & 0o077:
+        raise CommandError(f"{file} can be read by other users: chmod 600 {file}")
+    return f"{file} signs instructions; {public} is its public half"

@@ -1,0 +1,91 @@
+"""The coordinator's key that signs instructions, and its public half in OpenSSH's format."""
+
+from logging import WARNING
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.superlink.grid import HttpGrid
+
+from strategies.authentication import Signer
+from strategies.run_config import UNSIGNED, ConfigError, RunConfig
+from strategies.site_policy import PolicyError
+
+
+def signer_of(config: RunConfig, grid: Grid) -> Signer | None:
+    """Return what signs a run's instructions; None in simulation, and if the run config says so.
+
+    Raises:
+        ConfigError: A deployment's run config names no key, or one that can't be used.
+
+    """
+    if not isinstance(grid, HttpGrid):
+        return None
+    if config.instruction_key == UNSIGNED:
+        log(
+            WARNING,
+            'instruction-key = "%s": any institution can send instructions to another one in the '
+            "coordinator's name",
+            UNSIGNED,
+        )
+        return None
+    if not config.instruction_key:
+        raise ConfigError(
+            "instructions to institutions must be signed: set instruction-key to the file "
+            "instructions.key that chambers site certificates has written, such as "
+            'instruction-key = "/srv/chambers/instructions.key"; or to "none" if all institutions '
+            "accept instructions that anyone among them can forge"
+        )
+    return Signer(read_private_key(Path(config.instruction_key).expanduser()))
+
+
+def read_private_key(file: Path) -> Ed25519PrivateKey:
+    """Read the coordinator's key.
+
+    Raises:
+        ConfigError: It can't be read, is of another kind, or has a passphrase.
+
+    """
+    key: object = None
+    try:
+        key = load_ssh_private_key(file.read_bytes(), password=None)
+    except OSError as error:
+        raise ConfigError(
+            f"instruction-key = {str(file)!r} can't be read: {error.strerror}"
+        ) from error
+    except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: it has a passphrase
+        pass
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(
+            f"instruction-key = {str(file)!r} is not an Ed25519 key in OpenSSH's format without "
+            "passphrase; chambers site certificates writes one"
+        )
+    return key
+
+
+def read_public_key(file: str) -> Ed25519PublicKey:
+    """Read the public half, which a site's policy names.
+
+    Raises:
+        PolicyError: It can't be read, or is of another kind.
+
+    """
+    key: object = None
+    try:
+        key = load_ssh_public_key(Path(file).read_bytes())
+    except OSError as error:
+        raise PolicyError(
+            f"the site's policy names instruction-key = {file!r}, which can't be read: "
+            f"{error.strerror}"
+        ) from error
+    except (ValueError, UnsupportedAlgorithm):
+        pass
+    if not isinstance(key, Ed25519PublicKey):
+        raise PolicyError(
+            f"the site's policy names instruction-key = {file!r}, which is not an Ed25519 public "
+            "key in OpenSSH's format; the coordinator's instructions.pub is"
+        )
+    return key

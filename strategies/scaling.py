@@ -1,0 +1,32 @@
+"""Names the clients of whom something counts less in an average than they sent."""
+
+from collections.abc import Mapping
+from logging import WARNING
+from typing import Literal
+
+from flwr.common.logger import log
+
+from finetuning.adapters.robust_aggregation import MOST_DISTANCE
+from strategies.journal import Journal
+
+What = Literal["update", "update at the server", "data size", "importance"]
+_FAR = f"is more than {MOST_DISTANCE:g} times the median of the others'"
+_REASONS: dict[What, str] = {
+    "update": _FAR,
+    "update at the server": _FAR,
+    "data size": "is more than its largest share (max-share)",
+    "importance": "is far above what is typical of all",
+}
+
+
+def record_scaled(
+    journal: Journal, server_round: int, what: What, factors: Mapping[str, float]
+) -> None:
+    """Log and record whose update, data size or importance was scaled down, and by what factor."""
+    for name, factor in factors.items():
+        if factor < 1:
+            log(
+                WARNING, "%s: its %s counts × %.2g, since it %s", name, what, factor, _REASONS[what]
+            )
+            event = {"event": "scaled", "round": server_round, "client": name}
+            journal.record({**event, "what": what, "factor": factor})

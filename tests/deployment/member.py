@@ -1,0 +1,59 @@
+"""What an institution with a registered key sends in others' names.
+
+python member.py HOST:PORT authority.pem NODE_KEY NODE_ID MESSAGE…
+
+Each message is Flower's, serialised, in base64; ``push-messages`` stores it as it is.
+"""
+
+import base64
+import sys
+from pathlib import Path
+
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import Message as MessageProto
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_protobuf_utils import make_push_object_fn_protobuf
+from flwr.supercore.inflatable.inflatable_utils import push_objects
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+
+def push(client: FleetHttpClient, node: Node, text: str) -> None:
+    """Store a message, whoever it says that it is from."""
+    message = message_from_proto(MessageProto.FromString(base64.b64decode(text)))
+    message.metadata.__dict__["_message_id"] = message.object_id
+    response = client.PushMessages(
+        PushMessagesRequest(
+            node=node,
+            messages_list=[message_to_proto(remove_content_from_message(message))],
+            message_object_trees=[get_object_tree(message)],
+        )
+    )
+    store = make_push_object_fn_protobuf(
+        push_object_protobuf=client.PushObject,
+        node=node,
+        run_id=message.metadata.run_id,
+        session_id=response.session_id,
+    )
+    objects = get_all_nested_objects(message)
+    push_objects(objects, store, object_ids_to_push=set(response.objects_to_push))
+
+
+def main(address: str, authority: str, key_file: str, node_id: str, *messages: str) -> None:
+    """Send all messages."""
+    key = load_ssh_private_key(Path(key_file).read_bytes(), password=None)
+    interceptor = NodeAuthHttpInterceptor(key, key.public_key())
+    client = FleetHttpClient.from_server_address(
+        address, False, Path(authority).read_bytes(), interceptors=[interceptor]
+    )
+    for text in messages:
+        push(client, Node(node_id=int(node_id)), text)
+    print("sent")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,141 @@
+"""The consultation, whose key is registered, speaks in the coordinator's and the court's name."""
+
+import base64
+import sqlite3
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from flwr.app import ConfigRecord, Message, Metadata, RecordDict
+from flwr.app.message import make_message
+from flwr.common.serde import message_to_proto
+from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
+from safetensors.torch import load_file
+
+from bench.deployment.deployment import CHECKOUT, COMPLETED
+from bench.faults import newest_run, wait_for_end
+from strategies.authentication import EncryptedArrays, Signer
+from strategies.instruction_keys import read_private_key
+from strategies.messages import ARRAYS, CONFIG, Instruction, to_arrays
+from strategies.run_folder import METRICS, read_events
+from tests.deployment.conftest import results
+from tests.deployment.test_survival import SECONDS, audited
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+MEMBER = Path(__file__).with_name("member.py")
+SETTINGS = {
+    "strategy": "fedjudge-base",
+    "rounds": 3,
+    "min-nodes": 1,
+    "train.local-steps": 150,
+    "train.batch-size": 2,
+    "train.accumulation": 1,
+}
+
+
+class Attack:
+    """What the consultation knows of a run, and what it sends."""
+
+    def __init__(self, running, run):
+        self.running, self.run = running, run
+        database = running.hosts["coordinator"].folder / "database" / "superlink.db"
+        self.database = f"file:{database}?mode=ro"
+        rows = self.query("SELECT name, node_id FROM node")
+        self.nodes = {name: int64_to_uint64(number) for name, number in rows}
+
+    def query(self, *words):
+        with closing(sqlite3.connect(self.database, uri=True)) as connection:
+            return connection.execute(*words).fetchall()
+
+    def message(self, kind, content, source, target, reply_to=""):
+        metadata = Metadata(
+            run_id=self.run,
+            message_id="",
+            src_node_id=source,
+            dst_node_id=target,
+            reply_to_message_id=reply_to,
+            group_id="",
+            created_at=time.time(),
+            ttl=300.0,
+            message_type=kind,
+        )
+        return make_message(metadata=metadata, content=content)
+
+    def send(self, *messages: Message):
+        """Send messages with the consultation's key."""
+        texts = [base64.b64encode(message_to_proto(m).SerializeToString()) for m in messages]
+        supernode = self.running.programs["consultation"]["supernode"]
+        environment = supernode.view.environment | {"PYTHONPATH": str(CHECKOUT)}
+        command = [
+            *(sys.executable, str(MEMBER), self.running.address, "authority.pem", "node"),
+            *(str(self.nodes["consultation"]), *(text.decode() for text in texts)),
+        ]
+        view = replace(supernode.view, environment=environment)
+        said = supernode.host.run(command, view, seconds=120).stdout
+        assert said.splitlines()[-1] == "sent", said
+
+
+def events(running, kind):
+    return [e for e in read_events(newest_run(running) / METRICS) if e["event"] == kind]
+
+
+def accepted(court):
+    return [e for e in audited(court) if (e["event"], e["kind"]) == ("accepted", "train")]
+
+
+def test_nobody_speaks_in_another_s_name(running):
+    court, before = running.hosts["court"], newest_run(running)
+    audit = len(audited(court))
+    attack = Attack(running, running.submit(SETTINGS))
+    wait_until(lambda: newest_run(running) != before and checkpoints(running), SECONDS)
+    known = next(e for e in audited(court)[audit:] if e["event"] == "reply" and "base" in e)
+    coordinator, target = 1, attack.nodes["court"]
+
+    # An instruction that overwrites the court's final adapter, as the trial's.
+    about = Instruction(9, known["run"], known["base"], 60.0, final=True)
+    weights = load_file(checkpoints(running)[0])
+    zeros = {name: value * 0 for name, value in weights.items() if "lora_" in name}
+    content = RecordDict({CONFIG: about.to_record(), ARRAYS: to_arrays(zeros)})
+    forged = attack.message("evaluate", content, coordinator, target)
+    # What the coordinator has signed for the consultation, and for the court.
+    signer = Signer(read_private_key(running.hosts["coordinator"].folder / "instructions.key"))
+    query = RecordDict({CONFIG: Instruction(0, known["run"], "", 60.0).to_record()})
+    own = attack.message("query", query, coordinator, attack.nodes["consultation"])
+    signer.sign(own, EncryptedArrays())
+    misdirected = attack.message("query", own.content, coordinator, target)
+    attack.send(forged, misdirected)
+    wait_until(lambda: len(refusals(court, audit)) == 2, SECONDS)
+
+    # A reply in the court's name, which needs an id that only the court has read.
+    trained = len(accepted(court))
+    wait_until(lambda: len(accepted(court)) > trained, SECONDS)
+    ((asked,),) = attack.query(
+        "SELECT message_id FROM message_ins WHERE dst_node_id = ? AND message_type LIKE 'train%'",
+        (uint64_to_int64(target),),
+    )
+    problem = RecordDict({CONFIG: ConfigRecord({"name": "court", "problem": "out of memory"})})
+    attack.send(attack.message("train", problem, target, coordinator, reply_to=asked))
+
+    assert wait_for_end(running) == COMPLETED
+    problems = refusals(court, audit)
+    assert "is not signed" in problems[0] and "for another institution" in problems[1]
+    rounds = events(running, "round")
+    left_out = [each for round_ in rounds for each in round_["left_out"]]
+    reason = "its reply is refused: it isn't authenticated; it says: out of memory"
+    assert left_out == [{"client": "court", "reason": reason}]
+    assert rounds[0]["participants"] == ["consultation", "court"]
+    final = results(running) / "adapters" / "global" / "adapter_model.safetensors"
+    (saved,) = (court.folder / "state").rglob(f"{known['run']}/court/adapters/global/{final.name}")
+    assert saved.read_bytes() == final.read_bytes()
+
+
+def refusals(court, start):
+    return [e["problem"] for e in audited(court)[start:] if e["event"] == "refused"]
+
+
+def checkpoints(running):
+    return sorted((newest_run(running) / "checkpoints").glob("round-*.safetensors"))

@@ -1,0 +1,130 @@
+"""Gamma's replies are poison: the others learn nearly as before, and gamma is named."""
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array
+
+from bench.in_process import run_in_process
+from finetuning.adapters.robust_aggregation import distance
+from strategies.messages import ARRAYS, METRICS, SIZE, config_of, from_arrays
+from tests.strategies.grids import NODES, SpyingGrid
+
+HONEST = ("alpha", "beta")
+
+
+def filled(kind: str, value: float):
+    """Return a function that fills all arrays of gamma's replies of a kind with a value."""
+
+    def change(reply):
+        arrays = reply.content.array_records.get(ARRAYS)
+        own = arrays and config_of(reply)["name"] == "gamma"
+        if own and reply.metadata.message_type == kind:
+            for name, array in list(arrays.items()):
+                arrays[name] = Array(np.full_like(array.numpy(), value))
+        return reply
+
+    return change
+
+
+def claiming(rows: int):
+    """Return a function that has gamma report a number of rows from its registration on."""
+
+    def change(reply):
+        if config_of(reply)["name"] == "gamma":
+            reply.content[METRICS][SIZE] = rows
+        return reply
+
+    return change
+
+
+def moved(grid: SpyingGrid, round_number: int) -> dict[str, float]:
+    """Return how far each client moved from the global adapter in a round, by name."""
+    asked = {message.metadata.message_id: message for message in grid.sent}
+    distances = {}
+    for reply in grid.received:
+        message = asked[reply.metadata.reply_to_message_id]
+        about = reply.metadata.message_type, message.content["config"]["round"]
+        if about == ("train", round_number):
+            states = (from_arrays(each.content[ARRAYS]) for each in (reply, message))
+            distances[config_of(reply)["name"]] = distance(*states)
+    return distances
+
+
+def scaled_down(journal) -> list[tuple[int, str, str]]:
+    events = (event for event in journal.events if event["event"] == "scaled")
+    return [(e["round"], e["client"], e["what"]) for e in events]
+
+
+ATTACKS = {
+    "weights of 1,000": ("fedjudge-base", "train", 1e3, "update"),
+    "J = 1": ("fedjudge-cl", "evaluate", 1.0, "importance"),
+    "J = 2³⁰": ("fedjudge-cl", "evaluate", 2.0**30, "importance"),
+    "weights of 1,000, serial": ("serial", "train", 1e3, "update"),
+    "weights of 1,000, hierarchical": ("hierarchical", "train", 1e3, "update"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_the_others_learn_nearly_as_before_and_go_on_without_gamma(
+    values, deep_checkpoint, tmp_path, attack
+):
+    strategy, kind, value, what = ATTACKS[attack]
+    values |= {"strategy": strategy, "min-nodes": 2}
+    if strategy in {"serial", "hierarchical"}:
+        values |= {"strategy": "fl-glm", "split.schedule": strategy}
+        values |= {"model.name": str(deep_checkpoint), "split.wire-dtype": "float32"}
+    distances = []
+    for change in (lambda reply: reply, filled(kind, value)):
+        folder = tmp_path / str(len(distances))
+        grid = SpyingGrid(values | {"state-path": str(folder)}, change)
+        journal = run_in_process(values, folder, 3, grid, rounds=2)
+        distances.append(moved(grid, 2))
+    before, after = distances
+    assert all(0.85 * before[name] < after[name] < 1.2 * before[name] for name in HONEST)
+    assert scaled_down(journal) == [(1, "gamma", what), (2, "gamma", what)]
+    grid = SpyingGrid(values | {"state-path": str(folder)}, nodes={1: NODES[1], 2: NODES[2]})
+    resumed = run_in_process(values, folder, 2, grid, start=(journal.progress, journal.adapters[2]))
+    (last,) = (event for event in resumed.events if event["event"] == "round")
+    assert (last["round"], last["participants"]) == (3, list(HONEST))
+    assert all(
+        0.5 * before[name] < after < 2 * before[name] for name, after in moved(grid, 3).items()
+    )
+
+
+def test_nobody_chooses_the_global_adapter(values, tmp_path):
+    """Gamma sends what makes the mean of the three, with 8 of 44 rows, the one that it wants."""
+    values |= {"strategy": "fedjudge-base", "rounds": 1}
+    grid = SpyingGrid(values | {"state-path": str(tmp_path)}, filled("train", 5.0 * 44 / 8))
+    journal = run_in_process(values, tmp_path, 3, grid)
+    chosen = {name: torch.full_like(value, 5.0) for name, value in journal.adapters[1].items()}
+    far = distance(journal.adapters[0], chosen)
+    assert distance(journal.adapters[1], chosen) > 0.98 * far
+    assert scaled_down(journal) == [(1, "gamma", "update")]
+
+
+@pytest.mark.parametrize("strategy", ["fedjudge-cl", "fl-glm"])
+def test_a_claim_of_many_rows_does_not_take_all_the_weight(
+    values, deep_checkpoint, tmp_path, strategy
+):
+    """Three quarters at most (max-share): 24 and 12 rows are a quarter, 108 the rest."""
+    if strategy == "fl-glm":
+        values |= {"model.name": str(deep_checkpoint), "split.wire-dtype": "float32"}
+        values |= {"split.schedule": "hierarchical"}
+    values |= {"strategy": strategy, "rounds": 2, "train.local-steps": 2}
+    grid = SpyingGrid(values | {"state-path": str(tmp_path)}, claiming(10**9))
+    journal = run_in_process(values, tmp_path, 3, grid, rounds=1)
+    counted = {"alpha": 24, "beta": 12, "gamma": 108}
+    for name, average in journal.adapters[1].items():
+        mean = sum(counted[c] * own[name].double() for c, own in journal.kept.items()) / 144
+        torch.testing.assert_close(average.double(), mean, rtol=1e-5, atol=1e-7)
+    assert scaled_down(journal) == [(1, "gamma", "data size")]
+    if strategy == "fedjudge-cl":
+        importance = {
+            config_of(reply)["name"]: from_arrays(reply.content[ARRAYS])
+            for reply in grid.received
+            if reply.metadata.message_type == "evaluate" and ARRAYS in reply.content.array_records
+        }
+        for name, average in journal.progress.importance.items():
+            mean = sum(counted[c] * own[name].double() for c, own in importance.items()) / 144
+            torch.testing.assert_close(average.double(), mean, rtol=1e-5, atol=1e-9)
