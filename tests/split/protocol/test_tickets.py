@@ -102,7 +102,7 @@ def test_an_expired_ticket_is_named_and_in_the_end_forgotten():
     clock.now += 3600
     book.issue(COURT, 60)
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_EXPIRED
-    clock.now += 3600
+    clock.now += 2 * 3600
     book.issue(COURT, 60)
     assert len(book._entries) == len(book._tickets_of) == 1
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_UNKNOWN

@@ -158,7 +158,6 @@ REFUSED = {
     "an end without steps": (no_steps, "the round ended in step 0 of 3"),
     "a step too many": (a_step_too_many, "the round was to have 1 steps"),
     "an average that is not due": (average, "AVERAGE where nothing is averaged"),
-    "an average within a step": (partial(average, begun=True), "asked for within a step"),
     "no lengths": (no_lengths, "lengths"),
     "more steps than its examples allow": (joined(steps=21, total_steps=21), "steps = 21"),
     "a later step than its rounds allow": (joined(first_step=1), "first_step = 1"),
@@ -216,6 +215,19 @@ def test_a_row_that_is_longer_than_the_run_s_is_refused(base, beginning, what):
                 send_texts(model, rows=1, columns=8, **texts)
             with pytest.raises(LaneError, match=reason):
                 model.lane.receive(30.0)
+
+
+def test_no_average_is_asked_for_within_a_step(base, beginning):
+    split = split_settings(schedule="hierarchical", average_every=1)
+    with serving(base, beginning, split) as server:
+        server.begin_round({"alpha": 9}, 0)
+        refused = Refusals(base, split)
+        invitation = server.invite_to_train("alpha", 1, 0, 60.0)
+        with refused.client.lane(invitation) as model:
+            average(refused, model, begun=True)
+            with pytest.raises(LaneError, match="asked for within a step"):
+                while True:
+                    model.lane.receive(30.0)
 
 
 def test_a_row_may_be_as_long_as_the_run_s_and_each_token_a_target(base, beginning):
@@ -304,16 +316,17 @@ REFUSED_TEXTS = {
 }
 
 
+def hold(started, release):
+    """Keep the compute thread busy until it is released."""
+    started.set()
+    release.wait(60)
+
+
 @contextmanager
 def busy(server):
     """Keep the compute thread from what comes while the block runs."""
     started, release = threading.Event(), threading.Event()
-
-    def job():
-        started.set()
-        release.wait(60)
-
-    thread = threading.Thread(target=server._compute.call, args=[job])
+    thread = threading.Thread(target=server._compute.call, args=[partial(hold, started, release)])
     thread.start()
     try:
         assert started.wait(20)
@@ -338,9 +351,20 @@ def test_a_round_does_not_end_before_its_last_step_is_computed(base, beginning):
             model.lane.receive(30.0)
             client.gradient(model)
             model.lane.receive(30.0)
-            with busy(server):
-                model.lane.send(Kind.STEP, 0, fields={"squared_norm": 1.0})
-                model.lane.send(Kind.END)
+            with ExitStack() as later:
+                with busy(server):
+                    model.lane.send(Kind.STEP, 0, fields={"squared_norm": 1.0})
+                    model.lane.send(Kind.END)
+                    wait_until(lambda: cleans_up(server))
+                    # The step waits for another job when the session looks.
+                    started, held = threading.Event(), threading.Event()
+                    job = partial(hold, started, held)
+                    thread = threading.Thread(target=server._compute.call, args=[job])
+                    later.callback(thread.join, 20)
+                    later.callback(held.set)
+                    thread.start()
+                    wait_until(lambda: len(server._compute._waiting) == 3)
+                assert started.wait(20)
                 wait_until(lambda: cleans_up(server))
             with pytest.raises(LaneError):
                 while True:
