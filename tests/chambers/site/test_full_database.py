@@ -170,7 +170,8 @@ class Attacker:
             assert self.client.PushObject(request).stored
 
 
-@pytest.mark.parametrize("coordinator", ["400m"], indirect=True)
+# 0.2 GB are sent, and their deletion is written to the WAL.
+@pytest.mark.parametrize("coordinator", ["900m"], indirect=True)
 def test_who_sends_messages_to_itself_is_held_back_and_named(coordinator, tmp_path):
     """The run goes on, and what was sent is gone when the database is restored."""
     go, database = tmp_path / "go", coordinator.folder / "database" / "superlink.db"
