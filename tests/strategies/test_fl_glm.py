@@ -411,7 +411,7 @@ def test_a_client_with_another_block_is_refused_by_name(
 
     values = split_values | {"state-path": str(tmp_path / "state"), "min-nodes": clients}
     nodes = {i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)}
-    lines = "".join(rf"\n  {who} [^\n]*{why}[^\n]*{name}[^\n]*" for who, why in reasons.items())
+    lines = "".join(rf"\n  {who}: [^\n]*{why}[^\n]*{name}[^\n]*" for who, why in reasons.items())
     with pytest.raises(RefusedError, match=f"can't start:{lines}$"):
         unknown = [] if is_known else [name]
         start(values, Odd(values, nodes), MemoryJournal(), unknown=unknown)
