@@ -176,10 +176,13 @@ class Part:
         """Remove an adapter and free its memory; if it was in use, the bare model is used."""
         is_prefix = self._prefixes.pop(name, None) is not None
         has_weights = not is_prefix and bool(self.trainable(name))
-        slot, used = self._slots.pop(name), self._used
+        used = self._used
         if has_weights:
-            if self._slots:  # Otherwise PEFT would warn that it chooses another one itself.
-                self._select(next(iter(self._slots)))
+            # PEFT would choose another one itself, with a warning, and fail later if the bare model
+            # is in use.
+            self._select(next((other for other in self._slots if other != name), name))
+        slot = self._slots.pop(name)
+        if has_weights:
             self._peft_model.delete_adapter(slot)
             self._find_adapted_layers()
         self._select(None if used == name else used)

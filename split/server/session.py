@@ -174,13 +174,14 @@ class Session:
             with suppress(LaneTimeoutError):
                 frame = self.lane.receive(poll)
             now = time.monotonic()
-            if self.waits():
-                silent_since = now
-            elif self.holds():
-                self._count_waiting(now - max(seen, self._turn_since))
+            wanted = self.compute.seconds_wanted(self)
+            if wanted and not self.waits() and self.holds():
+                self._count_waiting(min(wanted, now - max(seen, self._turn_since)))
             if frame is not None:
                 return frame
-            if now - silent_since >= self._frame_timeout:
+            if self.waits():
+                silent_since = now
+            elif now - silent_since >= self._frame_timeout:
                 raise LaneTimeoutError(
                     f"{self.account.client} sent nothing for {self._frame_timeout:g} s "
                     "(split.frame-timeout)"
@@ -205,14 +206,14 @@ class Session:
         self.account.error = self.account.error or reason
         self.lane.close(reason)
 
-    def _count_waiting(self, silence: float) -> None:
-        """Count the part of the client's last seconds of silence in which others waited for room.
+    def _count_waiting(self, seconds: float) -> None:
+        """Count seconds of the client's silence in which others waited for room that it holds.
 
         Raises:
             LaneTimeoutError: They have waited for too long.
 
         """
-        seconds = max(0.0, min(silence, self.compute.seconds_wanted(self)))
+        seconds = max(0.0, seconds)
         self._kept_once += seconds
         self._kept_in_step += seconds
         self._kept_in_all += seconds

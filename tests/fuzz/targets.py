@@ -42,6 +42,12 @@ from split.protocol.records import HEADER_BYTES, TAG_BYTES, Opener
 from split.protocol.tickets import Identity, TicketBook
 from split.protocol.training import HeadOutput, RoundLimits, RoundPlan, State, TrainingRound
 from strategies.answers import answers_of
+from strategies.authentication import (
+    INSTRUCTION,
+    AuthenticationError,
+    SignedInstruction,
+    Statement,
+)
 from strategies.messages import (
     ARRAYS,
     CONFIG,
@@ -60,6 +66,16 @@ SUITE = "ml-kem-768-x25519"
 KEY = bytes(32)
 COURT = Identity("run", 7, "court")
 WIRES = ("float32", "bfloat16", "int8")
+STATEMENT = Statement(
+    run=1,
+    kind="train",
+    node=1,
+    nonce="0" * 32,
+    time=0.0,
+    expires=1.0,
+    secret="0" * 64,
+    digest="0" * 64,
+)
 # In a message's place of the ticket's identifier, and of the wrapped secret and its key.
 TICKET, WRAPPED = b"<TICKET>", b"<WRAPPED>"
 
@@ -95,8 +111,11 @@ def hello(data):
     """Take M1 from somebody who has the ticket's secret."""
     keys, book = server_keys(), TicketBook()
     ticket = book.issue(COURT, 60)
-    wrapped = key_identifier(SUITE, keys.public) + wrap(SUITE, keys.public, bytes(32))
-    body = data.replace(TICKET, ticket.identifier).replace(WRAPPED, wrapped)
+    body = data.replace(TICKET, ticket.identifier)
+    before, marker, after = body.partition(WRAPPED)
+    if marker:  # the secret is wrapped for what comes before it
+        before += key_identifier(SUITE, keys.public)
+        body = before + wrap(SUITE, keys.public, bytes(32), before) + after
     key = derive(secret=ticket.secret, label=b"hello", context=b"", length=32)
     server = ServerHandshake(keys, book)
     try:
@@ -170,7 +189,6 @@ def training(data):
         columns_before=0,
         micro_batches=2,
         rows=4,
-        columns=8,
     )
     round_, first = TrainingRound(largest, bounds), True
     for item in parsed(data) or []:
@@ -258,6 +276,24 @@ def instruction(data):
     if found is None:
         return False
     assert Instruction.of(message_of({"configs": {CONFIG: dict(found.to_record())}})) == found
+    return True
+
+
+def signed(data):
+    """Take a signed instruction's statement, whose signature is checked only then."""
+    record = {"statement": data, "signature": b"", "records": b""}
+    try:
+        return SignedInstruction.of(message_of({"configs": {INSTRUCTION: record}})) is not None
+    except AuthenticationError:
+        return False
+
+
+def content(data):
+    """Take the records of a message whose signature, or whose sender's secret, is right."""
+    try:
+        SignedInstruction(b"", STATEMENT, b"", data, {}).content()
+    except AuthenticationError:
+        return False
     return True
 
 
@@ -354,6 +390,8 @@ TARGETS = {
         payload,
         training,
         invitation,
+        signed,
+        content,
         instruction,
         reply,
         run_config,

@@ -250,6 +250,9 @@ def test_adapters_come_and_go(random_checkpoint):
     bare = split_logits(parts, tokens)
     assert torch.equal(bare, split_logits(load_all(directory, 1, 1), tokens))
     for part in parts.values():
+        part.attach(settings, "unused")
+        part.use(None)  # as for another client, of whom the bare model is evaluated
+        part.remove("unused")
         part.attach(settings, "three")
     fill(parts, random_state(state, 1), "three")
     assert torch.equal(split_logits(parts, tokens), two)
