@@ -1,6 +1,6 @@
 """An institution's own decisions about a message: what its policy refuses, and what it records."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import WARNING
 from typing import Any
@@ -10,11 +10,11 @@ from flwr.common.logger import log
 
 from client_app import policy as checks
 from client_app.audit import AuditLog, describe
+from client_app.authenticity import authenticate, check_fresh
 from client_app.institution import Institution
 from client_app.privacy_account import PrivacyAccount, PrivateSteps, account_line, private_steps
 from finetuning.data.tokenization import Example
 from strategies.authentication import AuthenticationError, SignedInstruction
-from strategies.instruction_keys import read_public_key
 from strategies.messages import Instruction, InstructionError
 from strategies.node_config import check_keys, is_simulation
 from strategies.run_config import RunConfig, Scalar
@@ -160,7 +160,7 @@ class Site:
         assert self.policy is not None
         line = {"event": "instruction", **self.about, "run-id": str(run_id), "signed": time}
         AuditLog(self.policy.audit_file).append(
-            line, check=lambda lines: _check_fresh(self.about, run_id, time, lines)
+            line, check=lambda lines: check_fresh(self.about, run_id, time, lines)
         )
 
     def check_lane(self, address: str) -> None:
@@ -219,14 +219,21 @@ def open_site(message: Message, context: Context, instruction: SignedInstruction
         # Flower calls the same handler for "train" and "train.default".
         "kind": message.metadata.message_type.partition(".")[0],
     }
-    policy = _policy_of(node)
+    site = Site(_policy_of(node), about, is_simulation(node))
+    try:
+        return _opened(site, message, context, instruction)
+    except AuthenticationError as error:
+        site.record("refused", problem=str(error))
+        raise
+
+
+def _opened(
+    site: Site, message: Message, context: Context, instruction: SignedInstruction | None
+) -> Site:
+    """Authenticate and open a message; return the site with what it says of run and round."""
+    policy, about = site.policy, dict(site.about)
     if policy and policy.instruction_key:
-        try:
-            _authenticate(policy, message, context, instruction)
-        except AuthenticationError as error:
-            refused = {"event": "refused", **about, "problem": str(error)}
-            AuditLog(policy.audit_file).append(refused)
-            raise
+        authenticate(policy, message, context, instruction)
     if instruction:
         message.content = instruction.content()
         digest = instruction.statement.digest
@@ -236,7 +243,7 @@ def open_site(message: Message, context: Context, instruction: SignedInstruction
         about |= {"run": asked.lineage, "round": asked.round}
     except InstructionError:
         pass  # it is refused later, with a line in the log
-    site = Site(policy, about, is_simulation(node))
+    site = replace(site, about=about)
     if policy and policy.instruction_key and instruction:
         site.receive(context.run_id, instruction.statement.time)
     return site
@@ -255,47 +262,3 @@ def _policy_of(node: Mapping[str, Scalar]) -> SitePolicy | None:
     if not isinstance(path, str):
         raise PolicyError(f"policy = {path!r} in --node-config must be the path of a file")
     return read_policy(path)
-
-
-def _authenticate(
-    policy: SitePolicy, message: Message, context: Context, instruction: SignedInstruction | None
-) -> None:
-    key = read_public_key(policy.instruction_key)
-    if instruction is None:
-        raise AuthenticationError(
-            "the instruction is not signed, and the site's policy names the coordinator's key "
-            "(instruction-key)"
-        )
-    instruction.verify(key, message, context.node_id, context.run_id)
-
-
-def _check_fresh(
-    about: Mapping[str, Any], run_id: int, time: float, lines: Iterable[Mapping[str, Any]]
-) -> None:
-    """Check that an instruction is new, and that none that is newer was received before.
-
-    A run that is resumed repeats rounds, under another id of Flower's.
-
-    Args:
-        about: The instruction's ``client``, ``nonce``, ``run`` (its lineage) and ``round``.
-        run_id: Flower's id of the run.
-        time: When it was signed, in seconds since 1970.
-        lines: The audit log so far.
-
-    Raises:
-        AuthenticationError: It isn't.
-
-    """
-    for line in lines:
-        if line.get("event") != "instruction" or line.get("client") != about["client"]:
-            continue
-        if line.get("nonce") == about["nonce"]:
-            raise AuthenticationError("the instruction was received before")
-        if line.get("run") != about.get("run"):
-            continue
-        if line.get("signed", 0.0) > time:
-            raise AuthenticationError(
-                "the instruction was signed before another one of its run that was received"
-            )
-        if line.get("run-id") == str(run_id) and line.get("round", 0) > about.get("round", 0):
-            raise AuthenticationError("the instruction is of an earlier round than another one")

@@ -15,13 +15,13 @@ from flwr.superlink.grid import HttpGrid, InMemoryGrid
 
 from strategies.authentication import (
     AuthenticationError,
-    EncryptedArrays,
     Signer,
     Statement,
     open_reply,
 )
 from strategies.bounded_pull import LargeReplyError, check_size, pull
 from strategies.messages import problem_of
+from strategies.packed_content import EncryptedArrays
 
 # By whether the clients are simulated, as Flower's own grids poll.
 _PULL_SECONDS = {False: 3.0, True: 0.1}

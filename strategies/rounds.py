@@ -1,6 +1,5 @@
 """The rounds of all strategies: register, train, average by data size, evaluate, checkpoint."""
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,8 +18,9 @@ from finetuning.adapters.robust_aggregation import (
     update_factors,
 )
 from finetuning.model.base_model import locate
-from strategies.answers import answer_events, answers_of
+from strategies.answers import answer_events
 from strategies.authentication import Signer
+from strategies.collection import collect, reasons, require_enough
 from strategies.exchange import exchange, turns
 from strategies.journal import Journal, Progress
 from strategies.live_status import LiveStatus
@@ -31,13 +31,11 @@ from strategies.messages import (
     Instruction,
     State,
     from_arrays,
-    metrics_of,
     to_arrays,
-    withheld_of,
 )
 from strategies.metrics import averages, evaluation_events, underscored
-from strategies.not_finite import require_finite, says_not_finite
-from strategies.participants import Participants, TooFewClientsError
+from strategies.not_finite import require_finite
+from strategies.participants import Participants
 from strategies.replies import Replies
 from strategies.run_config import RunConfig
 from strategies.scaling import record_scaled
@@ -158,7 +156,7 @@ class Rounds(Strategy):
         refused = self._participants.register_newcomers(grid, server_round - 1)
         if refused:
             event = {"event": "refused", "round": server_round}
-            self._journal.record({**event, "left_out": _reasons(refused)})
+            self._journal.record({**event, "left_out": reasons(refused)})
         instruction = replace(self._instruction, round=server_round)
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
         messages = self._participants.address(MessageType.TRAIN, content, grid)
@@ -176,7 +174,13 @@ class Rounds(Strategy):
 
         """
         with Replies(self._journal.scratch) as collected:
-            self._collect(collected, replies, self._reference)
+            collect(
+                collected=collected,
+                replies=replies,
+                participants=self._participants,
+                status=self._status,
+                reference=self._reference,
+            )
             for name, reason in self._unfinished(list(collected.metrics)).items():
                 collected.leave_out(name, reason)
                 self._status.add(name, reason)
@@ -218,26 +222,17 @@ class Rounds(Strategy):
         valid, left_out = collected.metrics, collected.left_out
         event = {"event": "round", "round": server_round, "participants": list(valid)}
         seconds = self._status.seconds
-        self._journal.record({**event, "left_out": _reasons(left_out), "seconds": seconds})
+        self._journal.record({**event, "left_out": reasons(left_out), "seconds": seconds})
         if not self._evaluation(server_round - 1).losses:  # there it has been decided
             asked = len(self._participants.asked)
             require_finite(self._journal, server_round - 1, collected, asked)
-        self._require_enough(f"round {server_round}", collected)
+        require_enough(f"round {server_round}", collected, self.config.min_nodes)
         for name, metrics in valid.items():
             own = {underscored(key): value for key, value in metrics.items() if key != SIZE}
             event = {"event": "train", "round": server_round, "client": name}
             if reason := collected.withheld.get(name):
                 event["withheld"] = reason
             self._journal.record({**own, **event, "examples": metrics[SIZE]})
-
-    def _require_enough(self, phase: str, collected: Replies) -> None:
-        valid, left_out = collected.metrics, collected.left_out
-        if len(valid) < self.config.min_nodes:
-            reasons = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
-            raise TooFewClientsError(
-                f"{phase}: {len(valid)} valid replies, and min-nodes = "
-                f"{self.config.min_nodes} are needed; left out:{reasons or ' nobody'}"
-            )
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -265,10 +260,17 @@ class Rounds(Strategy):
         expected = self._reference if self._evaluation(server_round).importance else None
         with Replies(self._journal.scratch) as collected:
             # A negative J would push weights away from the global ones.
-            self._collect(collected, replies, expected, minimum=0.0)
+            collect(
+                collected=collected,
+                replies=replies,
+                participants=self._participants,
+                status=self._status,
+                reference=expected,
+                minimum=0.0,
+            )
             if left_out := dict(sorted((collected.left_out | collected.withheld).items())):
                 missing = {"event": "evaluation-missing", "round": server_round}
-                self._journal.record({**missing, "left_out": _reasons(left_out)})
+                self._journal.record({**missing, "left_out": reasons(left_out)})
             asked = len(self._participants.asked)
             require_finite(self._journal, server_round, collected, asked)
             for name, metrics in collected.metrics.items():
@@ -280,42 +282,12 @@ class Rounds(Strategy):
                     self._journal.record({**event, "round": server_round, "client": name})
             if server_round >= self.config.rounds:
                 # There is no further round: only a run that has failed can repeat this evaluation.
-                self._require_enough(f"evaluation after round {server_round}", collected)
+                require_enough(
+                    f"evaluation after round {server_round}", collected, self.config.min_nodes
+                )
             self._use_importance(collected)
             measured = collected.measured
         return averages(measured) if measured else None
-
-    def _collect(
-        self,
-        collected: Replies,
-        replies: Iterable[Message],
-        reference: ArrayRecord | None,
-        minimum: float = -math.inf,
-    ) -> None:
-        """Check replies as they arrive; one that can't be used is released immediately."""
-        for reply in replies:
-            checked = self._participants.check(reply, reference, minimum)
-            if checked is not None:
-                name, reason = checked
-                if reason is None:
-                    # Arrays that were not requested have not been checked either.
-                    arrays = None if reference is None else reply.content.array_records[ARRAYS]
-                    collected.add(name, metrics_of(reply), arrays)
-                    collected.answers[name] = answers_of(reply)
-                    if withheld := withheld_of(reply):
-                        collected.withheld[name] = withheld
-                        log(WARNING, "%s: %s", name, withheld)
-                    del arrays
-                else:
-                    collected.left_out[name] = reason
-                    if says_not_finite(reply, reason):
-                        collected.not_finite.append(name)
-                self._status.add(name, reason)
-            del reply  # before the next one is pulled
-        collected.left_out |= self._participants.missing({*collected.metrics, *collected.left_out})
-        collected.sort()
-        for name, reason in collected.left_out.items():
-            log(WARNING, "%s is left out: %s", name, reason)
 
     def _begin(self, phase: Phase, server_round: int, grid: Grid) -> None:
         """Show that the recipients of the last messages begin to work."""
@@ -403,7 +375,3 @@ class Rounds(Strategy):
 
     def _checkpoint(self, arrays: ArrayRecord) -> None:
         self._journal.checkpoint(self.progress, self._whole(from_arrays(arrays)))
-
-
-def _reasons(left_out: Mapping[str, str]) -> list[dict[str, str]]:
-    return [{"client": name, "reason": reason} for name, reason in left_out.items()]

@@ -12,11 +12,11 @@ from chambers.site.ssh_keys import write_pair
 from strategies.authentication import (
     INSTRUCTION,
     AuthenticationError,
-    EncryptedArrays,
     Signer,
     open_reply,
 )
 from strategies.messages import ARRAYS, CONFIG
+from strategies.packed_content import EncryptedArrays
 
 SETTINGS = {"train.local-steps": 1}
 
@@ -48,6 +48,7 @@ class SignedSite:
         count = len(self.site.lines("accepted"))
         problem = self.site.problem(self.answer(message, statement, node))
         assert len(self.site.lines("accepted")) == count
+        assert self.site.lines("refused")[-1]["problem"] == problem
         return problem
 
 

@@ -19,9 +19,10 @@ from bench.deployment.deployment import CHECKOUT, COMPLETED
 from bench.deployment.hosts import FOLDER
 from bench.faults import newest_run, wait_for_end
 from server_app.main import first_adapter
-from strategies.authentication import EncryptedArrays, Signer
+from strategies.authentication import Signer
 from strategies.instruction_keys import read_private_key
 from strategies.messages import ARRAYS, CONFIG, Instruction, to_arrays
+from strategies.packed_content import EncryptedArrays
 from strategies.run_config import parse_run_config
 from strategies.run_folder import METRICS, read_events
 from tests.deployment.conftest import results

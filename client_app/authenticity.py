@@ -1,0 +1,61 @@
+"""Whether an instruction is the coordinator's, and a new one."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flwr.app import Context, Message
+
+from strategies.authentication import AuthenticationError, SignedInstruction
+from strategies.instruction_keys import read_public_key
+from strategies.site_policy import SitePolicy
+
+
+def authenticate(
+    policy: SitePolicy, message: Message, context: Context, instruction: SignedInstruction | None
+) -> None:
+    """Check that the coordinator has signed a message for this site, this run and this time.
+
+    Raises:
+        AuthenticationError: It hasn't.
+        PolicyError: The coordinator's key can't be read.
+
+    """
+    key = read_public_key(policy.instruction_key)
+    if instruction is None:
+        raise AuthenticationError(
+            "the instruction is not signed, and the site's policy names the coordinator's key "
+            "(instruction-key)"
+        )
+    instruction.verify(key, message, context.node_id, context.run_id)
+
+
+def check_fresh(
+    about: Mapping[str, Any], run_id: int, time: float, lines: Iterable[Mapping[str, Any]]
+) -> None:
+    """Check that an instruction is new, and that none that is newer was received before.
+
+    A run that is resumed repeats rounds, under another id of Flower's.
+
+    Args:
+        about: The instruction's ``client``, ``nonce``, ``run`` (its lineage) and ``round``.
+        run_id: Flower's id of the run.
+        time: When it was signed, in seconds since 1970.
+        lines: The audit log so far.
+
+    Raises:
+        AuthenticationError: It isn't.
+
+    """
+    for line in lines:
+        if line.get("event") != "instruction" or line.get("client") != about["client"]:
+            continue
+        if line.get("nonce") == about["nonce"]:
+            raise AuthenticationError("the instruction was received before")
+        if line.get("run") != about.get("run"):
+            continue
+        if line.get("signed", 0.0) > time:
+            raise AuthenticationError(
+                "the instruction was signed before another one of its run that was received"
+            )
+        if line.get("run-id") == str(run_id) and line.get("round", 0) > about.get("round", 0):
+            raise AuthenticationError("the instruction is of an earlier round than another one")

@@ -1,0 +1,83 @@
+"""Collect the replies to the messages of one phase: checked, kept, and who is left out and why."""
+
+import math
+from collections.abc import Iterable, Mapping
+from logging import WARNING
+
+from flwr.app import ArrayRecord, Message
+from flwr.common.logger import log
+
+from strategies.answers import answers_of
+from strategies.live_status import LiveStatus
+from strategies.messages import ARRAYS, metrics_of, withheld_of
+from strategies.not_finite import says_not_finite
+from strategies.participants import Participants, TooFewClientsError
+from strategies.replies import Replies
+
+
+def collect(
+    collected: Replies,
+    replies: Iterable[Message],
+    participants: Participants,
+    status: LiveStatus,
+    reference: ArrayRecord | None,
+    minimum: float = -math.inf,
+) -> None:
+    """Check replies as they arrive; one that can't be used is released immediately.
+
+    Args:
+        collected: Gets the valid replies, and the reasons for leaving others out.
+        replies: The replies.
+        participants: The clients that were asked.
+        status: Shows who has answered.
+        reference: Names and shapes of the arrays that each must have; None if they have none.
+        minimum: Smallest value that the arrays may have.
+
+    """
+    for reply in replies:
+        checked = participants.check(reply, reference, minimum)
+        if checked is not None:
+            name, reason = checked
+            if reason is None:
+                _add(collected, name, reply, has_arrays=reference is not None)
+            else:
+                collected.left_out[name] = reason
+                if says_not_finite(reply, reason):
+                    collected.not_finite.append(name)
+            status.add(name, reason)
+        del reply  # before the next one is pulled
+    collected.left_out |= participants.missing({*collected.metrics, *collected.left_out})
+    collected.sort()
+    for name, reason in collected.left_out.items():
+        log(WARNING, "%s is left out: %s", name, reason)
+
+
+def require_enough(phase: str, collected: Replies, minimum: int) -> None:
+    """Check the number of valid replies.
+
+    Raises:
+        TooFewClientsError: There are fewer than ``minimum`` (``min-nodes``).
+
+    """
+    valid, left_out = collected.metrics, collected.left_out
+    if len(valid) < minimum:
+        lines = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
+        raise TooFewClientsError(
+            f"{phase}: {len(valid)} valid replies, and min-nodes = {minimum} are needed; left out:"
+            f"{lines or ' nobody'}"
+        )
+
+
+def reasons(left_out: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return who is left out and why, as ``metrics.jsonl`` has it."""
+    return [{"client": name, "reason": reason} for name, reason in left_out.items()]
+
+
+def _add(collected: Replies, name: str, reply: Message, has_arrays: bool) -> None:
+    # Arrays that were not requested have not been checked either.
+    arrays = reply.content.array_records[ARRAYS] if has_arrays else None
+    collected.add(name, metrics_of(reply), arrays)
+    collected.answers[name] = answers_of(reply)
+    if withheld := withheld_of(reply):
+        collected.withheld[name] = withheld
+        log(WARNING, "%s: %s", name, withheld)
