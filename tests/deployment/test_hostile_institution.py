@@ -106,7 +106,7 @@ def test_nobody_speaks_in_another_s_name(running):
     files = running.programs["coordinator"]["superexec"].view.mounts
     model = files.get(f"{FOLDER}/model", running.settings["model.name"])
     state, _ = first_adapter(parse_run_config(SETTINGS | {"model.name": str(model)}), Path(model))
-    names = [array.object_id for array in to_arrays(state).values()]
+    names = sorted({array.object_id for array in to_arrays(state).values()})
     itself = attack.message("query", RecordDict(), coordinator, attack.nodes["consultation"])
     attack.send(itself, announce=names)
     wait_until(lambda: checkpoints(running), SECONDS)

@@ -195,6 +195,7 @@ def test_deletion_leaves_nothing_of_a_run(coordinator, institution, checkpoint, 
         "adapter.targets": "q_proj,v_proj",
         "train.local-steps": 1,
         "output-dir": str(tmp_path / "runs"),
+        "instruction-key": str(coordinator.folder / "instructions.key"),
     }
     home = institution.folder / "home"
     with institution.supernode(f'name="court" data-path="{institution.folder / "data"}"'):
