@@ -200,25 +200,25 @@ def _checkpoint(seen: Seen) -> str:
 def _clients(seen: Seen) -> list[tuple[str, str, str, str]]:
     """Return each client's name, rows, tokens per second, and what it does or why it is out."""
     status, doing = seen.status, dict[str, str]()
-    odd = set[str]()  # who was left out of their last round, or scaled down in it
+    reduced = set[str]()  # who was left out of their last round, or scaled down in it
     last: dict[str, Event] = {}
     for event in seen.events:
         if event["event"] == "train":
             last[event["client"]] = event
         if event["event"] == "scaled" and event["client"] in doing:
             doing[event["client"]] += f"; its {event['what']} counts × {event['factor']:.2g}"
-            odd.add(event["client"])
+            reduced.add(event["client"])
         # Other events have clients' own metrics, which may be called anything.
         if event["event"] not in {"round", "refused"}:
             continue
         for name in event.get("participants", []):
             doing[name] = f"took part in round {event['round']}"
-            odd.discard(name)
+            reduced.discard(name)
         for out in event.get("left_out", []):
             doing[out["client"]] = f"OUT of round {event['round']}: {out['reason']}"
-            odd.add(out["client"])
+            reduced.add(out["client"])
     if seen.works:
-        before = {name: f"; {doing[name]}" for name in odd}
+        before = {name: f"; {doing[name]}" for name in reduced}
         lanes = {lane.client: f", {lane.steps} of {lane.planned} steps" for lane in status.lanes}
         for name in status.asked:
             works = f"in {status.phase}{lanes.get(name, '')}"

@@ -89,8 +89,8 @@ class Session:
         self.lifetime = lifetime
         self._frame_timeout = frame_timeout
         self._gather_timeout = gather_timeout
-        # Seconds of silence in which others waited for room that the client holds: in the present
-        # silence, in the present step or generation, and in all.
+        # Seconds of silence in which others waited for room that the client holds: since its last
+        # frame, in this step or generation, and in all.
         self._kept_once = self._kept_in_step = self._kept_in_all = 0.0
         self._turn_since = time.monotonic()  # when the last of its jobs ended
         self._owed = 0
