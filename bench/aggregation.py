@@ -33,10 +33,7 @@ from safetensors.torch import load_file, save_file
 from bench.harness import Worker, make_table, show
 from bench.in_process import InProcessGrid, identified
 from bench.memory_use import Memory
-from server_app.results import Results
-from strategies.fedjudge import FedJudgeBase
-from strategies.journal import Progress
-from strategies.messages import (
+from federation.messages import (
     SIZE,
     State,
     answer,
@@ -44,7 +41,10 @@ from strategies.messages import (
     from_arrays,
     to_arrays,
 )
-from strategies.run_config import parse_run_config
+from federation.run_config import parse_run_config
+from server_app.results import Results
+from strategies.fedjudge import FedJudgeBase
+from strategies.journal import Progress
 
 RANK, HIDDEN, INNER = 16, 4096, 11008
 MODULES = {

@@ -29,10 +29,10 @@ from flwr.common.config import flatten_dict, parse_config_args
 from bench.continual_cells import Experiment, calibrate, cell, first_round
 from bench.continual_table import Row, recorded, table
 from bench.pool import pool
+from federation.run_config import ConfigError, parse_run_config
 from finetuning.files import replacing, write_json
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest, fingerprint
-from strategies.run_config import ConfigError, parse_run_config
 
 _LIBRARIES = ("torch", "transformers", "peft")
 _PRESET = Path(__file__).parent.parent / "presets" / "demo.toml"

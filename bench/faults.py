@@ -40,10 +40,10 @@ from bench.deployment.supervisor import (
     supervised,
 )
 from bench.harness import make_table, show
+from federation.run_config import Scalar
+from federation.run_folder import METRICS, read_events
 from finetuning.generated import examples
 from finetuning.model.tiny import build_tiny
-from strategies.run_config import Scalar
-from strategies.run_folder import METRICS, read_events
 
 ROWS = {"consultation": 8, "court": 16}
 _FEDJUDGE: dict[str, dict[str, Scalar]] = {

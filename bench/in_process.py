@@ -17,14 +17,14 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from client_app.kept import Kept, keeping_in
 from client_app.main import app as client_app
+from federation.messages import to_arrays
+from federation.run_config import Scalar, parse_run_config
+from federation.status import RunStatus
 from finetuning.adapters.adapter import State
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
 from server_app.main import STRATEGIES, first_adapter
 from strategies.journal import Progress
-from strategies.messages import to_arrays
-from strategies.run_config import Scalar, parse_run_config
-from strategies.status import RunStatus
 
 
 def identified(messages: Iterable[Message]) -> list[Message]:

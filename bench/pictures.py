@@ -21,11 +21,11 @@ from matplotlib.figure import Figure
 from bench.drawing import BLUE, GREY, RED, STYLE, svg
 from bench.markdown import escaped, shortened
 from bench.weights import origin
+from federation.answers import MODELS
+from federation.run_folder import METRICS, Event, read_events
 from finetuning.model.fingerprint import digest
 from server_app.answers import questions
 from server_app.report import ClientSummary, summary_rows
-from strategies.answers import MODELS
-from strategies.run_folder import METRICS, Event, read_events
 
 ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "docs" / "recorded"

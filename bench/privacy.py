@@ -53,7 +53,7 @@ def run(epsilon: float, seed: int, row_norm: float, overrides: list[str]) -> Out
     from bench.in_process import InProcessGrid, run_in_process
     from client_app.fedjudge import base_model
     from client_app.institution import open_institution
-    from strategies.run_config import parse_run_config
+    from federation.run_config import parse_run_config
 
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel("ERROR")
@@ -86,7 +86,7 @@ def _least_noise(epsilon: float, config: Any, rows: int) -> float:
     """Return the least σ with which a client's run spends at most ε."""
     from client_app.privacy_account import PrivateSteps, private_steps
     from client_app.privacy_account import epsilon as spent_by
-    from strategies.site_policy import PrivacyPolicy
+    from federation.site_policy import PrivacyPolicy
 
     steps = private_steps(PrivacyPolicy(), config.train, rows, config.rounds)
     low, high = 0.1, 100.0

@@ -20,9 +20,9 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from bench.aggregation import draw_adapter
 from bench.harness import make_table, show
-from strategies.authentication import SignedInstruction, Signer, open_reply
-from strategies.messages import ARRAYS, CONFIG, State, answer, to_arrays
-from strategies.packed_content import EncryptedArrays
+from federation.authentication import SignedInstruction, Signer, open_reply
+from federation.messages import ARRAYS, CONFIG, State, answer, to_arrays
+from federation.packed_content import EncryptedArrays
 
 _REPETITIONS = 9
 

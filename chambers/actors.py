@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 
 from chambers.errors import CommandError
+from federation.run_config import RunConfig
 from finetuning.model.checkpoint import client_parameters
-from strategies.run_config import RunConfig
 
 # Measured with ``tiny``: memory of an actor in addition to the model's weights, and that of
 # SuperLink, Ray and ServerApp together.

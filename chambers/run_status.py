@@ -12,10 +12,10 @@ from rich.table import Table
 
 from chambers.disk_space import ACCESS_LOG, DATABASE, LEAST_FREE_GIB, free_gib, most_sent
 from chambers.errors import described
+from federation.resumption import checkpoint_files
+from federation.run_folder import METRICS, Event, is_running, read_events, read_status
+from federation.status import RunStatus
 from split.protocol.errors import printable
-from strategies.resumption import checkpoint_files
-from strategies.run_folder import METRICS, Event, is_running, read_events, read_status
-from strategies.status import RunStatus
 
 # Time left is estimated from so many rounds.
 _RECENT_ROUNDS = 5

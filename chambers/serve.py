@@ -6,14 +6,18 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import ValidationError
 
 from chambers.errors import CommandError
-from chambers.sources import AdapterOptions, RunFolder, option
+from chambers.sources import AdapterOptions, RunFolder, find_run, open_adapter, option, read_run
+from finetuning.adapters.saved import SavedAdapter
 from split.settings import SplitSettings
+
+if TYPE_CHECKING:
+    from chambers.serving import Served
 
 _DAY_SECONDS = 24 * 60 * 60.0
 _MOST_DAYS = 3650
@@ -107,7 +111,7 @@ class Serve(AdapterOptions):
         self.check_folders()
         import logging
 
-        from chambers.serving import find, serving
+        from chambers.serving import serving
 
         logging.basicConfig(
             level=logging.INFO,
@@ -116,7 +120,7 @@ class Serve(AdapterOptions):
             datefmt="%H:%M:%S",
         )
         over = threading.Event()
-        served = find(self)
+        served = self.find()
         with serving(served, self.valid_for * _DAY_SECONDS) as (address, files):
             for name in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(name, lambda *_: over.set())
@@ -127,6 +131,40 @@ class Serve(AdapterOptions):
             over.wait()
             print("ending", flush=True)
         return 0
+
+    def find(self) -> "Served":
+        """Find the models that the options name.
+
+        Raises:
+            CommandError: Something is missing, or does not belong to the rest.
+
+        """
+        from chambers.serving import find
+
+        run = read_run(self.run.expanduser()) if self.run else None
+        adapter = self._shared_adapter(run)
+        source = run or find_run(adapter)
+        return find(
+            run=source,
+            personalised=run is not None,
+            adapter=adapter,
+            split=self.split(source.config if source else {}),
+            clients=self.invited(source),
+            settings=self.settings(adapter, source),
+            folder=self.invitations,
+            longest_prompt=self.longest_prompt,
+        )
+
+    def _shared_adapter(self, run: RunFolder | None) -> SavedAdapter | None:
+        """Return the adapter that all clients may use."""
+        if self.adapter:
+            return open_adapter(self.adapter)
+        if run is None:
+            return None
+        directory = run.directory / "adapters" / "global"
+        if not directory.is_dir():
+            raise CommandError(f"{run.directory} has no adapters/global: the run finished no round")
+        return open_adapter(directory)
 
     def check_folders(self) -> None:
         """See ``AdapterOptions.check_folders``."""

@@ -1,6 +1,6 @@
 """The models that ``chambers serve`` serves, and its server."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -8,15 +8,8 @@ from pathlib import Path
 
 from chambers.errors import CommandError
 from chambers.invitation_file import write_invitation
-from chambers.serve import Serve
-from chambers.sources import (
-    RunFolder,
-    find_run,
-    open_adapter,
-    read_run,
-    refuse_other_base,
-    split_adapter,
-)
+from chambers.sources import RunFolder, open_adapter, refuse_other_base, split_adapter
+from federation.messages import is_name
 from finetuning.adapters.adapter import State
 from finetuning.adapters.saved import SavedAdapter
 from finetuning.model.base_model import BaseModelError
@@ -30,7 +23,6 @@ from split.model.partition import Partition, partition_of
 from split.protocol.standing_invitation import StandingInvitation
 from split.server.model_server import ModelServer
 from split.settings import SplitSettings
-from strategies.messages import is_name
 
 _RUN = "chambers serve"
 
@@ -61,56 +53,68 @@ class Served:
     longest_prompt: int
 
 
-def find(options: Serve) -> Served:
-    """Find what the options name, and check that the parts belong together.
+def find(
+    *,
+    run: RunFolder | None,
+    personalised: bool,
+    adapter: SavedAdapter | None,
+    settings: ModelSettings,
+    split: SplitSettings,
+    clients: Sequence[str],
+    folder: Path,
+    longest_prompt: int,
+) -> Served:
+    """Find the parts of the models to serve, and check that they belong together.
+
+    Args:
+        run: The run that the adapters come from, if it is known.
+        personalised: Whether to serve the run's personalised adapters too.
+        adapter: The adapter that all clients may use; None for the base model alone.
+        settings: The base model.
+        split: Addresses, partition and limits.
+        clients: Names of the clients to invite.
+        folder: Folder for the invitations.
+        longest_prompt: Tokens of the longest prompt.
 
     Raises:
         CommandError: Something is missing, or does not belong to the rest.
 
     """
-    run = read_run(options.run.expanduser()) if options.run else None
-    shared = _shared_adapter(options, run)
-    run = run or find_run(shared)
-    split = options.split(run.config if run else {})
-    clients = options.invited(run)
     for name in clients:
         if not is_name(name):
             raise CommandError(
                 f"--clients {name!r} can't be a client's name: letters, digits, ' ', '.', '-'"
             )
     try:
-        settings = options.settings(shared, run)
         directory = locate_parts(settings.name, split, ("body",))
         if run is not None:
             own = fingerprint(directory)
             refuse_other_base(own, run.digests, f"that of {run.directory}")
         partition = partition_of(directory, split)
-        common = {} if shared is None else {"global": split_adapter(shared, partition)["body"]}
-        prefixes = shared is not None and shared.settings.kind == "prefix"
+        common = {} if adapter is None else {"global": split_adapter(adapter, partition)["body"]}
         check_exactness(
             directory=directory,
             settings=settings,
             partition=partition,
-            prefixes=prefixes,
+            prefixes=adapter is not None and adapter.settings.kind == "prefix",
             generation=True,
         )
     except BaseModelError as error:
         raise CommandError(str(error)) from error
     models: dict[str, dict[str, State | None]] = {c: {"base": None, **common} for c in clients}
-    if options.run and run is not None:
+    if personalised and run is not None:
         for client in {*clients} & {*run.clients}:
-            personalised = open_adapter(run.directory / "adapters" / "clients" / client)
-            models[client]["personalised"] = split_adapter(personalised, partition)["body"]
-    adapter = shared.settings if shared else AdapterSettings()
+            own_adapter = open_adapter(run.directory / "adapters" / "clients" / client)
+            models[client]["personalised"] = split_adapter(own_adapter, partition)["body"]
     return Served(
         settings=settings,
         split=split,
         partition=partition,
         directory=directory,
-        adapter=adapter,
+        adapter=adapter.settings if adapter else AdapterSettings(),
         models=models,
-        folder=options.invitations,
-        longest_prompt=options.longest_prompt,
+        folder=folder,
+        longest_prompt=longest_prompt,
     )
 
 
@@ -194,15 +198,3 @@ def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, P
         files[client] = served.folder / f"{client}.json"
         write_invitation(content, files[client])
     return files
-
-
-def _shared_adapter(options: Serve, run: RunFolder | None) -> SavedAdapter | None:
-    """Return the adapter that all clients may use."""
-    if options.adapter:
-        return open_adapter(options.adapter)
-    if run is None:
-        return None
-    directory = run.directory / "adapters" / "global"
-    if not directory.is_dir():
-        raise CommandError(f"{run.directory} has no adapters/global: the run finished no round")
-    return open_adapter(directory)

@@ -21,7 +21,7 @@ import tomli_w
 from chambers.actors import gpus_of_each
 from chambers.errors import CommandError
 from chambers.interruption import END_SIGNALS, interrupt_at_end
-from strategies.run_config import Scalar
+from federation.run_config import Scalar
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 COMPLETED = "finished:completed"

@@ -14,15 +14,15 @@ from chambers.actors import count_actors, this_machine
 from chambers.errors import CommandError
 from chambers.sources import option
 from chambers.superlink import CHECKOUT, simulate
+from federation.resumption import check_resumable
+from federation.run_config import ConfigError, RunConfig, Scalar, parse_run_config
+from federation.run_folder import METRICS, read_events
 from finetuning.adapters.saved import AdapterError, check_folder
 from finetuning.data.formats import DataError, check_data_set, is_data_set_id, is_hub_id
 from finetuning.data.rows import client_folders, find_part
 from finetuning.model.checkpoint import count_blocks, problem_of
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
-from strategies.resumption import check_resumable
-from strategies.run_config import ConfigError, RunConfig, Scalar, parse_run_config
-from strategies.run_folder import METRICS, read_events
 
 _GENERATED_CLIENTS = 3
 _PATHS_OR_NAMES = {"data.path", "model.name"}

@@ -16,8 +16,8 @@ import numpy as np
 from filelock import FileLock
 from flwr.app import Array, ArrayRecord, Message
 
-from strategies.answers import answers_of
-from strategies.messages import ARRAYS, config_of, metrics_of
+from federation.answers import answers_of
+from federation.messages import ARRAYS, config_of, metrics_of
 
 _LOCK_SECONDS = 60.0
 _LONGEST_LINE = 2**20  # bytes

@@ -5,9 +5,9 @@ from typing import Any
 
 from flwr.app import Context, Message
 
-from strategies.authentication import AuthenticationError, SignedInstruction
-from strategies.instruction_keys import read_public_key
-from strategies.site_policy import SitePolicy
+from federation.authentication import AuthenticationError, SignedInstruction
+from federation.instruction_keys import read_public_key
+from federation.site_policy import SitePolicy
 
 
 def authenticate(

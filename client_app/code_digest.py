@@ -4,9 +4,9 @@ import hashlib
 from pathlib import Path
 
 import client_app
+import federation
 import finetuning
 import split
-import strategies
 
 
 def code_digest() -> str:
@@ -15,7 +15,7 @@ def code_digest() -> str:
     It is the same for a checkout, an installed package and the app as Flower installs it.
     """
     state = hashlib.sha256()
-    for package in (client_app, finetuning, split, strategies):
+    for package in (client_app, federation, finetuning, split):
         root = Path(str(package.__file__)).parent
         for file in sorted(root.rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:

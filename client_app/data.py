@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from flwr.common.logger import log
 
+from federation.node_config import name_and_data_path
 from finetuning.data.formats import DataError, is_data_set_id
 from finetuning.data.partition import partition
 from finetuning.data.rows import Row, client_folders, find_parts, parse_messages
@@ -15,7 +16,6 @@ from finetuning.generated import STYLES, examples
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
-from strategies.node_config import name_and_data_path
 
 # Unequal like the sizes of the paper's clients (table 1), and small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}

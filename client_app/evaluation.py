@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from client_app.task import Metrics, Task
+from federation.answers import Answer
+from federation.messages import LARGEST_METRIC
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
 from finetuning.evaluation.held_out import generate_answers, held_out_loss
 from finetuning.model.base_model import reference
 from finetuning.model.whole_model import WholeModel
 from split.client.split_model import SplitModel
-from strategies.answers import Answer
-from strategies.messages import LARGEST_METRIC
 
 
 @dataclass

@@ -11,6 +11,9 @@ from client_app.institution import Institution
 from client_app.kept import keep_one
 from client_app.policy import require
 from client_app.task import Metrics, Task, training_metrics
+from federation.messages import ARRAYS, IMPORTANCE
+from federation.run_config import RunConfig
+from federation.site_policy import PrivacyPolicy, SitePolicy
 from finetuning.adapters.adapter import (
     State,
     attach_adapter,
@@ -30,9 +33,6 @@ from finetuning.training.continual import ContinualPenalty, importance
 from finetuning.training.loop import LocalRound, Stages, train_round
 from finetuning.training.penalty import Penalty
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
-from strategies.messages import ARRAYS, IMPORTANCE
-from strategies.run_config import RunConfig
-from strategies.site_policy import PrivacyPolicy, SitePolicy
 
 # Made-up rows of different lengths.
 _TRIAL = [

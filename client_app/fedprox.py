@@ -6,11 +6,11 @@ import torch
 
 from client_app.fedjudge import base_model, evaluate, global_weights, train_adapter
 from client_app.task import Metrics, Task
+from federation.run_config import RunConfig
+from federation.site_policy import SitePolicy
 from finetuning.adapters.adapter import State
 from finetuning.model.whole_model import WholeModel
 from finetuning.training.proximal import ProximalPenalty
-from strategies.run_config import RunConfig
-from strategies.site_policy import SitePolicy
 
 __all__ = ["base_model", "check", "computes_importance", "evaluate", "train"]
 

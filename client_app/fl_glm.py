@@ -8,6 +8,9 @@ from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.kept import keep_one
 from client_app.policy import check_address, require
 from client_app.task import Metrics, Task, training_metrics
+from federation.messages import ARRAYS, BODY, invitation_of, models_of
+from federation.run_config import RunConfig
+from federation.site_policy import SitePolicy
 from finetuning.adapters.adapter import State, initial_adapter, load_state
 from finetuning.files import Stamps
 from finetuning.model.base_model import load_tokenizer
@@ -24,9 +27,6 @@ from split.model.partition import PartyName, partition_of
 from split.protocol.frames import Kind, Limits, average_bytes
 from split.protocol.training import RoundPlan
 from split.settings import SplitSettings
-from strategies.messages import ARRAYS, BODY, invitation_of, models_of
-from strategies.run_config import RunConfig
-from strategies.site_policy import SitePolicy
 
 _PARTS: tuple[PartyName, ...] = ("head", "tail")
 

@@ -19,16 +19,9 @@ from client_app.institution import Institution, open_institution
 from client_app.site import Site, open_site
 from client_app.state import ClientState
 from client_app.task import Metrics, Task
-from finetuning.adapters.adapter import State
-from finetuning.data.formats import DataError
-from finetuning.files import DiskFullError
-from finetuning.model.base_model import BaseModelError
-from finetuning.model.fingerprint import digest
-from finetuning.training.deadline import DeadlineError
-from split.protocol.errors import LaneError
-from strategies.answers import ANSWERS, answers_record
-from strategies.authentication import AuthenticationError, SignedInstruction
-from strategies.messages import (
+from federation.answers import ANSWERS, answers_record
+from federation.authentication import AuthenticationError, SignedInstruction
+from federation.messages import (
     SIZE,
     TRAIN_EXAMPLES,
     Instruction,
@@ -38,8 +31,15 @@ from strategies.messages import (
     one_line,
     to_arrays,
 )
-from strategies.run_config import ConfigError, RunConfig, parse_run_config
-from strategies.site_policy import PolicyError, SitePolicy
+from federation.run_config import ConfigError, RunConfig, parse_run_config
+from federation.site_policy import PolicyError, SitePolicy
+from finetuning.adapters.adapter import State
+from finetuning.data.formats import DataError
+from finetuning.files import DiskFullError
+from finetuning.model.base_model import BaseModelError
+from finetuning.model.fingerprint import digest
+from finetuning.training.deadline import DeadlineError
+from split.protocol.errors import LaneError
 
 app = ClientApp()
 

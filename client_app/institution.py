@@ -10,13 +10,13 @@ import torch
 from flwr.common.logger import log
 
 from client_app.data import read_client_data
+from federation.run_config import RunConfig, Scalar
 from finetuning.data.prompts import Prompt, prompts_of_answers
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.positions import check_positions
 from finetuning.randomness import derive_seed
-from strategies.run_config import RunConfig, Scalar
 
 # Returns the directory and the fingerprint of the client's part of the base model.
 BaseModel = Callable[[RunConfig], tuple[Path, dict[str, str]]]

@@ -16,8 +16,8 @@ from flwr.proto.message_pb2 import Message as MessageProto
 from google.protobuf.message import EncodeError
 
 from client_app.code_digest import code_digest
-from strategies.run_config import ConfigError, parse_run_config
-from strategies.worker_socket import (
+from federation.run_config import ConfigError, parse_run_config
+from federation.worker_socket import (
     MOST_TEXT,
     TRANSFER_SECONDS,
     WorkerError,

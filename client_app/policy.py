@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from client_app.institution import Institution
+from federation.messages import Instruction
+from federation.run_config import RunConfig
+from federation.site_policy import PolicyError, SitePolicy
 from finetuning.data.batching import steps_per_round
 from finetuning.data.prompts import Prompt
 from finetuning.data.tokenization import Example
 from finetuning.model.fingerprint import digest
-from strategies.messages import Instruction
-from strategies.run_config import RunConfig
-from strategies.site_policy import PolicyError, SitePolicy
 
 
 def check_run(policy: SitePolicy, config: RunConfig) -> None:

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from client_app.audit import AuditLog
+from federation.site_policy import PolicyError, PrivacyPolicy
 from finetuning.data.batching import steps_per_round
 from finetuning.settings import TrainSettings
-from strategies.site_policy import PolicyError, PrivacyPolicy
 
 
 @dataclass(frozen=True)

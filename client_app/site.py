@@ -13,12 +13,12 @@ from client_app.audit import AuditLog, describe
 from client_app.authenticity import authenticate, check_fresh
 from client_app.institution import Institution
 from client_app.privacy_account import PrivacyAccount, PrivateSteps, account_line, private_steps
+from federation.authentication import AuthenticationError, SignedInstruction
+from federation.messages import Instruction, InstructionError
+from federation.node_config import check_keys, is_simulation
+from federation.run_config import RunConfig, Scalar
+from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_policy
 from finetuning.data.tokenization import Example
-from strategies.authentication import AuthenticationError, SignedInstruction
-from strategies.messages import Instruction, InstructionError
-from strategies.node_config import check_keys, is_simulation
-from strategies.run_config import RunConfig, Scalar
-from strategies.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_policy
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from flwr.common.logger import log
 from client_app.institution import Institution
 from client_app.site import Site
 from client_app.state import ClientState
+from federation.messages import Instruction
+from federation.run_config import RunConfig
 from finetuning.adapters.adapter import State
 from finetuning.data.batching import round_steps, steps_per_round
 from finetuning.randomness import derive_seed
 from finetuning.training.deadline import DeadlineError
 from finetuning.training.loop import LocalRound, TrainingReport
 from finetuning.training.optimization import OptimizerState
-from strategies.messages import Instruction
-from strategies.run_config import RunConfig
 
 Metrics = dict[str, int | float]
 

@@ -29,7 +29,7 @@ from flwr.proto.message_pb2 import Context as ContextProto
 from flwr.proto.message_pb2 import Message as MessageProto
 
 from client_app.code_digest import code_digest
-from strategies.worker_socket import (
+from federation.worker_socket import (
     TRANSFER_SECONDS,
     WorkerError,
     peer_uid,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from strategies.run_folder import Event
+from federation.run_folder import Event
 
 
 @dataclass

@@ -8,12 +8,12 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from federation.resumption import FOLDER, check_resumable, checkpoint_files
+from federation.run_config import ConfigError, RunConfig
 from finetuning.adapters.adapter import State
 from finetuning.files import replacing
 from finetuning.model.fingerprint import differences
 from strategies.journal import Progress
-from strategies.resumption import FOLDER, check_resumable, checkpoint_files
-from strategies.run_config import ConfigError, RunConfig
 
 _KEPT = 2
 

@@ -10,6 +10,11 @@ from flwr.app import Context
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
+from federation.instruction_keys import signer_of
+from federation.messages import to_arrays
+from federation.resumption import check_resumable, checkpoint_files
+from federation.run_config import ConfigError, RunConfig, parse_run_config
+from federation.run_folder import METRICS, end_status, running
 from finetuning.adapters.adapter import State, initial_adapter
 from finetuning.adapters.saved import read_fitting
 from finetuning.model.base_model import reference
@@ -22,12 +27,7 @@ from server_app.summary import summary
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL
 from strategies.fedprox import FedProx
 from strategies.fl_glm import FLGLM
-from strategies.instruction_keys import signer_of
 from strategies.journal import Progress
-from strategies.messages import to_arrays
-from strategies.resumption import check_resumable, checkpoint_files
-from strategies.run_config import ConfigError, RunConfig, parse_run_config
-from strategies.run_folder import METRICS, end_status, running
 
 app = ServerApp()
 

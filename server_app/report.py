@@ -20,11 +20,11 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from federation.answers import MODELS
+from federation.run_folder import METRICS, Event, read_events
 from finetuning.files import replacing
 from server_app.answers import questions
 from server_app.page import PAGE
-from strategies.answers import MODELS
-from strategies.run_folder import METRICS, Event, read_events
 
 Curve = dict[int, float]  # a value per round
 Looks = Mapping[str, tuple[str, str, str]]  # client: colour, marker, marker as a character

@@ -19,6 +19,9 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from federation.run_config import ConfigError, RunConfig
+from federation.run_folder import METRICS, write_status
+from federation.status import RunStatus
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
 from finetuning.files import filling, remove_unfinished, remove_whole, replacing, write_json
@@ -27,9 +30,6 @@ from server_app.checkpoint import Checkpoint, discard_checkpoint, save_checkpoin
 from server_app.report import write_report
 from split.protocol.errors import printable
 from strategies.journal import Progress
-from strategies.run_config import ConfigError, RunConfig
-from strategies.run_folder import METRICS, write_status
-from strategies.status import RunStatus
 
 # Folder of personalised adapters of a round whose global adapter has not been evaluated yet.
 _TRAINED = ".trained"

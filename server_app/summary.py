@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from federation.answers import MODELS
+from federation.run_folder import METRICS, Event, read_events
 from server_app.answers import questions
 from server_app.report import ClientSummary, summary_rows
 from split.protocol.errors import printable
-from strategies.answers import MODELS
-from strategies.run_folder import METRICS, Event, read_events
 
 _MOST_CHARACTERS = 400  # most that is shown of a text in the terminal
 

@@ -7,9 +7,9 @@ from logging import WARNING
 from flwr.app import ArrayRecord, Message
 from flwr.common.logger import log
 
-from strategies.answers import answers_of
+from federation.answers import answers_of
+from federation.messages import ARRAYS, metrics_of, withheld_of
 from strategies.live_status import LiveStatus
-from strategies.messages import ARRAYS, metrics_of, withheld_of
 from strategies.not_finite import says_not_finite
 from strategies.participants import Participants, TooFewClientsError
 from strategies.replies import Replies

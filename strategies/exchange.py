@@ -13,15 +13,15 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.superlink.grid import HttpGrid, InMemoryGrid
 
-from strategies.authentication import (
+from federation.authentication import (
     AuthenticationError,
     Signer,
     Statement,
     open_reply,
 )
+from federation.messages import problem_of
+from federation.packed_content import EncryptedArrays
 from strategies.bounded_pull import LargeReplyError, check_size, pull
-from strategies.messages import problem_of
-from strategies.packed_content import EncryptedArrays
 
 # By whether the clients are simulated, as Flower's own grids poll.
 _PULL_SECONDS = {False: 3.0, True: 0.1}

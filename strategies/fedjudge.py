@@ -6,8 +6,8 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
+from federation.messages import CONFIG, IMPORTANCE, SIZE, Instruction, State, to_arrays
 from finetuning.adapters.robust_aggregation import ImportanceCap
-from strategies.messages import CONFIG, IMPORTANCE, SIZE, Instruction, State, to_arrays
 from strategies.participants import RefusedError, TooFewClientsError
 from strategies.replies import Replies
 from strategies.rounds import Rounds

@@ -12,6 +12,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
+from federation.authentication import Signer
+from federation.messages import BODY, LANE, State, from_arrays, lane_record, to_arrays
+from federation.run_config import RunConfig
+from federation.status import LaneStatus
 from finetuning.model.fingerprint import PARTIES_SHARE
 from finetuning.randomness import derive_seed
 from split.model.adapters import join_adapters, take_apart
@@ -21,15 +25,11 @@ from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.partition import PartyName, partition_of
 from split.protocol.errors import printable
 from split.server.block_server import BlockServer
-from strategies.authentication import Signer
 from strategies.journal import Journal, Progress
-from strategies.messages import BODY, LANE, State, from_arrays, lane_record, to_arrays
 from strategies.metrics import underscored
 from strategies.participants import RefusedError
 from strategies.rounds import Rounds
-from strategies.run_config import RunConfig
 from strategies.scaling import record_scaled
-from strategies.status import LaneStatus
 
 
 class FLGLM(Rounds):

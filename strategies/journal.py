@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from strategies.messages import State
-from strategies.status import RunStatus
+from federation.messages import State
+from federation.status import RunStatus
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Collection, Mapping
 
+from federation.status import LaneStatus, Phase, RunStatus
 from strategies.journal import Journal
-from strategies.status import LaneStatus, Phase, RunStatus
 
 # How often the progress within a round is written to the disk.
 _REFRESH_SECONDS = 10.0

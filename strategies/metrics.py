@@ -6,8 +6,8 @@ from typing import Any
 from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
-from strategies.answers import MODELS
-from strategies.messages import METRICS, SIZE
+from federation.answers import MODELS
+from federation.messages import METRICS, SIZE
 
 
 def averages(metrics: list[Mapping[str, Any]]) -> MetricRecord:

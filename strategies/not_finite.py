@@ -4,8 +4,8 @@ import re
 
 from flwr.app import Message
 
+from federation.messages import LARGEST_METRIC, metrics_of, problem_of
 from strategies.journal import Journal
-from strategies.messages import LARGEST_METRIC, metrics_of, problem_of
 from strategies.refusals import NOT_FINITE
 from strategies.replies import Replies
 

@@ -12,11 +12,8 @@ from flwr.common.logger import log
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
-from finetuning.model.fingerprint import digest
-from split.protocol.errors import printable
-from strategies.authentication import Signer
-from strategies.exchange import exchange, turns
-from strategies.messages import (
+from federation.authentication import Signer
+from federation.messages import (
     CONFIG,
     SIZE,
     TRAIN_EXAMPLES,
@@ -25,8 +22,11 @@ from strategies.messages import (
     metrics_of,
     withheld_of,
 )
+from federation.run_config import RunConfig
+from finetuning.model.fingerprint import digest
+from split.protocol.errors import printable
+from strategies.exchange import exchange, turns
 from strategies.refusals import agreed, reason_to_refuse, reason_to_refuse_registration
-from strategies.run_config import RunConfig
 
 _POLL_SECONDS = 1.0
 # To one SuperNode that doesn't answer; each costs the round node-timeout.

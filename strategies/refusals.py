@@ -12,10 +12,8 @@ from typing import Any, TypeGuard
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message
 
-from finetuning.model.fingerprint import differences
-from split.protocol.errors import printable
-from strategies.answers import answers_problem
-from strategies.messages import (
+from federation.answers import answers_problem
+from federation.messages import (
     ARRAYS,
     LARGEST_METRIC,
     METRICS,
@@ -26,6 +24,8 @@ from strategies.messages import (
     metrics_of,
     problem_of,
 )
+from finetuning.model.fingerprint import differences
+from split.protocol.errors import printable
 
 # What is said of an array.
 NOT_FINITE = "has values that are not finite numbers"

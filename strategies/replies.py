@@ -10,9 +10,9 @@ from flwr.app import ArrayRecord
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from federation.answers import Answer
+from federation.messages import State, from_arrays
 from finetuning.files import filling
-from strategies.answers import Answer
-from strategies.messages import State, from_arrays
 
 
 class Replies:

@@ -11,20 +11,9 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from finetuning.adapters.robust_aggregation import (
-    counted_sizes,
-    distance,
-    scaled,
-    update_factors,
-)
-from finetuning.model.base_model import locate
-from strategies.answers import answer_events
-from strategies.authentication import Signer
-from strategies.collection import collect, reasons, require_enough
-from strategies.exchange import exchange, turns
-from strategies.journal import Journal, Progress
-from strategies.live_status import LiveStatus
-from strategies.messages import (
+from federation.answers import answer_events
+from federation.authentication import Signer
+from federation.messages import (
     ARRAYS,
     CONFIG,
     SIZE,
@@ -33,13 +22,24 @@ from strategies.messages import (
     from_arrays,
     to_arrays,
 )
+from federation.run_config import RunConfig
+from federation.status import LaneStatus, Phase
+from finetuning.adapters.robust_aggregation import (
+    counted_sizes,
+    distance,
+    scaled,
+    update_factors,
+)
+from finetuning.model.base_model import locate
+from strategies.collection import collect, reasons, require_enough
+from strategies.exchange import exchange, turns
+from strategies.journal import Journal, Progress
+from strategies.live_status import LiveStatus
 from strategies.metrics import averages, evaluation_events, underscored
 from strategies.not_finite import require_finite
 from strategies.participants import Participants
 from strategies.replies import Replies
-from strategies.run_config import RunConfig
 from strategies.scaling import record_scaled
-from strategies.status import LaneStatus, Phase
 from strategies.weighted_mean import WeightedMean
 
 

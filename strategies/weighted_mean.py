@@ -2,7 +2,7 @@
 
 import torch
 
-from strategies.messages import State
+from federation.messages import State
 
 
 class WeightedMean:

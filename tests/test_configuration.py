@@ -8,7 +8,7 @@ from flwr.common.config import flatten_dict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.run_config import ConfigError, RunConfig, configuration_table, parse_run_config
+from federation.run_config import ConfigError, RunConfig, configuration_table, parse_run_config
 
 ROOT = Path(__file__).parent.parent
 KEYS = sorted(RunConfig().flat())

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from chambers.__main__ import main
 from chambers.superlink import private_superlink, run_app
-from strategies.run_folder import METRICS, read_events
+from federation.run_folder import METRICS, read_events
 from tests.client_app.worker_process import RunningWorker, running_worker
 from tests.strategies.grids import same
 

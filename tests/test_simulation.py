@@ -21,7 +21,7 @@ LOGITS = """
 import sys, torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-assert not any("chambers" in name or name in ("finetuning", "strategies") for name in sys.modules)
+assert not any("chambers" in name or name in ("finetuning", "federation") for name in sys.modules)
 base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 model = PeftModel.from_pretrained(base, sys.argv[2]).eval()
 with torch.no_grad():

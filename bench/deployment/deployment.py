@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.deployment.compose import read_services
 from bench.deployment.hosts import FOLDER, Host, network
 from bench.deployment.program import DeploymentError, Program
-from strategies.run_config import Scalar
+from federation.run_config import Scalar
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 COMPLETED = "finished:completed"

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.paper.cells import TaskCell
 from bench.paper.sizes import AdapterTraining, Size, TaskTraining
-from strategies.run_config import Scalar
+from federation.run_config import Scalar
 
 # A slow machine, or one that is busy with other cells, changes no result.
 _PATIENCE = 6 * 3600.0

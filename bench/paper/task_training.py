@@ -12,13 +12,13 @@ from bench.paper.sizes import Size, TaskTraining
 from bench.paper.sources import Sources
 from bench.paper.task_data import TaskData, write_task
 from bench.paper.task_settings import run_values, training_of
+from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.base_model import load_base_model, load_tokenizer, locate
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.tasks.scoring import Answers, answer, majority_class, score_answers
-from strategies.run_config import parse_run_config
 
 # Of padded tokens, prefixes and answers included.
 _MOST_TOKENS = 8192

@@ -14,7 +14,7 @@ from bench.paper.sizes import Size
 from bench.paper.sources import Sources
 from bench.paper.task_data import write_rows
 from bench.paper.task_settings import PATIENT, adapter_of, adapter_values
-from strategies.run_config import Scalar
+from federation.run_config import Scalar
 
 TASK = "record"
 # The first round loads the model, and is not measured.

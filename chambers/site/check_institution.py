@@ -22,15 +22,15 @@ from chambers.site.connection import clock, filtered, healthy, lasting
 from chambers.site.registration import is_registered
 from chambers.site.report import Report
 from chambers.site.ssh_keys import read_private_key
+from federation.instruction_keys import read_public_key
+from federation.node_config import check_keys, name_and_data_path
+from federation.run_config import Scalar
+from federation.site_policy import PolicyError, read_policy
+from federation.worker_socket import WorkerError, connected_worker
 from finetuning.data.formats import DataError
 from finetuning.data.rows import find_parts
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
-from strategies.instruction_keys import read_public_key
-from strategies.node_config import check_keys, name_and_data_path
-from strategies.run_config import Scalar
-from strategies.site_policy import PolicyError, read_policy
-from strategies.worker_socket import WorkerError, connected_worker
 
 
 def check_institution(

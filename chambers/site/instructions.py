@@ -6,9 +6,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from chambers.errors import CommandError
 from chambers.site.ssh_keys import write_pair
-from strategies.instruction_keys import read_private_key, read_public_key
-from strategies.run_config import ConfigError
-from strategies.site_policy import PolicyError
+from federation.instruction_keys import read_private_key, read_public_key
+from federation.run_config import ConfigError
+from federation.site_policy import PolicyError
 
 KEY, PUBLIC = "instructions.key", "instructions.pub"
 

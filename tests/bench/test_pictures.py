@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench import pictures
-from strategies.answers import MODELS
+from federation.answers import MODELS
 from tests.bench.pictures_equal import assert_same_picture
 
 

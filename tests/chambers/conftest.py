@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from chambers.__main__ import main
+from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.model.fingerprint import fingerprint
 from server_app.results import Results
 from strategies.journal import Progress
-from strategies.run_config import parse_run_config
 from tests.conftest import write_checkpoint
 
 ROOT = Path(__file__).parent.parent.parent

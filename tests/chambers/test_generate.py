@@ -13,12 +13,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from client_app.state import ClientState
+from federation.run_config import parse_run_config
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.fingerprint import fingerprint
 from split.model.loading import tensors_of
 from split.model.partition import partition_of
-from strategies.run_config import parse_run_config
 from tests.chambers.conftest import CLIENTS, ROOT, refused, serve, told, write_run
 from tests.conftest import write_checkpoint
 from tests.gguf_files import write_gguf

@@ -12,9 +12,9 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from chambers.__main__ import main
+from federation.run_folder import METRICS, RunningError, is_running, running
 from server_app.main import main as server_app
 from strategies.participants import TooFewClientsError
-from strategies.run_folder import METRICS, RunningError, is_running, running
 from tests.chambers.conftest import ROOT, refused, write_run
 from tests.strategies.grids import SpyingGrid
 
@@ -120,7 +120,7 @@ def test_who_was_scaled_down_is_shown(checkpoint, tmp_path, status):
 def test_a_killed_run_is_not_taken_for_a_running_one(checkpoint, tmp_path, status):
     directory = write_run(tmp_path / "run", checkpoint, **{"split.head-blocks": 0})
     code = (
-        "import sys, time; from pathlib import Path; from strategies.run_folder import running\n"
+        "import sys, time; from pathlib import Path; from federation.run_folder import running\n"
         "with running(Path(sys.argv[1])): print(flush=True); time.sleep(600)"
     )
     process = subprocess.Popen(

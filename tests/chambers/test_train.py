@@ -16,8 +16,8 @@ from chambers.__main__ import main
 from chambers.actors import Machine, count_actors, gpus_of_each, this_machine
 from chambers.errors import CommandError
 from chambers.interruption import END_SIGNALS
+from federation.run_config import parse_run_config
 from finetuning.model.checkpoint import client_parameters
-from strategies.run_config import parse_run_config
 from tests.chambers.conftest import ROOT, refused, serve, told
 from tests.conftest import write_rows
 from tests.waiting import wait_until

@@ -8,10 +8,10 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from bench.in_process import InProcessGrid
+from federation.messages import ARRAYS, CONFIG, Instruction, to_arrays
+from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.model.fingerprint import digest, fingerprint
-from strategies.messages import ARRAYS, CONFIG, Instruction, to_arrays
-from strategies.run_config import parse_run_config
 
 
 class Site:

@@ -12,7 +12,7 @@ import pytest
 
 from bench.in_process import InProcessGrid, MemoryJournal, run_in_process
 from client_app.audit import AuditError, AuditLog
-from strategies.messages import ARRAYS, METRICS
+from federation.messages import ARRAYS, METRICS
 from tests.strategies.grids import SpyingGrid, start
 
 

@@ -8,7 +8,7 @@ from flwr.app import Array
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strategies.messages import ARRAYS, CONFIG
+from federation.messages import ARRAYS, CONFIG
 from tests.conftest import write_rows
 
 SECRET = "Xanthippe"

@@ -3,7 +3,7 @@
 import json
 
 from bench.in_process import InProcessGrid, run_in_process
-from strategies.messages import ARRAYS
+from federation.messages import ARRAYS
 from tests.conftest import fill
 
 BLOCK = 4096  # bytes

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from client_app.policy import check_run
+from federation.answers import ANSWERS
+from federation.messages import ARRAYS, CONFIG, LANE, METRICS
+from federation.node_config import is_simulation
+from federation.run_config import parse_run_config
+from federation.site_policy import PolicyError, SitePolicy, policy_table, read_policy
 from finetuning.model.fingerprint import digest
-from strategies.answers import ANSWERS
-from strategies.messages import ARRAYS, CONFIG, LANE, METRICS
-from strategies.node_config import is_simulation
-from strategies.run_config import parse_run_config
-from strategies.site_policy import PolicyError, SitePolicy, policy_table, read_policy
 from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
 

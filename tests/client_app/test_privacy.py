@@ -15,6 +15,8 @@ from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 from bench.in_process import InProcessGrid, MemoryJournal
 from client_app import fedjudge
 from client_app.privacy_account import PrivateSteps, epsilon
+from federation.messages import ARRAYS, CONFIG, METRICS, SIZE, to_arrays
+from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
@@ -28,9 +30,7 @@ from finetuning.training.private_gradients import Noise, PrivateGradients, poiss
 from server_app.report import write_report
 from strategies.fedjudge import FedJudgeBase
 from strategies.journal import Progress
-from strategies.messages import ARRAYS, CONFIG, METRICS, SIZE, to_arrays
 from strategies.participants import RefusedError, TooFewClientsError
-from strategies.run_config import parse_run_config
 from tests.chambers.site.deployment import documented
 from tests.finetuning.data.templates import THINKING
 from tests.strategies.grids import same, start

@@ -7,8 +7,8 @@ import pytest
 from opacus.accountants import RDPAccountant
 
 from client_app.privacy_account import PrivacyAccount, PrivateSteps, private_steps
+from federation.site_policy import PolicyError, PrivacyPolicy
 from finetuning.settings import TrainSettings
-from strategies.site_policy import PolicyError, PrivacyPolicy
 
 ABOUT = {"run": "one", "round": 1}
 

@@ -9,14 +9,14 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from chambers.site.ssh_keys import write_pair
-from strategies.authentication import (
+from federation.authentication import (
     INSTRUCTION,
     AuthenticationError,
     Signer,
     open_reply,
 )
-from strategies.messages import ARRAYS, CONFIG
-from strategies.packed_content import EncryptedArrays
+from federation.messages import ARRAYS, CONFIG
+from federation.packed_content import EncryptedArrays
 
 SETTINGS = {"train.local-steps": 1}
 

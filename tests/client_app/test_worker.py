@@ -22,8 +22,8 @@ from bench.in_process import InProcessGrid, MemoryJournal, run_in_process
 from client_app.code_digest import code_digest
 from client_app.main import FailedInWorkerError, WorkerEndedError, answer
 from client_app.worker import CALLER_ENDED, listening
-from strategies.messages import ARRAYS, SIZE, config_of, from_arrays, metrics_of
-from strategies.worker_socket import MOST_TEXT, WorkerError, receive, send
+from federation.messages import ARRAYS, SIZE, config_of, from_arrays, metrics_of
+from federation.worker_socket import MOST_TEXT, WorkerError, receive, send
 from tests.client_app.worker_process import ROOT, running_worker
 from tests.conftest import write_rows
 from tests.strategies.grids import SpyingGrid, same, start
@@ -38,7 +38,7 @@ CALLER = """
 import socket, sys, time
 from pathlib import Path
 from client_app.code_digest import code_digest
-from strategies.worker_socket import send
+from federation.worker_socket import send
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(sys.argv[1])
     for content in (code_digest().encode(), *(Path(name).read_bytes() for name in sys.argv[2:])):
@@ -175,7 +175,7 @@ def test_the_entry_point_is_light():
 
 
 def test_other_code_is_refused(worker, tmp_path):
-    for package in ("client_app", "finetuning", "split", "strategies"):
+    for package in ("client_app", "federation", "finetuning", "split"):
         shutil.copytree(ROOT / package, tmp_path / package)
     code = "from client_app.code_digest import code_digest as d; print(d())"
 

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from bench.deployment.deployment import CHECKOUT, COMPLETED
 from bench.deployment.hosts import FOLDER
 from bench.faults import newest_run, wait_for_end
+from federation.authentication import Signer
+from federation.instruction_keys import read_private_key
+from federation.messages import ARRAYS, CONFIG, Instruction, to_arrays
+from federation.packed_content import EncryptedArrays
+from federation.run_config import parse_run_config
+from federation.run_folder import METRICS, read_events
 from server_app.main import first_adapter
-from strategies.authentication import Signer
-from strategies.instruction_keys import read_private_key
-from strategies.messages import ARRAYS, CONFIG, Instruction, to_arrays
-from strategies.packed_content import EncryptedArrays
-from strategies.run_config import parse_run_config
-from strategies.run_folder import METRICS, read_events
 from tests.deployment.conftest import results
 from tests.deployment.test_survival import SECONDS, audited
 from tests.waiting import wait_until

@@ -15,7 +15,7 @@ from bench.deployment.deployment import CHECKOUT, COMPLETED
 from bench.deployment.hosts import Host, cut
 from bench.deployment.supervisor import supervised
 from bench.faults import newest_run, resume, wait_for_end
-from strategies.run_folder import METRICS, read_events
+from federation.run_folder import METRICS, read_events
 from tests.deployment.conftest import explained, results
 from tests.waiting import wait_until
 

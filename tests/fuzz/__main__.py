@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 _LONGEST = 4096  # bytes of an input
 _SECONDS_EACH = 20
-_PACKAGES = ["chambers", "client_app", "finetuning", "gguf", "split", "strategies"]
+_PACKAGES = ["chambers", "client_app", "federation", "finetuning", "gguf", "split", "strategies"]
 
 
 def fuzz(name, minutes, folder):

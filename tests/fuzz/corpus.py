@@ -12,7 +12,15 @@ FOLDER = Path(__file__).parent / "corpus"
 MOST_BYTES = 16_000
 _FOLLOWED = tuple(
     str(Path(importlib.util.find_spec(package).origin).parent)
-    for package in ("chambers", "client_app", "finetuning", "gguf", "split", "strategies")
+    for package in (
+        "chambers",
+        "client_app",
+        "federation",
+        "finetuning",
+        "gguf",
+        "split",
+        "strategies",
+    )
 )
 
 

@@ -29,6 +29,23 @@ from chambers.invitation_file import read_invitation
 from chambers.sheet.blinding import Key, KeyRow
 from chambers.sheet.filled import read_sheet
 from client_app.audit import AuditLog, describe
+from federation.answers import answers_of
+from federation.authentication import (
+    INSTRUCTION,
+    AuthenticationError,
+    SignedInstruction,
+    Statement,
+)
+from federation.messages import (
+    ARRAYS,
+    CONFIG,
+    Instruction,
+    InstructionError,
+    config_of,
+    from_arrays,
+    withheld_of,
+)
+from federation.run_config import ConfigError, parse_run_config
 from finetuning.data.formats import DataError
 from finetuning.data.rows import read_rows
 from finetuning.model.gguf_file import GGUFError, read_header
@@ -41,24 +58,7 @@ from split.protocol.payload import Outgoing
 from split.protocol.records import HEADER_BYTES, TAG_BYTES, Opener
 from split.protocol.tickets import Identity, TicketBook
 from split.protocol.training import HeadOutput, RoundLimits, RoundPlan, State, TrainingRound
-from strategies.answers import answers_of
-from strategies.authentication import (
-    INSTRUCTION,
-    AuthenticationError,
-    SignedInstruction,
-    Statement,
-)
-from strategies.messages import (
-    ARRAYS,
-    CONFIG,
-    Instruction,
-    InstructionError,
-    config_of,
-    from_arrays,
-    withheld_of,
-)
 from strategies.refusals import agreed, reason_to_refuse, reason_to_refuse_registration
-from strategies.run_config import ConfigError, parse_run_config
 from tests.split.payloads import unpack
 
 HIDDEN = 4

@@ -8,8 +8,8 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from bench.in_process import InProcessGrid
+from federation.messages import LANE, invitation_of
 from server_app.main import main as server_app
-from strategies.messages import LANE, invitation_of
 
 WORD = "quixotry"  # of the clients' text
 

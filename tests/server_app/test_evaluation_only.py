@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from bench.in_process import run_in_process
+from federation.run_config import ConfigError, parse_run_config
 from finetuning.adapters.saved import AdapterError
-from strategies.run_config import ConfigError, parse_run_config
 
 
 def losses(journal, model):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from bench.in_process import InProcessGrid
-from strategies.messages import METRICS, config_of
+from federation.messages import METRICS, config_of
+from federation.resumption import checkpoint_files
 from strategies.not_finite import NotFiniteError
 from strategies.participants import TooFewClientsError
-from strategies.resumption import checkpoint_files
 from tests.server_app.test_resume import events, final, run
 
 

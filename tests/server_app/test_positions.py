@@ -7,11 +7,11 @@ import torch
 import transformers
 
 from bench.in_process import InProcessGrid
+from federation.run_config import parse_run_config
 from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.model.positions import check_positions
 from finetuning.settings import ModelSettings
 from server_app.main import _run, open_directory
-from strategies.run_config import parse_run_config
 
 SIZES = {
     "vocab_size": 320,

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from federation.run_folder import read_events
 from server_app.report import ClientSummary, summary_rows, write_report
 from server_app.summary import summary
-from strategies.run_folder import read_events
 
 CONFIG = {"strategy": "fedjudge-cl", "rounds": 3, "model.name": "tiny", "continual.lambda": 0.125}
 HOSTILE = '<script>alert("1")</script> & $x_1$'

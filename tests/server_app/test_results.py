@@ -2,13 +2,13 @@
 
 import pytest
 
+from federation.messages import LARGEST_METRIC
+from federation.run_config import parse_run_config
+from federation.run_folder import read_events
 from server_app.checkpoint import Checkpoint
 from server_app.report import write_report
 from server_app.results import Results
 from strategies.journal import Progress
-from strategies.messages import LARGEST_METRIC
-from strategies.run_config import parse_run_config
-from strategies.run_folder import read_events
 
 WORDS = "\ud800\x1b[2J\n\u202e" + "x" * 10**6
 

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from bench.in_process import InProcessGrid
+from federation.messages import to_arrays
+from federation.resumption import check_resumable, checkpoint_files
+from federation.run_config import ConfigError, parse_run_config
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
@@ -15,10 +18,7 @@ from server_app.checkpoint import check_base_model, load_checkpoint
 from server_app.main import STRATEGIES, checkpoint_of, open_directory
 from server_app.results import Results
 from strategies.journal import Progress
-from strategies.messages import to_arrays
 from strategies.participants import TooFewClientsError
-from strategies.resumption import check_resumable, checkpoint_files
-from strategies.run_config import ConfigError, parse_run_config
 
 NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
 

@@ -3,14 +3,14 @@
 import torch
 
 from bench.in_process import InProcessGrid, MemoryJournal
+from federation.messages import to_arrays
+from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from server_app.main import STRATEGIES
 from strategies.journal import Progress
-from strategies.messages import to_arrays
-from strategies.run_config import parse_run_config
 
 NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
 

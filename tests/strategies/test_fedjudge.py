@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 from bench.in_process import MemoryJournal, run_in_process
 from client_app import fedjudge
 from client_app.institution import open_institution
+from federation.messages import ARRAYS, METRICS, SIZE, from_arrays
+from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import export_adapter, exported_names, load_adapter
 from finetuning.data.batching import collate
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
 from strategies import exchange
-from strategies.messages import ARRAYS, METRICS, SIZE, from_arrays
-from strategies.run_config import parse_run_config
 from tests.conftest import write_rows
 from tests.strategies.grids import NODES, SpyingGrid, same, start
 

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from bench.in_process import ConcurrentGrid, InProcessGrid, MemoryJournal, run_in_process
 from client_app import fl_glm
 from client_app.institution import open_institution
+from federation.messages import ARRAYS, Instruction, answer, config_of, one_line
+from federation.run_config import ConfigError, parse_run_config
 from finetuning.model.base_model import BaseModelError
 from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.protocol.frames import Kind
 from strategies import exchange, live_status
-from strategies.messages import ARRAYS, Instruction, answer, config_of, one_line
 from strategies.participants import RefusedError
-from strategies.run_config import ConfigError, parse_run_config
 from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
 from tests.strategies.grids import start

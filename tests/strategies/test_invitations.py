@@ -4,7 +4,7 @@ import pytest
 from flwr.app import MessageType
 
 from bench.in_process import InProcessGrid, run_in_process
-from strategies.messages import invitation_of
+from federation.messages import invitation_of
 
 
 class Noting(InProcessGrid):

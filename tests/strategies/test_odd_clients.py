@@ -19,7 +19,7 @@ from flwr.app import (
 from flwr.common.constant import ErrorCode
 
 from bench.in_process import MemoryJournal
-from strategies.messages import ARRAYS, METRICS, SIZE, TRAIN_EXAMPLES
+from federation.messages import ARRAYS, METRICS, SIZE, TRAIN_EXAMPLES
 from strategies.participants import RefusedError, TooFewClientsError
 from tests.strategies.grids import SpyingGrid, start
 

@@ -6,8 +6,8 @@ import torch
 from flwr.app import Array
 
 from bench.in_process import run_in_process
+from federation.messages import ARRAYS, METRICS, SIZE, config_of, from_arrays
 from finetuning.adapters.robust_aggregation import distance
-from strategies.messages import ARRAYS, METRICS, SIZE, config_of, from_arrays
 from tests.strategies.grids import NODES, SpyingGrid
 
 HONEST = ("alpha", "beta")

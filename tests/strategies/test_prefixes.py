@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 from bench.in_process import run_in_process
+from federation.run_config import ConfigError, parse_run_config
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.adapters.prefixes import SAVED
-from strategies.run_config import ConfigError, parse_run_config
 
 CLIENTS = ("alpha", "beta", "gamma")
 

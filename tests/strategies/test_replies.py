@@ -8,7 +8,7 @@ import torch
 from flwr.app import Array
 
 from bench.in_process import InProcessGrid, MemoryJournal
-from strategies.messages import ARRAYS
+from federation.messages import ARRAYS
 from strategies.weighted_mean import WeightedMean
 from tests.strategies.grids import NODES, start
 

@@ -29,11 +29,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from bench.in_process import MemoryJournal
-from strategies.authentication import REPLY, SignedInstruction, Signer
+from federation.authentication import REPLY, SignedInstruction, Signer
+from federation.instruction_keys import signer_of
+from federation.messages import ARRAYS, CONFIG, answer, problem_of, to_arrays
+from federation.run_config import ConfigError, parse_run_config
 from strategies.exchange import exchange
-from strategies.instruction_keys import signer_of
-from strategies.messages import ARRAYS, CONFIG, answer, problem_of, to_arrays
-from strategies.run_config import ConfigError, parse_run_config
 from tests.strategies.grids import SpyingGrid, same, start
 
 

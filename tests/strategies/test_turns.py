@@ -17,8 +17,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.grid import InMemoryGrid
 
+from federation.messages import problem_of
 from strategies.exchange import exchange
-from strategies.messages import problem_of
 
 SECONDS = 0.4
 UNKNOWN = 12345

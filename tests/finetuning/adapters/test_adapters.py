@@ -134,7 +134,7 @@ from transformers import AutoModelForCausalLM
 base, adapter, out = sys.argv[1:]
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
 torch.save(model(torch.arange(2, 40)[None]).logits.detach(), out)
-ours = {"finetuning", "strategies", "client_app", "server_app", "split", "bench"}
+ours = {"finetuning", "federation", "strategies", "client_app", "server_app", "split", "bench"}
 assert not ours & {name.partition(".")[0] for name in sys.modules}
 """
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch
 
+from federation.messages import lane_record
 from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import collate
 from finetuning.data.candidates import Continuation, candidate_batches
@@ -18,7 +19,6 @@ from split.model.loading import load_parts
 from split.model.partition import partition_of
 from split.protocol.standing_invitation import StandingInvitation
 from split.server.model_server import ModelServer
-from strategies.messages import lane_record
 from tests.split.clients import (
     ADAPTER,
     SIZES,

@@ -20,8 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from federation.run_config import leaves
 from finetuning.settings import kebab_case
-from strategies.run_config import leaves
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 

@@ -10,9 +10,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
+from federation.status import RunStatus
 from finetuning.files import replacing
 from split.protocol.errors import printable
-from strategies.status import RunStatus
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"

@@ -10,9 +10,9 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.superlink.grid import HttpGrid
 
-from strategies.authentication import Signer
-from strategies.run_config import UNSIGNED, ConfigError, RunConfig
-from strategies.site_policy import PolicyError
+from federation.authentication import Signer
+from federation.run_config import UNSIGNED, ConfigError, RunConfig
+from federation.site_policy import PolicyError
 
 
 def signer_of(config: RunConfig, grid: Grid) -> Signer | None:

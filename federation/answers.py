@@ -6,7 +6,7 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Message
 
-from strategies.messages import one_line
+from federation.messages import one_line
 
 ANSWERS = "answers"
 MODELS = ("base", "global", "personalised")

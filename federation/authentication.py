@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from strategies.packed_content import EncryptedArrays, digest_of, pack, unpack
+from federation.packed_content import EncryptedArrays, digest_of, pack, unpack
 
 # The records of authenticated messages: one of these, and encrypted ArrayRecords.
 INSTRUCTION, REPLY = "signed-instruction", "authenticated-reply"

@@ -280,7 +280,7 @@ def configuration_table() -> str:
         "`pyproject.toml`; in simulation also with `chambers train presets/demo.toml rounds=3`. "
         "Defaults are those of the FedJudge paper where it has them. Every mistake is reported "
         "before anything starts. This page is generated from the code: "
-        "`python -m strategies.run_config > docs/configuration.md`.",
+        "`python -m federation.run_config > docs/configuration.md`.",
         "",
         "| key | default | allowed | meaning |",
         "|---|---|---|---|",

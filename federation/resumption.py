@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from strategies.run_config import ConfigError, RunConfig
+from federation.run_config import ConfigError, RunConfig
 
 # May differ between a run and its resumption, since they don't change how adapters are trained.
 # (Other devices round differently and draw other dropout masks, but runs may move to another

@@ -6,8 +6,8 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from bench.in_process import InProcessGrid, run_in_process
-from strategies.answers import ANSWERS, Answer, answers_of, answers_problem, answers_record
-from strategies.run_config import parse_run_config
+from federation.answers import ANSWERS, Answer, answers_of, answers_problem, answers_record
+from federation.run_config import parse_run_config
 
 GENERATING = {
     "evaluate.generate": True,

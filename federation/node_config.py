@@ -4,10 +4,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from federation.messages import is_name
+from federation.run_config import Scalar
+from federation.site_policy import PolicyError
 from finetuning.data.formats import DataError
-from strategies.messages import is_name
-from strategies.run_config import Scalar
-from strategies.site_policy import PolicyError
 
 _KEYS = ("name", "data-path", "policy", "worker")
 # Flower's own, in simulations.

@@ -1,0 +1,1 @@
+"""What the coordinator's and the institutions' apps share about a run."""
