@@ -10,7 +10,7 @@ import click
 import typer
 
 from chambers.convert import Convert
-from chambers.errors import CommandError, described
+from chambers.errors import described
 from chambers.evaluate import Evaluate
 from chambers.generate import Generate
 from chambers.serve import Serve
@@ -24,6 +24,7 @@ from chambers.site.signing_key import SigningKey
 from chambers.site.worker import Worker
 from chambers.status import Status
 from chambers.train import Train
+from finetuning.errors import UserError
 
 # Otherwise Typer escapes "[required]" for rich, which doesn't format this help.
 typer.core.HAS_RICH = False
@@ -109,12 +110,12 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     return command
 
 
-def _reason(error: CommandError | OSError | RuntimeError) -> str:
+def _reason(error: UserError | OSError | RuntimeError) -> str:
     """Return what a user has to know of an error; raise one that is a defect."""
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, OSError):
         return described(error)
-    if isinstance(error, CommandError):
-        return str(error)
     if "home directory" not in str(error):  # what pathlib says
         raise error
     return "a path begins with ~ and the name of no user"
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (CommandError, OSError, RuntimeError) as error:
+    except (UserError, OSError, RuntimeError) as error:
         print(f"{name}: {_reason(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

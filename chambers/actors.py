@@ -56,7 +56,7 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
         machine: Cores and memory of the machine.
 
     Raises:
-        CommandError: All clients must train at once, and the machine has no room for them; or the
+        UserError: All clients must train at once, and the machine has no room for them; or the
             model can't be downloaded.
 
     """
@@ -99,14 +99,11 @@ def _weight_bytes(config: RunConfig) -> int:
     """Return the bytes of a client's frozen weights; those of ``tiny`` are not worth counting."""
     if config.model.name == "tiny":
         return 0
-    from finetuning.model.base_model import BaseModelError, fetch
+    from finetuning.model.base_model import fetch
 
     path = Path(config.model.name).expanduser()
-    try:
-        # The run would download it too, but several actors at once.
-        checkpoint = path if path.is_absolute() else fetch(config.model.name)
-    except BaseModelError as error:
-        raise CommandError(str(error)) from error
+    # The run would download it too, but several actors at once.
+    checkpoint = path if path.is_absolute() else fetch(config.model.name)
     split = config.strategy == "fl-glm"
     blocks = config.split.head_blocks + config.split.tail_blocks if split else None
     width = 2 if config.model.dtype == "bfloat16" else 4

@@ -1,8 +1,10 @@
 """The errors that end a command which can't be carried out."""
 
+from finetuning.errors import UserError
 
-class CommandError(Exception):
-    """A problem the user can solve; the message says what is wrong, where, and what to do."""
+
+class CommandError(UserError):
+    """A command can't be carried out."""
 
 
 def described(error: OSError) -> str:

@@ -108,10 +108,7 @@ class Evaluate(BaseModelOptions):
         chosen = self._tasks()
         encoder = self._encoder()
         named = [self._named(text) for text in self.models or [""]]
-        try:
-            questions = {name: self._questions(name, task) for name, task in chosen.items()}
-        except DataError as error:
-            raise CommandError(str(error)) from error
+        questions = {name: self._questions(name, task) for name, task in chosen.items()}
         from chambers.models import find
         from chambers.task_scores import Scored, measure, render
 

@@ -12,7 +12,6 @@ import typer
 
 from chambers.errors import CommandError
 from chambers.sources import AdapterOptions, check_output, option
-from finetuning.data.formats import DataError
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
 from finetuning.data.rows import Row
 from finetuning.files import filling
@@ -78,22 +77,16 @@ class Generate(AdapterOptions):
     def __call__(self) -> int:
         """Generate."""
         self._check()
-        try:
-            rows = self._rows()
-        except DataError as error:
-            raise CommandError(str(error)) from error
+        rows = self._rows()
         from chambers.models import find, opened
-        from finetuning.model.base_model import BaseModelError, load_tokenizer
+        from finetuning.model.base_model import load_tokenizer
 
-        try:
-            source = find(self, self.invitation)
-            tokenizer = load_tokenizer(source.directory)
-            prompts = tokenize_prompts(rows, tokenizer)
-            _refuse_too_long(
-                rows=rows, lengths=[len(p) for p in prompts], source=source, new=self.max_new_tokens
-            )
-        except (BaseModelError, DataError) as error:
-            raise CommandError(str(error)) from error
+        source = find(self, self.invitation)
+        tokenizer = load_tokenizer(source.directory)
+        prompts = tokenize_prompts(rows, tokenizer)
+        _refuse_too_long(
+            rows=rows, lengths=[len(p) for p in prompts], source=source, new=self.max_new_tokens
+        )
         if source.adapter is None:
             print("no --adapter: the base model alone answers", file=sys.stderr)
         with opened(source) as model, _open_output(self.output) as output:

@@ -17,7 +17,7 @@ from chambers.sources import (
 )
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter
-from finetuning.model.base_model import BaseModelError, load_base_model, locate, reference
+from finetuning.model.base_model import load_base_model, locate, reference
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import ModelSettings
@@ -83,22 +83,19 @@ def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
         invitation_file: Invitation to a block server; None if the whole model is here.
 
     Raises:
-        CommandError: Something is missing, or does not belong to the rest.
+        UserError: Something is missing, or does not belong to the rest.
 
     """
     adapter = open_adapter(options.adapter) if options.adapter else None
-    try:
-        if invitation_file:
-            invitation = read_invitation(invitation_file)
-            return _find_ends(options, adapter, invitation)
-        run = find_run(adapter)
-        settings = options.settings(adapter, run)
-        directory = locate(settings.name)
-        if run is not None:
-            refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
-        return Source(settings, directory, adapter)
-    except BaseModelError as error:
-        raise CommandError(str(error)) from error
+    if invitation_file:
+        invitation = read_invitation(invitation_file)
+        return _find_ends(options, adapter, invitation)
+    run = find_run(adapter)
+    settings = options.settings(adapter, run)
+    directory = locate(settings.name)
+    if run is not None:
+        refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
+    return Source(settings, directory, adapter)
 
 
 @contextmanager
@@ -106,7 +103,7 @@ def opened(source: Source) -> Iterator[Model]:
     """Load the model, or load head and tail and open a lane to the block server.
 
     Raises:
-        CommandError: The model can't be loaded, or the server can't be used.
+        UserError: The model can't be loaded, or the server can't be used.
 
     """
     if source.invitation is None:
@@ -187,18 +184,15 @@ def _whole(source: Source) -> WholeModel:
 
 @contextmanager
 def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel]:
-    try:
-        client_parts = load_parts(
-            settings=source.settings,
-            directory=source.directory,
-            partition=_partition_of(invitation),
-            parties=_CLIENT_PARTS,
-        )
-        for part in client_parts.values():
-            if source.adapter is not None:
-                part.attach(source.adapter.settings)
-    except BaseModelError as error:
-        raise CommandError(str(error)) from error
+    client_parts = load_parts(
+        settings=source.settings,
+        directory=source.directory,
+        partition=_partition_of(invitation),
+        parties=_CLIENT_PARTS,
+    )
+    for part in client_parts.values():
+        if source.adapter is not None:
+            part.attach(source.adapter.settings)
     model = LaneModel(
         client_parts=client_parts,
         invitation=invitation,

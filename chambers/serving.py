@@ -77,7 +77,7 @@ def find(
         longest_prompt: Tokens of the longest prompt.
 
     Raises:
-        CommandError: Something is missing, or does not belong to the rest.
+        UserError: Something is missing, or does not belong to the rest.
 
     """
     for name in clients:
@@ -85,22 +85,19 @@ def find(
             raise CommandError(
                 f"--clients {name!r} can't be a client's name: letters, digits, ' ', '.', '-'"
             )
-    try:
-        directory = locate_parts(settings.name, split, ("body",))
-        if run is not None:
-            own = fingerprint(directory)
-            refuse_other_base(own, run.digests, f"that of {run.directory}")
-        partition = partition_of(directory, split)
-        common = {} if adapter is None else {"global": split_adapter(adapter, partition)["body"]}
-        check_exactness(
-            directory=directory,
-            settings=settings,
-            partition=partition,
-            prefixes=adapter is not None and adapter.settings.kind == "prefix",
-            generation=True,
-        )
-    except BaseModelError as error:
-        raise CommandError(str(error)) from error
+    directory = locate_parts(settings.name, split, ("body",))
+    if run is not None:
+        own = fingerprint(directory)
+        refuse_other_base(own, run.digests, f"that of {run.directory}")
+    partition = partition_of(directory, split)
+    common = {} if adapter is None else {"global": split_adapter(adapter, partition)["body"]}
+    check_exactness(
+        directory=directory,
+        settings=settings,
+        partition=partition,
+        prefixes=adapter is not None and adapter.settings.kind == "prefix",
+        generation=True,
+    )
     models: dict[str, dict[str, State | None]] = {c: {"base": None, **common} for c in clients}
     if personalised and run is not None:
         for client in {*clients} & {*run.clients}:
@@ -130,7 +127,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
         The address, and the invitations' files by client.
 
     Raises:
-        CommandError: The body can't be loaded, the address can't be listened on, or an invitation
+        UserError: The body can't be loaded, the address can't be listened on, or an invitation
             can't be written.
 
     """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from chambers.errors import CommandError
-from finetuning.adapters.saved import AdapterError, SavedAdapter, check_folder, read_adapter
+from finetuning.adapters.saved import SavedAdapter, check_folder, read_adapter
 from finetuning.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -84,14 +84,11 @@ class AdapterOptions(BaseModelOptions):
         """Check that the named folders exist, before heavy libraries are imported.
 
         Raises:
-            CommandError: A folder doesn't exist.
+            UserError: A folder doesn't exist.
 
         """
         if self.adapter:
-            try:
-                check_folder(self.adapter.expanduser())
-            except AdapterError as error:
-                raise CommandError(str(error)) from error
+            check_folder(self.adapter.expanduser())
         if self.model and _is_missing(self.model):
             raise _no_base_model(self.model)
 
@@ -182,13 +179,10 @@ def open_adapter(directory: Path) -> SavedAdapter:
     """Read an adapter's folder.
 
     Raises:
-        CommandError: The folder is not an adapter's.
+        AdapterError: The folder is not an adapter's.
 
     """
-    try:
-        return read_adapter(directory.expanduser())
-    except AdapterError as error:
-        raise CommandError(str(error)) from error
+    return read_adapter(directory.expanduser())
 
 
 def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what: str) -> None:

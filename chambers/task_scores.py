@@ -12,7 +12,7 @@ from chambers.errors import CommandError
 from chambers.models import Source, opened
 from finetuning.data.formats import DataError
 from finetuning.evaluation.bertscore import Encoder, EncoderError, bertscore
-from finetuning.model.base_model import BaseModelError, load_tokenizer
+from finetuning.model.base_model import load_tokenizer
 from finetuning.model.positions import check_positions
 from finetuning.tasks.question import Question
 from finetuning.tasks.scoring import Model, Prepared, answer, majority_class, prepare, score_answers
@@ -59,7 +59,7 @@ def measure(sources: Mapping[str, Source], scored: Scored, scores: Scores) -> No
         scores: Gets each task's scores as soon as a model has them.
 
     Raises:
-        CommandError: A question is too long, or a model can't be used.
+        UserError: A question is too long, or a model can't be used.
 
     """
     prepared = {name: _prepare(source, scored) for name, source in sources.items()}
@@ -148,21 +148,18 @@ def _bertscore(texts: Sequence[str], references: Sequence[str], encoder: Encoder
 
 def _prepare(source: Source, scored: Scored) -> tuple[Any, dict[str, Prepared]]:
     """Convert questions to tokens, and refuse those that don't fit, before weights are read."""
-    try:
-        tokenizer = load_tokenizer(source.directory)
-        prepared = {
-            name: prepare(
-                tokenizer=tokenizer,
-                task=task,
-                questions=questions,
-                prompt_length=scored.prompt_length,
-            )
-            for name, (task, questions) in scored.questions.items()
-        }
-        for questions in prepared.values():
-            _refuse_too_long(source, questions, scored)
-    except (BaseModelError, DataError) as error:
-        raise CommandError(str(error)) from error
+    tokenizer = load_tokenizer(source.directory)
+    prepared = {
+        name: prepare(
+            tokenizer=tokenizer,
+            task=task,
+            questions=questions,
+            prompt_length=scored.prompt_length,
+        )
+        for name, (task, questions) in scored.questions.items()
+    }
+    for questions in prepared.values():
+        _refuse_too_long(source, questions, scored)
     return tokenizer, prepared
 
 

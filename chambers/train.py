@@ -15,7 +15,7 @@ from chambers.errors import CommandError
 from chambers.sources import option
 from chambers.superlink import CHECKOUT, simulate
 from federation.resumption import check_resumable
-from federation.run_config import ConfigError, RunConfig, Scalar, parse_run_config
+from federation.run_config import RunConfig, Scalar, parse_run_config
 from federation.run_folder import METRICS, read_events
 from finetuning.adapters.saved import AdapterError, check_folder
 from finetuning.data.formats import DataError, check_data_set, is_data_set_id, is_hub_id
@@ -67,28 +67,25 @@ class Train:
                 f"Flower runs the app from a checkout, and {CHECKOUT} is not one; install "
                 "chambers from its checkout with: pip install --editable ."
             )
-        try:
-            values = read_settings(self.settings or [])
-            clients = self.clients
-            if clients is None:
-                pooled = bool(values.get("data.pool"))
-                clients = 1 if pooled else _count_clients(str(values.get("data.path", "")))
-            if clients < 1:
-                raise CommandError(f"--clients {clients}: must be at least 1")
-            values.setdefault("min-nodes", clients)
-            config = parse_run_config(_app_config() | values)
-            if config.min_nodes > clients:
-                raise CommandError(
-                    f"min-nodes = {config.min_nodes} is more than the {clients} simulated clients; "
-                    f"add --clients {config.min_nodes}"
-                )
-            _check_model(config)
-            check_inputs(config, clients)
-            machine = this_machine()  # imports PyTorch, which takes seconds
-            actors = count_actors(config, clients, machine)
-            make_folders(config)
-        except (ConfigError, DataError) as error:
-            raise CommandError(str(error)) from error
+        values = read_settings(self.settings or [])
+        clients = self.clients
+        if clients is None:
+            pooled = bool(values.get("data.pool"))
+            clients = 1 if pooled else _count_clients(str(values.get("data.path", "")))
+        if clients < 1:
+            raise CommandError(f"--clients {clients}: must be at least 1")
+        values.setdefault("min-nodes", clients)
+        config = parse_run_config(_app_config() | values)
+        if config.min_nodes > clients:
+            raise CommandError(
+                f"min-nodes = {config.min_nodes} is more than the {clients} simulated clients; "
+                f"add --clients {config.min_nodes}"
+            )
+        _check_model(config)
+        check_inputs(config, clients)
+        machine = this_machine()  # imports PyTorch, which takes seconds
+        actors = count_actors(config, clients, machine)
+        make_folders(config)
         if actors < clients:
             print(f"{clients} clients take turns on {actors} actors", file=sys.stderr)
         with tempfile.TemporaryDirectory(prefix="chambers-") as home:

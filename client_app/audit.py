@@ -18,12 +18,13 @@ from flwr.app import Array, ArrayRecord, Message
 
 from federation.answers import answers_of
 from federation.messages import ARRAYS, config_of, metrics_of
+from finetuning.errors import UserError
 
 _LOCK_SECONDS = 60.0
 _LONGEST_LINE = 2**20  # bytes
 
 
-class AuditError(RuntimeError):
+class AuditError(UserError, RuntimeError):
     """The audit log or the privacy account can't be written, so nothing may leave."""
 
 

@@ -13,7 +13,6 @@ from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
 from client_app import fedjudge, fedprox, fl_glm
-from client_app.audit import AuditError
 from client_app.evaluation import Evaluation
 from client_app.institution import Institution, open_institution
 from client_app.site import Site, open_site
@@ -25,21 +24,17 @@ from federation.messages import (
     SIZE,
     TRAIN_EXAMPLES,
     Instruction,
-    InstructionError,
     answer,
     from_arrays,
     one_line,
     to_arrays,
 )
-from federation.run_config import ConfigError, RunConfig, parse_run_config
-from federation.site_policy import PolicyError, SitePolicy
+from federation.run_config import RunConfig, parse_run_config
+from federation.site_policy import SitePolicy
 from finetuning.adapters.adapter import State
-from finetuning.data.formats import DataError
-from finetuning.files import DiskFullError
+from finetuning.errors import UserError
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import digest
-from finetuning.training.deadline import DeadlineError
-from split.protocol.errors import LaneError
 
 app = ClientApp()
 
@@ -76,19 +71,6 @@ _STRATEGIES: dict[str, Strategy] = {
 }
 Handler = Callable[[Message, Context], Message]
 _WITHHELD = "metrics are not sent: the site's policy demands differential privacy (privacy.epsilon)"
-# Errors that a user can correct. None of their texts quotes a row.
-_PROBLEMS = (
-    AuditError,
-    AuthenticationError,
-    BaseModelError,
-    ConfigError,
-    DeadlineError,
-    DiskFullError,
-    FloatingPointError,
-    InstructionError,
-    LaneError,
-    PolicyError,
-)
 
 
 def _guarded(handler: Callable[[Message, Context, Site], Message]) -> Handler:
@@ -125,7 +107,7 @@ def _reply_of_site(
         except Exception as error:
             reply = _problem(message, context, error)
         site.record_reply(message, reply)
-    except (AuditError, AuthenticationError, PolicyError) as error:
+    except UserError as error:
         return _problem(message, context, error)
     return reply
 
@@ -140,10 +122,10 @@ def _problem(message: Message, context: Context, error: Exception) -> Message:
 
 def _reason(error: Exception) -> str:
     """Return the part of an error's text that quotes no row."""
-    if isinstance(error, _PROBLEMS):
-        return one_line(str(error))  # it may quote the server
-    if isinstance(error, DataError):
-        return one_line(error.without_quotes)
+    if isinstance(error, UserError):
+        return one_line(error.public)  # it may quote the server
+    if isinstance(error, FloatingPointError):  # of training
+        return one_line(str(error))
     about = f": {os.strerror(error.errno)}" if isinstance(error, OSError) and error.errno else ""
     return f"{type(error).__name__}{about}; this SuperNode's log has the details"
 

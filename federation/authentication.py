@@ -18,6 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from federation.packed_content import EncryptedArrays, digest_of, pack, unpack
+from finetuning.errors import UserError
 
 # The records of authenticated messages: one of these, and encrypted ArrayRecords.
 INSTRUCTION, REPLY = "signed-instruction", "authenticated-reply"
@@ -27,7 +28,7 @@ _NONCE_BYTES, _SECRET_BYTES = 16, 32
 CLOCK_SECONDS = 300.0
 
 
-class AuthenticationError(ValueError):
+class AuthenticationError(UserError, ValueError):
     """A message isn't from whom it should be, or it isn't for this recipient, or not for now."""
 
 

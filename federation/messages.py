@@ -22,6 +22,7 @@ from pydantic import (
     ValidationError,
 )
 
+from finetuning.errors import UserError
 from split.protocol.errors import printable
 from split.protocol.invitation import Invitation
 from split.protocol.tickets import Identity, Ticket
@@ -48,7 +49,7 @@ _MOST_NAME_BYTES = 200
 State = dict[str, torch.Tensor]
 
 
-class InstructionError(ValueError):
+class InstructionError(UserError, ValueError):
     """A message does not say in the right form what to do."""
 
 

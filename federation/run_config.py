@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from finetuning.errors import UserError
 from finetuning.settings import (
     AdapterSettings,
     ContinualSettings,
@@ -37,7 +38,7 @@ UNSIGNED = "none"
 _GRACE_SECONDS = 60.0
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """The run configuration is wrong; the message lists every mistake."""
 
 

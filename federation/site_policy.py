@@ -21,12 +21,13 @@ from pydantic import (
 )
 
 from federation.run_config import leaves
+from finetuning.errors import UserError
 from finetuning.settings import kebab_case
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class PolicyError(ValueError):
+class PolicyError(UserError, ValueError):
     """The site's policy refuses a request, or can't be read; the message says which key it is."""
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import platformdirs
 from safetensors import SafetensorError
 
+from finetuning.errors import UserError
+
 Stamps = tuple[tuple[str, int, int], ...]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -20,7 +22,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ASIDE = re.compile(r"\.(?P<target>.+)\.\d+\.(?P<kind>new|old)")
 
 
-class DiskFullError(OSError):
+class DiskFullError(UserError, OSError):
     """A disk is full, or a quota is used up; the message names the folder."""
 
 

@@ -25,7 +25,7 @@ from chambers.site.ssh_keys import read_private_key
 from federation.instruction_keys import read_public_key
 from federation.node_config import check_keys, name_and_data_path
 from federation.run_config import Scalar
-from federation.site_policy import PolicyError, read_policy
+from federation.site_policy import read_policy
 from federation.worker_socket import WorkerError, connected_worker
 from finetuning.data.formats import DataError
 from finetuning.data.rows import find_parts
@@ -155,25 +155,22 @@ def _node(node_config: str) -> Mapping[str, Scalar]:
 def _policy(node_config: str) -> str:
     """Check the node config's keys, and the policy that it names."""
     node = _node(node_config)
-    try:
-        check_keys(node)
-        file = str(node.get("policy", ""))
-        if not file:
-            raise CommandError(
-                "--node-config names no policy, so that a run config may ask for anything: write "
-                'one, see docs/policy.md, and add policy="/srv/chambers/policy.toml" (without '
-                'spaces around "=")'
-            )
-        key = read_policy(file).instruction_key
-        if not key:
-            raise CommandError(
-                f"{file} names no instruction-key, so that anyone whom the coordinator has "
-                "registered can send instructions here in its name: get instructions.pub from "
-                'the coordinator, and add instruction-key = "/srv/chambers/instructions.pub"'
-            )
-        read_public_key(key)
-    except PolicyError as error:
-        raise CommandError(str(error)) from error
+    check_keys(node)
+    file = str(node.get("policy", ""))
+    if not file:
+        raise CommandError(
+            "--node-config names no policy, so that a run config may ask for anything: write "
+            'one, see docs/policy.md, and add policy="/srv/chambers/policy.toml" (without '
+            'spaces around "=")'
+        )
+    key = read_policy(file).instruction_key
+    if not key:
+        raise CommandError(
+            f"{file} names no instruction-key, so that anyone whom the coordinator has "
+            "registered can send instructions here in its name: get instructions.pub from "
+            'the coordinator, and add instruction-key = "/srv/chambers/instructions.pub"'
+        )
+    read_public_key(key)
     return f"{file} is a policy; it accepts instructions that are signed with the key of {key}"
 
 

@@ -21,13 +21,13 @@ def disk(path: Path, cure: str = "delete old runs") -> str:
 
 def model(name: str) -> str:
     """Check that a base model is on this machine, and compute its digest."""
-    from finetuning.model.base_model import BaseModelError, locate
+    from finetuning.model.base_model import locate
     from finetuning.model.fingerprint import digest, fingerprint
 
     try:
         directory = locate(name)
         return f"model: {name} has the digest {digest(fingerprint(directory))}"
-    except (BaseModelError, ValueError) as error:
+    except ValueError as error:  # a damaged file
         raise CommandError(str(error)) from error
 
 

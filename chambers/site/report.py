@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ParamSpec
 
 from chambers.errors import CommandError
+from finetuning.errors import UserError
 
 Arguments = ParamSpec("Arguments")
 
@@ -25,7 +26,7 @@ class Report:
         *arguments: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> bool:
-        """Run a check; it returns what it has found, or raises ``CommandError`` or ``OSError``.
+        """Run a check; it returns what it has found, or raises ``UserError`` or ``OSError``.
 
         With ``AdviceError`` it has passed all the same.
 
@@ -37,7 +38,7 @@ class Report:
             print(f"ok   {check(*arguments, **keywords)}", flush=True)
         except AdviceError as error:
             print(f"warn {error}", flush=True)
-        except CommandError as error:
+        except UserError as error:
             return self._fix(str(error))
         except OSError as error:
             where = f"{error.filename} can't be read: " if error.filename else ""

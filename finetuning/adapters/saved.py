@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from finetuning.errors import UserError
 from finetuning.settings import AdapterSettings
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _PLAIN_INITIALISATIONS = (True, False, "gaussian")
 _SHOWN = 4
 
 
-class AdapterError(ValueError):
+class AdapterError(UserError, ValueError):
     """A folder is not an adapter that can be used here; the message gives the reason."""
 
 

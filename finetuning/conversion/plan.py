@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from finetuning.errors import UserError
 
-class ConversionError(ValueError):
+
+class ConversionError(UserError, ValueError):
     """A checkpoint can't be converted; the message says why and what to do."""
 
 

@@ -8,26 +8,30 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from finetuning.errors import UserError
+
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 _LONGEST_CELL = 2**31 - 1
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """Data is missing or malformed; the message names files, lines and reasons.
 
     Args:
         message: What is wrong; it quotes nothing from the data.
         quoted: Another library's words, which may quote it.
 
-    Attributes:
-        without_quotes: The message without those words.
-
     """
 
     def __init__(self, message: str, quoted: str = "") -> None:
         super().__init__(f"{message}: {quoted}" if quoted else message)
-        self.without_quotes = message
+        self._without_quotes = message
+
+    @property
+    def public(self) -> str:
+        """The message without those words."""
+        return self._without_quotes
 
 
 def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:

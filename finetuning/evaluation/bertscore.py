@@ -7,11 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from finetuning.errors import UserError
+
 # A tokenizer that doesn't know its encoder's length has a larger one.
 _NO_LENGTH = 10**9
 
 
-class EncoderError(ValueError):
+class EncoderError(UserError, ValueError):
     """An encoder can't be used; the message says why and what to do."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from finetuning.errors import UserError
 from finetuning.model.checkpoint import WEIGHTS, problem_of
 from finetuning.model.gguf_file import GGUFError, checkpoint_of
 from finetuning.model.tiny import build_tiny
@@ -28,7 +29,7 @@ for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions
 warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
 
 
-class BaseModelError(ValueError):
+class BaseModelError(UserError, ValueError):
     """The base model cannot be found or used; the message says why and what to do."""
 
 

@@ -6,8 +6,10 @@ may be logged and shown.
 
 from enum import StrEnum
 
+from finetuning.errors import UserError
 
-class LaneError(RuntimeError):
+
+class LaneError(UserError, RuntimeError):
     """A lane could not be opened, or has ended."""
 
 

@@ -17,6 +17,7 @@ from chambers.actors import Machine, count_actors, gpus_of_each, this_machine
 from chambers.errors import CommandError
 from chambers.interruption import END_SIGNALS
 from federation.run_config import parse_run_config
+from finetuning.model.base_model import BaseModelError
 from finetuning.model.checkpoint import client_parameters
 from tests.chambers.conftest import ROOT, refused, serve, told
 from tests.conftest import write_rows
@@ -237,7 +238,7 @@ def test_a_model_of_the_hub_counts_as_one_in_a_folder(deep_checkpoint, tmp_path,
         for name in (str(deep_checkpoint), "someone/model")
     ]
     assert actors[0] == actors[1]
-    with pytest.raises(CommandError, match="nobody/model"):
+    with pytest.raises(BaseModelError, match="nobody/model"):
         count_actors(parse_run_config({"model.name": "nobody/model"}), 1, Machine(16, 2**40))
 
 
