@@ -8,11 +8,11 @@ from flwr.serverapp import Grid
 
 from federation.messages import CONFIG, IMPORTANCE, SIZE, Instruction, State, to_arrays
 from finetuning.adapters.robust_aggregation import ImportanceCap
+from finetuning.adapters.weighted_mean import WeightedMean
 from strategies.participants import RefusedError, TooFewClientsError
 from strategies.replies import Replies
 from strategies.rounds import Rounds
 from strategies.scaling import record_scaled
-from strategies.weighted_mean import WeightedMean
 
 
 class FedJudgeBase(Rounds):

@@ -30,6 +30,7 @@ from finetuning.adapters.robust_aggregation import (
     scaled,
     update_factors,
 )
+from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
 from strategies.collection import collect, reasons, require_enough
 from strategies.exchange import exchange, turns
@@ -40,7 +41,6 @@ from strategies.not_finite import require_finite
 from strategies.participants import Participants
 from strategies.replies import Replies
 from strategies.scaling import record_scaled
-from strategies.weighted_mean import WeightedMean
 
 
 class Rounds(Strategy):

@@ -9,7 +9,7 @@ from flwr.app import Array
 
 from bench.in_process import InProcessGrid, MemoryJournal
 from federation.messages import ARRAYS
-from strategies.weighted_mean import WeightedMean
+from finetuning.adapters.weighted_mean import WeightedMean
 from tests.strategies.grids import NODES, start
 
 

@@ -11,6 +11,7 @@ import torch
 
 from finetuning.adapters.adapter import State
 from finetuning.adapters.robust_aggregation import distance, scaled, update_factors
+from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.training.optimization import OptimizerState
 from split.protocol.errors import ProtocolError
 from split.protocol.frames import check_size
@@ -265,13 +266,11 @@ class Hierarchical:
                 with the others, are scaled down.
 
         """
-        total = sum(self._weights[name] for name in states)
         factors = update_factors({n: distance(each, reference) for n, each in states.items()})
-        mean: State = {}
+        mean = WeightedMean()
         for name in sorted(states):
-            share, factor = self._weights[name] / total, factors[name]
+            factor = factors[name]
             if factor < 1:
                 self._scaled[name] = min(factor, self._scaled.get(name, 1.0))
-            for key, value in scaled(states[name], reference, factor).items():
-                mean[key] = mean[key] + share * value if key in mean else share * value
-        return mean
+            mean.add(scaled(states[name], reference, factor), self._weights[name])
+        return mean.result()

@@ -2,7 +2,7 @@
 
 import torch
 
-from federation.messages import State
+from finetuning.adapters.adapter import State
 
 
 class WeightedMean:
