@@ -17,14 +17,13 @@ from finetuning.model.base_model import load_tokenizer
 from finetuning.model.fingerprint import fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.training.loop import train_round
+from split.client.connecting import connect
 from split.client.split_model import SplitModel
-from split.lane.dialling import open_lane
 from split.model.adapters import join_adapters
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.part import Part
 from split.model.partition import PartyName, partition_of
-from split.protocol.frames import Kind, Limits, average_bytes
 from split.protocol.training import RoundPlan
 from split.settings import SplitSettings
 
@@ -90,7 +89,7 @@ def train(task: Task) -> tuple[State, Metrics]:
 
     """
     config, local_round = task.config, task.local_round(task.config.split.average_every)
-    with _split_model(task, config.split.average_every) as model:
+    with _split_model(task, training=True) as model:
         parameters = model.parameters
         load_state(parameters, task.arrays[ARRAYS])
         longest = max(len(example.tokens) for example in task.institution.train)
@@ -143,7 +142,7 @@ def evaluate(task: Task) -> Evaluation:
     result = Evaluation()
     if task.instruction.losses:
         tokenizer = load_tokenizer(task.institution.directory)
-        with _split_model(task) as model:
+        with _split_model(task, training=False) as model:
             for kind in rounds:
                 if kind in adapters:
                     model.choose(kind, adapters[kind])
@@ -188,37 +187,25 @@ def _load_parts(
 
 
 @contextmanager
-def _split_model(task: Task, average_every: int = 0) -> Iterator[SplitModel]:
+def _split_model(task: Task, training: bool) -> Iterator[SplitModel]:
     config, invitation = task.config, invitation_of(task.message)
     task.site.check_lane(invitation.address)
     parts = _load_parts(config.model, config.adapter, config.split, task.institution.model_files)
     for part in parts.values():
         part.use("default")
-    weights = sum(p.numel() for part in parts.values() for p in part.trainable().values())
-    limits = Limits(
-        hidden=parts["head"].hidden_size,
-        wire_dtype=config.split.wire_dtype,
-        maximum_tokens=config.longest,
-        payload_bytes={Kind.AVERAGE: average_bytes(weights)} if average_every else {},
-        window=config.split.window,
-    )
-    lane = open_lane(
-        invitation=invitation_of(task.message),
-        limits=limits,
+    with connect(
+        invitation=invitation,
+        parts=parts,
+        split=config.split,
+        longest=config.longest,
         deadline=task.deadline,
-        resume_timeout=config.split.resume_timeout,
-    )
-    try:
-        yield SplitModel(
-            head=parts["head"],
-            tail=parts["tail"],
-            lane=lane,
-            frame_timeout=config.split.frame_timeout,
-            deadline=task.deadline,
-            noise=task.site.policy.split.noise if task.site.policy else 0.0,
-        )
-    finally:
-        lane.close()
-        traffic = lane.traffic
-        sent = {"bytes-up": traffic.bytes_up, "bytes-down": traffic.bytes_down}
-        task.site.record("lane-closed", address=invitation.address, **sent)
+        training=training,
+        noise=task.site.policy.split.noise if task.site.policy else 0.0,
+    ) as model:
+        try:
+            yield model
+        finally:
+            model.lane.close()
+            traffic = model.lane.traffic
+            sent = {"bytes-up": traffic.bytes_up, "bytes-down": traffic.bytes_down}
+            task.site.record("lane-closed", address=invitation.address, **sent)

@@ -1,1 +1,26 @@
-"""Split learning (FL-GLM), knowing nothing of Flower."""
+"""Split learning (FL-GLM), knowing nothing of Flower.
+
+``serve`` loads the middle blocks and serves them; ``connect`` opens a lane to them, over which a
+client trains and evaluates with its first and last blocks.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from split.client.connecting import connect
+    from split.server.serving import serve
+
+__all__ = ["connect", "serve"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: most of the package needs neither PyTorch nor gRPC."""
+    if name == "connect":
+        from split.client.connecting import connect
+
+        return connect
+    if name == "serve":
+        from split.server.serving import serve
+
+        return serve
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

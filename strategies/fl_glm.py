@@ -19,12 +19,12 @@ from federation.status import LaneStatus
 from finetuning.model.fingerprint import PARTIES_SHARE
 from finetuning.randomness import derive_seed
 from split.model.adapters import join_adapters, take_apart
-from split.model.devices import body_devices
 from split.model.exactness import check_exactness
-from split.model.loading import load_parts, locate_parts, tensors_of
+from split.model.loading import locate_parts, tensors_of
 from split.model.partition import PartyName, partition_of
 from split.protocol.errors import printable
 from split.server.block_server import BlockServer
+from split.server.serving import serve
 from strategies.journal import Journal, Progress
 from strategies.metrics import underscored
 from strategies.participants import RefusedError
@@ -174,17 +174,10 @@ class FLGLM(Rounds):
             prefixes=prefixes,
             generation=config.evaluate.generate,
         )
-        devices = body_devices(config.split)
-        loaded = load_parts(
-            settings=config.model,
-            directory=self._directory,
-            partition=self._partition,
-            parties=("body",),
-            devices=devices,
-        )
-        server = BlockServer(
-            body=loaded["body"],
-            state=parts,
+        server = serve(
+            self._directory,
+            config.model,
+            parts,
             split=config.split,
             adapter=config.adapter,
             train=config.train,

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from typing import Self
 
 from finetuning.adapters.adapter import State
 from finetuning.settings import AdapterSettings, TrainSettings
@@ -120,6 +121,12 @@ class BlockServer:
             resume_timeout=split.resume_timeout,
         )
         self._server.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
 
     @property
     def address(self) -> str:

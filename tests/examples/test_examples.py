@@ -61,7 +61,7 @@ def test_use_adapter_answers_as_chambers_does(checkpoint, tmp_path, printed_by):
 
 def test_split_without_flower_trains_an_adapter_for_peft(deep_checkpoint, tmp_path, printed_by):
     folder = tmp_path / "adapter"
-    lines = printed_by("split_without_flower.py", deep_checkpoint, "--output", folder).splitlines()
+    lines = printed_by("split_without_flower.py", folder, deep_checkpoint).splitlines()
     losses = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("step")]
     assert len(losses) == 6
     assert losses[-1] < losses[0]

@@ -36,6 +36,7 @@ from split.protocol.frames import Kind, Limits
 from split.protocol.training import RoundPlan
 from split.server.block_server import BlockServer
 from split.server.body_adapters import Activations
+from split.server.serving import serve
 from split.server.stacked_micro_batch import StackedMicroBatch
 from split.settings import SplitSettings
 from tests.waiting import wait_until
@@ -153,11 +154,10 @@ def serving(
     rounds=1,
     columns=LONGEST,
 ):
-    partition = partition_of(base, split)
-    body = load_parts(model, base, partition, ("body",))["body"]
-    server = BlockServer(
-        body=body,
-        state=take_apart(state, partition),
+    with serve(
+        base,
+        model,
+        take_apart(state, partition_of(base, split)),
         split=split,
         adapter=adapter,
         train=train.model_copy(update={"local_steps": STEPS}),
@@ -167,11 +167,8 @@ def serving(
         columns=columns,
         minimum=minimum,
         most_kept=most_kept,
-    )
-    try:
+    ) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def assert_nothing_is_left() -> None:

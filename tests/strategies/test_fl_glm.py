@@ -18,6 +18,7 @@ from client_app.institution import open_institution
 from federation.messages import ARRAYS, Instruction, answer, config_of, one_line
 from federation.run_config import ConfigError, parse_run_config
 from finetuning.model.base_model import BaseModelError
+from split.client import connecting
 from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.protocol.frames import Kind
@@ -60,7 +61,7 @@ def test_clients_accept_an_average_where_something_is_averaged(
         accepted.append(limits.largest(Kind.AVERAGE))
         return open_lane(limits=limits, **others)
 
-    monkeypatch.setattr(fl_glm, "open_lane", opening)
+    monkeypatch.setattr(connecting, "open_lane", opening)
     averaging = {"split.schedule": "hierarchical", "split.average-every": every}
     values = split_values | averaging | {"rounds": 1, "min-nodes": 1}
     journal = run_in_process(values, tmp_path / "state", 1)

@@ -1,0 +1,66 @@
+"""Open a lane to a block server, and train or evaluate a split model over it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from split.client.split_model import SplitModel
+from split.lane.dialling import open_lane
+from split.model.part import Part
+from split.model.partition import PartyName
+from split.protocol.frames import Kind, Limits, average_bytes
+from split.protocol.invitation import Invitation
+from split.settings import SplitSettings
+
+
+@contextmanager
+def connect(
+    invitation: Invitation,
+    parts: Mapping[PartyName, Part],
+    split: SplitSettings,
+    longest: int,
+    deadline: float,
+    training: bool = True,
+    noise: float = 0.0,
+) -> Iterator[SplitModel]:
+    """Yield a split model whose body is at a block server; close its lane at the end.
+
+    Args:
+        invitation: Invitation to the block server.
+        parts: Head and tail, with their adapters attached.
+        split: Wire type, window, time limits and averaging period.
+        longest: Padded tokens of the largest micro-batch, prefixes included.
+        deadline: When the lane ends, on ``time.monotonic``'s clock.
+        training: Whether to train rather than evaluate; averages of adapters come in training only.
+        noise: Standard deviation of the noise on hidden states that are sent, relative to the root
+            mean square of each token's.
+
+    Raises:
+        LaneError: The block server can't be reached, or refuses the client.
+
+    """
+    averages = training and split.average_every
+    weights = sum(p.numel() for part in parts.values() for p in part.trainable().values())
+    limits = Limits(
+        hidden=parts["head"].hidden_size,
+        wire_dtype=split.wire_dtype,
+        maximum_tokens=longest,
+        payload_bytes={Kind.AVERAGE: average_bytes(weights)} if averages else {},
+        window=split.window,
+    )
+    lane = open_lane(
+        invitation=invitation,
+        limits=limits,
+        deadline=deadline,
+        resume_timeout=split.resume_timeout,
+    )
+    try:
+        yield SplitModel(
+            head=parts["head"],
+            tail=parts["tail"],
+            lane=lane,
+            frame_timeout=split.frame_timeout,
+            deadline=deadline,
+            noise=noise,
+        )
+    finally:
+        lane.close()

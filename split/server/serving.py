@@ -1,0 +1,70 @@
+"""Load the body of a model, and serve it to the clients of a run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from finetuning.adapters.adapter import State
+from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
+from split.model.devices import body_devices
+from split.model.loading import load_parts
+from split.model.partition import PartyName, partition_of
+from split.server.block_server import BlockServer
+from split.settings import SplitSettings
+
+
+def serve(
+    directory: Path,
+    model: ModelSettings,
+    state: Mapping[PartyName, State],
+    *,
+    split: SplitSettings,
+    adapter: AdapterSettings,
+    train: TrainSettings,
+    longest: int,
+    columns: int,
+    run: str = "split",
+    rounds: int = 1,
+    minimum: int = 1,
+    most_kept: int = 0,
+) -> BlockServer:
+    """Load the body and start a block server; as a context manager, it stops at the end.
+
+    Args:
+        directory: Directory of the checkpoint.
+        model: Precision and quantisation of the body.
+        state: Initial adapters of the whole model, by party.
+        split: Partition, schedule, limits and addresses.
+        adapter: Kind, rank, scale, dropout and targets, or prefix length.
+        train: Settings of the optimizers.
+        longest: Padded tokens of the largest micro-batch of any client, prefixes included.
+        columns: Tokens of the longest row.
+        run: Name of the run in handshakes.
+        rounds: Number of rounds of the run.
+        minimum: Number of clients that must join a round that they begin together.
+        most_kept: Padded tokens of the largest batch of texts that a client may generate.
+
+    Raises:
+        BaseModelError: The body can't be loaded.
+        OSError: The address in ``split.listen`` can't be listened on.
+
+    """
+    body = load_parts(
+        settings=model,
+        directory=directory,
+        partition=partition_of(directory, split),
+        parties=("body",),
+        devices=body_devices(split),
+    )["body"]
+    return BlockServer(
+        body=body,
+        state=state,
+        split=split,
+        adapter=adapter,
+        train=train,
+        run=run,
+        rounds=rounds,
+        longest=longest,
+        columns=columns,
+        minimum=minimum,
+        most_kept=most_kept,
+    )
