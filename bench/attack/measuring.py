@@ -137,7 +137,7 @@ class Attacked:
         scores = score(
             [self._texts.text_of(row) for row in found], [self._texts.text_of(row) for row in texts]
         )
-        return {name: scores[name] for name in _SCORES} | {"tokens": _equal_share(found, texts)}
+        return {name: scores[name] for name in _SCORES} | _tokens_read(found, texts)
 
     def _labels(self, cell: Cell) -> dict[str, float]:
         """Read the ends of answers from gradients, of one text per step."""
@@ -162,7 +162,7 @@ class Attacked:
             labels.append(batch.labels[-count:])
         pairs = ([self._texts.text_of(row) for row in each] for each in (found, labels))
         scores = score(*pairs)
-        return {name: scores[name] for name in _SCORES} | {"tokens": _equal_share(found, labels)}
+        return {name: scores[name] for name in _SCORES} | _tokens_read(found, labels)
 
     def _received_whole(self, cell: Cell, head: Part, tokens: Tensor) -> Tensor:
         return as_received(head_outputs(head, [tokens]), cell.wire, cell.noise)[0]
@@ -213,6 +213,7 @@ class Attacked:
         )
 
 
-def _equal_share(found: Sequence[Tensor], texts: Sequence[Tensor]) -> float:
-    """Return the share of tokens that were read correctly."""
-    return float((torch.cat(list(found)) == torch.cat(list(texts))).float().mean())
+def _tokens_read(found: Sequence[Tensor], texts: Sequence[Tensor]) -> dict[str, float]:
+    """Return the share of tokens that were read correctly, and the number of those attacked."""
+    equal = torch.cat(list(found)) == torch.cat(list(texts))
+    return {"tokens": float(equal.float().mean()), "attacked": len(equal)}
