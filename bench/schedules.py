@@ -122,10 +122,9 @@ def add_rows(
 ) -> None:
     """Add a row for each configuration of so many clients."""
     for side in (whole, *sides):
-        own = side.summary()
-        cells = [f"{value:.3f}" for value in own] + [f"{samples / own[0]:.2f}"]
+        rate = f"{samples / side.summary()[0]:.2f}"
         target = TARGETS.get(side.name, "")
-        table.add_row(str(clients), side.name, *cells, *ratios(whole, side), target)
+        table.add_row(str(clients), side.name, rate, *ratios(whole, side), target)
     table.add_section()
 
 
@@ -136,14 +135,13 @@ def main() -> None:
     parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=SCHEDULES)
     parser.add_argument("--pairs", type=int, default=15, help="turns that are measured")
     parser.add_argument("--wire", choices=get_args(WireType), default="bfloat16")
-    parser.add_argument("--hidden", type=int, default=Shape.hidden)
     arguments = parser.parse_args()
     core = {max(os.sched_getaffinity(0))}
-    shape = Shape(hidden=arguments.hidden, vocabulary=2000)
+    shape = Shape(vocabulary=2000)
     split = SplitSettings(wire_dtype=arguments.wire, activation_budget=2**20, frame_timeout=3600.0)
     table = make_table(
-        "seconds per turn; samples per second ÷ those of centralised training",
-        *("clients", "", "median", "minimum", "CPU", "samples/s", *RATIOS, "target"),
+        "samples per second and ratios to centralised training",
+        *("clients", "", "samples/s", *RATIOS, "target"),
     )
     with random_job(shape, WARM_UP + arguments.pairs) as job:
         for clients in arguments.clients:
