@@ -1,6 +1,6 @@
 """What a federated round takes beside its slowest client's training, and what for.
 
-    python -m bench.round [--steps 150] [--rounds 4] [--clients 2] [--model /models/…]
+    python -m bench.round
 
 The same run of FedJudge-Base in simulation, in a deployment with a SuperLink and SuperNodes on this
 machine, and in one whose institutions have resident workers. Every process has one torch thread;
@@ -38,7 +38,17 @@ from chambers.superlink import (
 )
 from finetuning.generated import STYLES, examples
 
+_CLIENTS = STYLES[:2]
+_STEPS, _ROUNDS = 150, 4  # the first round doesn't count
 _ROWS = {"train": 200, "test": 4}
+_CONFIG: Mapping[str, Any] = {
+    "strategy": "fedjudge-base",
+    "rounds": _ROUNDS,
+    "min-nodes": len(_CLIENTS),
+    "model.name": "tiny",
+    "train.local-steps": _STEPS,
+    "evaluate.every": _ROUNDS,
+}
 _LINE = re.compile(r"\x1b\[\d+m\w+ (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\x1b\[0m: +(.*)")
 _MARKS = ("Receiving: train", "Loading ClientApp", "is ready in", "Sending: train")
 # From one mark in the logs to the next, which together are the round.
@@ -76,14 +86,10 @@ class Comparison:
 
     Attributes:
         folder: Folder for everything that it reads and writes.
-        config: Its run config.
-        clients: The clients' names.
 
     """
 
     folder: Path
-    config: Mapping[str, Any]
-    clients: tuple[str, ...]
 
     def simulate(self) -> list[Round]:
         """Run it in simulation."""
@@ -97,7 +103,7 @@ class Comparison:
         home = self.folder / ("workers" if workers else "processes")
         with private_superlink(home, simulated=False) as link, ExitStack() as stack:
             link.environment["FLWR_LOG_LEVEL"] = "DEBUG"  # which gives every line its time
-            for name in self.clients:
+            for name in _CLIENTS:
                 node = f'name="{name}" data-path="{self.folder / "data" / name}"'
                 if workers:
                     socket = home / f"{name}.sock"
@@ -113,8 +119,8 @@ class Comparison:
         status = run_app(
             app=CHECKOUT,
             superlink=link,
-            run_config={**self.config, **folders, **config},
-            supernodes=len(self.clients) if simulated else None,
+            run_config={**_CONFIG, **folders, **config},
+            supernodes=len(_CLIENTS) if simulated else None,
         )
         if status != COMPLETED:
             raise SystemExit(f"the run ended with {status}; its logs were in {home}")
@@ -203,8 +209,8 @@ def _running(command: list[str], link: SuperLink, log: Path) -> Iterator[None]:
         process.wait()
 
 
-def _write_data(folder: Path, names: tuple[str, ...]) -> None:
-    for name in names:
+def _write_data(folder: Path) -> None:
+    for name in _CLIENTS:
         (folder / name).mkdir(parents=True)
         for part, count in _ROWS.items():
             rows = examples(style=name, count=count, seed=0, split=part)  # type: ignore[arg-type]
@@ -214,25 +220,11 @@ def _write_data(folder: Path, names: tuple[str, ...]) -> None:
 
 def main() -> None:
     """Measure, and print the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each round")
-    parser.add_argument("--rounds", type=int, default=4, help="the first of them doesn't count")
-    parser.add_argument("--clients", type=int, default=2, help="at most 3")
-    parser.add_argument("--model", default="tiny")
-    arguments = parser.parse_args()
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    clients = tuple(STYLES[: arguments.clients])
-    config = {
-        "strategy": "fedjudge-base",
-        "rounds": arguments.rounds,
-        "min-nodes": len(clients),
-        "model.name": arguments.model,
-        "train.local-steps": arguments.steps,
-        "evaluate.every": arguments.rounds,
-    }
     with tempfile.TemporaryDirectory() as folder:
-        _write_data(Path(folder) / "data", clients)
-        comparison = Comparison(Path(folder), config, clients)
+        _write_data(Path(folder) / "data")
+        comparison = Comparison(Path(folder))
         measured = {
             "simulation": comparison.simulate(),
             "deployment": comparison.deploy(workers=False),
@@ -250,7 +242,7 @@ def main() -> None:
     for index, part in enumerate(_PARTS):
         cells = [median(side.parts[index] for side in measured[name]) for name in deployments]
         parts.add_row(part, *(f"{cell:.2f}" for cell in cells))
-    show(f"{len(clients)} clients, {arguments.steps} steps per round, {arguments.model}")
+    show(f"{len(_CLIENTS)} clients, {_STEPS} steps per round, tiny")
     show(rounds, parts)
 
 

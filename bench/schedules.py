@@ -1,6 +1,6 @@
 """Samples per second of the schedules, compared with centralised training (FL-GLM, table 3).
 
-    python -m bench.schedules [--clients 2 4 8] [--schedules client-batch …] [--pairs 15]
+    python -m bench.schedules [--clients 2 4 8] [--pairs 15]
 
 For each number of clients K there are client-batch and hierarchical with K clients, serial, and the
 whole model at the stacked batch. All take their steps in turn, bound to one core, with one torch
@@ -132,7 +132,6 @@ def main() -> None:
     """Measure all numbers of clients, one after another."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=SCHEDULES)
     parser.add_argument("--pairs", type=int, default=15, help="turns that are measured")
     parser.add_argument("--wire", choices=get_args(WireType), default="bfloat16")
     arguments = parser.parse_args()
@@ -151,7 +150,7 @@ def main() -> None:
                     job=job,
                     split=split,
                     clients=clients,
-                    schedules=arguments.schedules,
+                    schedules=SCHEDULES,
                     cores=core,
                 )
                 alternate([whole, *sides], job.steps)

@@ -11,9 +11,8 @@ are user and system time of all processes of a configuration, the proxy among th
 
 The run fails if the losses of the first steps differ by more than 1e-4 from the whole model's:
 those of the measured lanes with ``--wire float32``, with other wires those of a lane that trains
-these steps alone, before anything is measured. ``--record docs/recorded/split_step.json`` writes
-the result as JSON, with how the time of each step is spent; ``python -m bench.pictures`` makes a
-picture of it.
+these steps alone, before anything is measured. ``--record docs/recorded/split_step.json`` also
+writes the result as JSON, with how the time of a step is spent.
 """
 
 import argparse

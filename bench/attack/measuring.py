@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bench.attack.cells import Cell, Sizes
-from bench.attack.decoder import DecoderTraining, train_decoder
+from bench.attack.decoder import train_decoder
 from bench.attack.gradients import Sent, client_gradient, read_labels
 from bench.attack.noisy_training import ADAPTER, NoisyRun, train_with_noise
 from bench.attack.observed import as_encrypted, as_received, head_outputs
@@ -66,17 +66,12 @@ class Attacked:
             case "search":
                 rows = self._attacked(cell, self._sizes.searched)
                 search = self._search(cell.head_blocks)
-                received = self._received(cell, rows)
-                readings = [
-                    search.read(
-                        received=row,
-                        wire=cell.wire,
-                        noise=cell.noise,
-                        most=_MOST_WITHOUT_ADAPTER if cell.tuned else self._sizes.most_candidates,
-                    )
-                    for row in received
+                most = _MOST_WITHOUT_ADAPTER if cell.tuned else self._sizes.most_candidates
+                found = [
+                    search.read(received=row, wire=cell.wire, noise=cell.noise, most=most)
+                    for row in self._received(cell, rows)
                 ]
-                return self._scores([reading.tokens for reading in readings], rows)
+                return self._scores(found, rows)
             case "optimisation":
                 rows = self._attacked(cell, self._sizes.optimised)
                 found = invert(
@@ -117,7 +112,7 @@ class Attacked:
         decoder = train_decoder(
             seen=given,
             texts=[row[known:] for row in self._training_rows()],
-            training=DecoderTraining(cell.attack),
+            kind=cell.attack,
             seed=cell.seed,
         )
         return decoder.read(read)

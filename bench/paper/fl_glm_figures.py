@@ -48,7 +48,8 @@ def figure5(size: Size, results: Results) -> Document:
 
 def figures6to8(size: Size, results: Results) -> Document:
     """Return scores by the number of clients, for each schedule."""
-    tables, figures = [], {}
+    tables: list[Table] = []
+    figures: dict[str, str] = {}
     for number, method in enumerate(cells.SCHEDULES, start=6):
         rows, panels = [], []
         for task in size.fl_glm.curves:
