@@ -1,4 +1,4 @@
-"""What a federated round takes beside its slowest client's training, and what for.
+"""What a federated round takes beside its slowest client's training.
 
     python -m bench.round
 
@@ -6,26 +6,21 @@ The same run of FedJudge-Base in simulation, in a deployment with a SuperLink an
 machine, and in one whose institutions have resident workers. Every process has one torch thread;
 clients train at the same time, so there should be a core for each. The first round, in which
 processes start and workers load the model, doesn't count. A round lasts from its train messages to
-the average. In deployments it is divided by the times in the logs of SuperNodes and workers.
-They are on loopback with ``--insecure``: no proxy, no TLS, no node keys.
+the average. Deployments are on loopback with ``--insecure``: no proxy, no TLS, no node keys.
 """
 
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from bench.harness import make_table, show
 from chambers.superlink import (
@@ -49,18 +44,6 @@ _CONFIG: Mapping[str, Any] = {
     "train.local-steps": _STEPS,
     "evaluate.every": _ROUNDS,
 }
-_LINE = re.compile(r"\x1b\[\d+m\w+ (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\x1b\[0m: +(.*)")
-_MARKS = ("Receiving: train", "Loading ClientApp", "is ready in", "Sending: train")
-# From one mark in the logs to the next, which together are the round.
-_PARTS = (
-    "the SuperNode polls for the message",
-    "the message's process starts and imports Flower",
-    "it imports the app, or hands over",
-    "data and base model are checked",
-    "the adapter is trained",
-    "the model is loaded; the adapter saved and handed back",
-    "the reply waits for the other clients and the ServerApp",
-)
 
 
 @dataclass(frozen=True)
@@ -70,14 +53,11 @@ class Round:
     Attributes:
         seconds: Its duration.
         training: Duration of its slowest client's training.
-        parts: What the round of this client consists of, in the order of ``_PARTS``; empty in
-            simulation.
 
     """
 
     seconds: float
     training: float
-    parts: list[float]
 
 
 @dataclass(frozen=True)
@@ -102,7 +82,6 @@ class Comparison:
         """Run it on SuperNodes, with or without resident workers."""
         home = self.folder / ("workers" if workers else "processes")
         with private_superlink(home, simulated=False) as link, ExitStack() as stack:
-            link.environment["FLWR_LOG_LEVEL"] = "DEBUG"  # which gives every line its time
             for name in _CLIENTS:
                 node = f'name="{name}" data-path="{self.folder / "data" / name}"'
                 if workers:
@@ -127,63 +106,16 @@ class Comparison:
         (directory,) = (home / "runs").iterdir()
         lines = (directory / "metrics.jsonl").read_text().splitlines()
         events = [event for event in map(json.loads, lines) if event.get("round", 0) > 1]
-        averaged = {} if simulated else _times_of_averages(directory)
         rounds = []
         for event in events:
-            if event["event"] != "round":
-                continue
-            number, seconds = event["round"], float(event["seconds"])
-            trained = [e for e in events if e["event"] == "train" and e["round"] == number]
-            slowest = max(trained, key=lambda e: float(e["seconds"]))
-            name, training = str(slowest["client"]), float(slowest["seconds"])
-            parts = []
-            if not simulated:
-                logs = home.glob(f"{name}*.log")
-                marks = sorted(line for log in logs for line in _lines(log))
-                end = averaged[number]
-                parts = _parts(marks, begin=end - seconds, end=end, training=training)
-            rounds.append(Round(seconds, training, parts))
+            if event["event"] == "round":
+                trained = [
+                    float(e["seconds"])
+                    for e in events
+                    if e["event"] == "train" and e["round"] == event["round"]
+                ]
+                rounds.append(Round(float(event["seconds"]), max(trained)))
         return rounds
-
-
-def _times_of_averages(directory: Path) -> dict[int, float]:
-    """Return when each round's replies were averaged, which TensorBoard's events tell."""
-    (file,) = (directory / "tensorboard").iterdir()
-    times: dict[int, float] = {}
-    for event in EventFileLoader(str(file)).Load():
-        if any("/train/" in value.tag for value in event.summary.value):
-            times.setdefault(int(event.step), float(event.wall_time))
-    return times
-
-
-def _parts(
-    lines: Sequence[tuple[float, str]], begin: float, end: float, training: float
-) -> list[float]:
-    """Divide a round of a client by the marks in the logs of its SuperNode and worker."""
-    marks: dict[str, tuple[float, str]] = {}
-    for time, text in lines:
-        for mark in _MARKS:
-            if begin < time < end and mark in text:
-                marks[mark] = time, text
-    if len(marks) < len(_MARKS):
-        raise SystemExit(f"the logs have only {', '.join(marks) or 'nothing'} of a round")
-    received, loading, ready, sending = (marks[mark][0] for mark in _MARKS)
-    opening = float(marks["is ready in"][1].split()[-2])
-    return [
-        received - begin,
-        loading - received,
-        ready - opening - loading,
-        opening,
-        training,
-        sending - ready - training,
-        end - sending,
-    ]
-
-
-def _lines(file: Path) -> Iterator[tuple[float, str]]:
-    """Yield time and text of a log's lines."""
-    for time, text in _LINE.findall(file.read_text(errors="replace")):
-        yield datetime.strptime(time, "%Y-%m-%d %H:%M:%S,%f").timestamp(), text
 
 
 def _supernode(node_config: str, link: SuperLink, log: Path) -> Any:
@@ -237,13 +169,8 @@ def main() -> None:
         ratio = median(side.seconds / side.training for side in sides)
         seconds, training = (median(getattr(s, k) for s in sides) for k in ("seconds", "training"))
         rounds.add_row(name, f"{seconds:.1f}", f"{training:.1f}", f"{ratio:.3f}")
-    deployments = [name for name in measured if name != "simulation"]
-    parts = make_table("seconds of a round, for its slowest client", "", *deployments)
-    for index, part in enumerate(_PARTS):
-        cells = [median(side.parts[index] for side in measured[name]) for name in deployments]
-        parts.add_row(part, *(f"{cell:.2f}" for cell in cells))
     show(f"{len(_CLIENTS)} clients, {_STEPS} steps per round, tiny")
-    show(rounds, parts)
+    show(rounds)
 
 
 if __name__ == "__main__":
