@@ -1,6 +1,6 @@
 """Memory and time of averaging many clients' adapters, beside Flower's FedAvg.
 
-    python -m bench.aggregation [--nodes 10 50] [--blocks 32]
+    python -m bench.aggregation
 
 The adapters are LoRA of rank 16 on all linear layers of a model with hidden size 4,096: 40 million
 parameters, 160 MB, with 32 blocks. Each side is the real strategy in a fresh process: one round,
@@ -46,6 +46,7 @@ from server_app.results import Results
 from strategies.fedjudge import FedJudgeBase
 from strategies.journal import Progress
 
+_NODES, _BLOCKS = (10, 50), 32
 RANK, HIDDEN, INNER = 16, 4096, 11008
 MODULES = {
     **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj"), (HIDDEN, HIDDEN)),
@@ -167,20 +168,17 @@ def largest_difference(one: Path, other: Path) -> float:
 
 def main() -> None:
     """Measure both sides for each number of nodes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[10, 50])
-    parser.add_argument("--blocks", type=int, default=32)
-    arguments = parser.parse_args()
-    size = sum(value.numel() for value in draw_adapter(arguments.blocks, 0).values())
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    size = sum(value.numel() for value in draw_adapter(_BLOCKS, 0).values())
     headings = ("nodes", "", "peak MB", "÷ adapter", "seconds", "difference")
     table = make_table("averaging one round", *headings)
     cores = os.sched_getaffinity(0)
-    for nodes in arguments.nodes:
+    for nodes in _NODES:
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder) / "FedAvg.safetensors", Path(folder) / "Chambers.safetensors"]
             for file in files:
                 with Worker(measure, cores, file.stem) as worker:
-                    peak, seconds = worker.ask((nodes, arguments.blocks, file))
+                    peak, seconds = worker.ask((nodes, _BLOCKS, file))
                 cells = [f"{peak / 1e6:,.0f}", f"{peak / (4 * size):.1f}", f"{seconds:.1f}"]
                 both = all(each.exists() for each in files)
                 difference = f"{largest_difference(*files):.1e}" if both else ""

@@ -117,9 +117,8 @@ def _reading(rows: Sequence[Row], results: Results) -> str:
     higher = sum(low > 0 for _, low, _ in intervals)
     return (
         f"Of {len(intervals)} differences, {lower} are below 0 with their whole interval (the "
-        f"penalty lowers the held-out loss), {higher} are above 0 (it raises it), and "
-        f"{len(intervals) - lower - higher} can't be told from 0 with {len(base)} seeds. Without "
-        f"any effect, about one of 20 intervals would not contain 0."
+        f"penalty lowers the held-out loss), {higher} are above 0, and "
+        f"{len(intervals) - lower - higher} can't be told from 0 with {len(base)} seeds."
     )
 
 

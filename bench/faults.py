@@ -315,32 +315,29 @@ def _adapter(folder: Path) -> Path:
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a row for each process and way of working."""
-    table = make_table(
-        f"{len(outcomes)} runs, each with a process that was killed",
-        "",
-        "killed",
-        "completed",
-        "resumed",
-        "like the undisturbed run",
-        "an average",
-        "wrong",
-    )
-    for way in WAYS:
-        of_way = [outcome for outcome in outcomes if outcome.way == way]
-        for process in PROCESSES:
-            own = [outcome for outcome in of_way if outcome.process == process]
-            if own:
-                table.add_row(
-                    f"{way}, {process}",
-                    str(sum(each.moment >= 0 for each in own)),
-                    str(sum(each.status == COMPLETED for each in own)),
-                    str(sum(each.resumed == COMPLETED for each in own)),
-                    str(sum(each.adapter == "undisturbed run" for each in own)),
-                    str(sum(each.adapter.startswith("average") for each in own)),
-                    "; ".join(fault for each in own for fault in each.faults) or "0",
-                )
+    """Return how the runs ended, by the process that was killed and the way of training."""
+    table = make_table("completed + resumed, by killed process", "", *WAYS)
+    for process in PROCESSES:
+        of_process = [outcome for outcome in outcomes if outcome.process == process]
+        cells = []
+        for way in WAYS:
+            own = [outcome for outcome in of_process if outcome.way == way]
+            completed = sum(each.status == COMPLETED for each in own)
+            resumed = sum(each.resumed == COMPLETED for each in own)
+            cells.append(f"{completed}+{resumed}" if own else "–")
+        table.add_row(process, *cells)
     return table
+
+
+def _summary(outcomes: Sequence[Outcome]) -> str:
+    """Return what became of the runs' adapters, and what went wrong."""
+    undisturbed = sum(each.adapter == "undisturbed run" for each in outcomes)
+    averages = sum(each.adapter.startswith("average") for each in outcomes)
+    faults = "; ".join(fault for each in outcomes for fault in each.faults)
+    return (
+        f"{len(outcomes)} runs; global adapter equal to the undisturbed run's: {undisturbed}, "
+        f"average of those who took part: {averages}; faults: {faults or 'none'}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -365,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             outcome = measure(options.folder, index, options.seed, options.rounds)
             record.write_text(json.dumps(asdict(outcome), indent=1) + "\n")
         outcomes.append(Outcome(**json.loads(record.read_text())))
-    show(_table(outcomes))
+    show(_table(outcomes), _summary(outcomes))
     if any(outcome.faults for outcome in outcomes):
         raise SystemExit(1)
 

@@ -6,12 +6,12 @@
 For each size and number of clients, each schedule trains in turn with the whole model at the
 stacked batch: the same samples for both, as in ``bench.schedules``. Frozen weights and wire are
 bfloat16, lanes are encrypted, adapters are LoRA on query, key and value. A client's micro-batch is
-one example of 512 tokens, half of them targets, and its step has four of these (``--rows``,
-``--columns``). One process has the clients, one the server, one the whole model, all on the first
-GPU; where there are two or more, the server is on the second. A turn is over when the work that
-every process has queued on its GPU is done. Every pair of configurations has processes of its own,
-so that peaks of memory are theirs alone: bytes of tensors, loading included, without the memory of
-CUDA itself and the allocator's reserve.
+one example of 512 tokens (``--columns``), half of them targets, and its step has four of these. One
+process has the clients, one the server, one the whole model, all on the first GPU; where there are
+two or more, the server is on the second. A turn is over when the work that every process has queued
+on its GPU is done. Every pair of configurations has processes of its own, so that peaks of memory
+are theirs alone: bytes of tensors, loading included, without the memory of CUDA itself and the
+allocator's reserve.
 
 The checkpoint is written to a temporary directory (set TMPDIR), 14 GB of it for ``7b``. The run
 fails if the first losses of client-batch and the whole model differ by more than 0.05.
@@ -91,7 +91,7 @@ def measure(table: Table, job: Job, clients: int, schedule: str) -> None:
 
 def run(size: str, arguments: argparse.Namespace) -> None:
     """Measure one size for all numbers of clients and all schedules."""
-    shape = replace(SIZES[size], rows=arguments.rows, columns=arguments.columns)
+    shape = replace(SIZES[size], rows=1, columns=arguments.columns)
     client_device, server_device = devices(arguments.device)
     model = ModelSettings(
         quantization=arguments.quantization,
@@ -126,7 +126,6 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="turns that are measured")
     parser.add_argument("--quantization", choices=["none", "nf4", "int8"], default="none")
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--rows", type=int, default=1, help="examples of a client's micro-batch")
     parser.add_argument("--columns", type=int, default=512, help="tokens of an example")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()

@@ -198,6 +198,23 @@ def open_model(
     )
 
 
+@contextmanager
+def opened(
+    ends: Mapping[PartyName, Part],
+    invitation: Invitation,
+    job: Job,
+    split: SplitSettings,
+    noise: float = 0.0,
+) -> Iterator[SplitModel]:
+    """Open a split model as `open_model` does, and end it and its lane afterwards."""
+    model = open_model(ends=ends, invitation=invitation, job=job, split=split, noise=noise)
+    try:
+        yield model
+        model.end()
+    finally:
+        model.lane.close()
+
+
 def join(model: SplitModel, job: Job) -> None:
     """Begin the job's round of training."""
     model.join(

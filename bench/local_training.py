@@ -1,6 +1,6 @@
 """Local training compared with ``transformers.Trainer``: the same steps and losses, and the time.
 
-    python -m bench.local_training [--vocabulary 32000 8000] [--pairs 15]
+    python -m bench.local_training [--pairs 15]
 
 Both sides train the same random Llama with the same LoRA adapter on the same examples per
 optimizer step, one step in turn, in one process with one thread on one core. The length-grouping
@@ -36,6 +36,7 @@ from finetuning.training.optimization import OptimizerState
 _KINDS = ((480, 288), (57, 209), (136, 221))
 _SPREAD = 0.5  # standard deviation of the logarithm
 _LONGEST = 800
+_VOCABULARIES = (32000, 8000)
 _SAMPLED = 3200  # examples that the sampler sorts: enough for groups of its full size
 _TOLERANCE = 1e-4
 _SETTINGS = TrainSettings(optimizer="adamw")
@@ -191,8 +192,8 @@ def as_row(example: Example) -> dict[str, torch.Tensor]:
     }
 
 
-def compare(job: Job) -> None:
-    """Run the pairs of steps, and print the result.
+def compare(job: Job) -> list[str]:
+    """Run the pairs of steps, and return a row of the table.
 
     Raises:
         SystemExit: The losses of a step differ.
@@ -209,33 +210,30 @@ def compare(job: Job) -> None:
     rates = [f"{sum(tokens) / sum(side.seconds):.0f}" for side in sides]
     for side in sides:  # steps differ in length, so seconds per token are compared
         side.seconds = [s / count for s, count in zip(side.seconds, tokens, strict=True)]
-    table = make_table(
-        f"vocabulary {job.shape.vocabulary}, {len(tokens)} pairs of steps, {sum(tokens)} tokens",
-        *(f"{side.name}: tokens/s" for side in sides),
-        *(f"Chambers ÷ Trainer: {name}" for name in RATIOS),
-    )
-    table.add_row(*rates, *ratios(*sides))
     losses = zip(*(side.losses for side in sides), strict=True)
     difference = max(abs(a - b) for a, b in losses)
-    show(table, f"largest difference of a step's loss: {difference:.1e}")
     if not difference <= _TOLERANCE:
-        raise SystemExit(f"the losses differ by more than {_TOLERANCE}")
+        raise SystemExit(f"the losses differ by {difference:.1e}")
+    return [str(job.shape.vocabulary), *rates, *ratios(*sides), f"{difference:.1e}"]
 
 
 def main() -> None:
-    """Compare at the given vocabularies."""
+    """Compare with a large and a small vocabulary, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32000, 8000])
     parser.add_argument("--pairs", type=int, default=15, help="steps that are measured")
-    parser.add_argument("--hidden", type=int, default=Shape.hidden)
-    arguments = parser.parse_args()
+    pairs = parser.parse_args().pairs
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    for vocabulary in arguments.vocabulary:
-        shape = Shape(hidden=arguments.hidden, vocabulary=vocabulary, columns=_LONGEST)
-        with random_job(shape, arguments.pairs) as job:
-            compare(job)
+    table = make_table(
+        f"{pairs} pairs of steps; ratios are Chambers ÷ Trainer",
+        *("vocabulary", "Trainer: tokens/s", "Chambers: tokens/s", *RATIOS),
+        "largest difference of a loss",
+    )
+    for vocabulary in _VOCABULARIES:
+        with random_job(Shape(vocabulary=vocabulary, columns=_LONGEST), pairs) as job:
+            table.add_row(*compare(job))
+    show(table)
 
 
 if __name__ == "__main__":

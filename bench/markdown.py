@@ -7,8 +7,8 @@ from html import escape
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table, with an empty one after it."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return [*(f"| {' | '.join(line)} |" for line in lines), ""]
+    first, *others = (f"| {' | '.join(line)} |" for line in (headings, *rows))
+    return [first, "|" + "---|" * len(headings), *others, ""]
 
 
 def escaped(text: str) -> str:

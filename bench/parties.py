@@ -194,16 +194,17 @@ def _run_client(
         link.send(error)
 
 
-def serve_clients(link: Connection, jobs: Sequence[Job], split: SplitSettings) -> None:
+def serve_clients(
+    link: Connection, jobs: Sequence[Job], split: SplitSettings, body: Part | None = None
+) -> None:
     """Serve clients; the first message of this process is their invitations.
 
     ``memory`` is answered with the peak of GPU memory, ``accounts`` ends the round and is answered
     with what it took, and any other message is answered when all work is done.
     """
     names = [f"client-{number}" for number in range(len(jobs))]
-    with serving(
-        body=load_body(jobs[0], split), job=jobs[0], split=split, clients=len(jobs)
-    ) as server:
+    body = body or load_body(jobs[0], split)
+    with serving(body=body, job=jobs[0], split=split, clients=len(jobs)) as server:
         server.begin_round(dict.fromkeys(names, 1), jobs[0].seed)
         link.send(
             [

@@ -1,8 +1,8 @@
 """The cost of record-level differential privacy: ``python -m bench.privacy``.
 
-Runs the demonstration's three clients by FedJudge-Base, each with the noise with which the run
-spends ε exactly, and prints a line for each ε. ∞ is a run without privacy. The clients' replies
-contain no losses, so the losses on held-out rows are measured here.
+Three generated clients train by FedJudge-Base, each with the noise with which the run spends ε
+exactly; there is a row for each ε. ∞ is a run without privacy. The clients' replies contain no
+losses, so the losses on held-out rows are measured here.
 """
 
 import argparse
@@ -11,19 +11,31 @@ import os
 import signal
 import statistics
 import tempfile
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.common.config import flatten_dict, parse_config_args
-
 from bench.harness import make_table, show
 from bench.pool import pool
 
-_PRESET = Path(__file__).parent.parent / "presets" / "demo.toml"
 _CLIENTS = 3
-_DELTA = 1e-4
+_EPSILONS = (math.inf, 8.0, 2.0)
+_DELTA, _ROW_NORM = 1e-4, 1.0
+_SETTINGS: dict[str, Any] = {
+    "strategy": "fedjudge-base",
+    "rounds": 2,
+    "adapter.rank": 8,
+    "adapter.alpha": 16,
+    "adapter.targets": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
+    "data.max-length": 512,
+    "train.local-steps": 8,
+    "train.batch-size": 4,
+    "train.accumulation": 8,
+    "train.learning-rate": 3e-3,
+    "train.max-gradient-norm": 1.0,
+    "evaluate.every": 2,
+    "evaluate.batch-size": 32,
+}
 
 
 @dataclass(frozen=True)
@@ -44,8 +56,8 @@ class Outcome:
     personalised_loss: float
 
 
-def run(epsilon: float, seed: int, row_norm: float, overrides: list[str]) -> Outcome:
-    """Run the demonstration with one ε and one seed."""
+def run(epsilon: float, seed: int) -> Outcome:
+    """Train with one ε and one seed."""
     import logging
 
     import torch
@@ -57,9 +69,7 @@ def run(epsilon: float, seed: int, row_norm: float, overrides: list[str]) -> Out
 
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel("ERROR")
-    values = flatten_dict(tomllib.loads(_PRESET.read_text()))
-    values |= {"strategy": "fedjudge-base", "evaluate.generate": False, "seed": seed}
-    values |= parse_config_args(overrides)
+    values = _SETTINGS | {"seed": seed}
     config = parse_run_config(values)
     nodes: dict[int, dict[str, Any]] = {
         i + 1: {"partition-id": i, "num-partitions": _CLIENTS} for i in range(_CLIENTS)
@@ -71,7 +81,7 @@ def run(epsilon: float, seed: int, row_norm: float, overrides: list[str]) -> Out
             if epsilon < math.inf:
                 noise.append(_least_noise(epsilon, config, institution.size))
                 file = Path(folder) / f"{institution.name}.toml"
-                _write_policy(file, epsilon, noise[-1], row_norm)
+                _write_policy(file, epsilon, noise[-1])
                 node["policy"] = str(file)
         state = str(Path(folder) / "state")
         grid = InProcessGrid(values | {"state-path": state}, nodes)
@@ -97,12 +107,12 @@ def _least_noise(epsilon: float, config: Any, rows: int) -> float:
     return high
 
 
-def _write_policy(file: Path, epsilon: float, noise: float, row_norm: float) -> None:
+def _write_policy(file: Path, epsilon: float, noise: float) -> None:
     folder, name = file.parent, file.stem
     file.write_text(
         f'paths = ["{folder}"]\naudit-log = "{folder}/{name}.audit.jsonl"\n'
         f"[privacy]\nepsilon = {epsilon}\ndelta = {_DELTA}\nnoise-multiplier = {noise}\n"
-        f'row-norm = {row_norm}\naccount = "{folder}/{name}.privacy.jsonl"\n'
+        f'row-norm = {_ROW_NORM}\naccount = "{folder}/{name}.privacy.jsonl"\n'
     )
 
 
@@ -133,27 +143,18 @@ def _loss(config: Any, institutions: list[Any], adapters: list[Any] | None) -> f
 def main() -> None:
     """Run every ε with every seed, one run per core at a time, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epsilons", type=float, nargs="+", default=[math.inf, 8.0, 2.0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--row-norm", type=float, default=1.0)
-    parser.add_argument(
-        "--run-config", default="", help="overrides of presets/demo.toml: 'key=value …'"
-    )
-    arguments = parser.parse_args()
-    overrides = [arguments.run_config] if arguments.run_config else []
-    cells = [(epsilon, seed) for epsilon in arguments.epsilons for seed in range(arguments.seeds)]
-    cores = len(os.sched_getaffinity(0))
-    with pool(cores) as executor:
-        futures = {
-            cell: executor.submit(run, *cell, arguments.row_norm, overrides) for cell in cells
-        }
+    seeds = parser.parse_args().seeds
+    cells = [(epsilon, seed) for epsilon in _EPSILONS for seed in range(seeds)]
+    with pool(len(os.sched_getaffinity(0))) as executor:
+        futures = {cell: executor.submit(run, *cell) for cell in cells}
         outcomes = {cell: future.result() for cell, future in futures.items()}
     table = make_table(
-        f"FedJudge-Base, mean ± standard deviation over seeds ({arguments.seeds}), δ = {_DELTA:g}",
+        f"FedJudge-Base, mean ± standard deviation over seeds ({seeds}), δ = {_DELTA:g}",
         *("ε", "σ of the clients", "held-out loss: base", "global", "personalised"),
     )
-    for epsilon in arguments.epsilons:
-        runs = [outcomes[epsilon, seed] for seed in range(arguments.seeds)]
+    for epsilon in _EPSILONS:
+        runs = [outcomes[epsilon, seed] for seed in range(seeds)]
         noise = runs[0].noise
         table.add_row(
             "∞" if epsilon == math.inf else f"{epsilon:g}",

@@ -47,6 +47,21 @@ class Shape:
         """Least bytes on the wire per step: four tensors per micro-batch, 2 bytes per number."""
         return 4 * self.tokens * self.micro_batches * self.hidden * 2
 
+    @classmethod
+    def of_checkpoint(cls, directory: Path, rows: int, columns: int) -> "Shape":
+        """Return the shape of an existing checkpoint, with one micro-batch of rows of tokens."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(directory)
+        return cls(
+            hidden=config.hidden_size,
+            blocks=config.num_hidden_layers,
+            vocabulary=config.vocab_size,
+            rows=rows,
+            columns=columns,
+            micro_batches=1,
+        )
+
     def save(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """Write the model with random weights, holding no more than one block in memory.
 

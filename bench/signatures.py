@@ -1,6 +1,6 @@
 """Seconds that signing and authenticating add to a Flower message, beside what Flower needs for it.
 
-    python -m bench.signatures [--blocks 1 8 32] [--clients 3]
+    python -m bench.signatures
 
 The adapters are those of ``bench.aggregation``: LoRA of rank 16 on a model with hidden size 4,096.
 An instruction with the adapter is signed for each client, and verified and opened by one; its reply
@@ -25,14 +25,15 @@ from federation.messages import ARRAYS, CONFIG, State, answer, to_arrays
 from federation.packed_content import EncryptedArrays
 
 _REPETITIONS = 9
+_BLOCKS, _CLIENTS = (1, 8, 32), 3
 
 
-def _round_trip(key: Ed25519PrivateKey, state: State, clients: int) -> dict[str, float]:
+def _round_trip(key: Ed25519PrivateKey, state: State) -> dict[str, float]:
     """Return the seconds of each operation, for one message with an adapter."""
     nonce, arrays = ConfigRecord({"nonce": secrets.token_bytes(16)}), to_arrays(state)
     plain, *messages = (
         Message(RecordDict({CONFIG: nonce, ARRAYS: arrays}), 0, MessageType.TRAIN, ttl=60.0)
-        for _ in range(clients + 1)
+        for _ in range(_CLIENTS + 1)
     )
     clock = [time.perf_counter()]
 
@@ -44,7 +45,7 @@ def _round_trip(key: Ed25519PrivateKey, state: State, clients: int) -> dict[str,
     seconds = {"Flower's digests": lap()}
     signer, shared = Signer(key), EncryptedArrays()
     statements = [signer.sign(message, shared) for message in messages]
-    seconds["sign, per client"] = lap() / clients
+    seconds["sign, per client"] = lap() / _CLIENTS
     message, statement = messages[0], statements[0]
     received = SignedInstruction.of(message)
     assert received is not None
@@ -60,31 +61,23 @@ def _round_trip(key: Ed25519PrivateKey, state: State, clients: int) -> dict[str,
     return seconds
 
 
-def measure(blocks: int, clients: int) -> dict[str, float]:
+def measure(blocks: int) -> dict[str, float]:
     """Return the median seconds of each operation, for a message with an adapter."""
     key, state = Ed25519PrivateKey.generate(), draw_adapter(blocks, seed=0)
-    found = [_round_trip(key, state, clients) for _ in range(_REPETITIONS)]
+    found = [_round_trip(key, state) for _ in range(_REPETITIONS)]
     return {name: median(each[name] for each in found) for name in found[0]}
 
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.signatures", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--clients", type=int, default=3)
-    arguments = parser.parse_args()
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
-    table = None
-    for blocks in arguments.blocks:
+    measured = {blocks: measure(blocks) for blocks in _BLOCKS}
+    table = make_table(f"ms per message, {_CLIENTS} clients", "adapter, MB", *measured[_BLOCKS[0]])
+    for blocks, found in measured.items():
         size = sum(value.nbytes for value in draw_adapter(blocks, seed=0).values()) / 1e6
-        found = measure(blocks, arguments.clients)
-        title = f"ms per message, {arguments.clients} clients"
-        table = table or make_table(title, "adapter, MB", *found)
         table.add_row(f"{size:.0f}", *(f"{1e3 * value:.1f}" for value in found.values()))
-    if table:
-        show(table)
+    show(table)
 
 
 if __name__ == "__main__":

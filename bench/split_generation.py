@@ -102,12 +102,11 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5, help="turns that are measured")
-    parser.add_argument("--hidden", type=int, default=Shape.hidden)
-    arguments = parser.parse_args()
+    pairs = parser.parse_args().pairs
     core = {max(os.sched_getaffinity(0))}
     os.sched_setaffinity(0, core)
     torch.set_num_threads(1)
-    shape = Shape(hidden=arguments.hidden, rows=_ROWS, columns=_PROMPT + _NEW)
+    shape = Shape(rows=_ROWS, columns=_PROMPT + _NEW)
     split = SplitSettings(wire_dtype="float32")
     with random_job(shape, 1) as job, ExitStack() as stack:
         server = stack.enter_context(Worker(serve_texts, core, job, split))
@@ -122,9 +121,7 @@ def main() -> None:
             model.choose("global", {n: p.detach().clone() for n, p in model.parameters.items()})
             models[name] = model
         pids = [os.getpid(), server.pid, proxy.pid]
-        table = measure(
-            models=models, pids=pids, pairs=arguments.pairs, vocabulary=shape.vocabulary
-        )
+        table = measure(models=models, pids=pids, pairs=pairs, vocabulary=shape.vocabulary)
     show(
         f"{_ROWS} prompts of {_PROMPT} tokens, {_NEW} new ones each; Llama with hidden size "
         f"{shape.hidden} and {shape.blocks} blocks, the first and the last at the client",

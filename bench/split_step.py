@@ -12,7 +12,7 @@ are user and system time of all processes of a configuration, the proxy among th
 The run fails if the losses of the first steps differ by more than 1e-4 from the whole model's:
 those of the measured lanes with ``--wire float32``, with other wires those of a lane that trains
 these steps alone, before anything is measured. ``--record docs/recorded/split_step.json`` also
-writes the result as JSON, of which ``python -m bench.pictures`` makes a picture.
+writes the result as JSON, with how the time of a step is spent.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from split.settings import SplitSettings
 _COMPARED = 3  # steps whose losses must be equal
 _TOLERANCE = 1e-4
 _DELAY, _GIGABITS = 0.02, 1.0
+Account = dict[str, dict[str, float]]
 
 
 def start(
@@ -93,30 +94,22 @@ def compared(whole: Whole, sides: Sequence[Split]) -> Table:
     return table
 
 
-def accounted(sides: Sequence[Split], shape: Shape) -> tuple[Table, Table]:
-    """Return how the time of the split steps is spent, and their bytes on the wire."""
-    where = make_table(
-        "milliseconds per step, the warm-up included; training in CPU time, CPU of the whole "
-        "process, the rest by the clock",
-        *("", "client: training", "waiting", "crypto", "packing", "CPU"),
-        *("server: computing", "queued", "crypto", "packing", "CPU", "proxy: CPU"),
-    )
-    headings = ("", "up", "down", "÷ (4 · tokens · hidden · 2 bytes)")
-    carried = make_table("kilobytes per step", *headings)
-    both = ("seconds_crypto", "seconds_serialisation")
-    for number, side in enumerate(sides, 2):
-        (client,), (server,) = side.accounts()
-        steps = len(side.losses)
-        cpu = [sum(each) / steps for each in zip(*side.cpu, strict=True)]
-        names = ("seconds_computing", "seconds_waiting", *both)
-        values = [*(client[name] / steps for name in names), cpu[0]]
-        names = ("seconds_computing", "seconds_queued", *both)
-        values += [*(server[name] / steps for name in names), *cpu[1:]]
-        where.add_row(f"({number})", *(f"{1000 * value:.0f}" for value in values))
-        up, down = client["bytes_up"] / steps, client["bytes_down"] / steps
-        share = (up + down) / shape.step_bytes
-        carried.add_row(f"({number})", f"{up / 1000:.1f}", f"{down / 1000:.1f}", f"{share:.4f}")
-    return where, carried
+def spent(side: Split) -> Account:
+    """Return how a split side's time is spent, in seconds per step, the warm-up included.
+
+    The client's computing is CPU time, *cpu* that of the whole process, and the rest by the clock.
+    """
+    (client,), (server,) = side.accounts()
+    steps = len(side.losses)
+    cpu = [sum(each) / steps for each in zip(*side.cpu, strict=True)]
+    result: Account = {
+        party: {key: value / steps for key, value in account.items() if key.startswith("seconds_")}
+        for party, account in (("client", client), ("server", server))
+    }
+    for party, seconds in zip(("client", "server", "proxy"), cpu, strict=False):
+        result.setdefault(party, {})["cpu"] = seconds
+    result["bytes"] = {key: client[key] / steps for key in ("bytes_up", "bytes_down")}
+    return result
 
 
 def first_losses(job: Job, split: SplitSettings, core: int) -> list[float]:
@@ -135,33 +128,45 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in pairs)
 
 
-def recorded(whole: Whole, sides: Sequence[Split], pairs: int, wire: str) -> dict[str, Any]:
-    """Return each configuration's times, and their ratios to the whole model's, for a JSON file."""
+def carried(accounts: Sequence[Account], shape: Shape) -> str:
+    """Return a line with the bytes of a step on the wire."""
+    most = max(sum(account["bytes"].values()) for account in accounts)
+    return (
+        f"at most {most / 1000:.1f} kilobytes per step in both directions, "
+        f"{most / shape.step_bytes:.4f} × 4 · tokens · hidden · 2 bytes"
+    )
+
+
+def recorded(
+    whole: Whole, sides: Sequence[Split], accounts: Sequence[Account], wire: str
+) -> dict[str, Any]:
+    """Return times, their ratios to the whole model's and how they are spent, for a JSON file."""
     result = []
-    for side in (whole, *sides):
+    for side, account in zip((whole, *sides), (None, *accounts), strict=True):
         times = dict(zip(("median", "minimum", "cpu"), side.summary(), strict=True))
-        result.append({"name": side.name, "seconds": times, "ratios": compared_with(side, whole)})
-    return {"pairs": pairs, "wire": wire, "sides": result}
+        entry = {"name": side.name, "seconds": times, "ratios": compared_with(side, whole)}
+        result.append(entry | ({"spent": account} if account else {}))
+    return {"pairs": len(whole.seconds) - WARM_UP, "wire": wire, "sides": result}
 
 
 def main() -> None:
-    """Measure, and print the tables."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15, help="steps that are measured")
     parser.add_argument("--wire", choices=get_args(WireType), default="bfloat16")
-    parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--record", type=Path, help="file for the result as JSON")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
-    shape = Shape(hidden=arguments.hidden)
+    shape = Shape()
     split = SplitSettings(wire_dtype=arguments.wire, frame_timeout=3600.0)
     with ExitStack() as stack:
         job = stack.enter_context(random_job(shape, WARM_UP + arguments.pairs))
         exact = None if arguments.wire == "float32" else first_losses(job, split, cores[-1])
         whole, sides = start(stack=stack, job=job, split=split, cores=cores)
         alternate([whole, *sides], job.steps)
-        show(f"{shape}, {arguments.pairs} pairs of steps, wire {arguments.wire}, seed {SEED}")
-        show(compared(whole, sides), *accounted(sides, shape))
+        accounts = [spent(side) for side in sides]
+    show(f"{shape}, {arguments.pairs} pairs of steps, wire {arguments.wire}, seed {SEED}")
+    show(compared(whole, sides), carried(accounts, shape))
     own = max(difference(side.losses, whole.losses) for side in sides)
     show(f"largest difference of the first {_COMPARED} losses, wire {arguments.wire}: {own:.1e}")
     if exact is not None:
@@ -170,7 +175,7 @@ def main() -> None:
     if not own <= _TOLERANCE:
         raise SystemExit(f"the losses differ by more than {_TOLERANCE}")
     if arguments.record:
-        result = recorded(whole, sides, arguments.pairs, arguments.wire)
+        result = recorded(whole, sides, accounts, arguments.wire)
         arguments.record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

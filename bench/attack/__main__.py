@@ -3,8 +3,9 @@
 Repeats the attack of FL-GLM section 4.3.3, in which a decoder is trained on a colluding client's
 hidden states and text and reads another client's, and then attacks as somebody would who knows the
 public model. Each cell of the tables is a file in the output folder; cells that exist are not
-computed again. The document, its figures and the record that they are made of are written to
-``--document``. With ``--render`` nothing is measured; they are made of the record that is there.
+computed again. The record, and the tables and pictures made from it, are written to ``--document``;
+``python -m bench.pages`` then puts the tables into ``attack.md``. With ``--render`` nothing is
+measured; tables and pictures are made from the record that is there.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import torch
 
 from bench.attack.cells import Cell, Sizes, cells_of
 from bench.attack.measuring import Attacked
-from bench.attack.report import RECORD, markdown, write_document
+from bench.attack.report import RECORD, tables, write_results
 from bench.attack.texts import GENERATED, Texts, generated_texts, texts_in
 from finetuning.files import replacing
 from finetuning.model.base_model import load_tokenizer, locate
@@ -34,19 +35,19 @@ def main() -> None:
         "--data",
         nargs="+",
         default=[GENERATED],
-        help="'generated', or folders of texts (see bench/attack/texts.py); all attacks are made "
-        "on the first, and on others those that depend on the head blocks",
+        help="'generated', or folders of BoolQ; all attacks are made on the first, and on others "
+        "those that depend on the head blocks",
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("runs/attack"))
-    parser.add_argument("--document", type=Path, help="folder for attack.md, such as docs")
+    parser.add_argument("--document", type=Path, help="folder for the results, such as docs")
     parser.add_argument("--render", action="store_true", help="only write --document again")
     arguments = parser.parse_args()
     if arguments.render:
         if arguments.document is None:
             raise SystemExit("--render needs --document, the folder with the record, such as docs")
         found = json.loads((arguments.document / RECORD).read_text(encoding="utf-8"))
-        write_document(found, arguments.document)
+        write_results(found, arguments.document)
         return
     torch.set_num_threads(1)
     directory, sizes = locate(arguments.model), Sizes()
@@ -62,8 +63,8 @@ def main() -> None:
             file = arguments.output / f"{cell.name}.json"
             record["cells"].append(_measured(cell, attacked, file, settings | inputs))
     if arguments.document:
-        write_document(record, arguments.document)
-    print(markdown(record))
+        write_results(record, arguments.document)
+    print(*tables(record).values(), sep="\n")
 
 
 def _described(name: str, directory: Path, sizes: Sizes) -> dict[str, Any]:

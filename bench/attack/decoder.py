@@ -7,7 +7,6 @@ it can't have learned any others.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,41 +18,22 @@ DecoderKind = Literal["linear", "transformer"]
 _HEADS = 4
 _MOST_COLUMNS = 256
 _MAXIMUM_NORM = 1.0
-
-
-@dataclass(frozen=True)
-class DecoderTraining:
-    """How a decoder is trained.
-
-    Attributes:
-        kind: Kind of the decoder.
-        passes: Number of passes over the colluding client's texts.
-        rows: Texts of an optimizer step.
-        width: Width of a Transformer's block.
-        learning_rate: Peak learning rate of AdamW; it falls linearly to zero.
-
-    """
-
-    kind: DecoderKind
-    passes: int = 4
-    rows: int = 16
-    width: int = 256
-    learning_rate: float = 2e-3
+_ROWS = 16  # texts of an optimizer step
+_WIDTH = 256  # of a Transformer's block
+_LEARNING_RATE = 2e-3  # of AdamW at the beginning; it falls linearly to zero
 
 
 class Decoder(nn.Module):
     """Predicts the token at each position from a text's hidden states.
 
     Args:
-        training: Kind and width.
+        kind: Kind of the decoder.
         seen: Hidden states of the colluding client, (tokens, features) of each text.
         vocabulary: Tokens that it can produce, (tokens,) int64.
 
     """
 
-    def __init__(
-        self, training: DecoderTraining, seen: Sequence[Tensor], vocabulary: Tensor
-    ) -> None:
+    def __init__(self, kind: DecoderKind, seen: Sequence[Tensor], vocabulary: Tensor) -> None:
         super().__init__()
         self.vocabulary = vocabulary
         # Some of a model's features are a thousand times as large as others.
@@ -62,23 +42,23 @@ class Decoder(nn.Module):
         self._deviation = everything.std(0) + 1e-6
         features = everything.shape[1]
         self._block: nn.Module | None = None
-        if training.kind == "linear":
+        if kind == "linear":
             self._output = nn.Linear(features, len(vocabulary))
             return
-        self._input = nn.Linear(features, training.width)
-        self._positions = nn.Embedding(_MOST_COLUMNS, training.width)
+        self._input = nn.Linear(features, _WIDTH)
+        self._positions = nn.Embedding(_MOST_COLUMNS, _WIDTH)
         nn.init.normal_(self._positions.weight, std=0.02)
         self._block = nn.TransformerEncoderLayer(
-            d_model=training.width,
+            d_model=_WIDTH,
             nhead=_HEADS,
-            dim_feedforward=2 * training.width,
+            dim_feedforward=2 * _WIDTH,
             dropout=0.0,
             activation="gelu",
             batch_first=True,
             norm_first=True,
         )
-        self._norm = nn.LayerNorm(training.width)
-        self._output = nn.Linear(training.width, len(vocabulary))
+        self._norm = nn.LayerNorm(_WIDTH)
+        self._output = nn.Linear(_WIDTH, len(vocabulary))
 
     def forward(self, seen: Tensor, padding: Tensor) -> Tensor:
         """Return logits over the vocabulary, (rows, columns, tokens of the vocabulary).
@@ -106,25 +86,30 @@ class Decoder(nn.Module):
 
 
 def train_decoder(
-    seen: Sequence[Tensor], texts: Sequence[Tensor], training: DecoderTraining, seed: int
+    seen: Sequence[Tensor],
+    texts: Sequence[Tensor],
+    kind: DecoderKind,
+    seed: int,
+    passes: int = 4,
 ) -> Decoder:
     """Train a decoder on the colluding client's hidden states and tokens.
 
     Args:
         seen: (tokens, features) of each text.
         texts: (tokens,) int64 of each text.
-        training: How it is trained.
+        kind: Kind of the decoder.
         seed: Seed of its first weights and of the order of the texts.
+        passes: Number of passes over the texts.
 
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = torch.unique(torch.cat(list(texts)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        decoder = Decoder(training, seen, vocabulary)
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=training.learning_rate)
-    orders = [torch.randperm(len(texts), generator=generator) for _ in range(training.passes)]
-    groups = [group for order in orders for group in torch.split(order, training.rows)]
+        decoder = Decoder(kind, seen, vocabulary)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=_LEARNING_RATE)
+    orders = [torch.randperm(len(texts), generator=generator) for _ in range(passes)]
+    groups = [group for order in orders for group in torch.split(order, _ROWS)]
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(groups))
     for group in groups:
         inputs = pad_sequence([seen[i] for i in group], batch_first=True)

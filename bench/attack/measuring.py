@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bench.attack.cells import Cell, Sizes
-from bench.attack.decoder import DecoderTraining, train_decoder
+from bench.attack.decoder import train_decoder
 from bench.attack.gradients import Sent, client_gradient, read_labels
 from bench.attack.noisy_training import ADAPTER, NoisyRun, train_with_noise
 from bench.attack.observed import as_encrypted, as_received, head_outputs
@@ -66,17 +66,12 @@ class Attacked:
             case "search":
                 rows = self._attacked(cell, self._sizes.searched)
                 search = self._search(cell.head_blocks)
-                received = self._received(cell, rows)
-                readings = [
-                    search.read(
-                        received=row,
-                        wire=cell.wire,
-                        noise=cell.noise,
-                        most=_MOST_WITHOUT_ADAPTER if cell.tuned else self._sizes.most_candidates,
-                    )
-                    for row in received
+                most = _MOST_WITHOUT_ADAPTER if cell.tuned else self._sizes.most_candidates
+                found = [
+                    search.read(received=row, wire=cell.wire, noise=cell.noise, most=most)
+                    for row in self._received(cell, rows)
                 ]
-                return self._scores([reading.tokens for reading in readings], rows)
+                return self._scores(found, rows)
             case "optimisation":
                 rows = self._attacked(cell, self._sizes.optimised)
                 found = invert(
@@ -117,7 +112,7 @@ class Attacked:
         decoder = train_decoder(
             seen=given,
             texts=[row[known:] for row in self._training_rows()],
-            training=DecoderTraining(cell.attack),
+            kind=cell.attack,
             seed=cell.seed,
         )
         return decoder.read(read)
@@ -137,7 +132,7 @@ class Attacked:
         scores = score(
             [self._texts.text_of(row) for row in found], [self._texts.text_of(row) for row in texts]
         )
-        return {name: scores[name] for name in _SCORES} | {"tokens": _equal_share(found, texts)}
+        return {name: scores[name] for name in _SCORES} | _tokens_read(found, texts)
 
     def _labels(self, cell: Cell) -> dict[str, float]:
         """Read the ends of answers from gradients, of one text per step."""
@@ -162,7 +157,7 @@ class Attacked:
             labels.append(batch.labels[-count:])
         pairs = ([self._texts.text_of(row) for row in each] for each in (found, labels))
         scores = score(*pairs)
-        return {name: scores[name] for name in _SCORES} | {"tokens": _equal_share(found, labels)}
+        return {name: scores[name] for name in _SCORES} | _tokens_read(found, labels)
 
     def _received_whole(self, cell: Cell, head: Part, tokens: Tensor) -> Tensor:
         return as_received(head_outputs(head, [tokens]), cell.wire, cell.noise)[0]
@@ -213,6 +208,7 @@ class Attacked:
         )
 
 
-def _equal_share(found: Sequence[Tensor], texts: Sequence[Tensor]) -> float:
-    """Return the share of tokens that were read correctly."""
-    return float((torch.cat(list(found)) == torch.cat(list(texts))).float().mean())
+def _tokens_read(found: Sequence[Tensor], texts: Sequence[Tensor]) -> dict[str, float]:
+    """Return the share of tokens that were read correctly, and the number of those attacked."""
+    equal = torch.cat(list(found)) == torch.cat(list(texts))
+    return {"tokens": float(equal.float().mean()), "attacked": len(equal)}

@@ -4,12 +4,12 @@ Client and block server are the program's own, in one process and connected by r
 """
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.job import LIFETIME, Job, join, load_body, load_ends, open_model, serving
+from bench.job import LIFETIME, Job, join, load_body, load_ends, opened, serving
 from bench.shape import Shape
 from finetuning.adapters.adapter import State
 from finetuning.data.tokenization import Example
@@ -67,18 +67,21 @@ def train_with_noise(
     """
     split = SplitSettings(head_blocks=1, tail_blocks=1)
     training = random.Random(seed).sample(list(training), len(training))
-    job = _job(directory, training, list(held_out), steps, seed)
+    columns = max(len(example.tokens) for example in (*training, *held_out))
+    job = Job(
+        directory=directory,
+        shape=Shape.of_checkpoint(directory, _ROWS, columns),
+        steps=steps,
+        examples=lambda _: training,
+        adapter=ADAPTER,
+        learning_rate=_LEARNING_RATE,
+        seed=seed,
+    )
     body, ends = load_body(job, split), load_ends(job, split)
     initial = take_apart(job.state(), body.partition)
 
-    @contextmanager
-    def lane(invitation: Invitation) -> Iterator[SplitModel]:
-        model = open_model(ends=ends, invitation=invitation, job=job, split=split, noise=noise)
-        try:
-            yield model
-            model.end()
-        finally:
-            model.lane.close()
+    def lane(invitation: Invitation) -> AbstractContextManager[SplitModel]:
+        return opened(ends=ends, invitation=invitation, job=job, split=split, noise=noise)
 
     with serving(body=body, job=job, split=split, clients=1) as server:
 
@@ -112,28 +115,3 @@ def train_with_noise(
         adapter = join_adapters([own, server.end_round({_CLIENT: 1.0})])
         loss_after = loss(1, take_apart(adapter, body.partition))
     return NoisyRun(loss_before, loss_after, adapter)
-
-
-def _job(
-    directory: Path, training: list[Example], held_out: list[Example], steps: int, seed: int
-) -> Job:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory)
-    shape = Shape(
-        hidden=config.hidden_size,
-        blocks=config.num_hidden_layers,
-        vocabulary=config.vocab_size,
-        rows=_ROWS,
-        columns=max(len(example.tokens) for example in (*training, *held_out)),
-        micro_batches=1,
-    )
-    return Job(
-        directory=directory,
-        shape=shape,
-        steps=steps,
-        examples=lambda _: training,
-        adapter=ADAPTER,
-        learning_rate=_LEARNING_RATE,
-        seed=seed,
-    )

@@ -8,7 +8,6 @@ blocks this is looking up the nearest embedding.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,22 +24,6 @@ _INT8_STEPS = 127
 _BFLOAT16_ROUNDING = 2.0**-9
 _FLOAT32_ROUNDING = 1e-4  # of other products of matrices than the client's
 _MARGIN = 1.2
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What the search has found.
-
-    Attributes:
-        tokens: (tokens,) int64.
-        certain: Tokens with which the head computes what was received, up to the expected error.
-        tried: Mean number of candidates that the head computed for a token.
-
-    """
-
-    tokens: Tensor
-    certain: int
-    tried: float
 
 
 class PublicHead:
@@ -64,8 +47,8 @@ class PublicHead:
         self._table /= self._table.norm(dim=-1, keepdim=True).clamp(min=1e-9)
 
     @torch.no_grad()
-    def read(self, received: Tensor, wire: WireType, noise: float, most: int) -> Reading:
-        """Read a text.
+    def read(self, received: Tensor, wire: WireType, noise: float, most: int) -> Tensor:
+        """Return the tokens of a text, (tokens,) int64.
 
         Args:
             received: (tokens, hidden) after the known beginning.
@@ -75,34 +58,29 @@ class PublicHead:
 
         """
         cache = self._start()
-        tokens, certain, tried = [], 0, 0
+        tokens = []
         most = min(most, len(self._table))
         for length, hidden in enumerate(received, start=len(self._beginning)):
             expected = _expected_error(hidden, wire, noise)
-            token, distance, count = self._nearest(
+            token = self._nearest(
                 cache=cache, length=length, hidden=hidden, expected=expected, most=most
             )
             tokens.append(token)
-            certain += distance <= expected
-            tried += count
             self._compute(cache, torch.tensor([[token]]))
-        return Reading(torch.tensor(tokens), certain, tried / len(received))
+        return torch.tensor(tokens)
 
-    def _nearest(
-        self, cache: Any, length: int, hidden: Tensor, expected: float, most: int
-    ) -> tuple[int, float, int]:
-        """Return the best candidate, its relative distance, and the number of those computed."""
-        best, least, tried = -1, math.inf, 0
+    def _nearest(self, cache: Any, length: int, hidden: Tensor, expected: float, most: int) -> int:
+        """Return the best candidate, or the first that is as near as the expected error."""
+        best, least = -1, math.inf
         for candidates in self._candidates(hidden, most):
             outputs = self._outputs(cache, length, candidates)
             distances = (outputs - hidden).norm(dim=-1) / hidden.norm()
-            tried += len(candidates)
             smallest, index = distances.min(0)
             if float(smallest) < least:
                 best, least = int(candidates[index]), float(smallest)
             if least <= expected:
                 break
-        return best, least, tried
+        return best
 
     def _candidates(self, hidden: Tensor, most: int) -> Iterator[Tensor]:
         """Yield groups of tokens: the most similar ones, frequent ones, and then more and more.

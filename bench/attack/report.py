@@ -1,4 +1,4 @@
-"""The document of the attack, made of its record alone."""
+"""The attack's tables and pictures, made from its record."""
 
 import json
 import statistics
@@ -9,30 +9,17 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from bench.attack.wording import ADAPTER, GRADIENTS, INTRODUCTION, NOISE, SEALED, WIRE
 from bench.drawing import BLUE, GREEN, GREY, PURPLE, RED, STYLE, svg
 from bench.markdown import table
-from bench.paper.published import published
-from bench.weights import origin
 
 RECORD = "attack.json"
-DOCUMENT = "attack.md"
-_BLOCKS_PICTURE = "pictures/attack-head-blocks.svg"
-_NOISE_PICTURE = "pictures/attack-noise.svg"
-_SCORES = {
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-    "bleu4": "BLEU-4",
-    "tokens": "tokens",
-}
 _ATTACKS = {
     "linear": "decoder, linear",
     "transformer": "decoder, Transformer",
     "optimisation": "optimisation",
     "search": "search",
-    "gradient": "labels from gradients",
 }
+_DECODER_AND_SEARCH = ("transformer", "search")
 # Of an attack in all panels, whichever it is in; lines differ in more than their colour.
 _LINES: Mapping[str, Mapping[str, Any]] = {
     "linear": {"color": BLUE, "marker": "o"},
@@ -51,107 +38,39 @@ _DEFAULTS = {
     "seen": "hidden states",
     "tuned": False,
 }
-# Rows of FL-GLM's table 4, by head blocks.
-_PAPER = {0: "embedding alone, linear decoder", 1: "one block, Transformer decoder"}
+_READ = ("decoder: ROUGE-1", "decoder: tokens read", "search: tokens read")
 Record = dict[str, Any]
 CellRecord = dict[str, Any]
 
 
-def write_document(record: Record, folder: Path) -> None:
-    """Write the record, the document and its pictures into a folder."""
-    (folder / "pictures").mkdir(exist_ok=True)
+def write_results(record: Record, folder: Path) -> None:
+    """Write the record, the tables and the pictures into a folder of pages."""
+    for name in ("recorded", "pictures"):
+        (folder / name).mkdir(exist_ok=True)
     (folder / RECORD).write_text(_one_cell_a_line(record), encoding="utf-8")
-    (folder / DOCUMENT).write_text(markdown(record), encoding="utf-8")
-    for name, picture in pictures(record).items():
-        (folder / name).write_text(picture, encoding="utf-8")
+    for name, content in (tables(record) | pictures(record)).items():
+        (folder / name).write_text(content, encoding="utf-8")
 
 
 def pictures(record: Record) -> dict[str, str]:
-    """Return the document's pictures as SVG, by the names of their files."""
-    return {_BLOCKS_PICTURE: _blocks_picture(record), _NOISE_PICTURE: _noise_picture(record)}
+    """Return the pictures as SVG, by the names of their files."""
+    return {
+        "pictures/attack-head-blocks.svg": _blocks_picture(record),
+        "pictures/attack-noise.svg": _noise_picture(record),
+    }
 
 
-def markdown(record: Record) -> str:
-    """Return the document."""
-    sizes = record["sizes"]
-    first, *_ = record["covered"]
-    seeds = 1 + max(cell["seed"] for cell in record["cells"])
-    minutes = sum(cell["seconds"] for cell in record["cells"]) / 60
-    covered = ", ".join(f"{name} {share:.0%}" for name, share in record["covered"].items())
-    return "\n".join(
-        [
-            INTRODUCTION.format(
-                model=record["model"],
-                blocks=record["blocks"],
-                hidden=record["hidden"],
-                vocabulary=f"{record['vocabulary']:,}",
-                versions=", ".join(f"{name} {v}" for name, v in record["versions"].items()),
-                seeds=seeds,
-                minutes=f"{minutes:.0f}",
-                covered=covered,
-                weights=origin([record["model digest"]]),
-                **sizes,
-            ),
-            *(line for name in record["covered"] for line in _by_head_blocks(record, name)),
-            f"![ROUGE-1 by number of head blocks]({_BLOCKS_PICTURE})\n",
-            WIRE,
-            *table(
-                ("wire", "attack", *_SCORES.values()),
-                (
-                    (wire, _ATTACKS[attack], *_scores(record, first, attack, wire=wire))
-                    for wire in ("float32", "bfloat16", "int8")
-                    for attack in ("transformer", "search")
-                ),
-            ),
-            NOISE.format(**sizes),
-            *_noise_table(record, first),
-            f"![ROUGE-1 and held-out loss by noise]({_NOISE_PICTURE})\n",
-            SEALED,
-            *table(
-                ("the decoder sees", *_SCORES.values()),
-                (
-                    (seen, *_scores(record, first, "transformer", seen=seen))
-                    for seen in ("hidden states", "encrypted records", "nothing")
-                ),
-            ),
-            ADAPTER.format(**sizes),
-            *table(
-                ("head blocks", "client's head", "attack", *_SCORES.values()),
-                (
-                    (
-                        str(blocks),
-                        "with its adapter" if tuned else "public",
-                        _ATTACKS[attack],
-                        *_scores(record, first, attack, head_blocks=blocks, tuned=tuned),
-                    )
-                    for blocks in _values(record, first, "head_blocks", tuned=True)
-                    for attack in ("transformer", "search")
-                    for tuned in (False, True)
-                ),
-            ),
-            GRADIENTS.format(**sizes),
-            *table(
-                ("tail blocks", "wire", "`split.noise`", *_SCORES.values()),
-                (
-                    (
-                        str(tail),
-                        wire,
-                        f"{noise:g}",
-                        *_scores(
-                            record, first, "gradient", tail_blocks=tail, wire=wire, noise=noise
-                        ),
-                    )
-                    for tail, wire, noise in sorted(
-                        {
-                            (cell["tail_blocks"], cell["wire"], cell["noise"])
-                            for cell in record["cells"]
-                            if cell["attack"] == "gradient"
-                        }
-                    )
-                ),
-            ),
-        ]
-    )
+def tables(record: Record) -> dict[str, str]:
+    """Return the tables as Markdown, by the names of their files."""
+    made = {
+        "head-blocks": _by_head_blocks(record),
+        "wire-types": _by_wire_type(record),
+        "noise": _by_noise(record),
+        "network": _on_the_network(record),
+        "adapters": _with_adapters(record),
+        "gradients": _from_gradients(record),
+    }
+    return {f"recorded/attack-{name}.md": "\n".join(lines) for name, lines in made.items()}
 
 
 def _one_cell_a_line(record: Record) -> str:
@@ -161,42 +80,82 @@ def _one_cell_a_line(record: Record) -> str:
     return settings.replace('"cells": []', f'"cells": [\n  {cells}\n ]') + "\n"
 
 
-def _by_head_blocks(record: Record, data: str) -> list[str]:
-    """Return the table of all attacks that depend on the number of head blocks."""
-    rows: list[tuple[str, ...]] = []
-    for attack in ("linear", "transformer", "optimisation", "search"):
-        for blocks in _values(record, data, "head_blocks", attack=attack):
-            scores = _scores(record, data, attack, head_blocks=blocks)
-            rows.append((_ATTACKS[attack], str(blocks) if blocks else "0 (embedding)", *scores))
-    for blocks, row in _PAPER.items():
-        kind = "linear" if blocks == 0 else "Transformer"
-        figures = (str(figure) for figure in published("fl-glm-table4").rows[row])
-        rows.append((f"*the paper's, {kind}*", str(blocks), *figures, "–"))
-    headings = ("attack", "head blocks", *_SCORES.values())
-    return [f"Texts: {data}.\n", *table(headings, rows)]
-
-
-def _noise_table(record: Record, data: str) -> list[str]:
+def _by_head_blocks(record: Record) -> list[str]:
+    """Return the table of all attacks that depend on the number of head blocks, for all texts."""
+    names = list(record["covered"])
     rows = []
-    for noise in _values(record, data, "noise", attack="loss"):
-        losses = _cells(record, data, "loss", noise=noise)
-        rows.append(
+    for attack, label in _ATTACKS.items():
+        for blocks in _values(record, names[0], "head_blocks", attack=attack):
+            cells = [_cells(record, name, attack, head_blocks=blocks) for name in names]
+            scores = [score for own in cells for score in (_spread(own, "rouge1"), _count(own))]
+            rows.append((label, str(blocks), *scores))
+    headings = (f"{name}: {score}" for name in names for score in ("ROUGE-1", "tokens read"))
+    return table(("attack", "head blocks", *headings), rows)
+
+
+def _by_wire_type(record: Record) -> list[str]:
+    rows = ((wire, *_read(record, wire=wire)) for wire in ("float32", "bfloat16", "int8"))
+    return table(("wire", *_READ), rows)
+
+
+def _by_noise(record: Record) -> list[str]:
+    rows = []
+    for noise in _values(record, _first(record), "noise", attack="loss"):
+        cells = _cells(record, _first(record), "loss", noise=noise)
+        losses = (_spread(cells, name, scale=1, digits=3) for name in _LOSSES)
+        rows.append((f"{noise:g}", *losses, *_read(record, noise=noise)))
+    names = (f"loss, {model}" for model in _LOSSES.values())
+    return table(("`split.noise`", *names, *_READ), rows)
+
+
+def _on_the_network(record: Record) -> list[str]:
+    rows = []
+    for seen in ("hidden states", "encrypted records", "nothing"):
+        cells = _cells(record, _first(record), "transformer", seen=seen)
+        name = "random numbers" if seen == "nothing" else seen
+        rows.append((name, _spread(cells, "rouge1"), _count(cells)))
+    return table(("the decoder sees", "ROUGE-1", "tokens read"), rows)
+
+
+def _with_adapters(record: Record) -> list[str]:
+    return table(
+        ("head blocks", "client's head", *_READ),
+        (
             (
-                f"{noise:g}",
-                *(_spread(losses, name, scale=1, digits=3) for name in _LOSSES),
-                *(
-                    _spread(_cells(record, data, attack, noise=noise), score)
-                    for attack in ("transformer", "search")
-                    for score in ("rouge1", "bleu4", "tokens")
-                ),
+                str(blocks),
+                "with adapter" if tuned else "public",
+                *_read(record, head_blocks=blocks, tuned=tuned),
             )
-        )
-    names = ("ROUGE-1", "BLEU-4", "tokens")
-    headings = (
-        *("`split.noise`", *(f"loss, {model}" for model in _LOSSES.values())),
-        *(f"{attack}: {name}" for attack in ("decoder", "search") for name in names),
+            for blocks in _values(record, _first(record), "head_blocks", tuned=True)
+            for tuned in (False, True)
+        ),
     )
-    return table(headings, rows)
+
+
+def _from_gradients(record: Record) -> list[str]:
+    data = _first(record)
+    measured = {
+        (cell["tail_blocks"], cell["wire"], cell["noise"])
+        for cell in record["cells"]
+        if cell["attack"] == "gradient"
+    }
+    return table(
+        ("tail blocks", "wire", "`split.noise`", "labels read"),
+        (
+            (
+                str(tail),
+                wire,
+                f"{noise:g}",
+                _count(_cells(record, data, "gradient", tail_blocks=tail, wire=wire, noise=noise)),
+            )
+            for tail, wire, noise in sorted(measured)
+        ),
+    )
+
+
+def _first(record: Record) -> str:
+    """Return the name of the texts on which all attacks are made."""
+    return str(next(iter(record["covered"])))
 
 
 def _cells(record: Record, data: str, attack: str, **settings: Any) -> list[CellRecord]:
@@ -211,15 +170,28 @@ def _values(record: Record, data: str, name: str, **settings: Any) -> list[Any]:
     return sorted({cell[name] for cell in record["cells"] if wanted.items() <= cell.items()})
 
 
-def _scores(record: Record, data: str, attack: str, **settings: Any) -> list[str]:
-    cells = _cells(record, data, attack, **settings)
-    return [_spread(cells, score) for score in _SCORES]
+def _read(record: Record, **settings: Any) -> tuple[str, str, str]:
+    """Return what the Transformer and the search read of the first texts, as in ``_READ``."""
+    decoder, search = (
+        _cells(record, _first(record), attack, **settings) for attack in _DECODER_AND_SEARCH
+    )
+    return _spread(decoder, "rouge1"), _count(decoder), _count(search)
+
+
+def _count(cells: Sequence[CellRecord]) -> str:
+    """Return how many tokens were read, and of how many, over all seeds."""
+    results = [cell["result"] for cell in cells]
+    read = sum(round(result["tokens"] * result["attacked"]) for result in results)
+    return f"{read}/{sum(result['attacked'] for result in results)}" if results else "–"
 
 
 def _spread(cells: Sequence[CellRecord], score: str, scale: float = 100, digits: int = 1) -> str:
     """Format a result's mean and standard deviation over seeds; scores are in percent."""
+    if not cells:
+        return "–"
     mean, deviation = _statistics(cells, score, scale)
-    return f"{mean:.{digits}f} ± {deviation:.{digits}f}" if len(cells) > 1 else f"{mean:.{digits}f}"
+    # Without any deviation, such as where everything was read, there is nothing to show.
+    return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation else "")
 
 
 def _statistics(cells: Sequence[CellRecord], score: str, scale: float = 100) -> tuple[float, float]:
@@ -234,11 +206,11 @@ def _blocks_picture(record: Record) -> str:
     figure = Figure(figsize=(4.5 * len(names), 3.4), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     for panel, data in zip(panels, names, strict=True):
-        for attack in ("linear", "transformer", "optimisation", "search"):
+        for attack, label in _ATTACKS.items():
             blocks = _values(record, data, "head_blocks", attack=attack)
             cells = [_cells(record, data, attack, head_blocks=number) for number in blocks]
             if cells:
-                _draw(panel, blocks, cells, _ATTACKS[attack], _LINES[attack])
+                _draw(panel, blocks, cells, label, _LINES[attack])
         chance = _cells(record, data, "transformer", seen="nothing")
         if chance:
             level = statistics.mean(100 * cell["result"]["rouge1"] for cell in chance)
@@ -252,11 +224,11 @@ def _blocks_picture(record: Record) -> str:
 @rc_context(STYLE)
 def _noise_picture(record: Record) -> str:
     """Return an SVG with ROUGE-1 by noise, and beside it the held-out loss."""
-    data, *_ = record["covered"]
+    data = _first(record)
     noises = _values(record, data, "noise", attack="loss")
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     scores, losses = figure.subplots(1, 2)
-    for attack in ("transformer", "search"):
+    for attack in _DECODER_AND_SEARCH:
         cells = [_cells(record, data, attack, noise=noise) for noise in noises]
         _draw(scores, noises, cells, _ATTACKS[attack], _LINES[attack])
     scores.set(ylabel="ROUGE-1, %", ylim=(0, 104))

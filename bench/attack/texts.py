@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from finetuning.data.rows import Row, parse_messages, parse_rows, read_rows, refuse_malformed
+from finetuning.data.rows import Row, parse_messages, parse_rows, refuse_malformed
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.generated import examples
 
@@ -111,13 +111,11 @@ def generated_texts(tokenizer: Any, count: int) -> Texts:
 
 
 def texts_in(folder: Path, tokenizer: Any, count: int) -> Texts:
-    """Read the texts of two clients.
+    """Read the texts of two clients from BoolQ.
 
     Args:
-        folder: Folder with ``colluding/train.jsonl``, ``attacked/train.jsonl`` and
-            ``attacked/test.jsonl`` in a form that `read_rows` takes; or with SuperGLUE's
-            ``train.jsonl`` and ``val.jsonl`` of BoolQ, of which the first half of the training part
-            colludes and the rest is the attacked client's.
+        folder: Folder with SuperGLUE's ``train.jsonl`` and ``val.jsonl``. The first half of the
+            training part colludes and the rest is the attacked client's.
         tokenizer: Tokenizer of the base model.
         count: Most rows of each part.
 
@@ -125,17 +123,14 @@ def texts_in(folder: Path, tokenizer: Any, count: int) -> Texts:
         DataError: Rows are missing or malformed: file, line and reason.
 
     """
-    if (folder / "val.jsonl").is_file():
-        training = _boolq(folder / "train.jsonl")
-        half = len(training) // 2
-        parts = training[:half], _boolq(folder / "val.jsonl"), training[half:]
-    else:
-        files = ("colluding/train.jsonl", "attacked/test.jsonl", "attacked/train.jsonl")
-        colluding, attacked, own = (read_rows(folder / file) for file in files)
-        parts = colluding, attacked, own
-    colluding, attacked, own = (part[:count] for part in parts)
+    training = _boolq(folder / "train.jsonl")
+    half = len(training) // 2
     return _texts(
-        name=folder.name, tokenizer=tokenizer, colluding=colluding, attacked=attacked, own=own
+        name=folder.name,
+        tokenizer=tokenizer,
+        colluding=training[:half][:count],
+        attacked=_boolq(folder / "val.jsonl")[:count],
+        own=training[half:][:count],
     )
 
 

@@ -76,11 +76,8 @@ def _about_training(size: Size) -> str:
     encoder = f"{own.encoder}, layer {own.encoder_layer}" if own.encoder else "not run"
     return (
         f"{_model(size)}. A client trains {steps} in each of {own.rounds} rounds{seen}; Center "
-        f"has the rows of all clients{more}. Center keeps its optimizer state for all steps; a "
-        "strategy's clients reset theirs in each round. Every model answers the same questions in "
-        f"at most {own.new_tokens} tokens; deviations are those between seeds, and say nothing "
-        "about other questions. "
-        f"BERTScore: {encoder}, not rescaled; the paper doesn't name its encoder."
+        f"has the rows of all clients{more}. Answers have at most {own.new_tokens} tokens. "
+        f"BERTScore: {encoder}, not rescaled."
     )
 
 
@@ -100,8 +97,8 @@ def _about_rows(size: Size, result: Result) -> str:
         )
         rows.append((client, *shown))
     about = (
-        f"Rows of more than {own.max_length} tokens are neither trained on nor measured by their "
-        f"loss, questions of more than {own.prompt_length} are not answered, and none is shortened:"
+        f"Rows of more than {own.max_length} tokens and questions of more than "
+        f"{own.prompt_length} are left out:"
     )
     heads = ("", "rows to train on", "questions answered", "rows measured by their loss")
     return "\n".join([f"{about}\n", *table(heads, rows)])
@@ -130,8 +127,8 @@ def _difference(own: Sequence[Result], base: Sequence[Result]) -> list[str]:
         mean, low, high = paired_interval(pairs)
         parts.append(f"{mean:+.4f} [{low:+.4f}, {high:+.4f}] with the {kind} model")
     return [
-        "FedJudge-CL − FedJudge-Base, held-out loss over the three clients, paired by seed, with "
-        f"the 95 % interval: {'; '.join(parts)}."
+        "FedJudge-CL − FedJudge-Base, held-out loss, paired by seed, with the 95 % interval: "
+        f"{'; '.join(parts)}."
     ]
 
 

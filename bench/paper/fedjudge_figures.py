@@ -53,9 +53,8 @@ def figure3(size: Size, results: Results) -> Document:
         *(f"round {number}" for number in range(1, size.fedjudge.rounds + 1)),
     )
     text = (
-        "Each client's personalised model on the client's own rows, after each round. No penalty "
-        "applies in the first round. Bands are standard deviations over seeds. The paper gives no "
-        "numbers for this figure; it finds CL-Client almost always above Base-Client.\n"
+        "Each client's personalised model on the client's rows. Bands are standard deviations. In "
+        "the paper, CL-Client is almost always above Base-Client.\n"
     )
     return Document(
         [Table("The values of the figure, in percent", columns, rows)],
@@ -88,9 +87,8 @@ def figures4and5(size: Size, results: Results) -> Document:
     if not found:
         return Document()
     parts = [
-        "The paper shows answers to held-out questions. Rows of these data sets are not shown "
-        "here, because it is unclear whether they may be redistributed; the questions are our own. "
-        f"Answers are the first seed's, and end after {size.fedjudge.new_tokens} tokens.\n",
+        "The questions are not from the data sets, because their licences are unclear. Answers end "
+        f"after {size.fedjudge.new_tokens} tokens.\n",
     ]
     for figure, (client, question) in enumerate(ASKED.items(), start=4):
         number = CLIENTS.index(client) + 1

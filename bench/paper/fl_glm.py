@@ -55,11 +55,8 @@ def table3(size: Size, results: Results) -> Document:
     place = "" if adapter == "prefix" else ", where the paper has P-tuning v2"
     notes = [
         f"Model: {_timed_model(size)}. Adapter: {ADAPTERS[adapter]}{place}.",
-        f"Each run trains two rounds of {size.fl_glm.time.rows} rows of ReCoRD with batch size 1; "
-        f"the second round is timed, in {count} repetitions. If the data has fewer "
-        "rows, they are used several times.",
-        "Without a GPU all parties share one core: the table shows the schedules' computational "
-        "cost, but no speed-up from parallel machines.",
+        f"{size.fl_glm.time.rows} rows of ReCoRD with batch size 1, {count} repetitions. Without "
+        "a GPU all parties share one core.",
         paper.note,
     ]
     columns = ["", "seconds", "÷ centralised"]
@@ -68,7 +65,7 @@ def table3(size: Size, results: Results) -> Document:
 
 def _timed_model(size: Size) -> str:
     name = size.fl_glm.time.model
-    return "`tiny`, the demonstration's model of a million weights" if name == "tiny" else name
+    return "`tiny`, with a million weights" if name == "tiny" else name
 
 
 def table4(size: Size, results: Results) -> Document:
@@ -85,8 +82,7 @@ def table4(size: Size, results: Results) -> Document:
         rows.append(([row], values))
     notes = [
         base_model(size.models.english),
-        "The decoders of `python -m bench.attack`, on BoolQ. [`attack.md`](attack.md) has more "
-        "head blocks, other attacks and defences.",
+        "On BoolQ. [`attack.md`](attack.md) has more attacks.",
     ]
     title = "Text that a decoder reads from a client's hidden states"
     return Document([Table(title, ["", *keys], rows, notes)])
@@ -99,8 +95,8 @@ def table8(size: Size, results: Results) -> Document:
     periods = " and ".join(str(period) for period in sorted(own.periods))
     notes = [
         f"{base_model(size.models.english)} {PAPERS_MODEL}",
-        f"Periods are in steps of a client: {periods} stand for the paper's "
-        f"{' and '.join(map(str, _PERIODS))}. MultiRC: F1a; others: accuracy.",
+        f"Periods of {periods} steps stand for the paper's {' and '.join(map(str, _PERIODS))}. "
+        "MultiRC: F1a; others: accuracy.",
         SERVER_STEPS,
         published("fl-glm-table8").note,
     ]

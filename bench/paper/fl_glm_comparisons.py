@@ -61,8 +61,6 @@ def table1(size: Size, results: Results) -> Document:
     notes = [
         base_model(size.models.english),
         "The paper's values in the last rows are those of ChatGLM-6B.",
-        "Training with P-tuning v2 amplifies rounding: on another machine, a seed's scores can "
-        "differ from those here as much as two seeds' do.",
         paper.note,
     ]
     more = _losses_and_rows(size, results, tasks, size.models.english, "prefix")
@@ -110,15 +108,7 @@ def table5(size: Size, results: Results) -> Document:
     )
     title = f"SuperGLUE with a chat model, {with_clients(size)}, LoRA"
     more = _losses_and_rows(size, results, tasks, size.models.chat, "lora")
-    notes = [
-        f"{base_model(size.models.chat)} The paper's is Llama2-7B-Chat.",
-        "Prompts are as in table 1, in the model's chat template; the paper's are in Meta's "
-        "instruction templates.",
-    ]
-    if size.models.chat == size.models.english:
-        notes.append(
-            "The model is that of table 1: the tables differ by the adapter and its training."
-        )
+    notes = [f"{base_model(size.models.chat)} The paper's is Llama2-7B-Chat."]
     return Document([Table(title, ["", *columns], rows, notes), *more])
 
 
@@ -163,10 +153,7 @@ def split_scores(size: Size, results: Results) -> Document:
     counts = ", ".join(f"{r['questions']} of {NAMES[task]}" for task, r in found.items() if r)
     notes = [
         base_model(size.models.english),
-        f"Questions ({counts}) are answered by the whole model in one process, and over an "
-        "encrypted lane with a float32 wire to a block server that has all blocks but the first "
-        "and the last. Probabilities are those of the right answers. MultiRC: F1a; others: "
-        "accuracy.",
+        f"Questions: {counts}. The split model has one block at each end and a float32 wire.",
     ]
     return Document([Table("The whole model and the split one", columns, rows, notes)])
 

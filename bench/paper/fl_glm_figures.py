@@ -9,8 +9,6 @@ from bench.paper.fl_glm_values import (
     ADAPTERS,
     MAIN,
     NAMES,
-    PAPERS_MODEL,
-    SERVER_STEPS,
     base_model,
     metrics,
     percent,
@@ -18,7 +16,6 @@ from bench.paper.fl_glm_values import (
 )
 from bench.paper.sizes import Size
 from bench.paper.tables import Document, Table, Value
-from bench.paper.task_settings import training_of
 
 _X = "rows trained on, of all clients"
 
@@ -37,14 +34,11 @@ def figure5(size: Size, results: Results) -> Document:
         rows.append(([method], values))
         lines = {name: _curve(results, own, bare) for name, own in found.items()}
         panels.append(Panel(method, {name: line for name, line in lines.items() if line}))
-    longest = training_of(cells.DIVIDED, size).max_length
     title = f"COPA's accuracy, {with_clients(size)}"
     notes = [
         _about_model(size),
-        "By label: each client has the rows of one label; in the paper, A′ has 195 rows of label "
-        f"0 and 5 of label 1, and B′ 200 of label 1. Rows of more than {longest} tokens are left "
-        "out here. In the paper, both serial and "
-        "hierarchical training lose about 7 points by that, and client-batch training hardly any.",
+        "By label: each client has the rows of one label. In the paper, serial and hierarchical "
+        "training lose about 7 points by that, and client-batch training hardly any.",
     ]
     figures = {}
     if all(panel.lines for panel in panels):
@@ -54,7 +48,8 @@ def figure5(size: Size, results: Results) -> Document:
 
 def figures6to8(size: Size, results: Results) -> Document:
     """Return scores by the number of clients, for each schedule."""
-    tables, figures = [], {}
+    tables: list[Table] = []
+    figures: dict[str, str] = {}
     for number, method in enumerate(cells.SCHEDULES, start=6):
         rows, panels = [], []
         for task in size.fl_glm.curves:
@@ -73,7 +68,7 @@ def figures6to8(size: Size, results: Results) -> Document:
             panels.append(Panel(NAMES[task], {name: line for name, line in lines.items() if line}))
         headings = ["", *(f"{clients} clients" for clients in size.fl_glm.clients)]
         title = f"Figure {number}: {method}"
-        tables.append(Table(title, headings, rows, [_about_model(size)]))
+        tables.append(Table(title, headings, rows, [] if figures else [_about_model(size)]))
         if all(panel.lines for panel in panels):
             figures[f"fl-glm-figure{number}"] = curves([("score, %", panels)], _X)
     return Document(tables, figures)
@@ -82,10 +77,7 @@ def figures6to8(size: Size, results: Results) -> Document:
 def _about_model(size: Size) -> str:
     """Return what all figures have in common."""
     adapter = ADAPTERS[size.fl_glm.period_adapter]
-    return (
-        f"{base_model(size.models.english)} Adapter: {adapter}. {PAPERS_MODEL} Rows and questions: "
-        f"table 8's. {SERVER_STEPS}"
-    )
+    return f"{base_model(size.models.english)} Adapter: {adapter}. Rows and questions: table 8's."
 
 
 def _curve(

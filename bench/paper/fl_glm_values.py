@@ -26,11 +26,10 @@ ROUGE = {"ROUGE-1": "rouge1", "ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}
 ADAPTERS = {"lora": "LoRA", "prefix": "P-tuning v2"}
 BARE, MAJORITY = "bare base model", "most frequent answer"
 PAPERS_MODEL = "The paper's model is ChatGLM-6B, with P-tuning v2."
-LOSS_NOTE = "In nats per token of the right answers and their end marks."
+LOSS_NOTE = "In nats per token of the right answers."
 SERVER_STEPS = (
-    "All schedules train on as many rows, with one learning rate, but not in as many steps: with K "
-    "clients the server takes, in place of serial's n, n / K steps of K times the rows with "
-    "client-batch, and n / K for each client's adapters with hierarchical."
+    "All schedules train on as many rows. With K clients, the server takes n / K steps where "
+    "serial takes n."
 )
 
 
@@ -108,10 +107,7 @@ def rows_and_questions(
         ]
         rows.append(([NAMES[task]], values))
     longer = "left out" if all(TASKS[task].is_cloze for task in trained) else "shortened"
-    notes = [
-        f"Longer rows and questions are {longer}; questions are the first of the validation part. "
-        f"Adapters: {_adapters(size, adapter)}."
-    ]
+    notes = [f"Longer rows and questions are {longer}. Adapters: {_adapters(size, adapter)}."]
     columns = [
         "",
         "tokens at most",

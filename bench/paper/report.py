@@ -20,33 +20,19 @@ _CONTINUAL_COMMAND = """\
 python -m bench.continual FOLDER --model MODEL --preset presets/smollm2.toml \\
   --run-config 'rounds=3 train.local-steps=5 train.accumulation=1' \\
   --record docs/recorded/continual.json"""
-_CONTINUAL_NOTE = """\
-The difference below FedJudge's tables 2 and 3 is that of another model, other data and other
-settings; its sign may depend on all of them."""
 _INTRODUCTION = """\
 # Tables and figures of both papers, run again
-
-This page is written by the following command from the results in `recorded/paper/` and
-`recorded/continual.json`, and a test compares it with them:
 
 ```
 python -m bench.paper --all --small --data DATA --models MODELS --document docs
 ```
 
-DATA has the tasks' published files ([`tasks.md`](tasks.md)), MODELS a folder for each base model,
-unless they come from the Hugging Face Hub. Each section names the command that runs it alone; add
-`--data` and `--models`.
-
-With `--document docs`, measurements that are in `recorded/` with the same model, data and settings
-are not repeated. To repeat them, leave out `--document` and name an empty folder, such as
-`--folder runs/again`.
+This command ([`measurements.md`](measurements.md)) writes the page from `recorded/paper/` and
+`recorded/continual.json`.
 
 - Values are means ± standard deviations over seeds. *Values in italics are the paper's.*
-- **Small models show trends only, and say nothing about the papers' scores.** With so few seeds,
-  steps and rows, a difference smaller than the deviations beside it shows nothing.
-- [`sizes.toml`](../bench/paper/sizes.toml) has everything in which the sizes differ, and
-  [`published.toml`](../bench/paper/published.toml) the papers' values.
-- [`papers.md`](papers.md) maps the papers' methods to code.
+- **Small models show trends only.** A difference smaller than the deviations shows nothing.
+- [`sizes.toml`](../bench/paper/sizes.toml) has the sizes' settings.
 """
 _ABOUT = {
     "small": "Small: two cores",
@@ -191,7 +177,7 @@ def _continual(file: Path) -> str:
     if not file.is_file():
         return f"{heading}\nNot run yet.\n"
     record = json.loads(file.read_text(encoding="utf-8"))
-    return f"{heading}\n{continual_table.document(record)}\n{_CONTINUAL_NOTE}\n"
+    return f"{heading}\n{continual_table.document(record)}"
 
 
 def _record(docs: Path, size: str) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.job import LIFETIME, Job, load_body, load_ends, load_whole, open_model, serving
+from bench.job import LIFETIME, Job, load_body, load_ends, load_whole, opened, serving
 from bench.paper.cells import Result, SplitCell
 from bench.paper.sizes import Size
 from bench.paper.sources import Sources
@@ -64,7 +64,8 @@ def measure(cell: SplitCell, size: Size, sources: Sources) -> Result:
             clients=1,
             folder=Path(folder),
         )
-    job = _job(directory, training_of(cell.task, size).max_length)
+    shape = Shape.of_checkpoint(directory, _ROWS, training_of(cell.task, size).max_length)
+    job = Job(directory=directory, shape=shape, steps=1, examples=lambda _: [])
     adapter = _random_adapter(job, cell.seed)
     whole = WholeModel(load_whole(job))
     load_adapter(whole.peft_model, adapter)
@@ -88,21 +89,6 @@ def measure(cell: SplitCell, size: Size, sources: Sources) -> Result:
             ),
         }
     return {"questions": len(data.prepared.questions), "models": models}
-
-
-def _job(directory: Path, longest: int) -> Job:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory)
-    shape = Shape(
-        hidden=config.hidden_size,
-        blocks=config.num_hidden_layers,
-        vocabulary=config.vocab_size,
-        rows=_ROWS,
-        columns=longest,
-        micro_batches=1,
-    )
-    return Job(directory=directory, shape=shape, steps=1, examples=lambda _: [])
 
 
 def _random_adapter(job: Job, seed: int) -> State:
@@ -130,12 +116,8 @@ def _split_model(job: Job, adapter: State) -> Iterator[tuple[SplitModel, State]]
             models={_BARE: None, _TUNED: parts["body"]},
             lifetime=LIFETIME,
         )
-        model = open_model(ends=ends, invitation=invitation, job=job, split=_SPLIT)
-        try:
+        with opened(ends=ends, invitation=invitation, job=job, split=_SPLIT) as model:
             yield model, parts["head"] | parts["tail"]
-            model.end()
-        finally:
-            model.lane.close()
 
 
 def _scores(
