@@ -54,16 +54,15 @@ class SplitPolicy(_Table):
     fewest_head_blocks: int = Field(
         1,
         ge=0,
-        description="Fewest blocks before hidden states leave (`split.head-blocks`). With 0 the "
-        "coordinator can look up the text.",
+        description="Minimum number of blocks before hidden states leave (`split.head-blocks`). "
+        "With 0 the coordinator can look up the text.",
     )
     noise: float = Field(
         0.0,
         ge=0,
         description="Standard deviation of the noise that is added to hidden states before they "
-        "leave, relative to the root mean square of each token's. It makes text a little harder "
-        "to recover, costs accuracy, and isn't added to gradients; no ε follows from it "
-        "(`attack.md` has its effect).",
+        "leave, relative to the root mean square of each token's. It is no protection: see "
+        "[its effect](attack.md#noise).",
     )
 
 
@@ -77,24 +76,24 @@ class PrivacyPolicy(_Table):
 
     epsilon: PositiveFloat | None = Field(
         None,
-        description="Most ε that all training on these rows together may spend, in this run and "
-        "all others; it is refused beyond. Absent: no differential privacy.",
+        description="Total ε budget of all training on these rows, in all runs; training beyond "
+        "it is refused. Absent: no differential privacy.",
     )
     delta: float = Field(
         1e-5, gt=0, lt=1, description="δ; must be less than 1 / number of training rows."
     )
     noise_multiplier: PositiveFloat = Field(
         1.0,
-        description="σ: standard deviation of the noise that is added to each step's sum of "
-        "gradients, as a multiple of `row-norm`. More noise spends less ε per step.",
+        description="σ: standard deviation of the noise on each step's sum of gradients, as a "
+        "multiple of `row-norm`. More noise spends less ε per step.",
     )
     row_norm: PositiveFloat = Field(
         1.0, description="Norm that the gradient of each row's loss is scaled down to."
     )
     account: str = Field(
         "",
-        description="File of the account of spent ε; an absolute path. Policies for the same rows "
-        "must name the same one. Absent: `privacy.jsonl` in the user's state folder.",
+        description="Absolute path of the account of spent ε. Policies for the same rows must "
+        "name the same one. Absent: `privacy.jsonl` in the user's state folder.",
     )
 
     @field_validator("account")
@@ -125,9 +124,9 @@ class SitePolicy(_Table):
     )
     instruction_key: str = Field(
         "",
-        description="The coordinator's public key, its file `instructions.pub`; an absolute path. "
-        "Only instructions that are signed with it are carried out, each once, while they are "
-        "recent and not older than others of the same run. Absent: all are, whoever sends them.",
+        description="Absolute path of the coordinator's public key, `instructions.pub`. Only "
+        "instructions that are signed with it are carried out, each once, while they are recent "
+        "and not older than others of the same run. Absent: all are, whoever sends them.",
     )
     base_models: list[Digest] | None = Field(
         None,
@@ -152,14 +151,13 @@ class SitePolicy(_Table):
     )
     most_runs: PositiveInt | None = Field(
         None,
-        description="Maximum number of runs that are trained or evaluated, while the audit log is "
-        "kept. Absent: no limit, and then `most-rounds` can be used up any number of times.",
+        description="Maximum number of runs in the audit log that are trained or evaluated. "
+        "Absent: no limit, and then `most-rounds` applies to any number of runs.",
     )
     most_rounds: PositiveInt | None = Field(
         None,
-        description="Maximum number of rounds of a run. Every train message counts as one, also "
-        "if it fails or repeats a round; one more evaluate message than that is answered. "
-        "Absent: no limit.",
+        description="Maximum number of train messages of a run, failed and repeated ones "
+        "included, and of evaluate messages less one. Absent: no limit.",
     )
     most_steps: PositiveInt | None = Field(
         None, description="Maximum number of optimizer steps in a round. Absent: no limit."
@@ -170,10 +168,9 @@ class SitePolicy(_Table):
     )
     fewest_examples: PositiveInt = Field(
         1,
-        description="Minimum number of rows from which anything that leaves must be computed: an "
-        "adapter, importance, a loss, a score. A conversation is one row, also if a chat template "
-        "makes several examples of it, and so is a line with several questions, as of MultiRC. "
-        "Hidden states are always of single rows.",
+        description="Minimum number of rows from which an adapter, importance, a loss or a score "
+        "that leaves must be computed. A conversation is one row, and so is a line with several "
+        "questions, as of MultiRC. Hidden states are always of single rows.",
     )
     evaluation: bool = Field(
         True,
@@ -187,14 +184,13 @@ class SitePolicy(_Table):
     show_answers: bool = Field(
         False,
         description="Whether the institution's held-out questions are sent to the coordinator as "
-        "text, with their reference answers and the generated ones (`evaluate.show-answers`). "
-        "Nothing else that leaves contains text of rows. It is of single rows, whatever "
-        "`fewest-examples` says.",
+        "text, with their reference answers and the generated ones (`evaluate.show-answers`), "
+        "whatever `fewest-examples` says. Nothing else that leaves contains text of rows.",
     )
     audit_log: str = Field(
         "",
-        description="File of the audit log; an absolute path. Absent: `audit.jsonl` in the user's "
-        "state folder (`~/.local/state/chambers` on Linux).",
+        description="Absolute path of the audit log. Absent: `audit.jsonl` in the user's state "
+        "folder (`~/.local/state/chambers` on Linux).",
     )
     split: SplitPolicy = SplitPolicy()
     privacy: PrivacyPolicy = PrivacyPolicy()

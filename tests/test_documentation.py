@@ -53,7 +53,7 @@ def test_commands_that_are_named_exist(capsys):
 
 def test_each_threat_has_a_command_that_shows_what_protects():
     text = (ROOT / "docs" / "security.md").read_text()
-    (table,) = re.findall(r"## Threats at a glance\n\n(.*?)\n\n", text, flags=re.DOTALL)
+    (table,) = re.findall(r"## Threat model\n\n(.*?)\n\n", text, flags=re.DOTALL)
     marks = [row.split("|")[-2].strip() for row in table.splitlines()[2:]]
     (block,) = re.findall(r"```sh\n(# \(1\).*?)```", text, flags=re.DOTALL)
     parts = re.split(r"^# (?=\()", block, flags=re.MULTILINE)[1:]
