@@ -12,7 +12,7 @@ are user and system time of all processes of a configuration, the proxy among th
 The run fails if the losses of the first steps differ by more than 1e-4 from the whole model's:
 those of the measured lanes with ``--wire float32``, with other wires those of a lane that trains
 these steps alone, before anything is measured. ``--record docs/recorded/split_step.json`` also
-writes the result as JSON, of which ``python -m bench.pictures`` makes a picture.
+writes the result as JSON.
 """
 
 import argparse
