@@ -9,7 +9,7 @@ import pytest
 from chambers.__main__ import main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -35,6 +35,17 @@ def anchors(text: str) -> set[str]:
     """Return the names of a page's sections, as they are written in links."""
     titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_readme_is_short_and_names_every_page_and_command(capsys):
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 1000
+    pages = {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+    assert pages - set(re.findall(r"\]\(([^)#]+)\)", text)) == {"docs/flower-issue.md"}
+    assert main(["--help"]) == 0
+    commands = capsys.readouterr().out.partition("Commands:")[2]
+    for command in re.findall(r"^  (\w+)  ", commands, flags=re.MULTILINE):
+        assert re.search(rf"^chambers {command}  ", text, flags=re.MULTILINE), command
 
 
 def test_commands_that_are_named_exist(capsys):
