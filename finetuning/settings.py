@@ -96,6 +96,13 @@ class DataSettings(Section):
         "`train.*`, or a Hugging Face id) that is partitioned. Empty: three generated clients. "
         "In a deployment every SuperNode names its own with `--node-config 'data-path=\"…\"'`.",
     )
+    generated: Literal["styles", "matters"] = Field(
+        "styles",
+        description="What clients without `data.path` have. `styles`: three clients (repeated if "
+        "there are more) write in three styles: views of a court, consultations, reasoning. "
+        "`matters`: questions of law on twelve matters, divided by the seed among all clients, "
+        "each of which is tested on all.",
+    )
     pool: str = Field(
         "",
         description="For centralised training in simulation, with one client: names of clients of "
