@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +15,8 @@ from server_app.answers import questions
 from server_app.report import ClientSummary, summary_rows
 from split.protocol.errors import printable
 
-_MOST_CHARACTERS = 400  # most that is shown of a text in the terminal
+_CHARACTERS = 80  # that are shown of a text in the terminal
+_ANSWERING = ("base", "global")
 
 
 def summary(directory: Path) -> str:
@@ -30,26 +32,26 @@ def summary(directory: Path) -> str:
 
 
 def _answers(events: Sequence[Event]) -> list[Table]:
-    """Return a table for each held-out question: its reference, and each model's answer."""
-    tables = []
+    """Return a table of the held-out questions, with two models' answers; the report has all."""
+    table = Table(title="Held-out questions", show_header=False, box=box.SIMPLE_HEAD)
+    table.add_column(width=12, no_wrap=True)
+    table.add_column(width=_CHARACTERS, no_wrap=True)
     for client, own in questions(events).items():
         for question in own:
-            table = Table(title=f"A held-out question of {client}", show_header=False)
-            table.add_column(width=12)
-            table.add_column(width=81)
-            rows = {"question": question.text, "reference": question.reference}
-            for name, text in {**rows, **question.answers}.items():
+            rows = {client: question.text, "reference": question.reference}
+            rows |= {name: question.answers.get(name, "-") for name in _ANSWERING}
+            for name, text in rows.items():
                 # As Text, since plain strings are markup.
-                table.add_row(name, Text(printable(text, _MOST_CHARACTERS)), end_section=True)
-            tables.append(table)
-    return tables
+                table.add_row(Text(name), Text(printable(text, _CHARACTERS)))
+            table.add_section()
+    return [table] if table.rows else []
 
 
 def _results(rows: Sequence[ClientSummary]) -> Table:
     """Return the table of held-out loss per client and model, and of ROUGE-L if known."""
     scored = any(score is not None for row in rows for score in _scores(row))
     what = "Held-out loss and ROUGE-L" if scored else "Held-out loss"
-    table = Table(title=f"{what} (the lowest loss of a client is in brackets)")
+    table = Table(title=f"{what} (the lowest loss of a client is in brackets)", box=box.SIMPLE_HEAD)
     table.add_column("client")
     for model in MODELS:
         table.add_column(f"loss\n{model}", justify="right")
