@@ -21,7 +21,7 @@ from flwr.common.config import flatten_dict, parse_config_args
 from bench.harness import make_table, show
 from bench.pool import pool
 
-_PRESET = Path(__file__).parent.parent / "presets" / "demo.toml"
+_PRESET = Path(__file__).parent.parent / "presets" / "tiny.toml"
 _CLIENTS = 3
 _DELTA = 1e-4
 
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--row-norm", type=float, default=1.0)
     parser.add_argument(
-        "--run-config", default="", help="overrides of presets/demo.toml: 'key=value …'"
+        "--run-config", default="", help="overrides of presets/tiny.toml: 'key=value …'"
     )
     arguments = parser.parse_args()
     overrides = [arguments.run_config] if arguments.run_config else []
