@@ -1,6 +1,7 @@
 """The last lines of a run: tables of its answers and results, and where they are."""
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,18 +23,21 @@ _ANSWERING = ("base", "global")
 def summary(directory: Path) -> str:
     """Return a run's tables: answers if there are any, and losses per client and model."""
     events = read_events(directory / METRICS)
+    config = json.loads((directory / "config.json").read_bytes())
+    matters = not config.get("data.path") and config.get("data.generated") == "matters"
     text = io.StringIO()
     console = Console(file=text, width=100, color_system=None)
-    for table in (*_answers(events), _results(summary_rows(events))):
+    for table in (*_answers(events, matters), _results(summary_rows(events))):
         console.print(table)
     report, adapters = directory / "report.html", directory / "adapters"
     trained = f"\nAdapters: {adapters}" if adapters.is_dir() else ""
     return f"\n{text.getvalue()}\nReport:   {report}{trained}\nResults:  {directory}"
 
 
-def _answers(events: Sequence[Event]) -> list[Table]:
+def _answers(events: Sequence[Event], matters: bool) -> list[Table]:
     """Return a table of the held-out questions, with two models' answers; the report has all."""
-    table = Table(title="Held-out questions", show_header=False, box=box.SIMPLE_HEAD)
+    title = "Held-out questions" + ", first on matters that only other clients have" * matters
+    table = Table(title=title, show_header=False, box=box.SIMPLE_HEAD)
     table.add_column(width=12, no_wrap=True)
     table.add_column(width=_CHARACTERS, no_wrap=True)
     for client, own in questions(events).items():
