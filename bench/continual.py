@@ -35,7 +35,7 @@ from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest, fingerprint
 
 _LIBRARIES = ("torch", "transformers", "peft")
-_PRESET = Path(__file__).parent.parent / "presets" / "demo.toml"
+_PRESET = Path(__file__).parent.parent / "presets" / "tiny.toml"
 
 
 def main() -> None:

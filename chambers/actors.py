@@ -10,6 +10,7 @@ import psutil
 from chambers.errors import CommandError
 from federation.run_config import RunConfig
 from finetuning.model.checkpoint import client_parameters
+from finetuning.model.names import TINY, resolve
 
 # Measured with ``tiny``: memory of an actor in addition to the model's weights, and that of
 # SuperLink, Ray and ServerApp together.
@@ -97,13 +98,14 @@ def _all_at_once(config: RunConfig) -> bool:
 
 def _weight_bytes(config: RunConfig) -> int:
     """Return the bytes of a client's frozen weights; those of ``tiny`` are not worth counting."""
-    if config.model.name == "tiny":
+    if config.model.name == TINY:
         return 0
     from finetuning.model.base_model import fetch
 
-    path = Path(config.model.name).expanduser()
+    name = resolve(config.model.name)
+    path = Path(name).expanduser()
     # The run would download it too, but several actors at once.
-    checkpoint = path if path.is_absolute() else fetch(config.model.name)
+    checkpoint = path if path.is_absolute() else fetch(name)
     split = config.strategy == "fl-glm"
     blocks = config.split.head_blocks + config.split.tail_blocks if split else None
     width = 2 if config.model.dtype == "bfloat16" else 4

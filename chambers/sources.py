@@ -12,6 +12,7 @@ import typer
 
 from chambers.errors import CommandError
 from finetuning.adapters.saved import SavedAdapter, check_folder, read_adapter
+from finetuning.model.names import BUILT_IN
 from finetuning.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class AdapterOptions(BaseModelOptions):
         if _is_missing(name):
             raise _no_base_model(name)
         here = Path(name).expanduser()
-        if name != "tiny" and here.exists():
+        if name not in BUILT_IN and here.exists():
             name = os.path.abspath(here)  # noqa: PTH100 - resolving would undo links of hub caches
         return ModelSettings(
             name=name,

@@ -21,6 +21,7 @@ from finetuning.adapters.saved import AdapterError, check_folder
 from finetuning.data.formats import DataError, check_data_set, is_data_set_id, is_hub_id
 from finetuning.data.rows import client_folders, find_part
 from finetuning.model.checkpoint import count_blocks, problem_of
+from finetuning.model.names import BUILT_IN, TINY, resolve
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 
@@ -126,8 +127,8 @@ def read_settings(settings: list[str]) -> dict[str, Any]:
         # If no file has this name, it may be on the Hugging Face Hub.
         if values[key] and (key not in _PATHS_OR_NAMES or path.exists()):
             values[key] = str(path.absolute())
-    if (presets | keys).get("model.name") == "tiny":
-        values["model.name"] = "tiny"
+    if (name := (presets | keys).get("model.name")) in BUILT_IN:
+        values["model.name"] = name
     return values
 
 
@@ -214,9 +215,10 @@ def _app_config() -> dict[str, Any]:
 
 
 def _check_model(config: RunConfig) -> None:
-    name, path = config.model.name, Path(config.model.name).expanduser()
+    name = resolve(config.model.name)
+    path = Path(name).expanduser()
     problem, blocks = None, None
-    if name == "tiny" and config.strategy == "fl-glm":
+    if name == TINY and config.strategy == "fl-glm":
         from finetuning.model.tiny import TinyRecipe
 
         blocks = TinyRecipe.blocks

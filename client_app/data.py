@@ -12,7 +12,7 @@ from federation.node_config import name_and_data_path
 from finetuning.data.formats import DataError, is_data_set_id
 from finetuning.data.partition import partition
 from finetuning.data.rows import Row, client_folders, find_parts, parse_messages
-from finetuning.generated import STYLES, examples
+from finetuning.generated import STYLES, examples, matters
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
@@ -20,6 +20,11 @@ from finetuning.tasks.reading import held_out_part, read_task_rows
 # Unequal like the sizes of the paper's clients (table 1), and small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
 _GENERATED_TEST = 64
+# Training rows of an institution that has some of the matters, and held-out rows on each matter.
+_TRAINING_QUESTIONS = 160
+_TEST_QUESTIONS = 1
+# Generated clients that `data.pool` chooses from.
+_POOLED = 3
 # The client that has the rows of several, as the baseline in FedJudge's table 2.
 CENTER = "center"
 
@@ -67,7 +72,7 @@ def read_client_data(
     if settings.pool:
         return reader.pool(count)
     if not settings.path:
-        return _generated(index, seed)
+        return reader.generated(index, count)
     path = Path(settings.path).expanduser()
     if not path.is_absolute():
         return reader.share(train=reader.hub_rows(), test=None, index=index, count=count)
@@ -77,22 +82,41 @@ def read_client_data(
     return reader.share(*reader.parts(path), index, count)
 
 
-def _generated(index: int, seed: int) -> ClientData:
-    """Return a generated client; clients after the third repeat the styles with new facts."""
+def _style(index: int, seed: int) -> ClientData:
+    """Return a client with one style; clients after the third repeat them with new facts."""
     style, copy = STYLES[index % len(STYLES)], index // len(STYLES)
     name = style if copy == 0 else f"{style}-{copy + 1}"
     own_seed = derive_seed("generated", seed, copy)
+    train = examples(style, _GENERATED_TRAINING[style], own_seed, "train")
+    test = examples(style, _GENERATED_TEST, own_seed, "test")
+    return _client(name, train, test)
+
+
+def _school(index: int, count: int, seed: int) -> ClientData:
+    """Return a client with some of the matters, which is tested on all.
+
+    The first held-out rows are on the matters of the next client, and the last on its own.
+    """
+    try:
+        divided = matters.divide(count, seed)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    tested = [name for own in divided[index + 1 :] + divided[: index + 1] for name in own]
+    own_seed = derive_seed("generated", seed, index)
+    train = matters.questions(divided[index], _TRAINING_QUESTIONS, own_seed, "train")
+    test = matters.questions(tested, _TEST_QUESTIONS * len(tested), own_seed, "test")
+    return _client(f"school-{index + 1}", train, test)
+
+
+def _client(name: str, train: list[dict[str, str]], test: list[dict[str, str]]) -> ClientData:
     rows = {
         part: [
             Row(parse_messages(value), f"generated {name} {part} {number}", dict(value))
-            for number, value in enumerate(
-                examples(style=style, count=size, seed=own_seed, split=part),  # type: ignore[arg-type]
-                start=1,
-            )
+            for number, value in enumerate(values, start=1)
         ]
-        for part, size in (("train", _GENERATED_TRAINING[style]), ("test", _GENERATED_TEST))
+        for part, values in (("train", train), ("test", test))
     }
-    return ClientData(name, rows["train"], rows["test"])
+    return ClientData(name, **rows)
 
 
 @dataclass(frozen=True)
@@ -101,6 +125,12 @@ class _Reader:
 
     settings: DataSettings
     seed: int
+
+    def generated(self, index: int, count: int) -> ClientData:
+        """Return a generated client."""
+        if self.settings.generated == "matters":
+            return _school(index, count, self.seed)
+        return _style(index, self.seed)
 
     def own(self, node: Mapping[str, str | int | float | bool]) -> ClientData:
         """Read the files that a SuperNode's configuration names."""
@@ -136,17 +166,16 @@ class _Reader:
                 f"{setting}: {self.settings.path} has no folders of clients; with one SuperNode "
                 "and no data.pool, it has all rows of one data set"
             )
-        names = [folder.name for folder in folders] or list(STYLES)
+        generated = [] if folders else [self.generated(i, _POOLED) for i in range(_POOLED)]
+        own = {client.name: client for client in generated}
+        names = [folder.name for folder in folders] or list(own)
         wanted = names if self.settings.pool == "*" else self.settings.pooled_names
         odd = sorted(set(wanted) - set(names))
         if odd or not wanted:
             which = f"there is no client {', '.join(odd)}" if odd else "it names no client"
             raise DataError(f"{setting}: {which}; there are {', '.join(names)}")
         clients = [
-            self.folder(name, folders[names.index(name)])
-            if folders
-            else _generated(names.index(name), self.seed)
-            for name in sorted(set(wanted))
+            own[name] if own else self.folder(name, path / name) for name in sorted(set(wanted))
         ]
         return ClientData(
             CENTER,

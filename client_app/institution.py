@@ -15,6 +15,7 @@ from finetuning.data.prompts import Prompt, prompts_of_answers
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import load_tokenizer
+from finetuning.model.names import resolve
 from finetuning.model.positions import check_positions
 from finetuning.randomness import derive_seed
 
@@ -89,7 +90,7 @@ def release_data() -> None:
 
 
 def _model_files(config: RunConfig, directory: Path) -> Stamps:
-    source = Path(config.model.name).expanduser()
+    source = Path(resolve(config.model.name)).expanduser()
     return stamps(directory) + (stamps(source) if source.is_file() else ())
 
 

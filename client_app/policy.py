@@ -16,6 +16,7 @@ from finetuning.data.batching import steps_per_round
 from finetuning.data.prompts import Prompt
 from finetuning.data.tokenization import Example
 from finetuning.model.fingerprint import digest
+from finetuning.model.names import TINY, hub_id
 
 
 def check_run(policy: SitePolicy, config: RunConfig) -> None:
@@ -228,7 +229,7 @@ def _check_privacy(config: RunConfig) -> None:
 
 def _check_paths(policy: SitePolicy, config: RunConfig) -> None:
     model = config.model.name
-    known = model == "tiny" or model in policy.hub_models or _is_within(model, policy.paths)
+    known = model == TINY or hub_id(model) in policy.hub_models or _is_within(model, policy.paths)
     require(known, f'model.name = "{model}"', "not in its hub-models or paths")
     for key, value in (("data.path", config.data.path), ("state-path", config.state_path)):
         known = not value or _is_within(value, policy.paths)

@@ -137,6 +137,7 @@ class SitePolicy(_Table):
         [],
         description="Hugging Face ids that `model.name` may be. They are downloaded if they are "
         "not in the local cache, unless `HF_HUB_OFFLINE=1` is set, as in `docker/flower.env`. "
+        "`smollm2` is `HuggingFaceTB/SmolLM2-135M-Instruct`, wherever its weights come from. "
         "The built-in `tiny` is always allowed, unless `base-models` excludes it. Absent: none.",
     )
     paths: list[str] = Field(

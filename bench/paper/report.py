@@ -17,8 +17,9 @@ from bench.weights import origin
 DOCUMENT = "reproduction.md"
 _CONTINUAL = "recorded/continual.json"
 _CONTINUAL_COMMAND = """\
-python -m bench.continual FOLDER --model MODEL --preset presets/smollm2.toml \\
-  --run-config 'rounds=3 train.local-steps=5 train.accumulation=1' \\
+python -m bench.continual FOLDER --model MODEL --preset presets/tiny.toml \\
+  --run-config 'rounds=3 train.local-steps=5 train.accumulation=1 \\
+  continual.importance-examples=8' \\
   --record docs/recorded/continual.json"""
 _INTRODUCTION = """\
 # Tables and figures of both papers, run again

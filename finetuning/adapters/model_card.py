@@ -6,6 +6,7 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from finetuning.model.gguf_file import origin_of
+from finetuning.model.names import hub_id
 
 
 def model_card(
@@ -31,7 +32,7 @@ def model_card(
 
     """
     metadata = ModelCardData(
-        base_model=base if "/" in base and not base.startswith("/") else None,
+        base_model=hub_id(base) if "/" in hub_id(base) and not base.startswith("/") else None,
         library_name="peft",
         tags=[_TAGS[str(config.get("adapter.kind", "lora"))], "federated-learning"],
     )

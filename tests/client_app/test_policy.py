@@ -163,6 +163,13 @@ def test_no_spelling_of_a_path_leads_out_of_the_folders(path):
     assert inside.is_relative_to("/srv/models")
 
 
+def test_smollm2_is_allowed_by_its_id_on_the_hub():
+    smollm2 = parse_run_config({"model.name": "smollm2"})
+    check_run(SitePolicy(**{"hub-models": ["HuggingFaceTB/SmolLM2-135M-Instruct"]}), smollm2)
+    with pytest.raises(PolicyError, match=r'model.name = "smollm2" \(not in its hub-models'):
+        check_run(OPEN, smollm2)
+
+
 def test_a_link_leads_out_of_the_folders_too(site):
     (site.folder / "link").symlink_to("/etc")
     assert "not in its paths" in site.refusal("query", changed={"data.path": f"{site.folder}/link"})

@@ -149,14 +149,17 @@ def test_answers_stand_side_by_side_in_page_and_terminal(run):
     expected = f"court: Is it void? reference It is [bold]not[/bold]. base {HOSTILE} global"
     assert "".join(expected.split()) in page and "older" not in page
     shown = summary(directory)
-    assert shown.index("A held-out question of court") < shown.index("Held-out loss")
+    assert shown.index("Held-out questions") < shown.index("Held-out loss")
     assert "\x1b" not in shown and "older" not in shown
-    cells = [line.split("│")[1:3] for line in shown.splitlines() if line.startswith("│ ")]
-    names = [name.strip() for name, _ in cells if name.strip()]
-    assert names[:5] == ["question", "reference", "base", "global", "personalised"]
-    text = "".join(text.strip() for _, text in cells)
-    assert r"It is [bold]not[/bold].<script>" in text and r"\x1b[2Jnono" in text
-    assert text.count("no") < 250 and "…" in text
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    first = lines.index("court Is it void?")
+    assert lines[first + 1] == "reference It is [bold]not[/bold]."
+    assert lines[first + 2] == f"base {HOSTILE}"
+    assert lines[first + 3].startswith(r"global \x1b[2J nono") and lines[first + 3].endswith("…")
+    assert max(map(len, shown.splitlines()[: first + 4])) <= 100
+    assert "other clients" not in shown
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"data.generated": "matters"}))
+    assert "first on matters that only other clients have" in summary(directory)
 
 
 def test_page_is_escaped_accessible_and_stands_alone(run):

