@@ -10,7 +10,6 @@ from bench.paper.fl_glm_figures import figure5, figures6to8
 from bench.paper.fl_glm_values import (
     ADAPTERS,
     BARE,
-    LOSS_NOTE,
     MAIN,
     MAJORITY,
     NAMES,
@@ -119,7 +118,7 @@ def table8(size: Size, results: Results) -> Document:
             _losses_of_period(size, results, task, period)
             for task, period, _ in _rows_of_periods(size)
         ],
-        [LOSS_NOTE, *losses_lowered(results, trained)],
+        losses_lowered(results, trained),
         digits=3,
     )
     by_task: dict[str, list[TaskCell]] = {}

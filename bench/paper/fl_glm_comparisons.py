@@ -7,7 +7,6 @@ from bench.paper import fl_glm_cells as cells
 from bench.paper.cells import Results, TaskCell
 from bench.paper.fl_glm_values import (
     BARE,
-    LOSS_NOTE,
     MAIN,
     MAJORITY,
     NAMES,
@@ -234,7 +233,7 @@ def _losses_and_rows(
     trained = [
         cell for label in (_CENTRALISED, _SPLIT) for own in compared[label].values() for cell in own
     ]
-    notes = [LOSS_NOTE, *losses_lowered(results, trained)]
+    notes = losses_lowered(results, trained)
     columns = ["", *(NAMES[task] for task in tasks)]
     losses = Table("Held-out loss of the answers", columns, rows, notes, digits=3)
     own = {task: [*compared[_CENTRALISED][task], *compared[_SPLIT][task]] for task in tasks}

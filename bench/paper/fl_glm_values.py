@@ -26,7 +26,6 @@ ROUGE = {"ROUGE-1": "rouge1", "ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}
 ADAPTERS = {"lora": "LoRA", "prefix": "P-tuning v2"}
 BARE, MAJORITY = "bare base model", "most frequent answer"
 PAPERS_MODEL = "The paper's model is ChatGLM-6B, with P-tuning v2."
-LOSS_NOTE = "In nats per token of the right answers."
 SERVER_STEPS = (
     "All schedules train on as many rows. With K clients, the server takes n / K steps where "
     "serial takes n."

@@ -32,6 +32,7 @@ This command ([`measurements.md`](measurements.md)) writes the page from `record
 `recorded/continual.json`.
 
 - Values are means ± standard deviations over seeds. *Values in italics are the paper's.*
+  Held-out losses are in nats per token of the right answers.
 - **Small models show trends only.** A difference smaller than the deviations shows nothing.
 - [`sizes.toml`](../bench/paper/sizes.toml) has the sizes' settings.
 """
