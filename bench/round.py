@@ -27,9 +27,9 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from bench.deployment.deployment import CHECKOUT
 from bench.harness import make_table, show
 from chambers.superlink import (
-    CHECKOUT,
     COMPLETED,
     SuperLink,
     free_port,

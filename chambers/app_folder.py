@@ -1,4 +1,4 @@
-"""The app that Flower runs, and the presets: in a checkout, or as the installed package has them."""
+"""The app that Flower runs, and the presets, from a checkout or from the installed package."""
 
 import shutil
 from pathlib import Path

@@ -42,9 +42,10 @@ class Train:
       chambers train fedjudge data.path=/data/legal model.name=/models/qwen rounds=3
       chambers train strategy=fl-glm split.schedule=client-batch --clients 4
 
-    Settings are presets, by name, files and single keys; keys take precedence. docs/configuration.md describes every
-    key. Relative paths are relative to the current folder. The last lines of the output name the
-    folder with the results. docs/deployment.md describes runs of real institutions.
+    Settings are names of presets, files and single keys; keys take precedence.
+    docs/configuration.md describes every key. Relative paths are relative to the current folder.
+    The last lines of the output name the folder with the results. docs/deployment.md describes runs
+    of real institutions.
 
     Flower's SuperLink listens on loopback, without authentication: as long as the command runs,
     other users of this machine can run code as you.
