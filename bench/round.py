@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.deployment.deployment import CHECKOUT
 from bench.harness import make_table, show
 from chambers.superlink import (
-    CHECKOUT,
     COMPLETED,
     SuperLink,
     free_port,

@@ -19,11 +19,11 @@ import psutil
 import tomli_w
 
 from chambers.actors import gpus_of_each
+from chambers.app_folder import write_app
 from chambers.errors import CommandError
 from chambers.interruption import END_SIGNALS, interrupt_at_end
 from federation.run_config import Scalar
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 COMPLETED = "finished:completed"
 _FAILED = "Simulation failed with exception: "
 _START_SECONDS = 120.0
@@ -174,7 +174,7 @@ def simulate(config: Mapping[str, Scalar], clients: int, actors: int, gpus: int,
     try:
         with private_superlink(home) as superlink:
             status = run_app(
-                app=CHECKOUT,
+                app=write_app(home / "app"),
                 superlink=superlink,
                 run_config=config,
                 supernodes=clients,

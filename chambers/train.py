@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from chambers.actors import count_actors, this_machine
+from chambers.app_folder import PROJECT, presets
 from chambers.errors import CommandError
 from chambers.sources import option
-from chambers.superlink import CHECKOUT, simulate
+from chambers.superlink import simulate
 from federation.resumption import check_resumable
 from federation.run_config import RunConfig, Scalar, parse_run_config
 from federation.run_folder import METRICS, read_events
@@ -38,13 +39,14 @@ class Train:
     clients fine-tune the built-in tiny model.
 
     \b
-      chambers train presets/demo.toml
-      chambers train presets/fedjudge.toml data.path=/data/legal model.name=/models/qwen rounds=3
+      chambers train demo
+      chambers train fedjudge data.path=/data/legal model.name=/models/qwen rounds=3
       chambers train strategy=fl-glm split.schedule=client-batch --clients 4
 
-    Settings are files and single keys; keys take precedence. docs/configuration.md describes every
-    key. Relative paths are relative to the current folder. The last lines of the output name the
-    folder with the results. docs/deployment.md describes runs of real institutions.
+    Settings are names of presets, files and single keys; keys take precedence.
+    docs/configuration.md describes every key. Relative paths are relative to the current folder.
+    The last lines of the output name the folder with the results. docs/deployment.md describes runs
+    of real institutions.
 
     Flower's SuperLink listens on loopback, without authentication: as long as the command runs,
     other users of this machine can run code as you.
@@ -52,7 +54,7 @@ class Train:
 
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PRESET.toml|KEY=VALUE]…", show_default=False),
+        typer.Argument(metavar="[PRESET|FILE.toml|KEY=VALUE]…", show_default=False),
     ] = None
     clients: Annotated[
         int | None,
@@ -63,11 +65,6 @@ class Train:
 
     def __call__(self) -> int:
         """Train; the exit status is 0 only if the run completed."""
-        if not (CHECKOUT / "pyproject.toml").is_file():
-            raise CommandError(
-                f"Flower runs the app from a checkout, and {CHECKOUT} is not one; install "
-                "chambers from its checkout with: pip install --editable ."
-            )
         values = read_settings(self.settings or [])
         clients = self.clients
         if clients is None:
@@ -100,34 +97,38 @@ class Train:
 
 
 def read_settings(settings: list[str]) -> dict[str, Any]:
-    """Merge preset files and single keys; relative paths become absolute.
+    """Merge presets, files and single keys; relative paths become absolute.
 
     Raises:
-        CommandError: A setting is neither a file of settings nor KEY=VALUE.
+        CommandError: A setting is neither KEY=VALUE nor a file of settings nor a preset.
 
     """
-    presets: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     keys: dict[str, Any] = {}
     for setting in settings:
         key, assigned, text = setting.partition("=")
         if assigned:
             keys[key.strip()] = _parse_value(text.strip())
             continue
+        file = Path(setting)
+        if not file.is_file():
+            file = presets().get(setting, file)
         try:
-            presets |= _flatten(tomllib.loads(Path(setting).read_text(encoding="utf-8")))
+            tables |= _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
         except OSError as error:
             raise CommandError(
-                f"{setting} is neither KEY=VALUE nor a file of settings: {error.strerror}"
+                f"{setting} is neither KEY=VALUE nor a file of settings ({error.strerror}) nor a "
+                f"preset ({', '.join(presets())})"
             ) from error
         except ValueError as error:
             raise CommandError(f"{setting} is not a file of settings: {error}") from error
-    values = presets | keys
+    values = tables | keys
     for key in _PATHS & values.keys():
         path = Path(str(values[key])).expanduser()
         # If no file has this name, it may be on the Hugging Face Hub.
         if values[key] and (key not in _PATHS_OR_NAMES or path.exists()):
             values[key] = str(path.absolute())
-    if (name := (presets | keys).get("model.name")) in BUILT_IN:
+    if (name := (tables | keys).get("model.name")) in BUILT_IN:
         values["model.name"] = name
     return values
 
@@ -210,7 +211,7 @@ def make_folders(config: RunConfig) -> None:
 
 def _app_config() -> dict[str, Any]:
     """Read the run config in ``pyproject.toml``, which Flower completes the settings with."""
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))
     return _flatten(project["tool"]["flwr"]["app"]["config"])
 
 

@@ -6,7 +6,7 @@ from logging import WARNING
 from pathlib import Path
 
 import numpy as np
-from flwr.common.logger import log
+from flwr.common import log
 
 from federation.node_config import name_and_data_path
 from finetuning.data.formats import DataError, is_data_set_id

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from flwr.common.logger import log
+from flwr.common import log
 
 from client_app import fedjudge, fedprox, fl_glm
 from client_app.evaluation import Evaluation

@@ -7,7 +7,7 @@ from logging import INFO, WARNING
 from pathlib import Path
 
 import torch
-from flwr.common.logger import log
+from flwr.common import log
 
 from client_app.data import read_client_data
 from federation.run_config import RunConfig, Scalar

@@ -10,12 +10,16 @@ from pathlib import Path
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from flwr.common.logger import log
-from flwr.common.serde import context_to_proto, message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message as MessageProto
+from flwr.common import log
 from google.protobuf.message import EncodeError
 
 from client_app.code_digest import code_digest
+from federation.flower_internals import (
+    MessageProto,
+    context_to_proto,
+    message_from_proto,
+    message_to_proto,
+)
 from federation.run_config import ConfigError, parse_run_config
 from federation.worker_socket import (
     MOST_TEXT,

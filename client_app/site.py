@@ -6,7 +6,7 @@ from logging import WARNING
 from typing import Any
 
 from flwr.app import Context, Message
-from flwr.common.logger import log
+from flwr.common import log
 
 from client_app import policy as checks
 from client_app.audit import AuditLog, describe

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from logging import WARNING
 
 from flwr.app import Message
-from flwr.common.logger import log
+from flwr.common import log
 
 from client_app.institution import Institution
 from client_app.site import Site

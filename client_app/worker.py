@@ -23,12 +23,16 @@ from typing import NoReturn
 
 from filelock import FileLock, Timeout
 from flwr.clientapp import ClientApp
-from flwr.common.logger import log
-from flwr.common.serde import context_from_proto, message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Context as ContextProto
-from flwr.proto.message_pb2 import Message as MessageProto
+from flwr.common import log
 
 from client_app.code_digest import code_digest
+from federation.flower_internals import (
+    ContextProto,
+    MessageProto,
+    context_from_proto,
+    message_from_proto,
+    message_to_proto,
+)
 from federation.worker_socket import (
     TRANSFER_SECONDS,
     WorkerError,

@@ -6,11 +6,11 @@ from pathlib import Path
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
-from flwr.common.logger import log
+from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.superlink.grid import HttpGrid
 
 from federation.authentication import Signer
+from federation.flower_internals import HttpGrid
 from federation.run_config import UNSIGNED, ConfigError, RunConfig
 from federation.site_policy import PolicyError
 

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
-from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
+
+from federation.flower_internals import RecordDictProto, recorddict_from_proto, recorddict_to_proto
 
 # Among the records in the bytes: the keys of the ArrayRecords, by name.
 _ARRAY_KEYS = "array-keys"

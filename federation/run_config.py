@@ -277,8 +277,8 @@ def configuration_table() -> str:
         "# Run configuration",
         "",
         "Settings are given with `flwr run . --run-config 'rounds=3 train.learning-rate=1e-3'`, "
-        "with a TOML file (`--run-config presets/demo.toml`), or in `[tool.flwr.app.config]` of "
-        "`pyproject.toml`; in simulation also with `chambers train presets/demo.toml rounds=3`. "
+        "with a TOML file (`--run-config presets/fedjudge.toml`), or in `[tool.flwr.app.config]` "
+        "of `pyproject.toml`; in simulation also with `chambers train fedjudge rounds=3`. "
         "Defaults are those of the FedJudge paper where it has them. Every mistake is reported "
         "before anything starts. This page is generated from the code: "
         "`python -m federation.run_config > docs/configuration.md`.",

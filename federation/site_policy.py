@@ -5,6 +5,7 @@ in ``docs/policy.md`` is generated from these models.
 """
 
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -227,14 +228,15 @@ def read_policy(path: str) -> SitePolicy:
     """Read a policy.
 
     Raises:
-        PolicyError: The file is missing or malformed; the message names file and key.
+        PolicyError: The file is missing or malformed, or what it demands isn't installed; the
+            message names file and key.
 
     """
     if not Path(path).is_absolute():
         raise PolicyError(f"the site's policy {path!r} must be named by an absolute path")
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        return SitePolicy.model_validate(values)
+        policy = SitePolicy.model_validate(values)
     except ValidationError as error:
         mistakes = "; ".join(_explain(dict(problem)) for problem in error.errors())
         raise PolicyError(f"the site's policy {path} is wrong: {mistakes}") from error
@@ -242,6 +244,12 @@ def read_policy(path: str) -> SitePolicy:
         raise PolicyError(f"the site's policy {path} can't be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise PolicyError(f"the site's policy {path} is not TOML: {error}") from error
+    if policy.privacy.epsilon is not None and find_spec("opacus") is None:
+        raise PolicyError(
+            f"the site's policy {path} has privacy.epsilon, and Opacus, which computes what is "
+            "spent of it, is missing: pip install 'chambers[privacy]'"
+        )
+    return policy
 
 
 def policy_table() -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import Context
-from flwr.common.logger import log
+from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
 
 from federation.instruction_keys import signer_of

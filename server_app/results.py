@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-from flwr.common.logger import log
+from flwr.common import log
 from safetensors.torch import load_file
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from federation.run_config import ConfigError, RunConfig
 from federation.run_folder import METRICS, write_status
@@ -28,6 +25,7 @@ from finetuning.files import filling, remove_unfinished, remove_whole, replacing
 from finetuning.model.gguf_file import origin_of
 from server_app.checkpoint import Checkpoint, discard_checkpoint, save_checkpoint
 from server_app.report import write_report
+from server_app.tensorboard_file import TensorBoardFile
 from split.protocol.errors import printable
 from strategies.journal import Progress
 
@@ -57,7 +55,7 @@ class Results:
         self._global_round = 0  # whose global adapter has been saved
         self._metrics = directory / METRICS
         with filling(directory):
-            self._tensorboard = EventFileWriter(str(directory / "tensorboard"))
+            self._tensorboard = TensorBoardFile(directory / "tensorboard")
 
     def describe(self, fingerprint: Mapping[str, str]) -> None:
         """Write the resolved config, the versions and the base model's fingerprint."""
@@ -99,14 +97,12 @@ class Results:
         if event["event"] not in {"train", "evaluate"}:
             return
         prefix = "/".join(str(event[k]) for k in ("client", "event", "model") if k in event)
-        values = [
-            Summary.Value(tag=f"{prefix}/{key}", simple_value=float(value))
+        values = {
+            f"{prefix}/{key}": float(value)
             for key, value in event.items()
             if isinstance(value, int | float) and key != "round"
-        ]
-        self._tensorboard.add_event(
-            Event(step=event["round"], wall_time=time.time(), summary=Summary(value=values))
-        )
+        }
+        self._tensorboard.add(event["round"], values)
 
     def keep_personalised(
         self, client: str, state: State, round_number: int, size: int, file: Path | None = None

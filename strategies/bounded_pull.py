@@ -11,13 +11,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, Message
-from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
-from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
-from flwr.supercore.inflatable.inflatable_object import (
+
+from federation.flower_internals import (
+    FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE,
+    HttpGrid,
+    PullObjectRequest,
+    PullObjectResponse,
     get_object_body,
     get_object_type_from_object_content,
 )
-from flwr.superlink.grid import HttpGrid
 
 _HEADER_BYTES = 1024
 

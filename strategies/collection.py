@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from logging import WARNING
 
 from flwr.app import ArrayRecord, Message
-from flwr.common.logger import log
+from flwr.common import log
 
 from federation.answers import answers_of
 from federation.messages import ARRAYS, metrics_of, withheld_of

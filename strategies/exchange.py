@@ -8,10 +8,8 @@ from logging import WARNING
 
 import httpx
 from flwr.app import Error, Message, Metadata, RecordDict
-from flwr.common.constant import ErrorCode
-from flwr.common.logger import log
+from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.superlink.grid import HttpGrid, InMemoryGrid
 
 from federation.authentication import (
     AuthenticationError,
@@ -19,6 +17,7 @@ from federation.authentication import (
     Statement,
     open_reply,
 )
+from federation.flower_internals import ErrorCode, HttpGrid, InMemoryGrid
 from federation.messages import problem_of
 from federation.packed_content import EncryptedArrays
 from strategies.bounded_pull import LargeReplyError, check_size, pull

@@ -9,7 +9,7 @@ from logging import INFO
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.common.logger import log
+from flwr.common import log
 from flwr.serverapp import Grid
 
 from federation.authentication import Signer

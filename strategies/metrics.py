@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from flwr.app import MetricRecord, RecordDict
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from federation.answers import MODELS
+from federation.flower_internals import aggregate_metricrecords
 from federation.messages import METRICS, SIZE
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 
 from flwr.app import ArrayRecord, Message, MessageType, RecordDict
-from flwr.common.logger import log
-from flwr.proto.node_pb2 import NodeInfo
+from flwr.common import log
 from flwr.serverapp import Grid
 
 from federation.authentication import Signer
+from federation.flower_internals import NodeInfo
 from federation.messages import (
     CONFIG,
     SIZE,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from logging import WARNING
 from typing import Literal
 
-from flwr.common.logger import log
+from flwr.common import log
 
 from finetuning.adapters.robust_aggregation import MOST_DISTANCE
 from strategies.journal import Journal

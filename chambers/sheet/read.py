@@ -1,10 +1,13 @@
 """``chambers sheet read``: the table of a human evaluation, from filled sheets."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from chambers.errors import CommandError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,11 @@ class Read:
 
     def __call__(self) -> int:
         """Print the table."""
+        missing = [name for name in ("nltk", "scipy") if find_spec(name) is None]
+        if missing:
+            raise CommandError(
+                f"the table needs {' and '.join(missing)}: pip install 'chambers[sheet]'"
+            )
         from chambers.sheet.blinding import read_key
         from chambers.sheet.results import evaluate
 

@@ -12,7 +12,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
-from flwr.common.config import parse_config_args
 from pydantic import ValidationError
 
 from chambers.errors import CommandError
@@ -22,6 +21,7 @@ from chambers.site.connection import clock, filtered, healthy, lasting
 from chambers.site.registration import is_registered
 from chambers.site.report import Report
 from chambers.site.ssh_keys import read_private_key
+from federation.flower_internals import parse_config_args
 from federation.instruction_keys import read_public_key
 from federation.node_config import check_keys, name_and_data_path
 from federation.run_config import Scalar

@@ -4,13 +4,16 @@ from pathlib import Path
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.proto.fleet_pb2 import ActivateNodeRequest
-from flwr.supercore.error import ApiErrorCode, FlowerError
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supernode.fleet_http_client import FleetHttpClient
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from chambers.errors import CommandError
+from federation.flower_internals import (
+    ActivateNodeRequest,
+    ApiErrorCode,
+    FleetHttpClient,
+    FlowerError,
+    NodeAuthHttpInterceptor,
+    public_key_to_bytes,
+)
 
 
 def is_registered(superlink: str, authority: Path, key: ec.EllipticCurvePrivateKey) -> bool:

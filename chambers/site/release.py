@@ -65,19 +65,22 @@ def read_signing_key(file: Path) -> Ed25519PrivateKey:
     return key
 
 
-def app_of(content: bytes, origin: Path) -> str:
+def app_of(content: bytes, origin: Path | str) -> str:
     """Return the name and version by which Flower runs a release, as ``@publisher/name==1.2.3``.
 
     Args:
         content: The release.
-        origin: File it comes from, for messages.
+        origin: Where it comes from, for messages.
 
     Raises:
         CommandError: It is not a release, or too large for Flower.
 
     """
-    from flwr.common.config import get_fab_config, get_metadata_from_config
-    from flwr.common.constant import FAB_MAX_SIZE
+    from federation.flower_internals import (
+        FAB_MAX_SIZE,
+        get_fab_config,
+        get_metadata_from_config,
+    )
 
     if len(content) > FAB_MAX_SIZE:
         raise CommandError(f"{origin} has {len(content)} bytes; Flower takes {FAB_MAX_SIZE}")

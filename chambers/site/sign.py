@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from chambers.app_folder import app_files
 from chambers.errors import CommandError
 from chambers.sources import option
 
@@ -15,17 +16,21 @@ class Sign:
     """Sign a release of the app that you have reviewed.
 
     \b
-      flwr build
+      chambers site sign --key ~/reviewer --output release
       chambers site sign chambers.chambers.0-1-0.1a2b3c4d.fab --key ~/reviewer --output release
 
-    RELEASE is a file made by flwr build: a zip archive, whose content is what runs at a site. The
+    RELEASE is a file made by flwr build: a zip archive, whose content is what runs at a site.
+    Without it, the release of the chambers that is installed here is made: the same file as
+    flwr build makes from a checkout of this version, with the same version of Flower. The
     output folder gets the release and the answer by which the coordinator's SuperLink learns its
     signatures; the coordinator serves both to its SuperLink as static files. Signatures of several
     reviewers can be added to one folder; one of them is enough for a SuperNode. The folder has one
     release: another one replaces it, and all signatures.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    release: Annotated[Path, typer.Argument(metavar="RELEASE.fab", show_default=False)]
+    release: Annotated[Path | None, typer.Argument(metavar="[RELEASE.fab]", show_default=False)] = (
+        None
+    )
     key: Annotated[Path, option("Signing key, from chambers site signing-key.", "FILE")]
     output: Annotated[Path, option("Folder to write to, or to add to.", "FOLDER")]
     url: Annotated[
@@ -39,11 +44,8 @@ class Sign:
             raise CommandError(f"--url {self.url}: must begin with http:// or https://")
         from chambers.site.release import app_of, key_id, publish, read_signing_key, sign
 
-        release = self.release.expanduser()
-        try:
-            content = release.read_bytes()
-        except OSError as error:
-            raise CommandError(f"{release} can't be read: {error.strerror}") from error
+        content = self._content()
+        release = self.release or "the release of the installed chambers"
         app = app_of(content, release)
         key = read_signing_key(self.key.expanduser())
         folder = self.output.expanduser()
@@ -54,3 +56,13 @@ class Sign:
         print(f"{folder}: {app}, signed by {', '.join(signers)}; to run it on the coordinator:")
         print(f"  flwr run {app} deployment")
         return 0
+
+    def _content(self) -> bytes:
+        if self.release is None:
+            from federation.flower_internals import build_release
+
+            return build_release(app_files())
+        try:
+            return self.release.expanduser().read_bytes()
+        except OSError as error:
+            raise CommandError(f"{self.release} can't be read: {error.strerror}") from error

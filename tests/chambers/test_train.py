@@ -32,6 +32,8 @@ from tests.waiting import wait_until
         (["strategy=fl-gml"], "strategy = 'fl-gml'"),
         (["rounds=-1"], "rounds = -1"),
         (["nonsense"], "nonsense is neither KEY=VALUE nor a file of settings"),
+        (["nonsense"], "nor a preset (baselines/bare, "),
+        (["../presets/fedjudge"], "../presets/fedjudge is neither KEY=VALUE"),
         ([str(ROOT / "README.md")], "README.md is not a file of settings"),
         ([str(ROOT / "presets" / "demo.toml"), "rounds=none"], "rounds = 'none'"),
         (["--clients", "-1"], "--clients -1"),
@@ -41,6 +43,16 @@ from tests.waiting import wait_until
 )
 def test_what_can_t_be_trained_is_refused(capsys, words, reason):
     assert reason in refused(capsys, "train", *words)
+
+
+def test_presets_are_named_and_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fedjudge").mkdir()
+    assert read_settings(["fedjudge", "rounds=2"])["rounds"] == 2
+    assert read_settings(["fedjudge", "baselines/fedprox"])["strategy"] == "fedprox"
+    (tmp_path / "fedjudge").rmdir()
+    (tmp_path / "fedjudge").write_text("rounds = 7")
+    assert read_settings(["fedjudge"]) == {"rounds": 7}
 
 
 def test_options_may_stand_anywhere(capsys):

@@ -1,0 +1,49 @@
+"""What is refused or left out where an optional library isn't installed."""
+
+import sys
+
+import pytest
+
+from federation.site_policy import PolicyError, read_policy
+from server_app.tensorboard_file import TensorBoardFile
+from tests.chambers.conftest import refused
+
+POLICY = "[privacy]\nepsilon = 1.0\ndelta = 1e-5\n"
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Return a function that hides an installed library."""
+    return lambda name: monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_a_policy_with_privacy_is_refused_without_opacus(without, tmp_path):
+    file = tmp_path / "policy.toml"
+    file.write_text(POLICY)
+    assert read_policy(str(file)).privacy.epsilon == 1.0
+    without("opacus")
+    with pytest.raises(PolicyError, match=r"pip install 'chambers\[privacy\]'"):
+        read_policy(str(file))
+    file.write_text("")
+    assert read_policy(str(file)).privacy.epsilon is None
+
+
+@pytest.mark.parametrize("library", ["nltk", "scipy"])
+def test_the_table_of_an_evaluation_names_what_it_needs(without, capsys, tmp_path, library):
+    files = [tmp_path / "key.json", tmp_path / "annotator-1.csv"]
+    without(library)
+    message = refused(capsys, "sheet", "read", *files)
+    assert f"needs {library}: pip install 'chambers[sheet]'" in message
+
+
+def test_a_run_needs_no_tensorboard(without, tmp_path):
+    def write(folder):
+        file = TensorBoardFile(folder)
+        file.add(1, {"court/train/loss": 2.0})
+        file.flush()
+        file.close()
+        return folder.exists()
+
+    assert write(tmp_path / "with")
+    without("tensorboard")
+    assert not write(tmp_path / "without")
