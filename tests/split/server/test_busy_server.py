@@ -125,7 +125,7 @@ def scene(random_checkpoint) -> Served:
     "works",
     [
         [generate] * GENERATORS,
-        [choosing("base", "global", ahead=1)] * 2,
+        [choosing("personalised", "global", ahead=1)] * 2,
         [choosing("global", ahead=8)] * 2,
     ],
     ids=["generations", "choices of another model", "choices of the same model"],
@@ -137,7 +137,9 @@ def test_one_more_client_is_answered(scene, works):
     expected, late = text(scene.whole()), scene.client("late")
     others = [scene.client(f"busy {number}") for number in range(len(works))]
     with scene.model_server() as server, ExitStack() as lanes:
-        models = [lanes.enter_context(c.lane(scene.invite(server, c, SECONDS))) for c in others]
+        names = dict.fromkeys(("global", "personalised"), scene.parts["body"])
+        invitations = [server.invite(client.name, names, SECONDS) for client in others]
+        models = [lanes.enter_context(c.lane(i)) for c, i in zip(others, invitations, strict=True)]
         for model in models:
             scene.choose(model)
         with (
