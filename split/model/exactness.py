@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 import finetuning
-import split
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.prefixes import BlockPrefixes
 from finetuning.files import cache_directory, replacing
@@ -242,6 +241,6 @@ def _key(directory: Path, partition: Partition, prefixes: bool, generation: bool
 
     facts = [config_digest(directory / "config.json"), astuple(partition), prefixes, generation]
     versions = [torch.__version__, transformers.__version__, peft.__version__]
-    sources = [Path(split.__file__).parent, Path(finetuning.__file__).parent]
+    sources = [Path(__file__).parents[1], Path(finetuning.__file__).parent]
     code = [file.read_text() for folder in sources for file in sorted(folder.rglob("*.py"))]
     return hashlib.sha256(json.dumps([facts, versions, code]).encode()).hexdigest()
