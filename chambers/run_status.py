@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,13 +13,11 @@ from rich.table import Table
 
 from chambers.disk_space import ACCESS_LOG, DATABASE, LEAST_FREE_GIB, free_gib, most_sent
 from chambers.errors import described
+from chambers.time_left import durations, time_left
 from federation.resumption import checkpoint_files
-from federation.run_folder import METRICS, Event, is_running, read_events, read_status
-from federation.status import RunStatus
+from federation.run_folder import LOG, METRICS, Event, is_running, read_events, read_status
+from federation.status import LaneStatus, RunStatus
 from split.protocol.errors import printable
-
-# Time left is estimated from so many rounds.
-_RECENT_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,13 @@ class Seen:
     def rounds(self) -> int:
         """Number of rounds of the run."""
         return int(self.config["rounds"])
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimate of the time left; None if it isn't known."""
+        if not self.works:
+            return None
+        return time_left(self.config, self.status, self.events, self.now)
 
     @property
     def works(self) -> bool:
@@ -118,13 +124,15 @@ def render(seen: Seen) -> RenderableType:
         ("Run", f"{seen.directory} ({seen.config['strategy']})"),
         ("State", _state(seen)),
         ("Time left", _time_left(seen)),
+        ("Evaluation", _evaluation(seen)),
         ("Throughput", _throughput(seen)),
         ("Checkpoint", _checkpoint(seen)),
         ("Disk", seen.space),
+        *([("Log", str(seen.directory / LOG))] if (seen.directory / LOG).exists() else []),
         *([("Proxy", seen.sender)] if seen.sender else []),
     ):
         lines.add_row(heading, printable(text))
-    clients = Table("client", "rows", "tokens/s", "", box=None, padding=(0, 2, 0, 0))
+    clients = Table("client", "rows", "tokens/s", "loss", "", box=None, padding=(0, 2, 0, 0))
     for row in _clients(seen):
         clients.add_row(*map(printable, row))
     return Group(lines, "", clients) if clients.row_count else lines
@@ -134,42 +142,42 @@ def _state(seen: Seen) -> str:
     status = seen.status
     if not seen.is_running:
         if status.phase == "completed":
-            return f"completed {_duration(seen.now - status.updated)} ago"
+            return f"completed {duration(seen.now - status.updated)} ago"
         if status.phase == "failed":
-            return f"failed {_duration(seen.now - status.updated)} ago: {status.problem}"
+            return f"failed {duration(seen.now - status.updated)} ago: {status.problem}"
         resume = f'; continue with resume = "{seen.directory}"' if seen.checkpoint else ""
         return f"not running, and it has not ended: its process was killed{resume}"
     if not seen.works:
         return "running: it loads the base model, or waits for SuperNodes and registers them"
     doing = f"running: {status.phase} of round {status.round} of {seen.rounds}"
-    since = f"for {_duration(seen.now - status.since)}"
+    since = f"for {duration(seen.now - status.since)}"
     answered = f"{len(status.replied)} of {len(status.asked)} clients have replied"
     limit = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.until))
     return f"{doing}, {since}; {answered}; the limit is {limit}"
 
 
 def _time_left(seen: Seen) -> str:
-    """Estimate the time left from the last rounds' durations."""
-    if not seen.works:
-        return "unknown" if seen.is_running else "-"
-    training, evaluation = (_seconds(seen.events, kind) for kind in ("round", "evaluation"))
-    recent = sorted(training)[-_RECENT_ROUNDS:]
-    if not recent:
+    if seen.seconds_left is not None:
+        return f"about {duration(seen.seconds_left)}"
+    if seen.works:
         return "unknown, until the first round is over"
-    train = sum(training[number] for number in recent) / len(recent)
-    evaluate = sum(evaluation.get(number, 0.0) for number in recent) / len(recent)
-    elapsed = seen.now - seen.status.since
-    left = (seen.rounds - seen.status.round) * (train + evaluate)
-    if seen.status.phase == "training":
-        left += max(0.0, train - elapsed) + evaluate
-    else:
-        left += max(0.0, evaluate - elapsed)
-    return f"about {_duration(left)}, if rounds take as long as the last {len(recent)}"
+    return "unknown" if seen.is_running else "-"
 
 
-def _seconds(events: Sequence[Event], kind: str) -> dict[int, float]:
-    """Return durations by round."""
-    return {e["round"]: e["seconds"] for e in events if e["event"] == kind and "seconds" in e}
+def _evaluation(seen: Seen) -> str:
+    """Return the mean losses of the last evaluation, beside those of the base model."""
+    losses: dict[str, dict[str, float]] = {}
+    last = 0
+    for event in seen.events:
+        if event["event"] == "evaluate" and event.get("loss") is not None:
+            if event["model"] != "base" and event["round"] > last:
+                losses = {model: own for model, own in losses.items() if model == "base"}
+                last = event["round"]
+            losses.setdefault(event["model"], {})[event["client"]] = event["loss"]
+    if not losses:
+        return "none yet"
+    means = ", ".join(f"{model} {fmean(own.values()):.3f}" for model, own in losses.items())
+    return f"after round {last}: mean held-out loss {means}"
 
 
 def _throughput(seen: Seen) -> str:
@@ -185,20 +193,20 @@ def _throughput(seen: Seen) -> str:
     last = rounds[-1]["round"]
     trained = [e for e in seen.events if e["event"] == "train" and e["round"] == last]
     tokens, steps = (sum(event.get(key, 0) for event in trained) for key in ("tokens", "steps"))
-    seconds = max(_seconds(rounds, "round").get(last, 0.0), 1e-3)
+    seconds = max(durations(rounds, "round").get(last, 0.0), 1e-3)
     rate = f"{tokens / seconds:,.0f} tokens/s, {steps / seconds:,.2f} steps/s"
-    return f"{rate} in round {last}, of {_duration(seconds)}"
+    return f"{rate} in round {last}, of {duration(seconds)}"
 
 
 def _checkpoint(seen: Seen) -> str:
     if seen.checkpoint is None:
         return "none yet"
-    age = _duration(seen.now - seen.checkpoint.stat().st_mtime)
+    age = duration(seen.now - seen.checkpoint.stat().st_mtime)
     return f"after round {int(seen.checkpoint.stem.rpartition('-')[2])}, {age} ago"
 
 
-def _clients(seen: Seen) -> list[tuple[str, str, str, str]]:
-    """Return each client's name, rows, tokens per second, and what it does or why it is out."""
+def _clients(seen: Seen) -> list[tuple[str, ...]]:
+    """Return each client's name, the last round's numbers, and what it does or why it is out."""
     status, doing = seen.status, dict[str, str]()
     reduced = set[str]()  # who was left out of their last round, or scaled down in it
     last: dict[str, Event] = {}
@@ -219,24 +227,42 @@ def _clients(seen: Seen) -> list[tuple[str, str, str, str]]:
             reduced.add(out["client"])
     if seen.works:
         before = {name: f"; {doing[name]}" for name in reduced}
-        lanes = {lane.client: f", {lane.steps} of {lane.planned} steps" for lane in status.lanes}
+        lanes = {lane.client: _progress(lane, seen) for lane in status.lanes}
         for name in status.asked:
-            works = f"in {status.phase}{lanes.get(name, '')}"
-            doing[name] = works + before.get(name, "")
+            works = lanes.get(name) or _without_progress(last.get(name, {}), status.phase)
+            doing[name] = f"in {status.phase}{works}{before.get(name, '')}"
         for name in status.replied:
             doing[name] = "has replied" + before.get(name, "")
         for name, reason in status.left_out.items():
             doing[name] = f"OUT of round {status.round}: {reason}"
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, text in sorted(doing.items()):
         own = last.get(name, {})
         speed = own["tokens"] / own["seconds"] if own.get("seconds") and "tokens" in own else None
         count = "-" if "examples" not in own else f"{own['examples']:,}"
-        rows.append((name, count, "-" if speed is None else f"{speed:,.0f}", text))
+        loss = "-" if own.get("loss") is None else f"{own['loss']:.3f}"
+        rows.append((name, count, "-" if speed is None else f"{speed:,.0f}", loss, text))
     return rows
 
 
-def _duration(seconds: float) -> str:
+def _progress(lane: LaneStatus, seen: Seen) -> str:
+    """Return the steps of a client's round, and the time that the others will take."""
+    steps = f", {lane.steps} of {lane.planned} steps"
+    if not lane.steps or lane.steps >= lane.planned:
+        return steps
+    passed = seen.status.updated - seen.status.since
+    left = passed * lane.planned / lane.steps - (seen.now - seen.status.since)
+    return f"{steps}, about {duration(left)} left"
+
+
+def _without_progress(last: Event, phase: str) -> str:
+    """Return how long a client's last training took; its steps aren't known before it replies."""
+    if phase != "training" or not last.get("seconds"):
+        return ""
+    return f"; round {last['round']} took it {duration(last['seconds'])}"
+
+
+def duration(seconds: float) -> str:
     """Return a duration with its two largest units."""
     whole = max(0, round(seconds))
     if whole < 60:

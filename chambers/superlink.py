@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,20 @@ import psutil
 import tomli_w
 
 from chambers.actors import gpus_of_each
-from chambers.app_folder import write_app
 from chambers.errors import CommandError
-from chambers.interruption import END_SIGNALS, interrupt_at_end
+from chambers.interruption import END_SIGNALS
 from federation.run_config import Scalar
+from federation.run_folder import LINK
 
 COMPLETED = "finished:completed"
+# In the FLWR_HOME of a SuperLink: a link to the folder of the run that it began last.
+RUN_LINK = "run-folder"
 _FAILED = "Simulation failed with exception: "
+# What Flower says of a run that failed for a reason which only its log has.
+_UNSAID = {"", "N/A", "An error was encountered. Ending simulation."}
+_CHAINED = re.compile(r"\n\n(?:The above exception was|During handling of the above)")
+# The last lines of the log, in which the reason is looked for.
+_RECENT_LINES = 500
 _START_SECONDS = 120.0
 _END_SECONDS = 15.0
 _MARK = "CHAMBERS_SIMULATION"
@@ -75,6 +83,7 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         _MARK: mark,
+        LINK: str(home / RUN_LINK),
     }
     (home / "config.toml").write_text(
         '[superlink]\ndefault = "private"\n\n'
@@ -113,6 +122,7 @@ def run_app(
     supernodes: int | None = None,
     actors: int | None = None,
     gpus: int = 0,
+    write: Callable[[bytes], None] | None = None,
 ) -> str:
     """Run the app, streaming its log.
 
@@ -123,6 +133,7 @@ def run_app(
         supernodes: Number of simulated SuperNodes; None if they are real.
         actors: Number of actors that these share; None for one each.
         gpus: Number of GPUs that the actors share.
+        write: Takes the log, line by line; None to print it.
 
     Returns:
         ``"finished:completed"``, or the status and, after a colon, the reason of a run that did not
@@ -145,53 +156,31 @@ def run_app(
             f"client-resources-num-gpus={gpus_of_each(actors, gpus)} "
             f"init-args-num-cpus={actors} init-args-num-gpus={gpus}",
         ]
-    started = subprocess.run(command, env=superlink.environment, check=False)
-    if started.returncode != 0:
-        return "not started: flwr run refused it"
-    return _status(superlink)
+    environment = superlink.environment | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as flwr:
+        assert flwr.stdout is not None
+        recent = deque[bytes](maxlen=_RECENT_LINES)
+        try:
+            for line in flwr.stdout:
+                (write or _print)(line)
+                recent.append(line)
+        except BaseException:
+            flwr.kill()
+            raise
+    log = _COLOUR.sub("", b"".join(recent).decode(errors="replace"))
+    if flwr.returncode != 0:
+        return f"not started: flwr run refused it: {log.strip().rpartition(chr(10))[2]}"
+    return _status(superlink, log)
 
 
-def simulate(config: Mapping[str, Scalar], clients: int, actors: int, gpus: int, home: Path) -> int:
-    """Run the app in simulation, showing its log, and end every process of it.
-
-    Args:
-        config: Settings that differ from the app's own run config.
-        clients: Number of simulated clients.
-        actors: Number of actors that the clients share.
-        gpus: Number of GPUs that the actors share.
-        home: Folder for Flower's own files of the run.
-
-    Returns:
-        The exit status: 0 if the run completed, 1 if it failed, 130 if it was interrupted.
-
-    Raises:
-        CommandError: Flower's SuperLink could not be started, or asked.
-
-    """
-    # These must also end the processes of the run that are in other sessions.
-    interrupt_at_end()
-    started = time.monotonic()
-    try:
-        with private_superlink(home) as superlink:
-            status = run_app(
-                app=write_app(home / "app"),
-                superlink=superlink,
-                run_config=config,
-                supernodes=clients,
-                actors=actors,
-                gpus=gpus,
-            )
-    except KeyboardInterrupt:
-        print("interrupted; every process of the run has been ended", file=sys.stderr)
-        return 130
-    ended, _, reason = status.partition(": ")
-    print(f"run {ended} after {time.monotonic() - started:.0f} s", flush=True)
-    if reason:
-        print(f"chambers train: {reason}", file=sys.stderr)
-    return 0 if status == COMPLETED else 1
+def _print(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
 
 
-def _status(superlink: SuperLink) -> str:
+def _status(superlink: SuperLink, log: str) -> str:
     """Ask for the run's status; the exit status of ``flwr run --stream`` doesn't show it."""
     listing = subprocess.run(
         ["flwr", "ls", "--format", "json"],
@@ -209,18 +198,21 @@ def _status(superlink: SuperLink) -> str:
     status, details = str(run["status"]), str(run.get("status-details", ""))
     if status == COMPLETED:
         return status
-    if details in {"", "N/A"}:
-        details = _last_error(superlink.log) or "Flower's log has no error that says why"
-    return f"{status}: {details.removeprefix(_FAILED).strip()}"
+    reason = details.removeprefix(_FAILED).strip()
+    if reason in _UNSAID:
+        own = _COLOUR.sub("", superlink.log.read_text(encoding="utf-8", errors="replace"))
+        reason = _last_error(log) or _last_error(own) or "Flower's log has no error that says why"
+    return f"{status}: {reason}"
 
 
-def _last_error(log: Path) -> str:
-    """Return the last line of the last error in Flower's log; empty without an error."""
-    text = _COLOUR.sub("", log.read_text(encoding="utf-8", errors="replace"))
-    _, *records = _RECORD.split(text)
+def _last_error(log: str) -> str:
+    """Return the last line of the last error in Flower's log, or of what caused it."""
+    _, *records = _RECORD.split(log)
     pairs = zip(records[::2], records[1::2], strict=True)
     errors = [words.strip() for level, words in pairs if level in {"ERROR", "CRITICAL"}]
-    return errors[-1].rpartition("\n")[2] if errors else ""
+    raised = [words for words in errors if "Traceback" in words]
+    causes = [_CHAINED.split(words)[0] for words in raised or errors]
+    return causes[-1].rpartition("\n")[2] if causes else ""
 
 
 def free_port() -> int:

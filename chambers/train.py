@@ -13,11 +13,11 @@ import typer
 from chambers.actors import count_actors, this_machine
 from chambers.app_folder import PROJECT, presets
 from chambers.errors import CommandError
+from chambers.simulation import simulate
 from chambers.sources import option
-from chambers.superlink import simulate
 from federation.resumption import check_resumable
 from federation.run_config import RunConfig, Scalar, parse_run_config
-from federation.run_folder import METRICS, read_events
+from federation.run_folder import METRICS, read_events, results_folder
 from finetuning.adapters.saved import AdapterError, check_folder
 from finetuning.data.formats import DataError, check_data_set, is_data_set_id, is_hub_id
 from finetuning.data.rows import client_folders, find_part
@@ -45,8 +45,8 @@ class Train:
 
     Settings are names of presets, files and single keys; keys take precedence.
     docs/configuration.md describes every key. Relative paths are relative to the current folder.
-    The last lines of the output name the folder with the results. docs/deployment.md describes runs
-    of real institutions.
+    The last lines of the output name the folder with the results, in which log.txt is what Flower,
+    the ServerApp and the clients print. docs/deployment.md describes runs of real institutions.
 
     Flower's SuperLink listens on loopback, without authentication: as long as the command runs,
     other users of this machine can run code as you.
@@ -62,6 +62,9 @@ class Train:
             "Number of simulated clients; default: one for each folder in data.path, else 3.", "N"
         ),
     ] = None
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the log of the run too.")] = (
+        False
+    )
 
     def __call__(self) -> int:
         """Train; the exit status is 0 only if the run completed."""
@@ -93,6 +96,8 @@ class Train:
                 actors=actors,
                 gpus=machine.gpus,
                 home=Path(home),
+                results=results_folder(config.output_dir),
+                verbose=self.verbose,
             )
 
 

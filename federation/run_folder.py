@@ -1,12 +1,14 @@
 """A run's folder while the run is going on: its events, its status, and whether it is alive."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
@@ -16,6 +18,10 @@ from split.protocol.errors import printable
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
+SUMMARY = "summary.txt"
+LOG = "log.txt"
+# Environment variable of a ServerApp: the path of a link to the run's folder.
+LINK = "CHAMBERS_RUN_LINK"
 _LOCK = "running.lock"
 # ``is_running`` holds the lock for an instant.
 _LOCK_SECONDS = 2.0
@@ -32,6 +38,25 @@ _NEEDS = {
     "evaluation-missing": {"round", "left_out"},
     "lane": {"client", "round", "purpose"},
 }
+
+
+def results_folder(output_dir: str) -> Path:
+    """Return the folder for the folders of runs: ``output-dir``, or one of the user's."""
+    if output_dir:
+        return Path(output_dir).expanduser()
+    return platformdirs.user_data_path("chambers") / "runs"
+
+
+def announce(directory: Path) -> None:
+    """Link to a run's folder from the path in the environment, if whoever started it waits there.
+
+    Raises:
+        OSError: The link can't be made.
+
+    """
+    if link := os.environ.get(LINK):
+        Path(link).unlink(missing_ok=True)
+        Path(link).symlink_to(directory.absolute())
 
 
 class RunningError(RuntimeError):

@@ -14,9 +14,10 @@ from federation.instruction_keys import signer_of
 from federation.messages import to_arrays
 from federation.resumption import check_resumable, checkpoint_files
 from federation.run_config import ConfigError, RunConfig, parse_run_config
-from federation.run_folder import METRICS, end_status, running
+from federation.run_folder import METRICS, SUMMARY, announce, end_status, running
 from finetuning.adapters.adapter import State, initial_adapter
 from finetuning.adapters.saved import read_fitting
+from finetuning.files import replacing
 from finetuning.model.base_model import reference
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.positions import check_positions
@@ -60,7 +61,7 @@ def main(grid: Grid, context: Context) -> None:
                 shutil.rmtree(directory)
             raise
         _show_end(directory)
-    log(INFO, "%s", summary(directory))
+        _show_summary(directory)
 
 
 def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint | None) -> None:
@@ -85,6 +86,7 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
         results.rewind_to(checkpoint)
         log(INFO, "Resuming after round %d of %s", progress.finished_rounds, directory)
     results.describe(digests)
+    announce(directory)
     strategy = kind(
         config=config, fingerprint=digests, progress=progress, journal=results, signer=signer
     )
@@ -123,6 +125,17 @@ def _show_end(directory: Path, problem: str = "") -> None:
         end_status(directory, problem)
     except (OSError, ValueError) as error:
         log(WARNING, "The run's status can't be written: %s", error)
+
+
+def _show_summary(directory: Path) -> None:
+    """Write and log the tables of a completed run, whether or not the disk is full."""
+    text = summary(directory)
+    log(INFO, "%s", text)
+    try:
+        with replacing(directory / SUMMARY) as aside:
+            aside.write_text(text.strip("\n") + "\n", encoding="utf-8")
+    except OSError as error:
+        log(WARNING, "The run's summary can't be written: %s", error)
 
 
 def open_directory(config: RunConfig) -> Path:

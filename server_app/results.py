@@ -12,12 +12,11 @@ from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 from flwr.common import log
 from safetensors.torch import load_file
 
 from federation.run_config import ConfigError, RunConfig
-from federation.run_folder import METRICS, write_status
+from federation.run_folder import METRICS, results_folder, write_status
 from federation.status import RunStatus
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
@@ -244,10 +243,7 @@ def new_directory(config: RunConfig) -> Path:
         ConfigError: ``output-dir`` can't be written to.
 
     """
-    if config.output_dir:
-        parent = Path(config.output_dir).expanduser()
-    else:
-        parent = platformdirs.user_data_path("chambers") / "runs"
+    parent = results_folder(config.output_dir)
     name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{config.strategy}"
     try:
         parent.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,8 @@ def test_a_run_leaves_everything_that_was_promised(superlink, config, checkpoint
         assert expected in shown
     assert {p.name for p in directory.iterdir()} == {
         *("adapters", "base-model.json", "checkpoints", "config.json", "metrics.jsonl"),
-        *("report.html", "running.lock", "status.json", "tensorboard", "versions.json"),
+        *("report.html", "running.lock", "status.json", "summary.txt", "tensorboard"),
+        "versions.json",
     }
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == [
         "round-0002.safetensors",

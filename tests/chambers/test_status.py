@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_and_completes(values, tmp_path, status):
     assert "running: training of round 1 of 3" in first and "0 of 3 clients have replied" in first
     assert "unknown, until the first round is over" in first
     assert "Checkpoint after round 0" in first
-    assert "if rounds take as long as the last 1" in second and "Checkpoint after round 1" in second
+    assert "Time left about " in second and "Checkpoint after round 1" in second
     assert "tokens/s" in second and "in round 1" in second and "OUT" not in second
     assert r"beta 12" in third
     assert r"in training; OUT of round 2: [red]\x1b[2J State running[/]" in third
@@ -113,8 +113,8 @@ def test_who_was_scaled_down_is_shown(checkpoint, tmp_path, status):
     with (directory / METRICS).open("a") as lines:
         lines.write(json.dumps(scaled) + "\n")
     _, text = status(directory)
-    assert "alpha - - took part in round 1 beta" in text
-    assert "beta - - took part in round 1; its update counts × 0.0012" in text
+    assert "alpha - - - took part in round 1 beta" in text
+    assert "beta - - - took part in round 1; its update counts × 0.0012" in text
 
 
 def test_a_killed_run_is_not_taken_for_a_running_one(checkpoint, tmp_path, status):

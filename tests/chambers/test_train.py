@@ -168,16 +168,22 @@ LISTENING = f"{sys.executable} -m http.server --bind 127.0.0.1 ${{5#--port=}}"
         (LISTENING, "out of reach"),
     ],
 )
-def test_what_flower_can_t_do_is_said_in_words(capsys, programs, superlink, reason):
+def test_what_flower_can_t_do_is_said_in_words(capsys, programs, tmp_path, superlink, reason):
     flwr = 'test "$1" = run || { echo out of reach >&2; exit 1; }'
     programs(flower_superlink=superlink, flwr=flwr)
-    assert reason in refused(capsys, "train")
+    assert reason in refused(capsys, "train", f"output-dir={tmp_path / 'runs'}")
 
 
 @pytest.mark.parametrize(
     ("status", "details", "exit_status", "last"),
     [
         ("finished:failed", "", 1, "chambers train: MemoryError: no room\n"),
+        (
+            "finished:failed",
+            "Simulation failed with exception: An error was encountered. Ending simulation.",
+            1,
+            "chambers train: MemoryError: no room\n",
+        ),
         (
             "finished:failed",
             "Simulation failed with exception: training can't start:\n  court: no rows",
@@ -187,19 +193,41 @@ def test_what_flower_can_t_do_is_said_in_words(capsys, programs, superlink, reas
         ("finished:completed", "N/A", 0, ""),
     ],
 )
-def test_the_reason_of_a_failed_run_is_the_last_line(
+def test_a_failed_run_ends_with_the_reason_and_the_log(
     capfd, programs, tmp_path, status, details, exit_status, last
 ):
     run = {"status": status, "status-details": details}
     (tmp_path / "runs.json").write_text(json.dumps({"runs": [run]}))
     flwr = f'test "$1" = run && echo Traceback, "$@" || cat {tmp_path / "runs.json"}'
     programs(flower_superlink=f"printf '{LOG}'\n{LISTENING}", flwr=flwr)
-    assert main(["train", "--clients", "99"]) == exit_status
+    runs = tmp_path / "runs"
+    assert main(["train", "--clients", "99", f"output-dir={runs}"]) == exit_status
     shown = capfd.readouterr()
     assert shown.out.splitlines()[-1].startswith(f"run {status} after ")
     cores = this_machine().cores
-    assert shown.err == f"99 clients take turns on {cores} actors\n{last}"
-    assert f"init-args-num-cpus={cores}" in shown.out
+    (log,) = runs.iterdir()
+    last += f"log: {log}\n" if last else ""
+    starting = "starting Flower and loading the base model\n"
+    assert shown.err == f"99 clients take turns on {cores} actors\n{starting}{last}"
+    said = log.read_text()
+    assert f"init-args-num-cpus={cores}" in said and "Traceback" not in shown.out
+    assert ("MemoryError" in said) == bool(exit_status)
+
+
+def test_verbose_prints_the_log_too(capfd, programs, tmp_path):
+    run = {"status": "finished:completed"}
+    (tmp_path / "runs.json").write_text(json.dumps({"runs": [run]}))
+    flwr = f'test "$1" = run && echo "$@" || cat {tmp_path / "runs.json"}'
+    programs(flower_superlink=LISTENING, flwr=flwr)
+    assert main(["train", "--verbose", f"output-dir={tmp_path / 'runs'}"]) == 0
+    assert "--run-config" in capfd.readouterr().out
+
+
+def test_what_flower_refuses_is_said(capfd, programs, tmp_path):
+    programs(flower_superlink=LISTENING, flwr="echo Loading; echo no such federation; exit 1")
+    assert main(["train", f"output-dir={tmp_path / 'runs'}"]) == 1
+    reason = "chambers train: flwr run refused it: no such federation\n"
+    assert reason in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -296,6 +324,18 @@ def test_what_was_trained_is_served_and_used(deep_checkpoint, client_folders, tm
                 invitation = tmp_path / "invitations" / f"{client}.json"
                 whole = told(capsys, *words)
                 assert told(capsys, *words, "--invitation", invitation) == whole
+
+
+@pytest.mark.slow
+def test_a_run_that_the_serverapp_refuses_names_its_reason_and_log(client_folders, tmp_path):
+    settings = ("model.name=tiny", f"data.path={client_folders}", "adapter.targets=nothing")
+    assert start(tmp_path, *settings).wait(300) == 1
+    output = (tmp_path / "output").read_text()
+    (log,) = (tmp_path / "runs").iterdir()
+    *_, reason, where = output.splitlines()
+    assert where == f"log: {log.relative_to(tmp_path)}" or where == f"log: {log}"
+    assert reason.startswith("chambers train: ") and "adapter.targets" in reason
+    assert "Traceback" in log.read_text() and "Traceback" not in output
 
 
 @pytest.mark.slow

@@ -1,0 +1,66 @@
+"""The log of a run in simulation: what Flower, Ray, the ServerApp and the clients print."""
+
+import re
+import shutil
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_COLOUR = re.compile(rb"\x1b\[\d+m")
+
+
+class RunLog:
+    """A log file that moves into the run's folder once there is one.
+
+    A full disk must not end the run: what can't be written is dropped.
+
+    Args:
+        path: Where the log begins.
+        echo: Whether to print everything too.
+
+    Attributes:
+        path: The current file.
+
+    """
+
+    def __init__(self, path: Path, echo: bool = False) -> None:
+        self.path = path
+        self._echo = echo
+        self._lock = threading.Lock()
+        self._file = path.open("ab", buffering=0)
+
+    def __enter__(self) -> Self:
+        """Return the log."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def write(self, text: bytes) -> None:
+        """Append to the log."""
+        with self._lock, suppress(OSError):
+            self._file.write(_COLOUR.sub(b"", text))
+        if self._echo:
+            sys.stdout.buffer.write(text)
+            sys.stdout.buffer.flush()
+
+    def move_to(self, path: Path) -> None:
+        """Go on in another file, after what that has: a run that is resumed has a log already."""
+        if path == self.path:
+            return
+        with self._lock, suppress(OSError):
+            target = path.open("ab", buffering=0)
+            with self.path.open("rb") as before:
+                shutil.copyfileobj(before, target)
+            self._file.close()
+            self.path.unlink()
+            self.path, self._file = path, target

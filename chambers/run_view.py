@@ -1,0 +1,99 @@
+"""What ``chambers train`` shows of a run: one live view on a terminal, else a few lines."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from chambers.run_lines import run_lines
+from chambers.run_log import RunLog
+from chambers.run_status import Seen, duration, look, render
+from federation.run_folder import LOG, METRICS
+
+_PAUSE_SECONDS = 2.0
+
+# Shows a run as its folder is; None before there is one.
+Show = Callable[[Seen | None], None]
+
+
+@contextmanager
+def live_view(console: Console | None = None) -> Iterator[Show]:
+    """Show the view of ``chambers status``, refreshed in place and erased at the end."""
+    started = time.monotonic()
+    console = console or Console(markup=False, emoji=False, highlight=False)
+
+    def show(seen: Seen | None) -> None:
+        passed = duration(time.monotonic() - started)
+        starting = f"starting Flower and loading the base model, for {passed}"
+        live.update(starting if seen is None else render(seen), refresh=True)
+
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        show(None)
+        yield show
+
+
+class Lines:
+    """Prints a line for each training and each evaluation that is over."""
+
+    def __init__(self) -> None:
+        self._printed: int | None = None
+        print("starting Flower and loading the base model", file=sys.stderr)
+
+    def __call__(self, seen: Seen | None) -> None:
+        """Print the lines that are new."""
+        if seen is None or not seen.events:
+            return
+        lines = list(run_lines(seen.config, seen.events))
+        if self._printed is None:
+            print(f"results and {LOG}: {seen.directory}", flush=True)
+            # A run that is resumed has lines from before.
+            self._printed = len(lines) if seen.config.get("resume") else 0
+        new, self._printed = lines[self._printed :], len(lines)
+        if new and seen.seconds_left:
+            new[-1] += f"; about {duration(seen.seconds_left)} left"
+        for line in new:
+            print(line, flush=True)
+
+
+@contextmanager
+def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
+    """Show a run while the block is executed, and move its log into its folder.
+
+    Args:
+        link: Where the ServerApp links to the run's folder.
+        log: The run's log.
+        show: Shows the run.
+
+    """
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(_PAUSE_SECONDS):
+            _follow(link, log, show)
+
+    thread = threading.Thread(target=follow, name="view", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _follow(link, log, show)
+
+
+def _follow(link: Path, log: RunLog, show: Show) -> None:
+    # The ServerApp writes to the folder at the same time; the next look may succeed.
+    with suppress(OSError, ValueError):
+        if not link.is_dir():
+            show(None)
+            return
+        directory = link.resolve()
+        # Before it has metrics, the run may still be refused, and its folder deleted.
+        if (directory / METRICS).exists():
+            log.move_to(directory / LOG)
+        show(look(directory))

@@ -1,0 +1,108 @@
+"""A run in simulation: what is shown of it, where its log is, and how it has ended."""
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+from chambers.app_folder import write_app
+from chambers.interruption import interrupt_at_end
+from chambers.run_log import RunLog
+from chambers.run_view import Lines, following, live_view
+from chambers.superlink import COMPLETED, RUN_LINK, private_superlink, run_app
+from federation.resumption import checkpoint_files
+from federation.run_config import Scalar
+from federation.run_folder import LOG, SUMMARY
+
+_INTERRUPTED = "interrupted"
+
+
+def simulate(
+    config: Mapping[str, Scalar],
+    clients: int,
+    actors: int,
+    gpus: int,
+    home: Path,
+    results: Path,
+    verbose: bool = False,
+) -> int:
+    """Run the app in simulation, showing its progress, and end every process of it.
+
+    Args:
+        config: Settings that differ from the app's own run config.
+        clients: Number of simulated clients.
+        actors: Number of actors that the clients share.
+        gpus: Number of GPUs that the actors share.
+        home: Folder for Flower's own files of the run.
+        results: Folder for the log of a run that gets no folder of its own.
+        verbose: Whether to print the log too.
+
+    Returns:
+        The exit status: 0 if the run completed, 1 if it failed, 130 if it was interrupted.
+
+    Raises:
+        CommandError: Flower's SuperLink could not be started, or asked.
+
+    """
+    # These must also end the processes of the run that are in other sessions.
+    interrupt_at_end()
+    # Without a handler, warnings of this process go nowhere; those of others go to the log.
+    logging.captureWarnings(True)
+    started = time.monotonic()
+    with RunLog(home / LOG, echo=verbose) as log:
+        try:
+            with private_superlink(home) as superlink:
+                shown = nullcontext(Lines()) if verbose or not sys.stdout.isatty() else live_view()
+                with shown as show, following(home / RUN_LINK, log, show):
+                    status = run_app(
+                        app=write_app(home / "app"),
+                        superlink=superlink,
+                        run_config=config,
+                        supernodes=clients,
+                        actors=actors,
+                        gpus=gpus,
+                        write=log.write,
+                    )
+                if status != COMPLETED:
+                    log.write(b"\nThe SuperLink's own log:\n" + superlink.log.read_bytes())
+        except KeyboardInterrupt:
+            status = _INTERRUPTED
+        finally:
+            directory = _folder(home)
+            name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{LOG}"
+            log.move_to(directory / LOG if directory else results / name)
+    if status == COMPLETED and directory:
+        _print_summary(directory)
+    if status != _INTERRUPTED:
+        seconds = time.monotonic() - started
+        print(f"run {status.partition(': ')[0]} after {seconds:.0f} s", flush=True)
+    if status != COMPLETED:
+        _print_end(status, directory, log.path)
+    return {COMPLETED: 0, _INTERRUPTED: 130}.get(status, 1)
+
+
+def _folder(home: Path) -> Path | None:
+    """Return the run's folder; None if it has none, or was refused and has none any more."""
+    link = home / RUN_LINK
+    return link.resolve() if link.is_dir() else None
+
+
+def _print_summary(directory: Path) -> None:
+    """Print the tables of a completed run; in a log without the lines between them."""
+    with suppress(OSError):  # the disk was full
+        lines = (directory / SUMMARY).read_text(encoding="utf-8").splitlines()
+        wanted = ["", *lines] if sys.stdout.isatty() else filter(str.strip, lines)
+        print(*wanted, sep="\n", flush=True)
+
+
+def _print_end(status: str, directory: Path | None, log: Path) -> None:
+    """Print why a run has not completed, how to continue it, and where its log is."""
+    if status == _INTERRUPTED:
+        print("interrupted; every process of the run has been ended", file=sys.stderr)
+    else:
+        print(f"chambers train: {status.partition(': ')[2]}", file=sys.stderr)
+    if directory and checkpoint_files(directory):
+        print(f'to continue, add: resume="{directory}"', file=sys.stderr)
+    print(f"log: {log}", file=sys.stderr)

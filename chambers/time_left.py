@@ -1,0 +1,95 @@
+"""The estimate of a run's time left, from the rounds and evaluations that are over."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from federation.run_folder import Event
+from federation.status import RunStatus
+
+# Durations are means over so many rounds.
+_RECENT_ROUNDS = 5
+# Progress within a round says little about its duration before this share of its steps.
+_LEAST_SHARE = 0.1
+# Later evaluations measure two models, the first one only the base model; but a part of the time
+# is for loading it.
+_LATER_EVALUATION = 1.5
+
+
+def time_left(
+    config: Mapping[str, Any], status: RunStatus, events: Sequence[Event], now: float
+) -> float | None:
+    """Estimate the seconds until a run ends; None before its first round is over.
+
+    Args:
+        config: The run's configuration.
+        status: What it does now: training or evaluation.
+        events: Lines of ``metrics.jsonl``.
+        now: Seconds since the epoch.
+
+    """
+    training = durations(events, "round")
+    if not training:
+        return None
+    evaluations = _Evaluations(config, events, status)
+    round_seconds = _recent_mean(training)
+    elapsed = now - status.since
+    ahead = range(status.round + 1, int(config["rounds"]) + 1)
+    left = len(ahead) * round_seconds + sum(map(evaluations.seconds, ahead))
+    if status.phase == "evaluation":
+        over = status.round in durations(events, "evaluation")
+        return left if over else left + max(0.0, evaluations.seconds(status.round) - elapsed)
+    return left + _left_of_round(status, round_seconds, elapsed) + evaluations.seconds(status.round)
+
+
+def durations(events: Sequence[Event], kind: str) -> dict[int, float]:
+    """Return the seconds of the events of a kind, by round."""
+    return {e["round"]: e["seconds"] for e in events if e["event"] == kind and "seconds" in e}
+
+
+def _recent_mean(seconds: Mapping[int, float]) -> float:
+    recent = [seconds[number] for number in sorted(seconds)[-_RECENT_ROUNDS:]]
+    return sum(recent) / len(recent)
+
+
+def _left_of_round(status: RunStatus, expected: float, elapsed: float) -> float:
+    """Return the seconds left of the training that goes on."""
+    done = [lane.steps / lane.planned for lane in status.lanes if lane.planned]
+    ended = {*status.replied, *status.left_out} - {lane.client for lane in status.lanes}
+    share = (len(ended) + sum(done)) / max(1, len(status.asked), len(ended) + len(done))
+    if done and share >= _LEAST_SHARE:
+        # The shares are those of when the status was written.
+        whole = (status.updated - status.since) / share
+        return max(0.0, whole - elapsed)
+    return max(0.0, expected - elapsed)
+
+
+class _Evaluations:
+    """How long the evaluations after a run's rounds take.
+
+    After some rounds (``evaluate.every``) losses are measured; after the others there is a shorter
+    evaluation or none, as the strategy needs it.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], events: Sequence[Event], status: RunStatus
+    ) -> None:
+        self._every = int(config.get("evaluate.every", 1))
+        self._rounds = int(config["rounds"])
+        known = durations(events, "evaluation")
+        finished = sorted(durations(events, "round"))
+        self._known: dict[bool, dict[int, float]] = {True: {}, False: {}}
+        for number in finished:
+            # A round that has been followed by another one without an evaluation had none.
+            if number in known or number < status.round:
+                self._known[self._measures(number)][number] = known.get(number, 0.0)
+        self._first = known.get(0, 0.0)
+
+    def seconds(self, number: int) -> float:
+        """Return the expected seconds of the evaluation after a round."""
+        measures = self._measures(number)
+        if seconds := self._known[measures]:
+            return _recent_mean(seconds)
+        return self._first * _LATER_EVALUATION if measures else 0.0
+
+    def _measures(self, number: int) -> bool:
+        return number == self._rounds or number % self._every == 0

@@ -1,0 +1,137 @@
+"""What ``chambers train`` shows of a run, from the folder that a real run writes."""
+
+import io
+
+import pytest
+from flwr.app import Context, RecordDict
+from rich.console import Console
+
+from chambers.run_lines import run_lines
+from chambers.run_log import RunLog
+from chambers.run_status import look
+from chambers.run_view import Lines, following, live_view
+from federation.run_folder import LINK, LOG, SUMMARY
+from server_app.main import main as server_app
+from strategies.participants import RefusedError
+from tests.strategies.grids import SpyingGrid
+
+
+@pytest.fixture
+def log(tmp_path):
+    with RunLog(tmp_path / LOG) as opened:
+        yield opened
+
+
+@pytest.fixture
+def link(tmp_path, monkeypatch):
+    """Where the ServerApp is told to link to the run's folder."""
+    monkeypatch.setenv(LINK, str(tmp_path / "link"))
+    return tmp_path / "link"
+
+
+def run(values, tmp_path, change=lambda reply: reply):
+    """Run in this process; its folder is below ``runs``."""
+    config = values | {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path)}
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config)
+    server_app(SpyingGrid(config, change), context)
+
+
+def test_a_run_is_a_few_lines_and_its_log_is_beside_the_results(
+    values, tmp_path, log, link, capsys
+):
+    log.write(b"\x1b[92mINFO\x1b[0m: before there was a folder\n")
+    values |= {"evaluate.every": 3, "rounds": 3}
+    with following(link, log, Lines()):
+        run(values, tmp_path)
+        log.write(b"INFO: afterwards\n")
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert log.path == directory / LOG and not (tmp_path / LOG).exists()
+    log.write(b"INFO: at the end\n")
+    said = log.path.read_text().splitlines()
+    assert said == [f"INFO: {words}" for words in ("before there was a folder", *SAID)]
+    where, *lines = capsys.readouterr().out.splitlines()
+    assert where == f"results and {LOG}: {directory}"
+    heads = [line.partition(" in ")[0] for line in lines]
+    rounds = [f"round {number} of 3: trained" for number in (1, 2, 3)]
+    assert heads == ["base model: evaluated", *rounds, "round 3 of 3: evaluated"]
+    assert "held-out loss (base) alpha " in lines[0] and "gamma " in lines[0]
+    assert "training loss alpha " in lines[1]
+    assert "held-out loss (global/personalised) alpha " in lines[-1]
+    assert str(directory) in (directory / SUMMARY).read_text()
+
+
+SAID = ("afterwards", "at the end")
+
+
+def test_lines_are_printed_once_and_say_who_was_left_out(values, tmp_path, link, capsys):
+    """Of a run that is resumed, only the new lines are printed."""
+    values["strategy"] = "fedjudge-base"
+    problems = iter(["", "[red]\x1b[2J too hot"])
+
+    def spoil(reply):
+        config = reply.content["config"]
+        if reply.metadata.message_type == "train" and config["name"] == "beta":
+            config["problem"] = next(problems)
+        return reply
+
+    show = Lines()
+    for rounds in (1, 2):
+        resume = {"resume": str(link.resolve())} if rounds > 1 else {}
+        run(values | {"rounds": rounds, "min-nodes": 2} | resume, tmp_path, spoil)
+        show(look(link.resolve()))
+        show(look(link.resolve()))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(set(lines)) == 2 + 2 * 2
+    assert lines[-2].startswith("round 2 of 2: trained in")
+    assert lines[-2].endswith(r"; left out: beta ([red]\x1b[2J too hot)")
+    Lines()(look(link.resolve()))
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_the_losses_of_many_clients_are_averaged():
+    clients = [f"client {number}" for number in range(5)]
+    trained = [
+        {"event": "train", "round": 1, "client": name, "loss": float(at)}
+        for at, name in enumerate(clients)
+    ]
+    finished = {"event": "round", "round": 1, "participants": clients, "seconds": 3.0}
+    lines = list(run_lines({"rounds": 2}, [finished, *trained]))
+    assert lines == ["round 1 of 2: trained in 3 s; training loss 2.000, mean of 5 clients"]
+    assert not list(run_lines({"rounds": 2}, [finished, *trained[:-1]])), "it isn't complete"
+
+
+def test_the_live_view_has_rounds_clients_losses_and_where_the_results_are(values, tmp_path, link):
+    screen = Console(file=io.StringIO(), force_terminal=True, width=150, color_system=None)
+    seen = []
+
+    def watch(reply):
+        seen.append(look(link.resolve()))
+        return reply
+
+    run(values | {"rounds": 2}, tmp_path, watch)
+    with live_view(screen) as show:
+        assert "starting Flower" in screen.file.getvalue()
+        training = [each for each in seen if each.status.phase == "training"]
+        show(training[-1])
+        shown = screen.file.getvalue()
+    assert "training of round 2 of 2" in shown and str(link.resolve()) in shown
+    assert "Time left   about " in shown
+    assert "after round 1: mean held-out loss base " in shown
+    assert ", personalised " in shown and "; round 1 took it" in shown
+
+
+def test_a_refused_run_leaves_its_log_where_it_was(values, tmp_path, log, link, capsys):
+    """Its folder is deleted, so nothing names it."""
+    with pytest.raises(RefusedError), following(link, log, Lines()):
+        run(values | {"data.path": str(tmp_path / "nowhere")}, tmp_path)
+    assert not link.is_dir() and log.path == tmp_path / LOG
+    assert not capsys.readouterr().out
+
+
+def test_a_log_goes_on_after_that_of_the_run_before(tmp_path, log):
+    log.write(b"second\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOG).write_text("first\n")
+    log.move_to(tmp_path / "run" / LOG)
+    log.write(b"third\n")
+    assert (tmp_path / "run" / LOG).read_text() == "first\nsecond\nthird\n"
