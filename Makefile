@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export CHAMBERS_CACHE ?= $(CURDIR)/.chambers/cache
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow test-all lint clean
 
 # ARGS are settings of the run, such as: rounds=2 strategy="fl-glm"
 demo: PRESET = presets/demo$(if $(findstring fl-glm,$(ARGS)),-split).toml
@@ -13,11 +13,14 @@ demo: $(VENV)/installed
 	@$(BIN)/chambers train $(PRESET) output-dir=runs state-path=.chambers/state $(ARGS)
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 $(PYTEST)
+	$(BIN)/python -m pytest -m "not slow and not nightly" -n auto --maxprocesses 4 $(PYTEST)
 
 # Neighbouring tests share a deployment, so they should run in the same process.
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -m slow -n auto --maxprocesses 4 --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -m "slow and not nightly" -n auto --maxprocesses 4 --dist worksteal $(PYTEST)
+
+test-all: $(VENV)/installed
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -220,6 +220,7 @@ def slowed(worker: RunningWorker) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.nightly
 def test_resident_workers_answer_as_processes_do(checkpoint, client_folders, tmp_path, capfd):
     """They run the code that Flower installs from the app, and give the same adapters."""
     adapters = []

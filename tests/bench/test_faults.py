@@ -7,7 +7,7 @@ import pytest
 
 from bench.faults import main
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def test_a_run_survives_a_fault_and_the_table_says_so(nginx, tmp_path, capsys):

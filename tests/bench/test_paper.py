@@ -217,7 +217,7 @@ def test_what_is_missing_is_named_before_anything_starts(
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_command_continues(sources, tmp_path):
     folder, docs = tmp_path / "results", tmp_path / "docs"
     names = ["fl-glm-table4", "fl-glm-table5", "fl-glm-figure5"]

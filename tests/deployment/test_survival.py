@@ -44,6 +44,7 @@ ROUNDS = {
 SECONDS = 300
 
 
+@pytest.mark.nightly
 def test_an_institution_whose_supernode_is_killed_in_a_round_takes_part_in_a_later_one(running):
     supernode, court = running.programs["court"]["supernode"], running.hosts["court"]
     accepted, active = trainings(court), supernode.output().count("SuperNode ID: ")

@@ -171,7 +171,7 @@ def test_a_task_that_can_t_be_loaded_is_refused_by_name(tmp_path):
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("terminated", [False, True])
 def test_no_private_text_is_left_behind(checkpoint, tmp_path, terminated):
     """Run where the caches, the user's and the temporary folder can be searched."""

@@ -34,7 +34,7 @@ from tests.split.hostile import (
     stranger,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 _ROUNDS, _STEPS = 2, 20
 _STRANGERS_OF_A_KIND, _MEMBERS_OF_A_KIND = 10, 3  # in each round
 _WIDTH = 32
