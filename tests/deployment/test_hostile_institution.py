@@ -1,10 +1,11 @@
-"""The consultation, whose key is registered, speaks in the coordinator's and the court's name."""
+"""The consultation, whose key is registered, attacks the coordinator and the court."""
 
 import base64
+import os
 import sqlite3
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +27,13 @@ from federation.run_config import parse_run_config
 from federation.run_folder import METRICS, read_events
 from server_app.main import first_adapter
 from tests.deployment.conftest import results
+from tests.deployment.greedy import BYTES
 from tests.deployment.test_survival import SECONDS, audited
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 MEMBER = Path(__file__).with_name("member.py")
+GREEDY = Path(__file__).with_name("greedy.py")
 SETTINGS = {
     "strategy": "fedjudge-base",
     "rounds": 3,
@@ -86,6 +89,13 @@ class Attack:
         said = supernode.host.run(command, view, seconds=120).stdout
         assert said.splitlines()[-1] == "sent", said
 
+    def announce(self, objects):
+        """Announce objects, with other children, in a message that no SuperNode waits for.
+
+        The SuperLink forgets them if they don't come within three minutes.
+        """
+        self.send(self.message("query", RecordDict(), 1, 1), announce=objects)
+
 
 def events(running, kind):
     return [e for e in read_events(newest_run(running) / METRICS) if e["event"] == kind]
@@ -102,13 +112,7 @@ def test_nobody_speaks_in_another_s_name(running):
     coordinator, target = 1, attack.nodes["court"]
     wait_until(lambda: newest_run(running) != before, SECONDS)
 
-    # Objects of the adapter with which the run begins, and which follows from the run config.
-    files = running.programs["coordinator"]["superexec"].view.mounts
-    model = files.get(f"{FOLDER}/model", running.settings["model.name"])
-    state, _ = first_adapter(parse_run_config(SETTINGS | {"model.name": str(model)}), Path(model))
-    names = sorted({array.object_id for array in to_arrays(state).values()})
-    itself = attack.message("query", RecordDict(), coordinator, attack.nodes["consultation"])
-    attack.send(itself, announce=names)
+    attack.announce(first_arrays(running, SETTINGS))
     wait_until(lambda: checkpoints(running), SECONDS)
     known = next(e for e in audited(court)[audit:] if e["event"] == "reply" and "base" in e)
 
@@ -149,10 +153,63 @@ def test_nobody_speaks_in_another_s_name(running):
     left_out = [each for round_ in rounds for each in round_["left_out"]]
     reason = "its reply is refused: it isn't authenticated; it says: out of memory"
     assert left_out == [{"client": "court", "reason": reason}]
-    assert rounds[0]["participants"] == ["consultation", "court"]
+    # Its reply is forged in round 2, or in round 1 if that began before the refusals.
+    assert [each["participants"] for each in rounds].count(["consultation", "court"]) == 2
     final = results(running) / "adapters" / "global" / "adapter_model.safetensors"
     (saved,) = (court.folder / "state").rglob(f"{known['run']}/court/adapters/global/{final.name}")
     assert saved.read_bytes() == final.read_bytes()
+
+
+def first_arrays(running, settings):
+    """Return the ids of the arrays with which a run begins; they follow from the run config."""
+    files = running.programs["coordinator"]["superexec"].view.mounts
+    model = files.get(f"{FOLDER}/model", running.settings["model.name"])
+    state, _ = first_adapter(parse_run_config(settings | {"model.name": str(model)}), Path(model))
+    return sorted({array.object_id for array in to_arrays(state).values()})
+
+
+def test_a_reply_that_fills_the_memory_is_left_out(running, tmp_path):
+    settings = SETTINGS | {"train.local-steps": 1, "evaluate.every": 3}
+    before = newest_run(running)
+    with clientapp_of_its_own(running.programs["consultation"]["superexec"], tmp_path):
+        running.submit(settings)
+        wait_until(lambda: newest_run(running) != before, SECONDS)
+        wait_until(lambda: len(events(running, "round")) >= 2, SECONDS)
+        peak = most_memory(running)
+        first, second = events(running, "round")  # so it was still there
+        assert wait_for_end(running) == COMPLETED
+    reason = "its reply is larger than 64 MiB"
+    for round_ in (first, second):
+        assert round_["participants"] == ["court"]
+        assert round_["left_out"] == [{"client": "consultation", "reason": reason}]
+    assert events(running, "round")[2]["participants"] == ["consultation", "court"]
+    assert peak < BYTES / 2
+
+
+@contextmanager
+def clientapp_of_its_own(superexec, folder):
+    """Let an institution answer with another program than Flower's."""
+    own = superexec.view
+    program = folder / "flwr-clientapp"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={CHECKOUT} exec {sys.executable} {GREEDY} "$@"\n')
+    program.chmod(0o755)
+    path = f"{folder}{os.pathsep}{own.environment['PATH']}"
+    superexec.stop()
+    superexec.view = replace(own, environment=own.environment | {"PATH": path})
+    superexec.start()
+    yield
+    superexec.stop()
+    superexec.view = own
+    superexec.start()
+
+
+def most_memory(running):
+    """Return the most memory, in bytes, that the ServerApp of the run has taken so far."""
+    processes = running.programs["coordinator"]["superexec"].processes()
+    states = [Path(f"/proc/{each.pid}/status").read_text() for each in processes]
+    (state,) = (state for state in states if state.startswith("Name:\tflwr-serverapp"))
+    (line,) = (line for line in state.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def refusals(court, start):
