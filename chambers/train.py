@@ -13,7 +13,6 @@ import typer
 from chambers.actors import count_actors, this_machine
 from chambers.app_folder import PROJECT, presets
 from chambers.errors import CommandError
-from chambers.simulation import simulate
 from chambers.sources import option
 from federation.resumption import check_resumable
 from federation.run_config import RunConfig, Scalar, parse_run_config
@@ -89,6 +88,8 @@ class Train:
         make_folders(config)
         if actors < clients:
             print(f"{clients} clients take turns on {actors} actors", file=sys.stderr)
+        from chambers.simulation import simulate
+
         with tempfile.TemporaryDirectory(prefix="chambers-") as home:
             return simulate(
                 config=values,
