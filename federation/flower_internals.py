@@ -42,6 +42,9 @@ from flwr.proto.node_pb2 import NodeInfo
 # The format of a signed message's records.
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 
+# A SuperLink hands out other messages with a reply; Chambers drops them.
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
+
 # The strategies' mean of metrics, weighted as in Flower's own.
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
@@ -78,6 +81,8 @@ __all__ = [
     "MessageProto",
     "NodeAuthHttpInterceptor",
     "NodeInfo",
+    "PullAppMessagesRequest",
+    "PullAppMessagesResponse",
     "PullObjectRequest",
     "PullObjectResponse",
     "RecordDictProto",

@@ -1,4 +1,7 @@
-"""Pull replies from a SuperLink within a limit to the memory that they take.
+"""Pull replies from a SuperLink, nothing else, and within a limit to the memory that they take.
+
+With a reply, the SuperLink hands out all messages that are addressed to the ServerApp itself. Any
+SuperNode can store some, and they would be taken for replies.
 
 Flower reads a reply as a whole before the app sees it, and in its format an array can name the same
 piece any number of times: a few megabytes that an institution stores could fill all memory.
@@ -15,6 +18,8 @@ from flwr.app import Array, ArrayRecord, Message
 from federation.flower_internals import (
     FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE,
     HttpGrid,
+    PullAppMessagesRequest,
+    PullAppMessagesResponse,
     PullObjectRequest,
     PullObjectResponse,
     get_object_body,
@@ -70,6 +75,21 @@ class _BoundedClient:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
+
+    def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802
+        """Fetch the envelope of the reply, without the messages that aren't one."""
+        response: PullAppMessagesResponse = self._client.PullMessages(request)
+        found = [
+            (message, tree)
+            for message, tree in zip(
+                response.messages_list, response.message_object_trees, strict=True
+            )
+            if message.metadata.reply_to_message_id in request.message_ids
+        ]
+        return PullAppMessagesResponse(
+            messages_list=[message for message, _ in found],
+            message_object_trees=[tree for _, tree in found],
+        )
 
     def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:  # noqa: N802
         """Fetch an object; Flower calls this from several threads."""

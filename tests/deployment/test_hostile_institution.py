@@ -90,11 +90,13 @@ class Attack:
         assert said.splitlines()[-1] == "sent", said
 
     def announce(self, objects):
-        """Announce objects, with other children, in a message that no SuperNode waits for.
+        """Announce objects, with other children, in a message to itself.
 
         The SuperLink forgets them if they don't come within three minutes.
         """
-        self.send(self.message("query", RecordDict(), 1, 1), announce=objects)
+        self.send(
+            self.message("query", RecordDict(), 1, self.nodes["consultation"]), announce=objects
+        )
 
 
 def events(running, kind):

@@ -164,9 +164,13 @@ class SuperLink:
         self.store.preregister(1, get_object_tree(reply))
         for name, each in found.items():
             self.store.put(name, each.deflate())
+        # Someone has stored a message to the ServerApp, which the SuperLink adds to any reply.
+        unasked = Message(RecordDict(), 1, MessageType.QUERY)
+        unasked.metadata.__dict__["_message_id"] = unasked.object_id
+        both = (unasked, reply)
         return PullAppMessagesResponse(
-            messages_list=[message_to_proto(remove_content_from_message(reply))],
-            message_object_trees=[get_object_tree(reply)],
+            messages_list=[message_to_proto(remove_content_from_message(each)) for each in both],
+            message_object_trees=[get_object_tree(each) for each in both],
         )
 
     def PullObject(self, request):  # noqa: N802
