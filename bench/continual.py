@@ -146,10 +146,10 @@ def _claim(experiment: Experiment, provenance: dict[str, Any]) -> None:
         write_json(file, values)
     before = json.loads(file.read_text())
     if before != values:
-        odd = sorted(k for k in before.keys() | values.keys() if before.get(k) != values.get(k))
+        other = sorted(k for k in before.keys() | values.keys() if before.get(k) != values.get(k))
         raise SystemExit(
-            f"{experiment.folder} has results with other settings ({', '.join(odd)} differ); name "
-            "another folder"
+            f"{experiment.folder} has results with other settings ({', '.join(other)} differ); "
+            "name another folder"
         )
 
 

@@ -21,7 +21,7 @@ CLIENTS = 3
 _LINEAGE = "bench"
 # A share is found if its odds, share / (1 - share), are within this factor.
 _TOLERANCE = 1.2
-_MOST_TRIALS = 8
+_MAX_TRIALS = 8
 _FIRST_WEIGHT = 0.003
 Event = dict[str, Any]
 
@@ -114,7 +114,7 @@ def calibrate(
     trials: list[list[float]] = json.loads(file.read_text()) if file.is_file() else []
     found = {}
     for share in shares:
-        for _ in range(_MOST_TRIALS):
+        for _ in range(_MAX_TRIALS):
             near = min(trials, key=lambda trial: _apart(trial[1], share), default=None)
             if near and _apart(near[1], share) <= math.log(_TOLERANCE):
                 found[share] = near[0]
@@ -182,7 +182,7 @@ def _prepare() -> Any:
     """Return ``run_in_process``, with a quiet log."""
     import logging
 
-    from bench.in_process import run_in_process
+    from tests.in_process import run_in_process
 
     logging.getLogger("flwr").setLevel("WARNING")
     return run_in_process

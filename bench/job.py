@@ -226,9 +226,9 @@ def join(model: SplitModel, job: Job) -> None:
 
 @contextmanager
 def serving(
-    body: Part, job: Job, split: SplitSettings, clients: int, most_kept: int = 0
+    body: Part, job: Job, split: SplitSettings, clients: int, max_cached_tokens: int = 0
 ) -> Iterator[BlockServer]:
-    """Serve the blocks to the clients; generation keeps at most ``most_kept`` tokens."""
+    """Serve the blocks to the clients; generation keeps at most ``max_cached_tokens`` tokens."""
     server = BlockServer(
         body=body,
         state=take_apart(job.state(), body.partition),
@@ -240,7 +240,7 @@ def serving(
         longest=job.shape.tokens,
         columns=job.shape.columns,
         minimum=clients,
-        most_kept=most_kept,
+        max_cached_tokens=max_cached_tokens,
     )
     try:
         yield server

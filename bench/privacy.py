@@ -62,10 +62,10 @@ def run(epsilon: float, seed: int) -> Outcome:
 
     import torch
 
-    from bench.in_process import InProcessGrid, run_in_process
     from client_app.fedjudge import base_model
     from client_app.institution import open_institution
     from federation.run_config import parse_run_config
+    from tests.in_process import InProcessGrid, run_in_process
 
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel("ERROR")

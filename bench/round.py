@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.deployment.deployment import CHECKOUT
 from bench.harness import make_table, show
 from chambers.superlink import (
     COMPLETED,
@@ -32,6 +31,7 @@ from chambers.superlink import (
     run_app,
 )
 from finetuning.generated import STYLES, examples
+from tests.deployment.deployment import CHECKOUT
 
 _CLIENTS = STYLES[:2]
 _STEPS, _ROUNDS = 150, 4  # the first round doesn't count

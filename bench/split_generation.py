@@ -47,7 +47,7 @@ def serve_texts(link: Connection, job: Job, split: SplitSettings) -> None:
     body = load_body(job, split)
     models = {"global": take_apart(job.state(), body.partition)["body"]}
     with serving(
-        body=body, job=job, split=split, clients=len(_LANES), most_kept=job.shape.tokens
+        body=body, job=job, split=split, clients=len(_LANES), max_cached_tokens=job.shape.tokens
     ) as server:
         link.send(
             [

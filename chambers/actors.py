@@ -17,7 +17,7 @@ from finetuning.model.names import TINY, resolve
 _ACTOR_BYTES = 400 * 2**20
 _REST_BYTES = 3 * 2**30
 # Flower 1.41 passes messages to actors in a ThreadPoolExecutor of Python's default size.
-_MORE_THAN_CORES, _MOST_AT_ONCE = 4, 32
+_MORE_THAN_CORES, _MAX_AT_ONCE = 4, 32
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     in_memory = max(1, (machine.memory - _REST_BYTES) // (_ACTOR_BYTES + weights))
     if not _all_at_once(config):
         return min(clients, machine.gpus or machine.cores, machine.cores, in_memory)
-    by_flower = min(machine.cores + _MORE_THAN_CORES, _MOST_AT_ONCE)
+    by_flower = min(machine.cores + _MORE_THAN_CORES, _MAX_AT_ONCE)
     if clients > min(in_memory, by_flower):
         what = f'split.schedule = "{config.split.schedule}"'
         if config.split.average_every:

@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 
 # Adapters and optimizer states of two rounds, checkpoints, and the SuperLink's messages.
-LEAST_FREE_GIB = 5.0
+MIN_FREE_GIB = 5.0
 # In the coordinator's folder.
 DATABASE = Path("database")
 ACCESS_LOG = Path("proxy") / "access.log"
 _PERIOD_SECONDS = 3600.0
 # Of the log's end; about 45,000 requests.
-_MOST_BYTES = 4 * 2**20
-# A request that the SuperLink has accepted, as nginx.conf writes it. It accepts none of strangers.
+_MAX_BYTES = 4 * 2**20
+# A request that the SuperLink has accepted, as nginx.conf writes it. Those of others are refused.
 _LINE = re.compile(
     rb"([0-9a-f.:]{2,45}) \[(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d)\] "
     rb'"POST /v1/fleet/[a-z-]+" 200 (\d{1,12}) \d+ [\d.]+\n'
@@ -39,7 +39,7 @@ def free_gib(folder: Path) -> float:
     return psutil.disk_usage(str(folder)).free / 2**30
 
 
-def most_sent(log: Path) -> str:
+def top_sender(log: Path) -> str:
     """Say which address has sent most to the SuperLink in the last hour.
 
     Of a long log only the end is read, and the period is as much shorter.
@@ -52,8 +52,8 @@ def most_sent(log: Path) -> str:
     sent, first = Counter[str](), now
     with log.open("rb") as file:
         size = file.seek(0, 2)
-        file.seek(max(0, size - _MOST_BYTES))
-        end = file.read(_MOST_BYTES)
+        file.seek(max(0, size - _MAX_BYTES))
+        end = file.read(_MAX_BYTES)
     for line in end.splitlines(keepends=True):
         parts = _LINE.fullmatch(line)
         if parts is None:

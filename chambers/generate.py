@@ -155,7 +155,7 @@ class Generate(AdapterOptions):
                 texts: dict[int, str] = {}
                 lengths = [source.columns_before + len(prompt) for prompt in own]
                 batches = batches_by_length(
-                    lengths=lengths, size=size, new=new, most=source.most_tokens
+                    lengths=lengths, size=size, new=new, most=source.max_tokens
                 )
                 for number, batch in enumerate(batches):
                     set_seed(derive_seed("generate", self.seed, first, number))
@@ -187,15 +187,15 @@ def _refuse_too_long(
     before = {"the prefix": source.columns_before} if source.columns_before else {}
     row = before | {f"the tokens of {origin}": longest, "--max-new-tokens": new}
     check_positions(source.directory, row)
-    if sum(row.values()) > source.most_tokens:
+    if sum(row.values()) > source.max_tokens:
         raise CommandError(
             f"{' and '.join(row)} are {' + '.join(map(str, row.values()))}, and the block server "
-            f"allows {source.most_tokens}; shorten it, or lower --max-new-tokens"
+            f"allows {source.max_tokens}; shorten it, or lower --max-new-tokens"
         )
-    if longest > source.longest_prompt:
+    if longest > source.max_prompt_length:
         raise CommandError(
-            f"{origin} has {longest} tokens, and the block server allows {source.longest_prompt} "
-            "in a prompt; shorten it"
+            f"{origin} has {longest} tokens, and the block server allows "
+            f"{source.max_prompt_length} in a prompt; shorten it"
         )
 
 

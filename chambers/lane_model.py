@@ -127,7 +127,7 @@ class LaneModel:
         limits = Limits(
             hidden=client_parts["head"].hidden_size,
             wire_dtype=invitation.wire_dtype,
-            maximum_tokens=invitation.most_tokens,
+            maximum_tokens=invitation.max_tokens,
             window=1,
         )
         busy_until = min(self._deadline, time.monotonic() + _BUSY_SECONDS)

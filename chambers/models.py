@@ -65,14 +65,14 @@ class Source:
         return replace(self, adapter=None, chosen="base", client_adapter=None)
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Padded tokens that a batch of prefixes, prompts and answers may take."""
-        return self.invitation.most_tokens if self.invitation else _NO_LIMIT
+        return self.invitation.max_tokens if self.invitation else _NO_LIMIT
 
     @property
-    def longest_prompt(self) -> int:
+    def max_prompt_length(self) -> int:
         """Tokens that a prompt may have."""
-        return self.invitation.longest_prompt if self.invitation else _NO_LIMIT
+        return self.invitation.max_prompt_length if self.invitation else _NO_LIMIT
 
 
 def find(options: AdapterOptions, invitation_file: Path | None) -> Source:

@@ -9,8 +9,8 @@ from federation.run_folder import Event
 from split.protocol.errors import printable
 
 # Losses of more clients are averaged.
-_MOST_NAMED = 4
-_MOST_CHARACTERS = 200  # of a reason for leaving a client out
+_MAX_NAMED = 4
+_MAX_CHARACTERS = 200  # of a reason for leaving a client out
 
 Losses = Mapping[str, Sequence[float]]  # a client's losses, of one model or several
 
@@ -51,7 +51,7 @@ def _line(what: str, event: Event, losses: str, left_out: str) -> str:
 
 def _reasons(event: Event) -> str:
     return ", ".join(
-        printable(f"{out['client']} ({out['reason']})", _MOST_CHARACTERS)
+        printable(f"{out['client']} ({out['reason']})", _MAX_CHARACTERS)
         for out in event.get("left_out", [])
     )
 
@@ -76,7 +76,7 @@ def _evaluated(events: Sequence[Event]) -> str:
 
 
 def _listed(losses: Losses) -> str:
-    if len(losses) <= _MOST_NAMED:
+    if len(losses) <= _MAX_NAMED:
         return ", ".join(f"{printable(name)} {_numbers(own)}" for name, own in losses.items())
     means = [fmean(values) for values in zip(*losses.values(), strict=True)]
     return f"{_numbers(means)}, mean of {len(losses)} clients"

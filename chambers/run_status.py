@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from chambers.disk_space import ACCESS_LOG, DATABASE, LEAST_FREE_GIB, free_gib, most_sent
+from chambers.disk_space import ACCESS_LOG, DATABASE, MIN_FREE_GIB, free_gib, top_sender
 from chambers.errors import described
 from chambers.time_left import durations, time_left
 from federation.resumption import checkpoint_files
@@ -107,12 +107,12 @@ def _space(folder: Path) -> str:
         free = free_gib(folder)
     except OSError as error:
         return f"unknown: {described(error)}"
-    return f"{'LOW: ' if free < LEAST_FREE_GIB else ''}{free:.1f} GiB free in {folder}"
+    return f"{'LOW: ' if free < MIN_FREE_GIB else ''}{free:.1f} GiB free in {folder}"
 
 
 def _sender(log: Path) -> str:
     try:
-        return most_sent(log)
+        return top_sender(log)
     except OSError as error:
         return f"unknown: {described(error)}"
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from chambers.serving import Served
 
 _DAY_SECONDS = 24 * 60 * 60.0
-_MOST_DAYS = 3650
+_MAX_DAYS = 3650
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Serve(AdapterOptions):
         Literal["float32", "bfloat16", "int8"] | None,
         option("Data type of hidden states on the network; default: as in the run, else bfloat16."),
     ] = None
-    most_tokens: Annotated[
+    max_tokens: Annotated[
         int,
         option(
             "Padded tokens, of prompts and answers, that are held at once; default 16384. Lower it "
@@ -91,7 +91,7 @@ class Serve(AdapterOptions):
             "N",
         ),
     ] = 16384
-    longest_prompt: Annotated[
+    max_prompt_length: Annotated[
         int,
         option(
             "Longest prompt in tokens; default 4096. Its time and memory grow with the square of "
@@ -102,12 +102,12 @@ class Serve(AdapterOptions):
 
     def __call__(self) -> int:
         """Serve until SIGINT or SIGTERM."""
-        if not 0 < self.valid_for <= _MOST_DAYS:
+        if not 0 < self.valid_for <= _MAX_DAYS:
             raise CommandError(
-                f"--valid-for {self.valid_for:g}: must be more than 0 days, {_MOST_DAYS} at most"
+                f"--valid-for {self.valid_for:g}: must be more than 0 days, {_MAX_DAYS} at most"
             )
-        if self.longest_prompt < 1:
-            raise CommandError(f"--longest-prompt {self.longest_prompt}: must be at least 1")
+        if self.max_prompt_length < 1:
+            raise CommandError(f"--max-prompt-length {self.max_prompt_length}: must be at least 1")
         self.check_folders()
         import logging
 
@@ -152,7 +152,7 @@ class Serve(AdapterOptions):
             clients=self.invited(source),
             settings=self.settings(adapter, source),
             folder=self.invitations,
-            longest_prompt=self.longest_prompt,
+            max_prompt_length=self.max_prompt_length,
         )
 
     def _shared_adapter(self, run: RunFolder | None) -> SavedAdapter | None:
@@ -214,13 +214,13 @@ class Serve(AdapterOptions):
                 wire_dtype=chosen("wire_dtype", "bfloat16"),
                 key_exchange=config.get("split.key-exchange", "ml-kem-768-x25519"),
                 body_devices=chosen("body_devices", ""),
-                activation_budget=self.most_tokens,
+                activation_budget=self.max_tokens,
                 listen=self.listen,
                 advertise=self.advertise,
             )
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             name = str(problem["loc"][0]).replace("_", "-")
-            name = name.replace("activation-budget", "most-tokens")
+            name = name.replace("activation-budget", "max-tokens")
             reason = problem["msg"].removeprefix("Value error, ")
             raise CommandError(f"--{name} {problem['input']}: {reason}") from error

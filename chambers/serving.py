@@ -39,7 +39,7 @@ class Served:
         adapter: Kind and scale of all adapters.
         models: For each client, the body's adapters by the name of the model; None for no adapter.
         folder: Folder for the invitations.
-        longest_prompt: Tokens of the longest prompt.
+        max_prompt_length: Tokens of the longest prompt.
 
     """
 
@@ -50,7 +50,7 @@ class Served:
     adapter: AdapterSettings
     models: Mapping[str, Mapping[str, State | None]]
     folder: Path
-    longest_prompt: int
+    max_prompt_length: int
 
 
 def find(
@@ -62,7 +62,7 @@ def find(
     split: SplitSettings,
     clients: Sequence[str],
     folder: Path,
-    longest_prompt: int,
+    max_prompt_length: int,
 ) -> Served:
     """Find the parts of the models to serve, and check that they belong together.
 
@@ -74,7 +74,7 @@ def find(
         split: Addresses, partition and limits.
         clients: Names of the clients to invite.
         folder: Folder for the invitations.
-        longest_prompt: Tokens of the longest prompt.
+        max_prompt_length: Tokens of the longest prompt.
 
     Raises:
         UserError: Something is missing, or does not belong to the rest.
@@ -111,7 +111,7 @@ def find(
         adapter=adapter.settings if adapter else AdapterSettings(),
         models=models,
         folder=folder,
-        longest_prompt=longest_prompt,
+        max_prompt_length=max_prompt_length,
     )
 
 
@@ -152,7 +152,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
             adapter=served.adapter,
             split=served.split,
             run=_RUN,
-            longest_prompt=served.longest_prompt,
+            max_prompt_length=served.max_prompt_length,
         )
     except OSError as error:
         raise CommandError(
@@ -188,8 +188,8 @@ def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, P
             head_blocks=served.partition.head,
             tail_blocks=served.partition.tail,
             wire_dtype=served.split.wire_dtype,
-            most_tokens=served.split.activation_budget,
-            longest_prompt=served.longest_prompt,
+            max_tokens=served.split.activation_budget,
+            max_prompt_length=served.max_prompt_length,
             models={name: body_digest(served.adapter, state) for name, state in models.items()},
         )
         files[client] = served.folder / f"{client}.json"

@@ -72,7 +72,7 @@ def measure(sources: Mapping[str, Source], scored: Scored, scores: Scores) -> No
                     model=model,
                     tokenizer=tokenizer,
                     prepared=questions,
-                    most_tokens=min(scored.batch_tokens, source.most_tokens),
+                    max_tokens=min(scored.batch_tokens, source.max_tokens),
                     new_tokens=scored.new_tokens,
                 )
                 seconds = time.perf_counter() - started
@@ -97,17 +97,17 @@ def measure(sources: Mapping[str, Source], scored: Scored, scores: Scores) -> No
 def _harness_scores(
     model: Model, tokenizer: Any, source: Source, scored: Scored
 ) -> dict[str, dict[str, Any]]:
-    from finetuning.evaluation.harness import HarnessModel, harness_scores, most_positions
+    from finetuning.evaluation.harness import HarnessModel, harness_scores, max_positions
 
     assert scored.harness is not None
     names, manager = scored.harness
     seen = HarnessModel(
         model=model,
         tokenizer=tokenizer,
-        most_tokens=min(scored.batch_tokens, source.most_tokens),
+        max_tokens=min(scored.batch_tokens, source.max_tokens),
         max_length=min(
-            most_positions(source.directory, tokenizer) - source.columns_before,
-            source.longest_prompt,
+            max_positions(source.directory, tokenizer) - source.columns_before,
+            source.max_prompt_length,
         ),
     )
     try:
@@ -170,13 +170,13 @@ def _refuse_too_long(source: Source, questions: Prepared, scored: Scored) -> Non
     if not questions.task.is_cloze:
         row["--max-new-tokens"] = scored.new_tokens
     check_positions(source.directory, row)
-    if longest > source.longest_prompt:
+    if longest > source.max_prompt_length:
         raise CommandError(
-            f"{origin} has {longest} tokens, and the block server allows {source.longest_prompt}"
+            f"{origin} has {longest} tokens, and the block server allows {source.max_prompt_length}"
         )
     for name, most in (
         ("--batch-tokens allows", scored.batch_tokens),
-        ("the block server allows", source.most_tokens),
+        ("the block server allows", source.max_tokens),
     ):
         if sum(row.values()) > most:
             raise CommandError(

@@ -21,7 +21,7 @@ from federation.messages import ARRAYS, config_of, metrics_of
 from finetuning.errors import UserError
 
 _LOCK_SECONDS = 60.0
-_LONGEST_LINE = 2**20  # bytes
+_MAX_LINE_BYTES = 2**20  # bytes
 
 
 class AuditError(UserError, RuntimeError):
@@ -74,7 +74,7 @@ class AuditLog:
     def _write(self, data: bytes) -> None:
         with self.path.open("r+b", buffering=0) as file:
             # A power failure can leave half a line; what it was about has not happened.
-            start = max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE)
+            start = max(0, file.seek(0, os.SEEK_END) - _MAX_LINE_BYTES)
             file.seek(start)
             end = start + file.read().rfind(b"\n") + 1
             file.truncate(end)

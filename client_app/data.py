@@ -170,9 +170,9 @@ class _Reader:
         own = {client.name: client for client in generated}
         names = [folder.name for folder in folders] or list(own)
         wanted = names if self.settings.pool == "*" else self.settings.pooled_names
-        odd = sorted(set(wanted) - set(names))
-        if odd or not wanted:
-            which = f"there is no client {', '.join(odd)}" if odd else "it names no client"
+        unknown = sorted(set(wanted) - set(names))
+        if unknown or not wanted:
+            which = f"there is no client {', '.join(unknown)}" if unknown else "it names no client"
             raise DataError(f"{setting}: {which}; there are {', '.join(names)}")
         clients = [
             own[name] if own else self.folder(name, path / name) for name in sorted(set(wanted))

@@ -71,9 +71,9 @@ def check(policy: SitePolicy, config: RunConfig) -> None:
     )
     used = config.continual.importance_examples
     require(
-        used >= policy.fewest_examples or policy.privacy.epsilon is not None,
+        used >= policy.min_examples or policy.privacy.epsilon is not None,
         f"continual.importance-examples = {used}",
-        f"fewest-examples = {policy.fewest_examples}",
+        f"min-examples = {policy.min_examples}",
     )
 
 

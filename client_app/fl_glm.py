@@ -65,9 +65,9 @@ def check(policy: SitePolicy, config: RunConfig) -> None:
     )
     require(allowed.allowed, 'strategy = "fl-glm"', "split.allowed = false")
     require(
-        split.head_blocks >= allowed.fewest_head_blocks,
+        split.head_blocks >= allowed.min_head_blocks,
         f"split.head-blocks = {split.head_blocks}",
-        f"split.fewest-head-blocks = {allowed.fewest_head_blocks}",
+        f"split.min-head-blocks = {allowed.min_head_blocks}",
     )
     if split.advertise or not split.listen.endswith(":0"):
         check_address(policy, split.advertise or split.listen)

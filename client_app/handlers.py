@@ -226,7 +226,7 @@ def _reply(task: Task, metrics: Metrics, arrays: State | None) -> Message:
         metrics, config["withheld"] = {}, _WITHHELD
     elif task.instruction.losses != Instruction.of(task.message).losses:
         config["withheld"] = "the site's policy refuses evaluation (evaluation = false)"
-    if task.site.policy and task.site.policy.fewest_examples > 1:
+    if task.site.policy and task.site.policy.min_examples > 1:
         # A step has fewer rows than a round, whose rows are those that are counted.
         metrics = {k: v for k, v in metrics.items() if k not in {"loss-first", "loss-last"}}
     return answer(

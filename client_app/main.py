@@ -22,7 +22,7 @@ from federation.flower_internals import (
 )
 from federation.run_config import ConfigError, parse_run_config
 from federation.worker_socket import (
-    MOST_TEXT,
+    MAX_TEXT,
     TRANSFER_SECONDS,
     WorkerError,
     connected_worker,
@@ -74,7 +74,7 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
         try:
             with suppress(BrokenPipeError):  # it may already have refused
                 send(connection, code_digest().encode())
-            refusal = receive(connection, MOST_TEXT).decode(errors="replace")
+            refusal = receive(connection, MAX_TEXT).decode(errors="replace")
             if refusal:
                 raise WorkerError(refusal)
             send(connection, message_to_proto(message).SerializeToString())
@@ -84,7 +84,7 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
         log(INFO, "the worker at %s answers the message", path)
         connection.settimeout(_time_limit(context))
         try:
-            problem = receive(connection, MOST_TEXT).decode(errors="replace")
+            problem = receive(connection, MAX_TEXT).decode(errors="replace")
             reply = receive(connection)
         except ConnectionError as error:
             raise WorkerEndedError(

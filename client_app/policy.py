@@ -30,18 +30,18 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
         known = config.strategy in policy.strategies
         require(known, f'strategy = "{config.strategy}"', "not in its strategies")
     _check_paths(policy, config)
-    _at_most(name="rounds", value=config.rounds, key="most-rounds", limit=policy.most_rounds)
+    _at_most(name="rounds", value=config.rounds, key="max-rounds", limit=policy.max_rounds)
     _at_most(
         name="round-timeout",
         value=config.round_timeout,
-        key="most-seconds",
-        limit=policy.most_seconds,
+        key="max-seconds",
+        limit=policy.max_seconds,
     )
     _at_most(
         name="train.local-steps",
         value=config.train.local_steps,
-        key="most-steps",
-        limit=policy.most_steps,
+        key="max-steps",
+        limit=policy.max_steps,
     )
     generates = config.evaluate.generate
     require(policy.generation or not generates, "evaluate.generate = true", "generation = false")
@@ -87,8 +87,8 @@ def check_institution(policy: SitePolicy, config: RunConfig, institution: Instit
     _at_most(
         name="steps",
         value=steps_per_round(count, config.train),
-        key="most-steps",
-        limit=policy.most_steps,
+        key="max-steps",
+        limit=policy.max_steps,
     )
 
 
@@ -115,8 +115,8 @@ def check_request(
 
     """
     limit = instruction.time_limit
-    _at_most(name="the time limit", value=limit, key="most-seconds", limit=policy.most_seconds)
-    _at_most(name="round", value=instruction.round, key="most-rounds", limit=policy.most_rounds)
+    _at_most(name="the time limit", value=limit, key="max-seconds", limit=policy.max_seconds)
+    _at_most(name="round", value=instruction.round, key="max-rounds", limit=policy.max_rounds)
     private = policy.privacy.epsilon is not None
     require(
         not (private and instruction.importance), "importance", "privacy.epsilon: it has no noise"
@@ -153,7 +153,7 @@ def check_steps(
         PolicyError: They are too few.
 
     """
-    _at_most(name="steps", value=len(steps), key="most-steps", limit=policy.most_steps)
+    _at_most(name="steps", value=len(steps), key="max-steps", limit=policy.max_steps)
     every = average_every or len(steps)
     for first in range(0, len(steps), every):
         used = (examples[index] for step in steps[first : first + every] for index in step)
@@ -187,7 +187,7 @@ def check_counts(
         PolicyError: It is too often.
 
     """
-    if policy.most_runs is None and policy.most_rounds is None:
+    if policy.max_runs is None and policy.max_rounds is None:
         return
     accepted = [
         (line.get("run"), line.get("kind"))
@@ -195,15 +195,15 @@ def check_counts(
         if line.get("event") == "accepted" and line.get("client") == about["client"]
     ]
     runs = {run for run, _ in accepted} | {about["run"]}
-    _at_most(name="runs", value=len(runs), key="most-runs", limit=policy.most_runs)
+    _at_most(name="runs", value=len(runs), key="max-runs", limit=policy.max_runs)
     number = accepted.count((about["run"], about["kind"])) + 1
     # A run evaluates after each round, and once before the first.
     spare = about["kind"] == "evaluate"
     _at_most(
         name=f"{about['kind']} messages",
         value=number - spare,
-        key="most-rounds",
-        limit=policy.most_rounds,
+        key="max-rounds",
+        limit=policy.max_rounds,
     )
 
 
@@ -258,8 +258,8 @@ def _rows(examples: Iterable[Example | Prompt]) -> int:
 
 def _check_rows(what: str, rows: int, policy: SitePolicy) -> None:
     # Without their number, which would tell how few the institution has.
-    fewest = policy.fewest_examples
-    require(rows >= fewest, f"{what} with too few of its rows", f"fewest-examples = {fewest}")
+    fewest = policy.min_examples
+    require(rows >= fewest, f"{what} with too few of its rows", f"min-examples = {fewest}")
 
 
 def _at_most(name: str, value: float, key: str, limit: float | None) -> None:

@@ -21,7 +21,7 @@ from finetuning.training.optimization import OptimizerState
 Metrics = dict[str, int | float]
 
 # More than any machine does.
-_MOST_STEPS_A_SECOND = 1000
+_MAX_STEPS_A_SECOND = 1000
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Task:
 
         """
         steps, seconds = steps_per_round(examples, self.config.train), self.instruction.time_limit
-        if steps > seconds * _MOST_STEPS_A_SECOND:
+        if steps > seconds * _MAX_STEPS_A_SECOND:
             raise DeadlineError(
                 f"{steps} steps can't be done in {seconds:g} s: lower train.epochs or "
                 "train.local-steps, or raise round-timeout"

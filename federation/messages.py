@@ -44,7 +44,7 @@ LARGEST_METRIC = 1e30
 # A client's name, which becomes the name of a folder.
 NAME = re.compile(r"\w[\w .-]{0,62}\w|\w")
 # File systems allow 255 bytes for a folder's name; temporary names are a few longer.
-_MOST_NAME_BYTES = 200
+_MAX_NAME_BYTES = 200
 
 State = dict[str, torch.Tensor]
 
@@ -105,7 +105,7 @@ _INSTRUCTION = TypeAdapter(Instruction)
 
 def is_name(text: str) -> bool:
     """Return whether a text can be a client's name."""
-    return NAME.fullmatch(text) is not None and len(text.encode()) <= _MOST_NAME_BYTES
+    return NAME.fullmatch(text) is not None and len(text.encode()) <= _MAX_NAME_BYTES
 
 
 def one_line(text: str) -> str:

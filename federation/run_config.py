@@ -201,12 +201,12 @@ class RunConfig(Section):
                 f"micro-batch can have train.batch-size × ({' + '.join(self.row)}) = {longest}; "
                 "raise the one or lower the others"
             )
-        if self.most_generated > self.split.activation_budget:
+        if self.max_generated_tokens > self.split.activation_budget:
             parts = " + ".join(self.row_with_answer)
             raise ValueError(
                 f"split.activation-budget = {self.split.activation_budget} padded tokens, and a "
                 f"batch of answers can have evaluate.batch-size × ({parts}) = "
-                f"{self.most_generated}; raise the one or lower the others"
+                f"{self.max_generated_tokens}; raise the one or lower the others"
             )
         return self
 
@@ -229,7 +229,7 @@ class RunConfig(Section):
         return max(self.train.batch_size, self.evaluate.batch_size) * sum(self.row.values())
 
     @property
-    def most_generated(self) -> int:
+    def max_generated_tokens(self) -> int:
         """Padded tokens of the largest batch of prompts and answers; 0 if none are generated."""
         if not self.evaluate.generate:
             return 0

@@ -52,7 +52,7 @@ class SplitPolicy(_Table):
         description="Whether hidden states may be sent to a block server, as `fl-glm` does. With "
         "`true`, `coordinators` is required.",
     )
-    fewest_head_blocks: int = Field(
+    min_head_blocks: int = Field(
         1,
         ge=0,
         description="Minimum number of blocks before hidden states leave (`split.head-blocks`). "
@@ -151,24 +151,24 @@ class SitePolicy(_Table):
         description="Addresses of block servers that lanes may be opened to, as `host:port`, or "
         "`host` for any port. Required with `split.allowed = true`.",
     )
-    most_runs: PositiveInt | None = Field(
+    max_runs: PositiveInt | None = Field(
         None,
         description="Maximum number of runs in the audit log that are trained or evaluated. "
-        "Absent: no limit, and then `most-rounds` applies to any number of runs.",
+        "Absent: no limit, and then `max-rounds` applies to any number of runs.",
     )
-    most_rounds: PositiveInt | None = Field(
+    max_rounds: PositiveInt | None = Field(
         None,
         description="Maximum number of train messages of a run, failed and repeated ones "
         "included, and of evaluate messages less one. Absent: no limit.",
     )
-    most_steps: PositiveInt | None = Field(
+    max_steps: PositiveInt | None = Field(
         None, description="Maximum number of optimizer steps in a round. Absent: no limit."
     )
-    most_seconds: PositiveFloat | None = Field(
+    max_seconds: PositiveFloat | None = Field(
         None,
         description="Maximum time for a message, in seconds (`round-timeout`). Absent: no limit.",
     )
-    fewest_examples: PositiveInt = Field(
+    min_examples: PositiveInt = Field(
         1,
         description="Minimum number of rows from which an adapter, importance, a loss or a score "
         "that leaves must be computed. A conversation is one row, and so is a line with several "
@@ -187,7 +187,7 @@ class SitePolicy(_Table):
         False,
         description="Whether the institution's held-out questions are sent to the coordinator as "
         "text, with their reference answers and the generated ones (`evaluate.show-answers`), "
-        "whatever `fewest-examples` says. Nothing else that leaves contains text of rows.",
+        "whatever `min-examples` says. Nothing else that leaves contains text of rows.",
     )
     audit_log: str = Field(
         "",

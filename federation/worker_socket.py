@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 # The largest message that protobuf can serialise; also the limit of a frame.
-MOST_BYTES = 2**31 - 1
-MOST_TEXT = 1000
+MAX_BYTES = 2**31 - 1
+MAX_TEXT = 1000
 # Seconds in which the other end must accept a connection, and continue a frame.
 TRANSFER_SECONDS = 30.0
 _LENGTH = struct.Struct(">Q")
@@ -50,7 +50,7 @@ def peer_uid(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
-def _refuse_stranger(connection: socket.socket, path: Path) -> None:
+def _refuse_other_users(connection: socket.socket, path: Path) -> None:
     """Check that the process at the other end is of this user, of the folder's owner, or of root.
 
     Others who may write to the folder could put a socket of their own there.
@@ -81,7 +81,7 @@ def connected_worker(path: Path) -> Iterator[socket.socket]:
             raise WorkerError(f"is not running ({error.strerror})") from error
         except OSError as error:
             raise WorkerError(f"can't be reached: {error}") from error
-        _refuse_stranger(connection, path)
+        _refuse_other_users(connection, path)
         yield connection
 
 
@@ -96,7 +96,7 @@ def send(connection: socket.socket, content: bytes) -> None:
     connection.sendall(content)
 
 
-def receive(connection: socket.socket, most: int = MOST_BYTES) -> bytes:
+def receive(connection: socket.socket, most: int = MAX_BYTES) -> bytes:
     """Receive a frame of at most ``most`` bytes.
 
     Raises:

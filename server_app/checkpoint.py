@@ -113,11 +113,11 @@ def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
             f'resume = "{directory}": base-model.json can\'t be read: {error}'
         ) from error
     # Files with other parties' tensors may have been added to the folder since.
-    odd = [name for name in differences(before, fingerprint) if name in before]
-    if odd:
+    changed = [name for name in differences(before, fingerprint) if name in before]
+    if changed:
         raise ConfigError(
             f'resume = "{directory}": the base model is not the one that the run began with: '
-            f"{', '.join(odd[:3])}{' …' if len(odd) > 3 else ''} differ"
+            f"{', '.join(changed[:3])}{' …' if len(changed) > 3 else ''} differ"
         )
 
 

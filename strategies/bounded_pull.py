@@ -32,28 +32,28 @@ _HEADER_BYTES = 1024
 class LargeReplyError(ValueError):
     """A reply takes more memory than the answer to the request can."""
 
-    def __init__(self, most_bytes: int) -> None:
-        super().__init__(f"is larger than {most_bytes / 2**20:.0f} MiB")
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(f"is larger than {max_bytes / 2**20:.0f} MiB")
 
 
-def pull(grid: HttpGrid, identifier: str, most_bytes: int) -> Iterable[Message]:
+def pull(grid: HttpGrid, identifier: str, max_bytes: int) -> Iterable[Message]:
     """Return the reply to a message if there is one.
 
     Args:
         grid: Connects to the SuperLink.
         identifier: Id of the message.
-        most_bytes: Memory that the reply may take.
+        max_bytes: Memory that the reply may take.
 
     Raises:
         LargeReplyError: It would take more; not all of it has been fetched.
 
     """
     bounded = copy.copy(grid)
-    bounded._client = _BoundedClient(grid._runtime_client, most_bytes)  # type: ignore[assignment]
+    bounded._client = _BoundedClient(grid._runtime_client, max_bytes)  # type: ignore[assignment]
     return bounded.pull_messages([identifier])
 
 
-def check_size(reply: Message, most_bytes: int) -> None:
+def check_size(reply: Message, max_bytes: int) -> None:
     """Check the arrays of a reply by the names that they have: one can have many.
 
     Raises:
@@ -61,16 +61,16 @@ def check_size(reply: Message, most_bytes: int) -> None:
 
     """
     records: Iterable[ArrayRecord] = reply.content.array_records.values()
-    if sum(len(array.data) for record in records for array in record.values()) > most_bytes:
-        raise LargeReplyError(most_bytes)
+    if sum(len(array.data) for record in records for array in record.values()) > max_bytes:
+        raise LargeReplyError(max_bytes)
 
 
 class _BoundedClient:
     """A SuperLink's client that fetches the objects of one reply, up to a number of bytes."""
 
-    def __init__(self, client: Any, most_bytes: int) -> None:
+    def __init__(self, client: Any, max_bytes: int) -> None:
         self._client = client
-        self._most, self._taken = most_bytes, 0
+        self._most, self._taken = max_bytes, 0
         self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
@@ -101,14 +101,14 @@ class _BoundedClient:
         return response
 
 
-def _memory_of(content: bytes, most_bytes: int) -> int:
+def _memory_of(content: bytes, max_bytes: int) -> int:
     """Return the bytes that an object takes, with the pieces that an array repeats."""
     size = len(content)
     if not content:
         return size
     kind = get_object_type_from_object_content(content)
     if kind == "ArrayChunk" and size > FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE + _HEADER_BYTES:
-        return most_bytes + 1
+        return max_bytes + 1
     if kind == Array.__qualname__:
         pieces = json.loads(get_object_body(content, Array))["arraychunk_ids"]
         size += (len(pieces) - len(set(pieces))) * FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE

@@ -27,9 +27,9 @@ _PULL_SECONDS = {False: 3.0, True: 0.1}
 # For a reply that the SuperLink has, whatever its size, before the other clients are polled.
 _PATIENCE_SECONDS = 5.0
 # Of a message that the SuperLink refuses; each time with other objects.
-_MOST_PUSHES = 3
+_MAX_PUSHES = 3
 # Of a reply without arrays: names, digests of tensors, answers as text.
-_MOST_REPLY_BYTES = 2**26
+_MAX_REPLY_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class _Request:
     Attributes:
         metadata: Its metadata.
         statement: What was signed about it, if anything was.
-        most_bytes: Memory that the reply may take.
+        max_bytes: Memory that the reply may take.
 
     """
 
     metadata: Metadata
     statement: Statement | None
-    most_bytes: int
+    max_bytes: int
 
 
 def exchange(
@@ -76,8 +76,8 @@ def exchange(
     sent = list(messages)
     end = time.monotonic() + timeout * turns(grid, len(sent))
     waiting: dict[str, _Request] = {}
-    most_bytes = 2 * array_bytes + _MOST_REPLY_BYTES
-    for identifier, request in _push_all(grid, sent, signer, most_bytes):
+    max_bytes = 2 * array_bytes + _MAX_REPLY_BYTES
+    for identifier, request in _push_all(grid, sent, signer, max_bytes):
         if identifier:
             waiting[identifier] = request
         else:
@@ -105,7 +105,7 @@ def exchange(
 
 
 def _push_all(
-    grid: Grid, messages: list[Message], signer: Signer | None, most_bytes: int
+    grid: Grid, messages: list[Message], signer: Signer | None, max_bytes: int
 ) -> Iterator[tuple[str | None, _Request]]:
     """Push messages; yield the id of each, or None if it could not be pushed.
 
@@ -116,7 +116,7 @@ def _push_all(
     groups = [[each] for each in messages] if isinstance(grid, HttpGrid) else [messages]
     for group in groups:
         contents = [message.content for message in group]
-        for attempt in range(1, _MOST_PUSHES + 1):
+        for attempt in range(1, _MAX_PUSHES + 1):
             for message, content in zip(group, contents, strict=True):
                 message.content = content
             statements = [signer.sign(each, shared) if signer else None for each in group]
@@ -132,7 +132,7 @@ def _push_all(
             identifier = message.metadata.message_id
             yield (
                 identifier if identifier in pushed else None,
-                _Request(message.metadata, statement, most_bytes),
+                _Request(message.metadata, statement, max_bytes),
             )
 
 
@@ -177,7 +177,7 @@ def _pull(grid: Grid, identifier: str, request: _Request) -> list[Message]:
     """Return the reply to a request if there is one."""
     try:
         replies = (
-            pull(grid, identifier, request.most_bytes)
+            pull(grid, identifier, request.max_bytes)
             if isinstance(grid, HttpGrid)
             else grid.pull_messages([identifier])
         )
@@ -212,7 +212,7 @@ def _authentic(reply: Message, request: _Request) -> Message:
     """Return a reply that the client has authenticated, or an error; if that is required."""
     if reply.has_error():
         return reply
-    check_size(reply, request.most_bytes)
+    check_size(reply, request.max_bytes)
     if request.statement is None:
         return reply
     try:

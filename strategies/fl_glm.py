@@ -186,7 +186,7 @@ class FLGLM(Rounds):
             longest=config.longest,
             columns=config.data.max_length,
             minimum=config.min_nodes,
-            most_kept=config.most_generated,
+            max_cached_tokens=config.max_generated_tokens,
         )
         blocks = self._partition.range_of("body")
         log(
@@ -217,7 +217,7 @@ class FLGLM(Rounds):
         for reply in replies:
             if sender := self._participants.sender_of(reply):
                 # Where clients begin together, the others wait for it unless it has trained.
-                self._server.excuse(sender.name)
+                self._server.mark_absent(sender.name)
             yield reply
             del reply  # before the next one is pulled
         self._end_lanes(server_round)

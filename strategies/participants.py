@@ -30,7 +30,7 @@ from strategies.refusals import agreed, reason_to_refuse, reason_to_refuse_regis
 
 _POLL_SECONDS = 1.0
 # To one SuperNode that doesn't answer; each costs the round node-timeout.
-_MOST_QUERIES = 3
+_MAX_QUERIES = 3
 
 
 class TooFewClientsError(RuntimeError):
@@ -166,7 +166,7 @@ class Participants:
         joined, problems, silent = self._query(grid, newcomers, self._config.node_timeout)
         self._unanswered.update(silent)
         for node in silent:
-            if self._unanswered[node] < _MOST_QUERIES:
+            if self._unanswered[node] < _MAX_QUERIES:
                 self._queried[node] = None
         # A client whose SuperNode has another id now is not asked twice when the old one returns.
         names = {p.name.casefold() for p in joined.values()}

@@ -29,10 +29,10 @@ from split.protocol.errors import printable
 
 # What is said of an array.
 NOT_FINITE = "has values that are not finite numbers"
-_MOST_EXAMPLES = 10**9
+_MAX_EXAMPLES = 10**9
 # Instead of a digest, if there is no majority for one.
 _DISPUTED = "disputed"
-_MOST_METRICS = 100
+_MAX_METRICS = 100
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 # Adapters' weights and importances are far smaller; an average with larger ones could overflow.
 _LARGEST_WEIGHT = 2.0**30
@@ -105,8 +105,8 @@ def reason_to_refuse_registration(
     config, metrics = config_of(reply), metrics_of(reply)
     for key in (SIZE, *({TRAIN_EXAMPLES} & metrics.keys())):
         count = metrics.get(key)
-        if not isinstance(count, int) or not 0 < count <= _MOST_EXAMPLES:
-            return f"its {key} is {count!r}, and must be a whole number from 1 to {_MOST_EXAMPLES}"
+        if not isinstance(count, int) or not 0 < count <= _MAX_EXAMPLES:
+            return f"its {key} is {count!r}, and must be a whole number from 1 to {_MAX_EXAMPLES}"
     return _base_model_problem(config.get("tensors"), config.get("digests"), fingerprint)
 
 
@@ -139,17 +139,17 @@ def _base_model_problem(tensors: Any, digests: Any, fingerprint: Mapping[str, st
     if not _are_lists_of_texts(tensors, digests):
         return "it doesn't report its base model"
     theirs = dict(zip(tensors, digests, strict=True))
-    odd = differences({k: v or theirs.get(k, v) for k, v in fingerprint.items()}, theirs)
-    if not odd:
+    other = differences({k: v or theirs.get(k, v) for k, v in fingerprint.items()}, theirs)
+    if not other:
         return None
-    more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-    if _DISPUTED in (fingerprint[name] for name in odd if name in fingerprint):
+    more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+    if _DISPUTED in (fingerprint[name] for name in other if name in fingerprint):
         return (
-            f"the clients' base models differ from each other in {', '.join(odd[:3])}{more}, and "
+            f"the clients' base models differ from each other in {', '.join(other[:3])}{more}, and "
             "the coordinator doesn't hold these tensors; compare the checkpoints"
         )
     return (
-        f"its base model is not the run's: {', '.join(odd[:3])}{more} differ; give it the same "
+        f"its base model is not the run's: {', '.join(other[:3])}{more} differ; give it the same "
         "checkpoint"
     )
 
@@ -177,14 +177,14 @@ def _identity_problem(reply: Message, name: str, base: str) -> str | None:
 
 def _metrics_problem(metrics: Mapping[str, Any], examples: int) -> str | None:
     """Check metrics' number, names, types and sizes: they are stored, plotted and averaged."""
-    if len(metrics) > _MOST_METRICS:
-        return f"it sent {len(metrics)} metrics; at most {_MOST_METRICS} are accepted"
-    odd = [name for name in metrics if not _METRIC_NAME.fullmatch(name)]
-    if odd:
-        return f"its metric {printable(odd[0], 64)!r} must have a name of at most 64 letters"
-    odd = [name for name, value in metrics.items() if not _is_bounded_number(value)]
-    if odd:
-        return f"its {', '.join(odd[:3])} are not finite numbers up to {LARGEST_METRIC:g}"
+    if len(metrics) > _MAX_METRICS:
+        return f"it sent {len(metrics)} metrics; at most {_MAX_METRICS} are accepted"
+    invalid = [name for name in metrics if not _METRIC_NAME.fullmatch(name)]
+    if invalid:
+        return f"its metric {printable(invalid[0], 64)!r} must have a name of at most 64 letters"
+    invalid = [name for name, value in metrics.items() if not _is_bounded_number(value)]
+    if invalid:
+        return f"its {', '.join(invalid[:3])} are not finite numbers up to {LARGEST_METRIC:g}"
     if metrics.get(SIZE) != examples:
         return (
             f"its {SIZE} is {metrics.get(SIZE)!r} and was {examples} when it joined; restart its "
@@ -206,8 +206,8 @@ def _arrays_problem(
     if arrays is None:
         return "it sent no arrays"
     if set(arrays) != set(reference):
-        odd = sorted(set(arrays) ^ set(reference))
-        return f"its tensors are not the adapter's: {', '.join(odd[:3])}"
+        different = sorted(set(arrays) ^ set(reference))
+        return f"its tensors are not the adapter's: {', '.join(different[:3])}"
     for name, expected in reference.items():
         reason = _array_problem(arrays[name], expected, minimum)
         if reason is not None:

@@ -6,11 +6,11 @@ from typing import Literal
 
 from flwr.common import log
 
-from finetuning.adapters.robust_aggregation import MOST_DISTANCE
+from finetuning.adapters.robust_aggregation import MAX_DISTANCE
 from strategies.journal import Journal
 
 What = Literal["update", "update at the server", "data size", "importance"]
-_FAR = f"is more than {MOST_DISTANCE:g} times the median of the others'"
+_FAR = f"is more than {MAX_DISTANCE:g} times the median of the others'"
 _REASONS: dict[What, str] = {
     "update": _FAR,
     "update at the server": _FAR,

@@ -150,7 +150,7 @@ def test_sites_refuse_and_no_error_quotes_a_row(checkpoint, client_folders, tmp_
         assert run_app(ROOT, link, UNSIGNED | config).startswith("finished:failed")
         shown = capfd.readouterr().out
     assert "alpha/train.jsonl:1: the chat template refuses it" in shown
-    assert "the site's policy refuses rounds = 5 (most-rounds = 1)" in shown
+    assert "the site's policy refuses rounds = 5 (max-rounds = 1)" in shown
     own_log = (tmp_path / "alpha.log").read_text()
     assert f"odd turn: {word}" in own_log
     assert "--node-config names no policy" in own_log
@@ -158,7 +158,7 @@ def test_sites_refuse_and_no_error_quotes_a_row(checkpoint, client_folders, tmp_
     for file in (tmp_path / "flower").rglob("*"):
         assert not file.is_file() or word.encode() not in file.read_bytes(), file
     (line,) = map(json.loads, audit.read_text().splitlines())
-    assert line["client"] == "beta" and "most-rounds = 1" in line["problem"]
+    assert line["client"] == "beta" and "max-rounds = 1" in line["problem"]
 
 
 def test_a_node_ten_times_slower_is_waited_for_or_left_out_as_configured(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from flwr.common.config import flatten_dict
 
-from bench.in_process import run_in_process
 from federation.run_config import parse_run_config
+from tests.in_process import run_in_process
 
 PRESETS = Path(__file__).parent.parent / "presets"
 BASELINES = sorted((PRESETS / "baselines").glob("*.toml"))

@@ -30,7 +30,7 @@ class Sizes:
         labels: Labels to read of each.
         steps: Steps of training with noise.
         measured: Held-out examples whose loss is measured.
-        most_candidates: Most candidates of the search for a token.
+        max_candidates: Most candidates of the search for a token.
 
     """
 
@@ -44,7 +44,7 @@ class Sizes:
     labels: int = 12
     steps: int = 8
     measured: int = 12
-    most_candidates: int = 4096
+    max_candidates: int = 4096
 
 
 @dataclass(frozen=True)

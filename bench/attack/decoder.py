@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 DecoderKind = Literal["linear", "transformer"]
 _HEADS = 4
-_MOST_COLUMNS = 256
+_MAX_COLUMNS = 256
 _MAXIMUM_NORM = 1.0
 _ROWS = 16  # texts of an optimizer step
 _WIDTH = 256  # of a Transformer's block
@@ -46,7 +46,7 @@ class Decoder(nn.Module):
             self._output = nn.Linear(features, len(vocabulary))
             return
         self._input = nn.Linear(features, _WIDTH)
-        self._positions = nn.Embedding(_MOST_COLUMNS, _WIDTH)
+        self._positions = nn.Embedding(_MAX_COLUMNS, _WIDTH)
         nn.init.normal_(self._positions.weight, std=0.02)
         self._block = nn.TransformerEncoderLayer(
             d_model=_WIDTH,

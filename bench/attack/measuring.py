@@ -29,7 +29,7 @@ from split.settings import SplitSettings
 _FLOAT32 = ModelSettings(dtype="float32")
 _SCORES = ("rouge1", "rouge2", "rougeL", "bleu4")
 # With an adapter at the client, no candidate comes near enough to end the search.
-_MOST_WITHOUT_ADAPTER = 64
+_MAX_WITHOUT_ADAPTER = 64
 
 
 class Attacked:
@@ -66,7 +66,7 @@ class Attacked:
             case "search":
                 rows = self._attacked(cell, self._sizes.searched)
                 search = self._search(cell.head_blocks)
-                most = _MOST_WITHOUT_ADAPTER if cell.tuned else self._sizes.most_candidates
+                most = _MAX_WITHOUT_ADAPTER if cell.tuned else self._sizes.max_candidates
                 found = [
                     search.read(received=row, wire=cell.wire, noise=cell.noise, most=most)
                     for row in self._received(cell, rows)

@@ -153,9 +153,9 @@ def _cells_of(artefacts: Sequence[Artefact], size: Size) -> list[Cell]:
 
 def _chosen(arguments: argparse.Namespace) -> list[Artefact]:
     known = {artefact.name: artefact for artefact in ARTEFACTS}
-    odd = [name for name in arguments.names if name not in known]
-    if odd:
-        raise SystemExit(f"there is no {', '.join(odd)}; there are {', '.join(known)}")
+    unknown = [name for name in arguments.names if name not in known]
+    if unknown:
+        raise SystemExit(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
     if bool(arguments.names) == arguments.all:
         raise SystemExit(f"name tables and figures, or --all: {', '.join(known)}")
     return list(ARTEFACTS) if arguments.all else [known[name] for name in arguments.names]

@@ -10,7 +10,7 @@ from bench.paper.legal import ASKED, CLIENTS, METRICS, MODELS
 from bench.paper.sizes import Size
 from bench.paper.tables import Document, Table, Value
 
-_MOST_CHARACTERS = 400  # of an answer
+_MAX_CHARACTERS = 400  # of an answer
 
 
 def figure3(size: Size, results: Results) -> Document:
@@ -102,4 +102,4 @@ def figures4and5(size: Size, results: Results) -> Document:
 
 def _shown(text: str) -> str:
     """Return a text on one line of a table."""
-    return escaped(shortened(" ".join(text.split()), _MOST_CHARACTERS))
+    return escaped(shortened(" ".join(text.split()), _MAX_CHARACTERS))

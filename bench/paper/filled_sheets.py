@@ -56,10 +56,10 @@ def _key(file: Path) -> Key:
     """Read the key, and check that the models have names of the paper's table."""
     key = read_key(file)
     known = published(_TABLE).rows
-    odd = [model for model in key.models if model not in known]
-    if odd:
+    new = [model for model in key.models if model not in known]
+    if new:
         raise CommandError(
-            f"{file} is about {', '.join(odd)}; the table has {', '.join(known)}, by these names "
+            f"{file} is about {', '.join(new)}; the table has {', '.join(known)}, by these names "
             "in `chambers sheet make`"
         )
     return key

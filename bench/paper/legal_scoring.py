@@ -21,7 +21,7 @@ from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.tasks.scoring import Prepared, answer
 from finetuning.tasks.tasks import TASKS
 
-_MOST_TOKENS = 16384  # of prompts and answers that are computed at once
+_MAX_TOKENS = 16384  # of prompts and answers that are computed at once
 
 
 class LegalScoring:
@@ -68,7 +68,7 @@ class LegalScoring:
             model=self._model,
             tokenizer=self._tokenizer,
             prepared=self._prepared(clients),
-            most_tokens=_MOST_TOKENS,
+            max_tokens=_MAX_TOKENS,
             new_tokens=self._settings.new_tokens,
         )
         texts = iter(answered.texts)

@@ -10,7 +10,6 @@ from typing import Any
 
 from flwr.common.config import flatten_dict
 
-from bench.in_process import MemoryJournal, run_in_process
 from bench.paper.cells import LegalCell, Result
 from bench.paper.legal import ASKED, CENTER_CLIENTS, CLIENTS, MODELS
 from bench.paper.legal_data import legal_rows
@@ -20,6 +19,7 @@ from bench.paper.sources import Sources
 from finetuning.adapters.adapter import State
 from finetuning.data.rows import read_rows
 from finetuning.model.base_model import locate
+from tests.in_process import MemoryJournal, run_in_process
 
 _PRESETS = Path(__file__).parents[2] / "presets" / "baselines"
 _WEEK = 7 * 24 * 3600.0

@@ -109,7 +109,9 @@ def _split_model(job: Job, adapter: State) -> Iterator[tuple[SplitModel, State]]
     """
     body, ends = load_body(job, _SPLIT), load_ends(job, _SPLIT)
     parts: dict[PartyName, State] = take_apart(adapter, body.partition)
-    with serving(body=body, job=job, split=_SPLIT, clients=1, most_kept=job.shape.tokens) as server:
+    with serving(
+        body=body, job=job, split=_SPLIT, clients=1, max_cached_tokens=job.shape.tokens
+    ) as server:
         invitation = server.invite_to_evaluate(
             client=_CLIENT,
             round_number=0,
@@ -128,7 +130,7 @@ def _scores(
         model=model,
         tokenizer=tokenizer,
         prepared=prepared,
-        most_tokens=job.shape.tokens,
+        max_tokens=job.shape.tokens,
         new_tokens=1,
     )
     loss = held_out_loss(model, data.held_out, tokenizer.pad_token_id, _ROWS // 2).loss

@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.in_process import MemoryJournal, run_in_process
 from bench.paper.cells import Result, TaskCell
 from bench.paper.sizes import Size, TaskTraining
 from bench.paper.sources import Sources
@@ -19,9 +18,10 @@ from finetuning.model.base_model import load_base_model, load_tokenizer, locate
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.tasks.scoring import Answers, answer, majority_class, score_answers
+from tests.in_process import MemoryJournal, run_in_process
 
 # Of padded tokens, prefixes and answers included.
-_MOST_TOKENS = 8192
+_MAX_TOKENS = 8192
 
 
 def measure(cell: TaskCell, size: Size, sources: Sources) -> Result:
@@ -124,7 +124,7 @@ class Scorer:
             model=self._model,
             tokenizer=self._tokenizer,
             prepared=self._data.prepared,
-            most_tokens=_MOST_TOKENS,
+            max_tokens=_MAX_TOKENS,
             new_tokens=self._training.new_tokens,
             with_loss=with_loss,
         )

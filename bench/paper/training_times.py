@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from bench.in_process import run_in_process
 from bench.paper.cells import Result, TimeCell
 from bench.paper.sizes import Size
 from bench.paper.sources import Sources
 from bench.paper.task_data import write_rows
 from bench.paper.task_settings import PATIENT, adapter_of, adapter_values
 from federation.run_config import Scalar
+from tests.in_process import run_in_process
 
 TASK = "record"
 # The first round loads the model, and is not measured.

@@ -9,7 +9,7 @@ import typer
 from chambers.errors import CommandError
 from chambers.sources import option
 
-_MOST_DAYS = 3650
+_MAX_DAYS = 3650
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Certificates:
 
     def __call__(self) -> int:
         """Write server.key and server.pem; the other keys only if there are none."""
-        if not 1 <= self.days <= _MOST_DAYS:
-            raise CommandError(f"--days {self.days}: must be 1 to {_MOST_DAYS}")
+        if not 1 <= self.days <= _MAX_DAYS:
+            raise CommandError(f"--days {self.days}: must be 1 to {_MAX_DAYS}")
         from chambers.site.authority import (
             AUTHORITY,
             SERVER,

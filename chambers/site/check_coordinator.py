@@ -9,7 +9,7 @@ from pathlib import Path
 import platformdirs
 from cryptography.exceptions import InvalidSignature
 
-from chambers.disk_space import ACCESS_LOG, existing, most_sent
+from chambers.disk_space import ACCESS_LOG, existing, top_sender
 from chambers.errors import CommandError
 from chambers.site.authority import (
     AUTHORITY,
@@ -153,7 +153,7 @@ def _apart(folder: Path, others: Sequence[Path]) -> str:
 def _sender(log: Path) -> str:
     if not log.exists():
         raise AdviceError(f"{log} doesn't exist, so it is not known which address sends most")
-    return most_sent(log)
+    return top_sender(log)
 
 
 def _clock() -> str:

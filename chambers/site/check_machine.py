@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from chambers.disk_space import LEAST_FREE_GIB, existing, free_gib
+from chambers.disk_space import MIN_FREE_GIB, existing, free_gib
 from chambers.errors import CommandError
 
 _GIB = 2**30
@@ -14,8 +14,8 @@ def disk(path: Path, cure: str = "delete old runs") -> str:
     folder = existing(path)
     free = free_gib(folder)
     text = f"disk: {free:.1f} GiB free in {folder}"
-    if free < LEAST_FREE_GIB:
-        raise CommandError(f"{text}; at least {LEAST_FREE_GIB:g} GiB are needed: {cure}")
+    if free < MIN_FREE_GIB:
+        raise CommandError(f"{text}; at least {MIN_FREE_GIB:g} GiB are needed: {cure}")
     return text
 
 

@@ -20,7 +20,7 @@ _NOT_YET_VALID, _EXPIRED, _OTHER_HOST, _OTHER_ADDRESS = 9, 10, 62, 64
 _RENEWAL_DAYS = 30
 # Flower accepts a node's signature whose time is at most this much ahead or behind, in seconds
 # (SYSTEM_TIME_TOLERANCE and TIMESTAMP_TOLERANCE).
-_MOST_AHEAD, _MOST_BEHIND = 5, 300
+_MAX_AHEAD, _MAX_BEHIND = 5, 300
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ def clock(ahead: float) -> str:
     text = (
         f"clock: about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the coordinator's"
     )
-    if ahead > _MOST_AHEAD or -ahead > _MOST_BEHIND:
+    if ahead > _MAX_AHEAD or -ahead > _MAX_BEHIND:
         raise CommandError(
-            f"{text}; from {_MOST_AHEAD} s ahead or {_MOST_BEHIND} s behind the SuperLink refuses "
+            f"{text}; from {_MAX_AHEAD} s ahead or {_MAX_BEHIND} s behind the SuperLink refuses "
             "node keys: set it, or have NTP set it"
         )
     return text

@@ -202,8 +202,8 @@ def load_state(
 
     """
     if set(state) != set(parameters):
-        odd = sorted(set(state) ^ set(parameters))
-        raise ValueError(f"the tensors are not those of this model's adapter: {odd[:3]} …")
+        different = sorted(set(state) ^ set(parameters))
+        raise ValueError(f"the tensors are not those of this model's adapter: {different[:3]} …")
     for name, parameter in parameters.items():
         if state[name].shape != parameter.shape:
             shapes = tuple(state[name].shape), tuple(parameter.shape)

@@ -18,11 +18,11 @@ from finetuning.adapters.adapter import State
 
 # Farthest update ÷ the others' median. Honest ones with equal numbers of steps differ by less than
 # 2; Adam moves weights at most in proportion to its steps.
-MOST_DISTANCE = 10.0
+MAX_DISTANCE = 10.0
 # A value of J ÷ what is typical of its weight, and the share of a client's J that may lie above: of
 # honest clients up to 0.012, of two clients up to 0.043 (docs/robustness.md).
-_MOST_IMPORTANCE = 5.0
-_MOST_ABOVE = 0.1
+_MAX_IMPORTANCE = 5.0
+_MAX_ABOVE = 0.1
 
 
 def distance(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> float:
@@ -44,7 +44,7 @@ def update_factors(distances: Mapping[str, float]) -> dict[str, float]:
 
     """
     moved = [each for each in distances.values() if each > 0]
-    most = MOST_DISTANCE * median_low(moved) if moved else 0.0
+    most = MAX_DISTANCE * median_low(moved) if moved else 0.0
     return {name: most / each if each > most else 1.0 for name, each in distances.items()}
 
 
@@ -114,7 +114,7 @@ class ImportanceCap:
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
         """Add a tensor of J, by client."""
         stacked = torch.stack(list(values.values())).double()
-        most = _MOST_IMPORTANCE * typical_importance(stacked)
+        most = _MAX_IMPORTANCE * typical_importance(stacked)
         for name, value in zip(values, stacked, strict=True):
             below = float(value.minimum(most).sum())
             self._below[name] = self._below.get(name, 0.0) + below
@@ -122,7 +122,7 @@ class ImportanceCap:
 
     def cap(self, values: Mapping[str, torch.Tensor]) -> State:
         """Return a tensor of J by client, with that of some capped."""
-        capped = [n for n, above in self._above.items() if above > _MOST_ABOVE * self._below[n]]
+        capped = [n for n, above in self._above.items() if above > _MAX_ABOVE * self._below[n]]
         if not capped:
             return dict(values)
         typical = typical_importance(torch.stack(list(values.values())))

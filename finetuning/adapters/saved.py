@@ -80,15 +80,15 @@ def read_adapter(directory: Path) -> SavedAdapter:
         values = found.to_dict()
         if values.get("init_lora_weights") in _PLAIN_INITIALISATIONS:
             expected["init_lora_weights"] = values["init_lora_weights"]
-        odd = {
+        different = {
             name: value
             for name, value in values.items()
             if name not in _INCIDENTAL and _plain(value) != _plain(expected.get(name))
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise AdapterError(f"{directory / _CONFIG} can't be read: {error}") from error
-    if odd:
-        name, value = next(iter(sorted(odd.items())))
+    if different:
+        name, value = next(iter(sorted(different.items())))
         raise AdapterError(
             f"the adapter in {directory} has {name} = {value!r}; only plain LoRA and prefixes, as "
             "runs export them, are supported. Load other adapters with PEFT itself"
@@ -130,10 +130,11 @@ def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") 
         {name: tuple(value.shape) for name, value in state.items()}
         for state in (found.state, expected)
     )
-    if odd := sorted(dict(shapes.items() ^ needed.items())):
+    if different := sorted(dict(shapes.items() ^ needed.items())):
         raise AdapterError(
-            f"the adapter in {directory} doesn't fit: {', '.join(odd[:_SHOWN])} differ in name or "
-            "shape; give the run its base model, and its adapter.targets or adapter.prefix-length"
+            f"the adapter in {directory} doesn't fit: {', '.join(different[:_SHOWN])} differ in "
+            "name or shape; give the run its base model, and its adapter.targets or "
+            "adapter.prefix-length"
         )
     return {name: value.float() for name, value in found.state.items()}
 

@@ -80,7 +80,7 @@ class _Unit:
 
 
 def candidate_batches(
-    groups: Sequence[Sequence[Continuation]], padding: int, columns_before: int, most_tokens: int
+    groups: Sequence[Sequence[Continuation]], padding: int, columns_before: int, max_tokens: int
 ) -> list[CandidateBatch]:
     """Arrange groups of continuations in batches.
 
@@ -91,7 +91,7 @@ def candidate_batches(
         groups: Continuations that are likely to have a common beginning.
         padding: The padding token.
         columns_before: Prefix positions before each row's tokens.
-        most_tokens: Maximum number of padded tokens of a batch, prefixes included.
+        max_tokens: Maximum number of padded tokens of a batch, prefixes included.
 
     Raises:
         DataError: A text does not fit.
@@ -101,7 +101,7 @@ def candidate_batches(
         unit
         for number, group in enumerate(groups)
         for unit in _units(
-            number=number, group=group, columns_before=columns_before, most_tokens=most_tokens
+            number=number, group=group, columns_before=columns_before, max_tokens=max_tokens
         )
     ]
     # The largest batches come first, so that a lack of memory shows immediately.
@@ -113,7 +113,7 @@ def candidate_batches(
             sizes = [other.columns for other in together]
             columns = max(size for size, _ in sizes), max(size for _, size in sizes)
             each = _tokens_kept(len(unit.endings), columns_before, *columns)
-            if len(together) * each <= most_tokens:
+            if len(together) * each <= max_tokens:
                 chosen[-1] = together
                 continue
         chosen.append([unit])
@@ -125,7 +125,7 @@ def _tokens_kept(endings: int, columns_before: int, beginning: int, ending: int)
 
 
 def _units(
-    number: int, group: Sequence[Continuation], columns_before: int, most_tokens: int
+    number: int, group: Sequence[Continuation], columns_before: int, max_tokens: int
 ) -> list[_Unit]:
     """Divide a group's texts into their common beginning and what follows it."""
     # Nothing is predicted from the last token.
@@ -133,15 +133,15 @@ def _units(
     distinct = sorted(dict.fromkeys(texts), key=len, reverse=True)
     longest = len(distinct[0])
     each = _tokens_kept(endings=1, columns_before=columns_before, beginning=longest, ending=1)
-    if each > most_tokens:
+    if each > max_tokens:
         raise DataError(
             f"a text of {longest} tokens takes {each} with its prefix and answer, and at most "
-            f"{most_tokens} can be computed at once"
+            f"{max_tokens} can be computed at once"
         )
     shared = len(os.path.commonprefix(distinct))  # noqa: RUF071 - works for all sequences
     longer = [text for text in distinct if len(text) > shared]
     if shared and len(longer) > 1:
-        at_once = most_tokens // each
+        at_once = max_tokens // each
         chunks = (longer[i : i + at_once] for i in range(0, len(longer), at_once))
         divided = [(distinct[0][:shared], chunk) for chunk in chunks]
     else:

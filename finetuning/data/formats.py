@@ -11,7 +11,7 @@ from typing import Any
 from finetuning.errors import UserError
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
-_LONGEST_CELL = 2**31 - 1
+_MAX_CELL_LENGTH = 2**31 - 1
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -132,7 +132,7 @@ def _parse_json(data: bytes) -> Any:
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Read every cell as text, without conversion: a number or "NA" can be an answer."""
-    csv.field_size_limit(_LONGEST_CELL)
+    csv.field_size_limit(_MAX_CELL_LENGTH)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         # Strict, because an unclosed quote would otherwise swallow the rest of the file.
         reader = csv.reader(file, strict=True)

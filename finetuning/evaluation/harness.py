@@ -42,17 +42,17 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     Args:
         model: The model.
         tokenizer: Tokenizer of the base model.
-        most_tokens: Maximum number of padded tokens of a batch, prefixes included.
+        max_tokens: Maximum number of padded tokens of a batch, prefixes included.
         max_length: Longest text in tokens. Longer ones lose their beginning.
 
     """
 
-    def __init__(self, model: Model, tokenizer: Any, most_tokens: int, max_length: int) -> None:
+    def __init__(self, model: Model, tokenizer: Any, max_tokens: int, max_length: int) -> None:
         super().__init__()
         self.tokenizer = tokenizer
         self.max_length = max_length
         self._model = model
-        self._most_tokens = most_tokens
+        self._max_tokens = max_tokens
 
     @property
     def eot_token_id(self) -> int:
@@ -122,16 +122,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                     )
                 lengths = [self._model.columns_before + len(prompt) for prompt in prompts]
                 largest = beams * (max(lengths) + new)
-                if largest > self._most_tokens:
+                if largest > self._max_tokens:
                     raise DataError(
                         f"a prompt of {max(lengths)} tokens takes {largest} with its answer, and "
-                        f"at most {self._most_tokens} can be computed at once"
+                        f"at most {self._max_tokens} can be computed at once"
                     )
                 for batch in batches_by_length(
                     lengths=lengths,
                     size=_TEXTS_AT_ONCE,
                     new=new,
-                    most=self._most_tokens // beams,
+                    most=self._max_tokens // beams,
                 ):
                     answers = continue_exactly(
                         model=self._model,
@@ -169,7 +169,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             model=self._model,
             groups=[[continuations[i] for i in group] for group in groups.values()],
             padding=self.tokenizer.pad_token_id,
-            most_tokens=self._most_tokens,
+            max_tokens=self._max_tokens,
         )
         results = [(0.0, True)] * len(requests)
         for group, likelihoods in zip(groups.values(), found, strict=True):
@@ -213,7 +213,7 @@ def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
         yield manager
 
 
-def most_positions(directory: Path, tokenizer: Any) -> int:
+def max_positions(directory: Path, tokenizer: Any) -> int:
     """Return the length that the harness takes a model to have been trained for, in tokens."""
     from transformers import AutoConfig
 

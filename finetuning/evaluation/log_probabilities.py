@@ -41,7 +41,7 @@ def log_probabilities(
     model: Scoring,
     groups: Sequence[Sequence[Continuation]],
     padding: int,
-    most_tokens: int,
+    max_tokens: int,
 ) -> list[list[Likelihood]]:
     """Compute how likely answers are.
 
@@ -50,18 +50,18 @@ def log_probabilities(
         groups: Continuations that are likely to have a common beginning, which is computed once,
             as the candidate answers of a question have.
         padding: The padding token.
-        most_tokens: Maximum number of padded tokens computed at once, prefixes included.
+        max_tokens: Maximum number of padded tokens computed at once, prefixes included.
 
     Returns:
         The likelihood of each continuation of each group.
 
     Raises:
-        DataError: A text does not fit into ``most_tokens``.
+        DataError: A text does not fit into ``max_tokens``.
 
     """
     sums = [[0.0] * len(group) for group in groups]
     greedy = [[True] * len(group) for group in groups]
-    batches = candidate_batches(groups, padding, model.columns_before, most_tokens)
+    batches = candidate_batches(groups, padding, model.columns_before, max_tokens)
     with progress_bar(total=sum(map(len, groups)), description="scoring") as bar:
         for batch in batches:
             found, likeliest = model.log_probabilities(batch)

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 # Names of tables with a row for each position: learned ones (GPT-2, OPT), or sines (GPT-J).
 _TABLE = re.compile(r"wpe|positions?_embed|embed_positions|pos_encoding")
 # Some tables begin with rows for padding.
-_MOST_EXTRA = 2
+_MAX_EXTRA = 2
 
 
 def check_positions(directory: Path, row: Mapping[str, int]) -> None:
@@ -89,6 +89,6 @@ def _fixed_up_to(config: Any) -> float:
 def _has_table(model: Any, most: int) -> bool:
     """Whether a model looks its positions up in a table of about `most` rows."""
     return any(
-        tensor.ndim == 2 and most <= len(tensor) <= most + _MOST_EXTRA and _TABLE.search(name)
+        tensor.ndim == 2 and most <= len(tensor) <= most + _MAX_EXTRA and _TABLE.search(name)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     )

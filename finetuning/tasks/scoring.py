@@ -115,7 +115,7 @@ def answer(
     model: Model,
     tokenizer: Any,
     prepared: Prepared,
-    most_tokens: int,
+    max_tokens: int,
     new_tokens: int,
     with_loss: bool = False,
 ) -> Answers:
@@ -128,7 +128,7 @@ def answer(
         model: Model with its adapter.
         tokenizer: Tokenizer of the base model.
         prepared: The questions.
-        most_tokens: Maximum number of padded tokens of a batch, prefixes and answers included.
+        max_tokens: Maximum number of padded tokens of a batch, prefixes and answers included.
         new_tokens: Maximum length of a generated answer, in tokens.
         with_loss: Whether to measure the loss of the right answers, if there are candidates. That
             takes little longer, because they have the same contexts.
@@ -142,7 +142,7 @@ def answer(
             model=model,
             padding=tokenizer.pad_token_id,
             prepared=prepared,
-            most_tokens=most_tokens,
+            max_tokens=max_tokens,
             with_loss=with_loss,
         )
     return Answers(
@@ -150,7 +150,7 @@ def answer(
             model=model,
             tokenizer=tokenizer,
             prompts=prepared.prompts,
-            most_tokens=most_tokens,
+            max_tokens=max_tokens,
             new_tokens=new_tokens,
         ),
         [],
@@ -220,7 +220,7 @@ def _continuation(row: Row, example: Example, marks: torch.Tensor, tokenizer: An
 
 
 def _choose(
-    model: Scoring, padding: int, prepared: Prepared, most_tokens: int, with_loss: bool
+    model: Scoring, padding: int, prepared: Prepared, max_tokens: int, with_loss: bool
 ) -> Answers:
     right = prepared.right if with_loss else [None] * len(prepared.questions)
     found = _likelihoods(
@@ -231,7 +231,7 @@ def _choose(
             for candidates, one in zip(prepared.candidates, right, strict=True)
         ],
         padding=padding,
-        most_tokens=most_tokens,
+        max_tokens=max_tokens,
     )
     texts, probabilities = [], []
     for question, likelihoods in zip(prepared.questions, found, strict=True):
@@ -250,7 +250,7 @@ def _likelihoods(
     questions: Sequence[Question],
     continuations: Sequence[Sequence[Continuation]],
     padding: int,
-    most_tokens: int,
+    max_tokens: int,
 ) -> list[list[float]]:
     """Return the log-probabilities of each question's continuations."""
     # Questions of one line have most of their prompt in common, such as a passage.
@@ -261,7 +261,7 @@ def _likelihoods(
         model=model,
         groups=[[c for index in group for c in continuations[index]] for group in groups.values()],
         padding=padding,
-        most_tokens=most_tokens,
+        max_tokens=max_tokens,
     )
     found: list[list[float]] = [[]] * len(questions)
     for group, likelihoods in zip(groups.values(), of_groups, strict=True):
@@ -275,14 +275,14 @@ def _generate(
     model: Model,
     tokenizer: Any,
     prompts: Sequence[torch.Tensor],
-    most_tokens: int,
+    max_tokens: int,
     new_tokens: int,
 ) -> list[str]:
     batches = batches_by_length(
         lengths=[model.columns_before + len(prompt) for prompt in prompts],
         size=_TEXTS_AT_ONCE,
         new=new_tokens,
-        most=most_tokens,
+        most=max_tokens,
     )
     texts = [""] * len(prompts)
     with progress_bar(total=len(prompts), description="generating") as bar:

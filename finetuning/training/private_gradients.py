@@ -45,7 +45,7 @@ class PrivateGradients:
         parameters: The adapter's weights by name.
         noise: Norm and noise.
         random_bytes: Source of the noise.
-        most_bytes: Memory for gradients of single rows. A micro-batch with more of them is computed
+        max_bytes: Memory for gradients of single rows. A micro-batch with more of them is computed
             in groups of rows.
 
     """
@@ -56,14 +56,14 @@ class PrivateGradients:
         parameters: Mapping[str, torch.nn.Parameter],
         noise: Noise,
         random_bytes: RandomBytes = os.urandom,
-        most_bytes: int = ROW_GRADIENT_BYTES,
+        max_bytes: int = ROW_GRADIENT_BYTES,
     ) -> None:
         self._model = model
         self._parameters = parameters
         self._noise = noise
         self._random_bytes = random_bytes
         of_a_row = sum(p.numel() * p.element_size() for p in parameters.values())
-        self._rows_at_once = max(1, most_bytes // of_a_row)
+        self._rows_at_once = max(1, max_bytes // of_a_row)
 
     @property
     def columns_before(self) -> int:

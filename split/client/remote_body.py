@@ -209,7 +209,7 @@ class RemoteBody:
         return _of_shape(frame, hidden.shape)
 
     def end_exchanges(self) -> None:
-        """Free the keys and values of the present texts at the server."""
+        """Free the keys and values of the current texts at the server."""
         self._lane.send(Kind.STEP)
 
     def end(self, until: float | None) -> None:
@@ -248,7 +248,7 @@ class RemoteBody:
         also: Kind | None = None,
         micro_batch: int | None = None,
     ) -> Frame:
-        """Wait for a frame of a kind, of the present step.
+        """Wait for a frame of a kind, of the current step.
 
         Args:
             kind: What is due.

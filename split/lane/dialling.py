@@ -58,8 +58,7 @@ def open_lane(
     Args:
         invitation: Invitation to the server.
         limits: What the server may send.
-        deadline: Deadline of the lane, on ``time.monotonic``'s clock: it ends then, whatever is
-            under way.
+        deadline: Time at which the lane ends, on ``time.monotonic``'s clock.
         resume_timeout: Seconds in which a stream that was cut must be replaced.
         patience: Seconds for which a refusal, or the lack of an answer, may pass.
         busy_until: When to stop asking a server without room; None is the deadline.
@@ -128,7 +127,7 @@ def _keep_open(
             # The server has confirmed this stream, so it knows its ticket.
             invitation = replace(invitation, ticket=connection.stream.resumption)
             _LOG.warning("%r was cut; opening another stream", lane)
-            if not connection.stream.worn_out:
+            if not connection.stream.exhausted:
                 lane.wait_ended(opened + RETRY_SECONDS - time.monotonic())
             try:
                 connection = _dial_until(

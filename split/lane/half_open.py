@@ -1,4 +1,4 @@
-"""Limits on handshakes under way at the server: how many there may be, and for how long.
+"""Limits on handshakes in progress at the server: how many there may be, and for how long.
 
 Anybody who can reach the port can open streams, so these limits protect clients from a flood. There
 are two kinds of streams: *silent* ones, which have sent no message yet and may be anybody's, and

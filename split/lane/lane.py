@@ -39,7 +39,7 @@ from split.protocol.payload import Outgoing
 from split.protocol.tickets import Identity
 
 _LOG = logging.getLogger(__name__)
-_MOST_STREAMS = 1000  # each costs a handshake
+_MAX_STREAMS = 1000  # each costs a handshake
 _FRAMES_AHEAD = 16  # of any size
 
 
@@ -82,10 +82,10 @@ class Lane:
         self._cut: LaneError = LaneCutError("no stream has been opened yet")
         self._cut_at = time.monotonic()
         self._error: LaneError | None = None
-        self._last_words: str | None = None
+        self._close_reason: str | None = None
         self._before = Traffic()  # traffic of the streams that were replaced
         self._seconds_waiting = 0.0
-        self._limit: threading.Timer | None = None  # how long the last words may take
+        self._limit: threading.Timer | None = None  # ends the stream if closing takes too long
 
     def __repr__(self) -> str:
         return f"Lane({self.identity})"
@@ -226,7 +226,7 @@ class Lane:
     # What follows is for the modules that open streams.
 
     def detach(self, reason: str) -> int:
-        """Take the present stream away, if there is one; return how many frames have arrived.
+        """Take the current stream away, if there is one; return how many frames have arrived.
 
         Nothing is accepted from it any more, so that the count stays true until the next stream.
         """
@@ -257,9 +257,9 @@ class Lane:
                     self._delivery.restart(acknowledged)
             except FrameError as error:
                 self._end(error, str(error))
-            if self.opened > _MOST_STREAMS:
-                words = f"the lane was cut {_MOST_STREAMS} times"
-                self._end(LaneError(words), words)
+            if self.opened > _MAX_STREAMS:
+                message = f"the lane was cut {_MAX_STREAMS} times"
+                self._end(LaneError(message), message)
             if self._error is not None:
                 self._release_later(stream)
             self._wake()
@@ -270,7 +270,7 @@ class Lane:
             while (outgoing := self._next(stream)) is not None:
                 yield from stream.seal(outgoing, self._delivery.received)
         except Exception as error:
-            # Only our own errors' words: those of others might quote what they failed on.
+            # Only our own errors' messages: those of others might quote what they failed on.
             reason = str(error) if isinstance(error, LaneError) else type(error).__name__
             with self._changed:
                 if isinstance(error, LaneCutError):
@@ -281,17 +281,17 @@ class Lane:
         with self._changed:
             if self._stream is not stream:
                 return
-            words, received = self._last_words, self._delivery.received
+            message, received = self._close_reason, self._delivery.received
         last = Frame(Kind.CLOSE)
-        if words is not None:
-            last = Frame(Kind.ERROR, fields={"message": printable(words)})
+        if message is not None:
+            last = Frame(Kind.ERROR, fields={"message": printable(message)})
         with suppress(LaneError):
             yield from stream.seal(Outgoing(last, self.limits), received)
 
     def read(self, stream: Stream, messages: Iterable[bytes]) -> None:
         """Take a stream's records until it is replaced or ends.
 
-        What comes after the lane's end is not looked at, but the last words are still under way.
+        After the lane's end, records are discarded: the stream stays open to send the last frames.
         """
         try:
             for message in messages:
@@ -301,7 +301,7 @@ class Lane:
                     return
                 if not ended:
                     self._open(stream, message)
-                if stream.worn_out and self._is_client:
+                if stream.exhausted and self._is_client:
                     raise LaneCutError("the stream's keys have encrypted as much as they may")
             where = "within a frame" if stream.mid_frame else "before it was closed"
             raise LaneCutError(f"the lane was cut {where}")
@@ -339,8 +339,8 @@ class Lane:
         if frame.kind is Kind.CLOSE:
             return self._end(LaneClosedError("the other side has closed the lane"))
         if frame.kind is Kind.ERROR:
-            words = printable(str(frame.fields.get("message")))
-            return self._end(PeerError(f"the other side gave up: {words}"))
+            message = printable(str(frame.fields.get("message")))
+            return self._end(PeerError(f"the other side gave up: {message}"))
         if frame.kind is Kind.CONFIRM:
             return self._end(FrameError("a second CONFIRM came"), "a second CONFIRM came")
         size = max(stream.frame_bytes, frame.tensor_bytes) + frame.overhead_bytes
@@ -412,21 +412,21 @@ class Lane:
                 _LOG.info("%r: %s", self, printable(str(cut)))
         self._wake()
 
-    def _end(self, error: LaneError, words: str | None = None, flush: bool = False) -> None:
+    def _end(self, error: LaneError, message: str | None = None, flush: bool = False) -> None:
         """End the lane for a reason; only the first one counts.
 
         Args:
             error: What ``send`` and ``receive`` raise from now on.
-            words: The last ones to the other side; None if the lane ends in order.
+            message: What the other side is told; None if the lane ends in order.
             flush: Whether frames that are queued are to be sent before that.
 
         """
         if self._error is not None:
             return
         # A copy: the traceback of the original holds a stream, its keys and a record.
-        self._error, self._last_words = copy.copy(error), words
+        self._error, self._close_reason = copy.copy(error), message
         self.ended_at = time.monotonic()
-        if not flush or words is not None:
+        if not flush or message is not None:
             self._delivery.drop_unsent()
         if self._stream is None:
             self._finish()
@@ -436,7 +436,7 @@ class Lane:
         _LOG.info("%r ended: %s", self, printable(str(error)))
 
     def _release_later(self, stream: Stream) -> None:
-        """Bound the time for which the last words may be under way."""
+        """Limit the time in which the last frames are sent."""
         self._limit = threading.Timer(CLOSE_SECONDS, stream.release)
         self._limit.daemon = True
         self._limit.start()

@@ -12,10 +12,10 @@ from split.protocol.errors import FrameError, LaneError
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.key_schedule import LaneSecrets
 from split.protocol.payload import Outgoing
-from split.protocol.records import MOST_BYTES, Opener, Sealer
+from split.protocol.records import MAX_BYTES, Opener, Sealer
 
-# A client replaces a stream before its keys are worn out; one frame of any size still fits.
-_WORN_BYTES = MOST_BYTES - 2**32
+# A client replaces a stream before its keys reach their limit; one frame of any size still fits.
+_REPLACE_AFTER_BYTES = MAX_BYTES - 2**32
 _HTTP2_FRAME_BYTES = 2**14
 
 
@@ -27,7 +27,7 @@ class Stream:
         limits: What may come over it.
         is_client: Whether this is the client's end.
         carried: Bytes of the handshake that this end sent, and that it received.
-        release: Ends the stream at once, whatever is under way.
+        release: Ends the stream at once, whatever is in transit.
 
     Attributes:
         resumption: Ticket with which the client may open the next stream of the lane.
@@ -68,9 +68,9 @@ class Stream:
         return self._opener.mid_frame
 
     @property
-    def worn_out(self) -> bool:
+    def exhausted(self) -> bool:
         """Whether one of its keys has encrypted nearly as much as it may."""
-        return max(self._sent, self._received) >= _WORN_BYTES
+        return max(self._sent, self._received) >= _REPLACE_AFTER_BYTES
 
     @property
     def traffic(self) -> Traffic:

@@ -5,7 +5,7 @@ import ipaddress
 import grpc
 
 from split.protocol.errors import LaneCutError, LaneError, Refusal
-from split.protocol.records import LONGEST_RECORD
+from split.protocol.records import MAX_RECORD_BYTES
 
 SERVICE = "chambers.Lane"
 METHOD = "Open"
@@ -20,12 +20,12 @@ CLOSE_SECONDS = 5.0
 _WINDOW_BYTES = 8 * 2**20
 _SPARE_CONNECTIONS = 256  # beyond one for every call
 _COMMON: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", LONGEST_RECORD),
-    ("grpc.max_send_message_length", LONGEST_RECORD),
+    ("grpc.max_receive_message_length", MAX_RECORD_BYTES),
+    ("grpc.max_send_message_length", MAX_RECORD_BYTES),
     ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),  # it would shrink the window again
     ("grpc.max_metadata_size", 4096),
-    # Ciphertext can't be compressed, and what a stranger has compressed must not be expanded:
+    # Ciphertext can't be compressed, and what an outsider has compressed must not be expanded:
     # accept no algorithm but identity, in either direction.
     ("grpc.per_message_compression", 0),
     ("grpc.compression_enabled_algorithms_bitset", 1),

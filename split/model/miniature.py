@@ -23,7 +23,7 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
 )
 _HEAD = 16
 # More would make the check too slow; learned positions and 80 blocks need a tenth of it.
-_MOST_WEIGHTS = 2 * 10**7
+_MAX_WEIGHTS = 2 * 10**7
 
 
 def miniature(config: Any) -> Any:
@@ -42,7 +42,7 @@ def miniature(config: Any) -> Any:
     _narrow(config)
     with torch.device("meta"):
         weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    if weights > _MOST_WEIGHTS:
+    if weights > _MAX_WEIGHTS:
         raise ValueError(f"even with few and narrow heads its test model has {weights} weights")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

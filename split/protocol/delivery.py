@@ -20,7 +20,7 @@ class Delivery:
         received: Frames that have arrived, over all streams.
         acknowledged: Frames that the other end is known to have.
         kept_bytes: Memory of the frames that have not been acknowledged, sent or not.
-        unsent_bytes: Memory of the frames that have not been sent over the present stream.
+        unsent_bytes: Memory of the frames that have not been sent over the current stream.
 
     """
 
@@ -30,7 +30,7 @@ class Delivery:
         self.kept_bytes = 0
         self.unsent_bytes = 0
         self._kept: deque[Outgoing] = deque()  # from number ``acknowledged`` on
-        self._sent = 0  # how many of those kept went over the present stream
+        self._sent = 0  # how many of those kept went over the current stream
 
     def add(self, frame: Outgoing) -> None:
         """Queue a frame behind all others."""
@@ -79,7 +79,7 @@ class Delivery:
         self.unsent_bytes = self.kept_bytes
 
     def drop_unsent(self) -> None:
-        """Drop the frames that have not been sent over the present stream."""
+        """Drop the frames that have not been sent over the current stream."""
         while len(self._kept) > self._sent:
             self.kept_bytes -= self._kept.pop().kept_bytes
         self.unsent_bytes = 0

@@ -80,7 +80,7 @@ _WORDS = {
     Refusal.TICKET_FOREIGN: "the ticket was issued for another run, round or node",
     Refusal.SERVER_KEY: "the server's key has changed since this ticket was issued",
     Refusal.WRAPPED_SECRET: "the secret wrapped to the server's key can't be opened",
-    Refusal.BUSY: "the server has as many lanes, or handshakes under way, as it allows",
+    Refusal.BUSY: "the server has as many lanes, or handshakes in progress, as it allows",
 }
 
 

@@ -23,8 +23,8 @@ WIRE: dict[WireType, torch.dtype] = {
     "int8": torch.int8,
 }
 PLAIN = {torch.float64, torch.float32, torch.int64, torch.int32}
-_LONGEST_NAME = 256
-_LONGEST_TEXT = 4096
+_MAX_NAME_LENGTH = 256
+_MAX_TEXT_LENGTH = 4096
 # Hidden states of some models come to 10⁶; squares of 2³⁰ are still far from float32's largest.
 _LARGEST_NUMBER = 2.0**30
 # What Python and PyTorch take for a frame that is kept, and for each tensor and each field of it,
@@ -117,7 +117,7 @@ class Limits:
         payload_bytes: Largest payload per kind. Kinds that aren't named here have 64 KiB, and
             ``AVERAGE`` nothing: it is refused. ``HIDDEN`` and ``GRADIENT`` have what
             ``maximum_tokens`` take.
-        window: Micro-batches that may be under way at once.
+        window: Micro-batches that may be in flight at once.
         maximum_columns: Largest number of columns of a ``HIDDEN`` or ``GRADIENT`` frame, since the
             time and memory of attention grow with its square; None is ``maximum_tokens``.
 
@@ -192,7 +192,8 @@ class Limits:
         if self.maximum_columns is not None and shape[1] > self.maximum_columns:
             raise FrameError(
                 f"a {kind.name} frame has rows of {shape[1]} tokens; agreed on are at most "
-                f"{self.maximum_columns} (data.max-length, or --longest-prompt of chambers serve)"
+                f"{self.maximum_columns} (data.max-length, or --max-prompt-length of "
+                "chambers serve)"
             )
 
     def check(
@@ -267,9 +268,9 @@ def check_name(name: str) -> None:
         FrameError: It is not one.
 
     """
-    if not 1 <= len(name) <= _LONGEST_NAME or name == METADATA:
+    if not 1 <= len(name) <= _MAX_NAME_LENGTH or name == METADATA:
         raise FrameError(
-            f"a name in a frame has 1 to {_LONGEST_NAME} characters, and isn't {METADATA}"
+            f"a name in a frame has 1 to {_MAX_NAME_LENGTH} characters, and isn't {METADATA}"
         )
 
 
@@ -286,7 +287,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
             case bool():
                 fits = True
             case str():
-                fits = len(value) <= _LONGEST_TEXT
+                fits = len(value) <= _MAX_TEXT_LENGTH
             case int():
                 fits = -(2**63) <= value < 2**63
             case float():

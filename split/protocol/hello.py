@@ -17,7 +17,7 @@ _PREFIX = struct.Struct(">4sBB")  # magic, version, number of the message
 PREFIX_BYTES = _PREFIX.size
 _HELLO = struct.Struct(">BI")  # suite, round; run and node follow with a length byte each
 SHARE_BYTES = 32  # of X25519
-LONGEST_HELLO = (
+MAX_HELLO_BYTES = (
     PREFIX_BYTES
     + _HELLO.size
     + 2 * (1 + NAME_BYTES)
@@ -80,7 +80,7 @@ def read_hello(message: bytes) -> Hello:
 
     """
     check_prefix(message, 1)
-    if len(message) > LONGEST_HELLO:
+    if len(message) > MAX_HELLO_BYTES:
         raise refused(Refusal.MALFORMED)
     rest = _Bytes(message[PREFIX_BYTES:-MAC_BYTES])
     number, round_ = _HELLO.unpack(rest.take(_HELLO.size))

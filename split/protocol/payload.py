@@ -33,8 +33,8 @@ from split.protocol.frames import (
 )
 from split.protocol.quantisation import dequantise, quantise
 
-LONGEST_DESCRIPTION = 2**20 - 8  # it has to lie in a frame's first record
-_MOST_DIMENSIONS = 8
+MAX_DESCRIPTION_BYTES = 2**20 - 8  # it has to lie in a frame's first record
+_MAX_DIMENSIONS = 8
 _ALIGNED = 64
 _LENGTH = struct.Struct("<Q")
 _TORCH_TYPES = {
@@ -128,7 +128,7 @@ def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
     # Products round differently by where their factors begin, which no number among the fields may
     # change: what is sent again after a cut would be computed otherwise.
     text += b" " * (-(len(text) + _LENGTH.size) % (_ALIGNED if entries else 8))
-    if len(text) > LONGEST_DESCRIPTION:
+    if len(text) > MAX_DESCRIPTION_BYTES:
         raise FrameError(f"a frame with {len(entries)} tensors has too long a description")
     text = _LENGTH.pack(len(text)) + text
     return text, Description(len(text), tuple(entries), frame.fields)
@@ -151,7 +151,7 @@ def read_description(content: memoryview, size: int, kind: Kind, limits: Limits)
         raise FrameError("a payload is too short to be safetensors")
     (length,) = _LENGTH.unpack_from(content)
     start = _LENGTH.size + length
-    if length > LONGEST_DESCRIPTION or start > len(content) or start % 8:
+    if length > MAX_DESCRIPTION_BYTES or start > len(content) or start % 8:
         raise FrameError("a payload's description does not fit")
     try:
         parsed = json.loads(
@@ -184,7 +184,7 @@ def _entry(name: str, item: Mapping[str, Any]) -> Entry:
         raise ValueError
     shape, (begin, end) = item["shape"], item["data_offsets"]
     numbers = [*shape, begin, end]
-    if len(shape) > _MOST_DIMENSIONS or any(
+    if len(shape) > _MAX_DIMENSIONS or any(
         type(n) is not int or not 0 <= n < 2**62 for n in numbers
     ):
         raise ValueError

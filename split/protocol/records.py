@@ -28,9 +28,9 @@ _FINAL = 1
 # version, kind, flags, zero; step, micro-batch, acknowledged; counter, total payload.
 _HEADER = struct.Struct(">BBBxIIIQQ")
 HEADER_BYTES = _HEADER.size
-LONGEST_RECORD = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
+MAX_RECORD_BYTES = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
 # 2³⁴ blocks under one key: an adversary's advantage against AES-GCM stays below 2⁻⁶⁰.
-MOST_BYTES = 2**38
+MAX_BYTES = 2**38
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Sealer:
     def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
         self._counter = 0
-        self._left = MOST_BYTES
+        self._left = MAX_BYTES
         self._scratch = bytearray()  # as large as the largest record so far
         self.seconds = 0.0
 
@@ -99,7 +99,7 @@ class Sealer:
         """
         total = len(content)
         if total > self._left:
-            raise LaneCutError(f"a stream's key encrypts at most {MOST_BYTES} bytes")
+            raise LaneCutError(f"a stream's key encrypts at most {MAX_BYTES} bytes")
         self._left -= total
         for begin in range(0, total, RECORD_BYTES):
             started = time.perf_counter()

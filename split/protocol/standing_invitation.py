@@ -42,8 +42,8 @@ class StandingInvitation(BaseModel):
         head_blocks: Number of first blocks, which are at the client.
         tail_blocks: Number of last blocks, which are at the client.
         wire_dtype: Data type of hidden states on the network.
-        most_tokens: Maximum padded tokens of a batch of prompts and answers.
-        longest_prompt: Tokens of the longest prompt.
+        max_tokens: Maximum padded tokens of a batch of prompts and answers.
+        max_prompt_length: Tokens of the longest prompt.
         models: Digest of the body's adapters by the name of the model; see ``body_digest``.
 
     """
@@ -71,8 +71,8 @@ class StandingInvitation(BaseModel):
     head_blocks: _Count
     tail_blocks: _Count
     wire_dtype: WireType
-    most_tokens: PositiveInt
-    longest_prompt: PositiveInt
+    max_tokens: PositiveInt
+    max_prompt_length: PositiveInt
     models: dict[str, str]
 
     @field_validator("address")

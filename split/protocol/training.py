@@ -41,7 +41,7 @@ class RoundLimits:
     """Limits that all clients of a round share.
 
     Attributes:
-        window: Micro-batches of a client that may be under way at once.
+        window: Micro-batches of a client that may be in flight at once.
         activation_budget: Padded tokens whose activations may exist at once.
         lanes: How many clients share that budget.
         columns_before: Columns that a prefix takes before each row's tokens.
@@ -58,7 +58,7 @@ class RoundLimits:
     rows: int
 
     def credits(self, longest: int) -> int:
-        """Return how many micro-batches of a client may be under way at once.
+        """Return how many micro-batches of a client may be in flight at once.
 
         Args:
             longest: Padded tokens of its largest micro-batch, prefixes included.
@@ -159,7 +159,7 @@ class TrainingRound:
     Attributes:
         state: What may come next.
         plan: What the client has joined with.
-        credits: How many of its micro-batches may be under way.
+        credits: How many of its micro-batches may be in flight.
         answered: Micro-batches of the step whose output was sent.
         returned: Micro-batches of the step whose gradient has come.
 
@@ -249,7 +249,7 @@ class TrainingRound:
         if index != len(self._shapes):
             raise ProtocolError(f"micro-batch {index} came; {len(self._shapes)} is due")
         if index - self.returned >= self.credits:
-            raise ProtocolError(f"more than {self.credits} micro-batches are under way")
+            raise ProtocolError(f"more than {self.credits} micro-batches are in flight")
         hidden, padding = hidden_of(frame)
         if padding.side != "right":
             raise ProtocolError("hidden states came with padding on the left")

@@ -32,7 +32,7 @@ from split.settings import SplitSettings
 Grant = tuple[RoundPlan | Models, float]
 
 _log = logging.getLogger(__name__)
-_MOST_LANES = 256
+_MAX_LANES = 256
 # A lane ends only after its current job.
 _END_SECONDS = 600.0
 
@@ -52,8 +52,8 @@ class BlockServer:
             included.
         columns: Tokens of the longest row that a client may train on, or evaluate.
         minimum: Number of clients that must join for a round that they begin together.
-        most_kept: Padded tokens of the largest batch of texts that a client may generate; they are
-            taken from the activation budget.
+        max_cached_tokens: Padded tokens of the largest batch of texts that a client may generate;
+            they are taken from the activation budget.
 
     Raises:
         OSError: The address in ``split.listen`` can't be listened on.
@@ -72,7 +72,7 @@ class BlockServer:
         longest: int,
         columns: int,
         minimum: int,
-        most_kept: int = 0,
+        max_cached_tokens: int = 0,
     ) -> None:
         self._body = body
         self._split = split
@@ -81,7 +81,7 @@ class BlockServer:
         self._run = run
         self._rounds = rounds
         self._longest = longest
-        self._most_kept = most_kept
+        self._max_cached_tokens = max_cached_tokens
         self._grants: dict[Identity, Grant] = {}
         self._accounts: list[Account] = []
         self._open: set[TrainingSession | EvaluationSession] = set()
@@ -117,7 +117,7 @@ class BlockServer:
             keys=self._keys,
             limits=limits,
             on_lane=self._serve,
-            maximum_lanes=_MOST_LANES,
+            maximum_lanes=_MAX_LANES,
             resume_timeout=split.resume_timeout,
         )
         self._server.start()
@@ -194,9 +194,9 @@ class BlockServer:
         identity = Identity(f"{self._run}/evaluate", round_number, client)
         return self._invite(identity, models, lifetime)
 
-    def excuse(self, client: str) -> None:
-        """Don't let others wait for a client that has not begun its round and won't."""
-        self._schedule.excuse(client)
+    def mark_absent(self, client: str) -> None:
+        """Stop waiting for a client that won't start the round."""
+        self._schedule.mark_absent(client)
 
     def progress(self) -> list[tuple[str, int, int, int]]:
         """Return client, finished steps, planned steps and padded tokens of each training lane."""
@@ -336,7 +336,7 @@ class BlockServer:
             compute=self._compute,
             window=self._split.window,
             longest=self._longest,
-            most_kept=min(self._most_kept, self._split.activation_budget),
+            max_cached_tokens=min(self._max_cached_tokens, self._split.activation_budget),
             frame_timeout=self._split.frame_timeout,
             gather_timeout=self._split.gather_timeout,
             lifetime=lifetime,

@@ -36,7 +36,7 @@ class EvaluationSession(Session):
         window: Maximum number of micro-batches in flight.
         longest: Padded tokens of the largest micro-batch, prefixes included; 0 allows only
             generation.
-        most_kept: Padded tokens whose keys and values may be kept at once, prefixes included.
+        max_cached_tokens: Padded tokens whose keys and values may be cached at once, with prefixes.
         frame_timeout: Seconds to wait for the client's next frame.
         gather_timeout: Seconds to wait for it if others wait for room that the client holds.
         lifetime: Seconds from its invitation to the end of the phase of the round.
@@ -52,7 +52,7 @@ class EvaluationSession(Session):
         compute: ComputeThread,
         window: int,
         longest: int,
-        most_kept: int,
+        max_cached_tokens: int,
         frame_timeout: float,
         gather_timeout: float,
         lifetime: float,
@@ -73,7 +73,7 @@ class EvaluationSession(Session):
         self._name: str | None = None
         self._columns_before = 0  # columns of the chosen model's prefix
         self._longest = longest
-        self._most_kept = most_kept
+        self._max_cached_tokens = max_cached_tokens
         self._received = self._computed = 0  # micro-batches
         self._generation: _Generation | None = None
         # Used by the compute thread alone: keys and values, and the budget tokens that they take.
@@ -157,7 +157,7 @@ class EvaluationSession(Session):
             return
         self._received += 1
         if self._received - self._computed > self._window:
-            raise ProtocolError(f"more than {self._window} micro-batches are under way")
+            raise ProtocolError(f"more than {self._window} micro-batches are in flight")
         tokens = self._budget_tokens(hidden, 0)
         if tokens > self._longest:
             raise ProtocolError(f"{tokens} padded tokens came; {self._longest} were agreed")
@@ -173,10 +173,10 @@ class EvaluationSession(Session):
                 f"padding on the {padding.side}"
             )
         tokens = self._budget_tokens(hidden, new_tokens)
-        if tokens > self._most_kept:
+        if tokens > self._max_cached_tokens:
             raise ProtocolError(
                 f"{rows} texts of {columns} + {new_tokens} tokens were requested, with a prefix of "
-                f"{self._columns_before}; agreed on are at most {self._most_kept} tokens "
+                f"{self._columns_before}; agreed on are at most {self._max_cached_tokens} tokens "
                 "together (evaluate.generate, evaluate.batch-size, data.max-length, "
                 "evaluate.max-new-tokens, adapter.prefix-length)"
             )
@@ -257,7 +257,7 @@ class EvaluationSession(Session):
 
     def _refuse_if_under_way(self, what: str) -> None:
         if self._received != self._computed:
-            raise ProtocolError(f"{what} came while a micro-batch is under way")
+            raise ProtocolError(f"{what} came while a micro-batch is in flight")
 
     def _put(
         self,

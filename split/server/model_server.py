@@ -20,7 +20,7 @@ from split.server.evaluation_session import EvaluationSession, Models
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
-_MOST_LANES = 256
+_MAX_LANES = 256
 
 
 class ModelServer:
@@ -34,7 +34,7 @@ class ModelServer:
         adapter: Kind, rank, scale and targets of all models' adapters.
         split: Addresses, key exchange, wire type, and the padded tokens that may be kept at once.
         run: Name of the server in handshakes.
-        longest_prompt: Tokens of the longest prompt.
+        max_prompt_length: Tokens of the longest prompt.
 
     Raises:
         OSError: The address in ``split.listen`` can't be listened on.
@@ -47,7 +47,7 @@ class ModelServer:
         adapter: AdapterSettings,
         split: SplitSettings,
         run: str,
-        longest_prompt: int,
+        max_prompt_length: int,
     ) -> None:
         self._body = body
         self._adapter = adapter
@@ -63,7 +63,7 @@ class ModelServer:
             wire_dtype=split.wire_dtype,
             maximum_tokens=split.activation_budget,
             window=1,  # a generation has one frame in flight
-            maximum_columns=longest_prompt,
+            maximum_columns=max_prompt_length,
         )
         try:
             self._server = LaneServer(
@@ -71,7 +71,7 @@ class ModelServer:
                 keys=self._keys,
                 limits=limits,
                 on_lane=self._serve,
-                maximum_lanes=_MOST_LANES,
+                maximum_lanes=_MAX_LANES,
                 resume_timeout=split.resume_timeout,
             )
         except OSError:
@@ -120,7 +120,7 @@ class ModelServer:
             compute=self._compute,
             window=self._split.window,
             longest=0,  # nothing but generation, which alone is counted by the compute thread
-            most_kept=self._split.activation_budget,
+            max_cached_tokens=self._split.activation_budget,
             frame_timeout=self._split.frame_timeout,
             gather_timeout=self._split.gather_timeout,
             lifetime=math.inf,  # it is no round whose end others would miss

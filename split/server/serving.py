@@ -25,7 +25,7 @@ def serve(
     run: str = "split",
     rounds: int = 1,
     minimum: int = 1,
-    most_kept: int = 0,
+    max_cached_tokens: int = 0,
 ) -> BlockServer:
     """Load the body and start a block server; as a context manager, it stops at the end.
 
@@ -41,7 +41,7 @@ def serve(
         run: Name of the run in handshakes.
         rounds: Number of rounds of the run.
         minimum: Number of clients that must join a round that they begin together.
-        most_kept: Padded tokens of the largest batch of texts that a client may generate.
+        max_cached_tokens: Padded tokens of the largest batch of texts that a client may generate.
 
     Raises:
         BaseModelError: The body can't be loaded.
@@ -66,5 +66,5 @@ def serve(
         longest=longest,
         columns=columns,
         minimum=minimum,
-        most_kept=most_kept,
+        max_cached_tokens=max_cached_tokens,
     )

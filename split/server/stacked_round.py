@@ -90,7 +90,7 @@ class StackedRound:
         """Take a micro-batch after the head.
 
         Raises:
-            ProtocolError: It is the next step's, and the present one has not been answered.
+            ProtocolError: It is the next step's, and the current one has not been answered.
 
         """
         with self._lock:

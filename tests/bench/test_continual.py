@@ -9,7 +9,7 @@ import pytest
 from bench import continual
 from bench.continual_cells import Experiment, calibrate, cell
 from bench.continual_table import document, paired_interval, recorded, table
-from bench.in_process import run_in_process
+from tests.in_process import run_in_process
 
 
 @pytest.fixture

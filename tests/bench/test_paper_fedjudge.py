@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from bench.in_process import run_in_process
 from bench.paper.__main__ import main
 from bench.paper.cells import LegalCell, Results, SheetsCell, described
 from bench.paper.fedjudge import ARTEFACTS
@@ -18,6 +17,7 @@ from bench.paper.sizes import read_size
 from bench.paper.sources import SourceError, Sources
 from chambers.sheet.blinding import CRITERIA, Key, KeyRow
 from tests.conftest import WORDS, write_rows
+from tests.in_process import run_in_process
 
 
 @pytest.fixture(scope="module")

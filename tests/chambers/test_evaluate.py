@@ -170,7 +170,7 @@ def test_tasks_of_the_harness_over_a_lane(run_folder, base, served, data, tmp_pa
 
 
 def test_what_can_t_be_meant_is_refused(run_folder, base, served, data, tmp_path, capsys):
-    short = json.loads((served / "alpha.json").read_text()) | {"longest_prompt": 5}
+    short = json.loads((served / "alpha.json").read_text()) | {"max_prompt_length": 5}
     (tmp_path / "short.json").write_text(json.dumps(short))
     empty = shutil.copytree(run_folder, tmp_path / "run", ignore=shutil.ignore_patterns("adapters"))
     for words, reason in (

@@ -215,7 +215,7 @@ def test_prefixes_work_whole_and_split(prefix_run, base, tmp_path, capsys):
     words = ["generate", *NEW, *QUESTIONS]
     whole = told(capsys, *words, "--adapter", prefix_run / "adapters" / "global")
     assert whole != told(capsys, *words, "--model", base)
-    with serve(prefix_run, "--most-tokens", "120", log=tmp_path / "log"):
+    with serve(prefix_run, "--max-tokens", "120", log=tmp_path / "log"):
         invitation = ("--invitation", tmp_path / "invitations" / "alpha.json")
         for adapter in ("global", "clients/alpha"):
             own = [*words, "--adapter", prefix_run / "adapters" / adapter]

@@ -208,12 +208,12 @@ def test_the_base_model_may_lie_elsewhere_at_the_client(run_folder, tmp_path, ca
 
 
 def test_a_client_may_have_no_more_than_agreed(run_folder, tmp_path, capsys):
-    with serving_here(tmp_path, run_folder, "--most-tokens", 40) as (_, files):
+    with serving_here(tmp_path, run_folder, "--max-tokens", 40) as (_, files):
         words = generating(run_folder, files["beta"])
         told(capsys, *words)
         refusal = refused(capsys, *words[:-1], "court " * 50)
         assert "the block server allows 40" in refusal
-    with serving_here(tmp_path, run_folder, "--longest-prompt", 40) as (_, files):
+    with serving_here(tmp_path, run_folder, "--max-prompt-length", 40) as (_, files):
         words = generating(run_folder, files["beta"])
         told(capsys, *words)
         refusal = refused(capsys, *words[:-1], "court " * 50)
@@ -244,8 +244,8 @@ def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_pa
         (["RUN", "--listen", "192.0.2.1:0"], "not one of this machine"),
         (["RUN", "--listen", "TAKEN"], "the port is in use"),
         (["RUN", "--head-blocks", "3"], "leave the server none of the 4 blocks"),
-        (["RUN", "--most-tokens", "0"], "--most-tokens 0"),
-        (["RUN", "--longest-prompt", "0"], "--longest-prompt 0"),
+        (["RUN", "--max-tokens", "0"], "--max-tokens 0"),
+        (["RUN", "--max-prompt-length", "0"], "--max-prompt-length 0"),
         (["RUN", "--valid-for", "0"], "--valid-for 0"),
         (["RUN", "--valid-for", "inf"], "--valid-for inf"),
         (["RUN", "--valid-for", "3651"], "--valid-for 3651"),

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.in_process import InProcessGrid, MemoryJournal, run_in_process
 from client_app.audit import AuditError, AuditLog
 from federation.messages import ARRAYS, METRICS
+from tests.in_process import InProcessGrid, MemoryJournal, run_in_process
 from tests.strategies.grids import SpyingGrid, start
 
 

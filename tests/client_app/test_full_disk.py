@@ -2,9 +2,9 @@
 
 import json
 
-from bench.in_process import InProcessGrid, run_in_process
 from federation.messages import ARRAYS
 from tests.conftest import fill
+from tests.in_process import InProcessGrid, run_in_process
 
 BLOCK = 4096  # bytes
 

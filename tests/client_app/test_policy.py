@@ -36,19 +36,19 @@ def test_documentation_has_every_key_and_a_valid_example():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("most-rouns = 3", "most-rouns: unknown key"),
+        ("max-rouns = 3", "max-rouns: unknown key"),
         ("[split]\nallow = true", "split.allow: unknown key"),
-        ('most-rounds = "3"', "most-rounds: Input should be a valid integer"),
-        ("most-rounds = true", "most-rounds: Input should be a valid integer"),
-        ("most-rounds = 0", "most-rounds: Input should be greater than 0"),
-        ("most-seconds = inf", "most-seconds: Input should be a finite number"),
+        ('max-rounds = "3"', "max-rounds: Input should be a valid integer"),
+        ("max-rounds = true", "max-rounds: Input should be a valid integer"),
+        ("max-rounds = 0", "max-rounds: Input should be greater than 0"),
+        ("max-seconds = inf", "max-seconds: Input should be a finite number"),
         ("evaluation = 1", "evaluation: Input should be a valid boolean"),
         ('base-models = ["tiny"]', "base-models.0: String should match"),
         ('paths = ["models"]', "paths: must be an absolute path"),
         ('audit-log = "audit.jsonl"', "audit-log: must be an absolute path"),
         ("[split]\nallowed = true", "split.allowed = true needs coordinators"),
         ("[privacy]\nnoise-multiplier = 2.0", "privacy needs epsilon"),
-        ("most-rounds = ", "is not TOML"),
+        ("max-rounds = ", "is not TOML"),
         ("\udcff", "is not TOML"),
     ],
 )
@@ -90,26 +90,26 @@ LANES = "[split]\nallowed = true\nfewest-head-blocks = 2"
 REFUSED_RUNS = [
     ('strategies = ["fedjudge-base"]', {}, 'strategy = "fedjudge-cl" (not in its strategies)'),
     (f'base-models = ["{DIGEST}"]', {}, "(not in its base-models)"),
-    ("most-rounds = 2", {}, "rounds = 3 (most-rounds = 2)"),
-    ("most-seconds = 60", {}, "round-timeout = 3600.0 (most-seconds = 60.0)"),
-    ("most-steps = 9", {"train.local-steps": 10**12}, "(most-steps = 9)"),
-    ("most-steps = 1", {"train.accumulation": 1}, "steps = 12 (most-steps = 1)"),
-    ("fewest-examples = 25", {}, "too few of its rows (fewest-examples = 25)"),
-    ("fewest-examples = 25", {"train.local-steps": 99}, "too few of its rows (fewest-examples = "),
+    ("max-rounds = 2", {}, "rounds = 3 (max-rounds = 2)"),
+    ("max-seconds = 60", {}, "round-timeout = 3600.0 (max-seconds = 60.0)"),
+    ("max-steps = 9", {"train.local-steps": 10**12}, "(max-steps = 9)"),
+    ("max-steps = 1", {"train.accumulation": 1}, "steps = 12 (max-steps = 1)"),
+    ("min-examples = 25", {}, "too few of its rows (min-examples = 25)"),
+    ("min-examples = 25", {"train.local-steps": 99}, "too few of its rows (min-examples = "),
     (
-        "fewest-examples = 4",
+        "min-examples = 4",
         {"train.local-steps": 3, "train.batch-size": 1, "train.accumulation": 1},
-        "too few of its rows (fewest-examples = 4)",
+        "too few of its rows (min-examples = 4)",
     ),
     (
-        "fewest-examples = 6",
+        "min-examples = 6",
         {"continual.importance": "client", "continual.importance-examples": 5},
-        "continual.importance-examples = 5 (fewest-examples = 6)",
+        "continual.importance-examples = 5 (min-examples = 6)",
     ),
     (
-        "fewest-examples = 6",
+        "min-examples = 6",
         {"continual.importance": "server", "continual.importance-examples": 5},
-        "continual.importance-examples = 5 (fewest-examples = 6)",
+        "continual.importance-examples = 5 (min-examples = 6)",
     ),
     ("", {"evaluate.generate": True}, "evaluate.generate = true (generation = false)"),
     ("generation = true", SHOWING, "evaluate.show-answers = 1 (show-answers = false)"),
@@ -125,7 +125,7 @@ REFUSED_RUNS = [
     ("", {"state-path": "/var/lib"}, 'state-path = "/var/lib" (not in its paths)'),
     ("", {"state-path": "~"}, "(not in its paths)"),
     ("", SPLIT, 'strategy = "fl-glm" (split.allowed = false)'),
-    (f'coordinators = ["a"]\n{LANES}', SPLIT, "split.head-blocks = 1 (split.fewest-head-blocks = "),
+    (f'coordinators = ["a"]\n{LANES}', SPLIT, "split.head-blocks = 1 (split.min-head-blocks = "),
     (
         f'coordinators = ["10.0.0.5:8900"]\n{LANES}',
         SPLIT | {"split.head-blocks": 2, "split.advertise": "10.0.0.5:8901"},
@@ -201,15 +201,15 @@ def test_a_malformed_instruction_is_refused_with_a_policy_or_without(site, field
 @pytest.mark.parametrize(
     ("policy", "kind", "changed", "instruction", "reason"),
     [
-        ("most-rounds = 3", "train", {}, {"round": 4}, "round = 4 (most-rounds = 3)"),
+        ("max-rounds = 3", "train", {}, {"round": 4}, "round = 4 (max-rounds = 3)"),
         (
-            "most-seconds = 600",
+            "max-seconds = 600",
             "train",
             {"round-timeout": 600.0},
             {"time_limit": 601.0},
-            "the time limit = 601.0 (most-seconds = 600.0)",
+            "the time limit = 601.0 (max-seconds = 600.0)",
         ),
-        ("fewest-examples = 6", "evaluate", {}, {"losses": True}, "evaluation with too few"),
+        ("min-examples = 6", "evaluate", {}, {"losses": True}, "evaluation with too few"),
         (
             "generation = true\nfewest-examples = 2",
             "evaluate",
@@ -251,7 +251,7 @@ def test_a_message_is_refused_although_its_run_is_allowed(
 
 
 def test_training_with_the_site_s_own_importance_is_not_refused(site):
-    site.decide("fewest-examples = 6")
+    site.decide("min-examples = 6")
     own = {"continual.importance": "client", "continual.importance-examples": 6}
     metrics = site.ask("train", changed=own, round=2, importance=True).content[METRICS]
     assert metrics["importance-distance"] > 0
@@ -275,7 +275,7 @@ def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(s
     write("test", 4)
     site.node["data-path"], site.checkpoint = str(data), model
     site.values |= {"model.name": str(model), "train.batch-size": 10, "train.accumulation": 1}
-    site.decide("fewest-examples = 4")
+    site.decide("min-examples = 4")
     assert ARRAYS in site.ask("train").content
     # Four of the 20 examples, which are not of four rows.
     few = {"continual.importance-examples": 4}
@@ -288,7 +288,7 @@ def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(s
     one_step = {"train.local-steps": 1, "train.batch-size": 4}
     assert ARRAYS in site.ask("train", changed=one_step).content
     assert "training with too few" in site.refusal("train", changed=one_step, round=3)
-    site.decide("fewest-examples = 5")
+    site.decide("min-examples = 5")
     for kind in ("query", "train", "evaluate"):
         assert "training with too few of its rows" in site.refusal(kind)
     write("train", 5)
@@ -328,7 +328,7 @@ def test_a_line_is_one_row_though_a_task_makes_many_rows_of_it(site):
 
 def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):
     """Rows: 24. Steps of 5 rows leave 4 for the fifth, and a round can consist of that one."""
-    site.decide("fewest-examples = 5")
+    site.decide("min-examples = 5")
     changed = {"train.batch-size": 5, "train.accumulation": 1, "train.local-steps": 1}
     metrics = site.ask("train", changed=changed, round=4).content[METRICS]
     assert "loss" in metrics and not {"loss-first", "loss-last"} & set(metrics)
@@ -337,21 +337,21 @@ def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):
 
 @pytest.mark.parametrize(("fewest", "sent"), [(1, {"loss-first", "loss-last"}), (2, set())])
 def test_losses_of_single_steps_leave_only_where_one_row_is_enough(site, fewest, sent):
-    site.decide(f"fewest-examples = {fewest}")
+    site.decide(f"min-examples = {fewest}")
     metrics = site.ask("train", changed={"train.local-steps": 2}).content[METRICS]
     assert {"loss-first", "loss-last"} & set(metrics) == sent
 
 
 def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
-    site.decide("most-rounds = 3\nmost-runs = 1")
+    site.decide("max-rounds = 3\nmost-runs = 1")
     quick = {"train.local-steps": 1}
     for _ in range(3):
         assert ARRAYS in site.ask("train", changed=quick).content
-    assert "train messages = 4 (most-rounds = 3)" in site.refusal("train", changed=quick)
+    assert "train messages = 4 (max-rounds = 3)" in site.refusal("train", changed=quick)
     for _ in range(4):
         assert METRICS in site.ask("evaluate", changed=quick).content
-    assert "(most-rounds = 3)" in site.refusal("evaluate", changed=quick)
-    assert "runs = 2 (most-runs = 1)" in site.refusal("train", changed=quick, lineage="run-2")
+    assert "(max-rounds = 3)" in site.refusal("evaluate", changed=quick)
+    assert "runs = 2 (max-runs = 1)" in site.refusal("train", changed=quick, lineage="run-2")
     assert len(site.lines("accepted")) == 7
     site.node["name"] = "tribunal"  # another of the institution's clients, with the same log
     assert ARRAYS in site.ask("train", changed=quick).content
@@ -444,7 +444,7 @@ def test_a_simulation_s_keys_alone_make_no_simulation(monkeypatch):
 
 
 def test_more_steps_than_there_is_time_for_are_not_even_listed(site):
-    site.decide("most-seconds = 600")
+    site.decide("max-seconds = 600")
     changed = {"train.epochs": 10**9, "round-timeout": 600.0}
     assert "steps can't be done in 600 s: lower train.epochs" in site.refusal(
         "train", None, changed

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
-from bench.in_process import InProcessGrid, MemoryJournal
 from client_app import fedjudge
 from client_app.privacy_account import PrivateSteps, epsilon
 from federation.messages import ARRAYS, CONFIG, METRICS, SIZE, to_arrays
@@ -33,6 +32,7 @@ from strategies.journal import Progress
 from strategies.participants import RefusedError, TooFewClientsError
 from tests.chambers.site.deployment import documented
 from tests.finetuning.data.templates import THINKING
+from tests.in_process import InProcessGrid, MemoryJournal
 from tests.strategies.grids import same, start
 
 CLIENTS = ("alpha", "beta", "gamma")
@@ -258,7 +258,7 @@ def test_what_cannot_be_computed_costs_no_epsilon(
 
 def test_held_out_rows_that_are_not_used_may_be_few(settings, client_folders, policy):
     file = policy(20.0)
-    file.write_text("fewest-examples = 12\n" + file.read_text())
+    file.write_text("min-examples = 12\n" + file.read_text())
     grid = Sites(settings, client_folders, {"alpha": file})
     start(settings, grid, MemoryJournal())
     assert all("problem" not in content[CONFIG] for content in grid.of(1, "evaluate"))

@@ -18,14 +18,14 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.common.serde import context_to_proto, message_to_proto
 
-from bench.in_process import InProcessGrid, MemoryJournal, run_in_process
 from client_app.code_digest import code_digest
 from client_app.main import FailedInWorkerError, WorkerEndedError, answer
 from client_app.worker import CALLER_ENDED, listening
 from federation.messages import ARRAYS, SIZE, config_of, from_arrays, metrics_of
-from federation.worker_socket import MOST_TEXT, WorkerError, receive, send
+from federation.worker_socket import MAX_TEXT, WorkerError, receive, send
 from tests.client_app.worker_process import ROOT, running_worker
 from tests.conftest import write_rows
+from tests.in_process import InProcessGrid, MemoryJournal, run_in_process
 from tests.strategies.grids import SpyingGrid, same, start
 
 ENDLESS = {"train.local-steps": 100_000}
@@ -95,7 +95,7 @@ def status(path: Path, first: bytes = b"", whole: bool = True) -> str:
                 send(connection, first or code_digest().encode())
             else:
                 connection.sendall(first)
-        return receive(connection, MOST_TEXT).decode()
+        return receive(connection, MAX_TEXT).decode()
 
 
 @pytest.mark.parametrize("strategy", ["fedjudge-cl", "fl-glm"])
@@ -273,7 +273,7 @@ def test_garbage_is_dropped_and_the_next_caller_answered(worker):
             connection.settimeout(20)
             connection.connect(str(worker.socket))
             send(connection, code_digest().encode())
-            assert receive(connection, MOST_TEXT) == b""
+            assert receive(connection, MAX_TEXT) == b""
             connection.sendall(content)
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1) == b""
@@ -320,7 +320,7 @@ def test_a_socket_that_others_could_replace_or_that_is_taken_is_refused(tmp_path
     ):
         pass
     tmp_path.chmod(0o770)
-    (tmp_path / "policy.toml").write_text("most-rounds = 3")
+    (tmp_path / "policy.toml").write_text("max-rounds = 3")
     with (
         pytest.raises(WorkerError, match="it is a file and no socket"),
         listening(tmp_path / "policy.toml", shared=False),

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.deployment.deployment import CHECKOUT, Deployment, deployment
 from tests.conftest import write_checkpoint, write_rows
+from tests.deployment.deployment import CHECKOUT, Deployment, deployment
 
 PAGE = (CHECKOUT / "docs" / "deployment.md").read_text()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
 
-from bench.deployment.compose import read_services
+from tests.deployment.compose import read_services
 
 DOCKER = Path(__file__).parents[2] / "docker"
 HADOLINT = shutil.which("hadolint", path=Path(sys.executable).parent)

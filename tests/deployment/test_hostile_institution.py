@@ -16,9 +16,6 @@ from flwr.common.serde import message_to_proto
 from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
 from safetensors.torch import load_file
 
-from bench.deployment.deployment import CHECKOUT, COMPLETED
-from bench.deployment.hosts import FOLDER
-from bench.faults import newest_run, wait_for_end
 from federation.authentication import Signer
 from federation.instruction_keys import read_private_key
 from federation.messages import ARRAYS, CONFIG, Instruction, to_arrays
@@ -27,13 +24,18 @@ from federation.run_config import parse_run_config
 from federation.run_folder import METRICS, read_events
 from server_app.main import first_adapter
 from tests.deployment.conftest import results
+from tests.deployment.deployment import CHECKOUT, COMPLETED
+from tests.deployment.faults import newest_run, wait_for_end
 from tests.deployment.greedy import BYTES
+from tests.deployment.hosts import FOLDER
 from tests.deployment.test_survival import SECONDS, audited
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 MEMBER = Path(__file__).with_name("member.py")
 GREEDY = Path(__file__).with_name("greedy.py")
+# Flower's id of the ServerApp's node, in all runs.
+COORDINATOR = 1
 SETTINGS = {
     "strategy": "fedjudge-base",
     "rounds": 3,
@@ -90,13 +92,12 @@ class Attack:
         assert said.splitlines()[-1] == "sent", said
 
     def announce(self, objects):
-        """Announce objects, with other children, in a message to itself.
+        """Announce objects, with other children, in a message to the ServerApp.
 
-        The SuperLink forgets them if they don't come within three minutes.
+        The SuperLink hands the message out with any reply. It forgets the objects if they don't
+        come within three minutes.
         """
-        self.send(
-            self.message("query", RecordDict(), 1, self.nodes["consultation"]), announce=objects
-        )
+        self.send(self.message("query", RecordDict(), COORDINATOR, COORDINATOR), announce=objects)
 
 
 def events(running, kind):
@@ -111,7 +112,7 @@ def test_nobody_speaks_in_another_s_name(running):
     court, before = running.hosts["court"], newest_run(running)
     audit = len(audited(court))
     attack = Attack(running, running.submit(SETTINGS))
-    coordinator, target = 1, attack.nodes["court"]
+    coordinator, target = COORDINATOR, attack.nodes["court"]
     wait_until(lambda: newest_run(running) != before, SECONDS)
 
     attack.announce(first_arrays(running, SETTINGS))
@@ -121,8 +122,9 @@ def test_nobody_speaks_in_another_s_name(running):
     # An instruction that overwrites the court's final adapter, as the trial's.
     about = Instruction(9, known["run"], known["base"], 60.0, final=True)
     weights = load_file(checkpoints(running)[0])
-    zeros = {name: value * 0 for name, value in weights.items() if "lora_" in name}
-    content = RecordDict({CONFIG: about.to_record(), ARRAYS: to_arrays(zeros)})
+    # Not with zeros, since those are among the arrays that are announced.
+    ones = {name: value * 0 + 1 for name, value in weights.items() if "lora_" in name}
+    content = RecordDict({CONFIG: about.to_record(), ARRAYS: to_arrays(ones)})
     forged = attack.message("evaluate", content, coordinator, target)
     # What the coordinator has signed for the consultation, and for the court.
     signer = Signer(read_private_key(running.hosts["coordinator"].folder / "instructions.key"))
@@ -177,7 +179,7 @@ def test_a_reply_that_fills_the_memory_is_left_out(running, tmp_path):
         running.submit(settings)
         wait_until(lambda: newest_run(running) != before, SECONDS)
         wait_until(lambda: len(events(running, "round")) >= 2, SECONDS)
-        peak = most_memory(running)
+        peak = max_memory(running)
         first, second = events(running, "round")  # so it was still there
         assert wait_for_end(running) == COMPLETED
     reason = "its reply is larger than 64 MiB"
@@ -205,13 +207,41 @@ def clientapp_of_its_own(superexec, folder):
     superexec.start()
 
 
-def most_memory(running):
+def max_memory(running):
     """Return the most memory, in bytes, that the ServerApp of the run has taken so far."""
     processes = running.programs["coordinator"]["superexec"].processes()
     states = [Path(f"/proc/{each.pid}/status").read_text() for each in processes]
     (state,) = (state for state in states if state.startswith("Name:\tflwr-serverapp"))
     (line,) = (line for line in state.splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
+
+
+def test_an_unsigned_run_whose_messages_are_blocked_ends_with_the_reason(running, unsigned):
+    """Without signatures, anyone can compute what the first messages contain."""
+    settings = SETTINGS | {"instruction-key": "none", "rounds": 1, "train.local-steps": 1}
+    superexec = running.programs["consultation"]["superexec"]
+    superexec.stop()  # the registration waits for it
+    attack = Attack(running, running.submit(settings))
+    attack.announce(first_arrays(running, settings))
+    superexec.start()
+    status = wait_for_end(running)
+    assert status.startswith("finished:failed: ")
+    for name in ("consultation", "court"):
+        assert f"{name}: the message to it could not be sent" in status
+
+
+@pytest.fixture
+def unsigned(running):
+    """Let the institutions carry out instructions without signatures."""
+    files = [running.hosts[name].folder / "policy.toml" for name in running.institutions]
+    policies = [file.read_text() for file in files]
+    for file, policy in zip(files, policies, strict=True):
+        key, *others = policy.splitlines(keepends=True)
+        assert key.startswith("instruction-key")
+        file.write_text("".join(others))
+    yield
+    for file, policy in zip(files, policies, strict=True):
+        file.write_text(policy)
 
 
 def refusals(court, start):

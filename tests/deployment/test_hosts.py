@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.deployment.deployment import CHECKOUT, COMPLETED
 from tests.deployment.conftest import results
+from tests.deployment.deployment import CHECKOUT, COMPLETED
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-STRANGER = Path(__file__).with_name("stranger.py")
+OUTSIDER = Path(__file__).with_name("outsider.py")
 SHORT = {"rounds": 1, "train.local-steps": 1, "train.batch-size": 2, "train.accumulation": 1}
 
 
@@ -31,11 +31,11 @@ def train(running, config):
     assert round_["participants"] == ["consultation", "court"]
 
 
-def stranger(running, host, attempt, *arguments):
-    """Try something as a stranger on a host, and return what is answered."""
+def outsider(running, host, attempt, *arguments):
+    """Try something as an outsider on a host, and return what is answered."""
     beside = running.programs[host]["superlink" if host == "coordinator" else "supernode"]
     environment = beside.view.environment | {"PYTHONPATH": str(CHECKOUT)}
-    command = [sys.executable, str(STRANGER), attempt, *arguments]
+    command = [sys.executable, str(OUTSIDER), attempt, *arguments]
     result = beside.host.run(command, replace(beside.view, environment=environment), seconds=300)
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -50,7 +50,7 @@ def test_the_block_server_refuses_who_has_no_ticket(running):
     answers = []
     address = running.settings["split.listen"]
     attempt = threading.Thread(
-        target=lambda: answers.append(stranger(running, "court", "block-server", address))
+        target=lambda: answers.append(outsider(running, "court", "block-server", address))
     )
     attempt.start()
     train(running, {"strategy": "fl-glm", "split.schedule": "client-batch"})
@@ -60,7 +60,7 @@ def test_the_block_server_refuses_who_has_no_ticket(running):
 
 
 def test_an_institution_reaches_only_what_supernodes_need(running):
-    answers = stranger(running, "court", "interfaces", running.address, "authority.pem")
+    answers = outsider(running, "court", "interfaces", running.address, "authority.pem")
     refused = {name: status for name, (status, _) in answers.items() if status == 403}
     assert set(refused) == {
         "submit a run",
@@ -75,13 +75,13 @@ def test_an_institution_reaches_only_what_supernodes_need(running):
     assert answers["pull another's messages"][0] == 401
     # The SuperLink itself refuses little of this.
     inside = f"{running.hosts['coordinator'].loopback}:8000"
-    answers = stranger(running, "coordinator", "interfaces", inside, "authority.pem")
+    answers = outsider(running, "coordinator", "interfaces", inside, "authority.pem")
     assert answers["register a node"] == answers["list nodes"] == [200, ""]
     assert answers["take a task"][0] == 401
 
 
 def test_no_spelling_of_a_path_passes_the_proxy(running):
-    answers = stranger(running, "court", "paths", running.address, "authority.pem")
+    answers = outsider(running, "court", "paths", running.address, "authority.pem")
     passed = {path: line for path, line in answers.items() if line.split()[1] not in {"400", "403"}}
     assert not passed
 
@@ -115,5 +115,5 @@ def test_only_the_public_ports_are_reached(running):
     if not coordinator.namespace:
         pytest.skip("without namespaces, all hosts share one network")
     inner = [f"{coordinator.address}:{number}" for number in (8000, 8001, 8002)]
-    assert stranger(running, "court", "ports", *inner, running.address) == [running.address]
-    assert stranger(running, "coordinator", "ports", f"{court.address}:9094") == []
+    assert outsider(running, "court", "ports", *inner, running.address) == [running.address]
+    assert outsider(running, "coordinator", "ports", f"{court.address}:9094") == []

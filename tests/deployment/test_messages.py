@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from bench.deployment.deployment import CHECKOUT, COMPLETED, DeploymentError, site
-from bench.deployment.hosts import FOLDER
 from chambers.site.authority import open_authority
 from tests.conftest import write_checkpoint
 from tests.deployment.conftest import explained
+from tests.deployment.deployment import CHECKOUT, COMPLETED, DeploymentError, site
+from tests.deployment.hosts import FOLDER
 from tests.deployment.test_hosts import SHORT
 
 pytestmark = pytest.mark.slow

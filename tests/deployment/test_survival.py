@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.deployment.deployment import CHECKOUT, COMPLETED
-from bench.deployment.hosts import Host, cut
-from bench.deployment.supervisor import supervised
-from bench.faults import newest_run, resume, wait_for_end
 from federation.run_folder import METRICS, read_events
 from tests.deployment.conftest import explained, results
+from tests.deployment.deployment import CHECKOUT, COMPLETED
+from tests.deployment.faults import newest_run, resume, wait_for_end
+from tests.deployment.hosts import Host, cut
+from tests.deployment.supervisor import supervised
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.deployment.deployment import CHECKOUT, COMPLETED
-from bench.deployment.hosts import namespaces_permitted
 from server_app.main import STRATEGIES
 from tests.conftest import write_checkpoint, write_rows
+from tests.deployment.deployment import CHECKOUT, COMPLETED
+from tests.deployment.hosts import namespaces_permitted
 
 pytestmark = pytest.mark.slow
 PAGE = (CHECKOUT / "docs" / "deployment.md").read_text()

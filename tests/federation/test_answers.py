@@ -5,9 +5,9 @@ import json
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from bench.in_process import InProcessGrid, run_in_process
 from federation.answers import ANSWERS, Answer, answers_of, answers_problem, answers_record
 from federation.run_config import parse_run_config
+from tests.in_process import InProcessGrid, run_in_process
 
 GENERATING = {
     "evaluate.generate": True,

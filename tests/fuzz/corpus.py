@@ -9,7 +9,7 @@ from tests.fuzz.targets import TARGETS
 
 FOLDER = Path(__file__).parent / "corpus"
 # Of a target's inputs together.
-MOST_BYTES = 16_000
+MAX_BYTES = 16_000
 _FOLLOWED = tuple(
     str(Path(importlib.util.find_spec(package).origin).parent)
     for package in (
@@ -38,7 +38,7 @@ def extended(name, kept, found):
     size = sum(map(len, kept))
     for data in sorted(set(found), key=lambda data: (len(data), data)):
         more = branches(TARGETS[name], data)
-        if not more <= reached and size + len(data) <= MOST_BYTES:
+        if not more <= reached and size + len(data) <= MAX_BYTES:
             reached |= more
             size += len(data)
             kept = [*kept, data]

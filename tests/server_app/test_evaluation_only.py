@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.in_process import run_in_process
 from federation.run_config import ConfigError, parse_run_config
 from finetuning.adapters.saved import AdapterError
+from tests.in_process import run_in_process
 
 
 def losses(journal, model):

@@ -43,7 +43,7 @@ from tests.waiting import wait_until
 
 STEPS = 20
 LONGEST = 4 * 20
-MOST_KEPT = 3 * (11 + 12)
+MAX_CACHED_TOKENS = 3 * (11 + 12)
 MODEL = ModelSettings()
 ADAPTER = AdapterSettings(rank=2, alpha=4, dropout=0.0, targets="q_proj,v_proj,down_proj")
 TRAIN = TrainSettings(
@@ -149,7 +149,7 @@ def serving(
     adapter=ADAPTER,
     train=TRAIN,
     minimum=1,
-    most_kept=MOST_KEPT,
+    max_cached_tokens=MAX_CACHED_TOKENS,
     model=MODEL,
     rounds=1,
     columns=LONGEST,
@@ -166,7 +166,7 @@ def serving(
         longest=LONGEST,
         columns=columns,
         minimum=minimum,
-        most_kept=most_kept,
+        max_cached_tokens=max_cached_tokens,
     ) as server:
         yield server
 
@@ -317,7 +317,7 @@ def stop_after(step: int, count: int, how: str):
 
 
 def tokens_taken(server: BlockServer, split: SplitSettings) -> int:
-    """Return what is taken of the activation budget once the present job has ended."""
+    """Return what is taken of the activation budget once the current job has ended."""
     server._compute.call(lambda: None)
     return split.activation_budget - server._compute._free
 

@@ -1,4 +1,4 @@
-"""Peers that attack a block server: strangers on its port, and members with a valid ticket."""
+"""Peers that attack a block server: outsiders on its port, and members with a valid ticket."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ from split.protocol.frames import Kind, Value
 from split.protocol.handshake import ClientHandshake
 from split.protocol.invitation import Invitation
 from split.protocol.keys import known_suite
-from split.protocol.records import LONGEST_RECORD, Sealer
+from split.protocol.records import MAX_RECORD_BYTES, Sealer
 from split.protocol.tickets import Ticket
 
 _SECONDS = 60.0  # for the server to end a peer
@@ -30,7 +30,7 @@ _LARGEST_HTTP_FRAME = 2**14
 _KIND, _TOTAL = 1, 24
 
 
-def stranger(address: str, content: bytes) -> socket.socket:
+def outsider(address: str, content: bytes) -> socket.socket:
     """Connect without a ticket, and send some bytes."""
     host, port = address.split(":")
     connection = socket.create_connection((host, int(port)), timeout=_SECONDS)
@@ -88,9 +88,9 @@ def _unknown_ticket(invitation: Invitation) -> bytes:
     return _handshake(invitation, Ticket(random.randbytes(16), random.randbytes(32))).hello()
 
 
-# What strangers send, given an honest client's invitation and its recorded first message. Of the
+# What outsiders send, given an honest client's invitation and its recorded first message. Of the
 # invitation they use what an eavesdropper knows.
-STRANGERS: dict[str, Callable[[Invitation, bytes], bytes]] = {
+OUTSIDERS: dict[str, Callable[[Invitation, bytes], bytes]] = {
     "nothing": lambda _, hello: b"",
     "noise": lambda _, hello: random.randbytes(random.randrange(1, 20_000)),
     "HTTP/1": lambda _, hello: b"GET / HTTP/1.1\r\nHost: server\r\n\r\n",
@@ -106,7 +106,7 @@ STRANGERS: dict[str, Callable[[Invitation, bytes], bytes]] = {
     "two gigabytes announced": lambda _, hello: (
         _opening(1) + _frame(_DATA, 0, 1, b"\0\x7f\xff\xff\xff" + bytes(1000))
     ),
-    "an oversized message": lambda _, hello: _opening(1) + _message(bytes(LONGEST_RECORD + 1)),
+    "an oversized message": lambda _, hello: _opening(1) + _message(bytes(MAX_RECORD_BYTES + 1)),
     "no first message": lambda _, hello: _opening(1) + _message(random.randbytes(1300)),
     "an unknown ticket": lambda invitation, _: _opening(1) + _message(_unknown_ticket(invitation)),
     "a wrong MAC": lambda _, hello: _opening(1) + _message(_flipped(hello)),
@@ -253,7 +253,7 @@ CUTS = {
 MEMBERS: dict[str, Callable[[Sealer, int], list[bytes]]] = {
     "no record": lambda s, _: [b"x" * 100],
     "an empty message": lambda s, _: [b""],
-    "a message of more than 1 MiB": lambda s, _: [bytes(LONGEST_RECORD + 1)],
+    "a message of more than 1 MiB": lambda s, _: [bytes(MAX_RECORD_BYTES + 1)],
     "an altered record": lambda s, _: [_flipped(join(s, _CHOICE))],
     "a repeated record": lambda s, _: [join(s, _CHOICE)] * 2,
     "a record left out": lambda s, _: [join(s, _CHOICE), join(s, _CHOICE)][1:],

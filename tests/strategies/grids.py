@@ -2,7 +2,6 @@
 
 import torch
 
-from bench.in_process import InProcessGrid, MemoryJournal
 from federation.messages import to_arrays
 from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import initial_adapter
@@ -11,6 +10,7 @@ from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from server_app.main import STRATEGIES
 from strategies.journal import Progress
+from tests.in_process import InProcessGrid, MemoryJournal
 
 NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
 

@@ -10,7 +10,6 @@ from flwr.app import Array
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from bench.in_process import MemoryJournal, run_in_process
 from client_app import fedjudge
 from client_app.institution import open_institution
 from federation.messages import ARRAYS, METRICS, SIZE, from_arrays
@@ -22,6 +21,7 @@ from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
 from strategies import exchange
 from tests.conftest import write_rows
+from tests.in_process import MemoryJournal, run_in_process
 from tests.strategies.grids import NODES, SpyingGrid, same, start
 
 SIZES = {"alpha": 24, "beta": 12, "gamma": 8}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench.in_process import run_in_process
 from federation.run_config import ConfigError, parse_run_config
+from tests.in_process import run_in_process
 
 
 def test_training_adds_the_proximal_gradient_in_every_round(values, tmp_path):

@@ -12,7 +12,6 @@ import torch
 from flwr.app import MessageType
 from safetensors.torch import load_file, save_file
 
-from bench.in_process import ConcurrentGrid, InProcessGrid, MemoryJournal, run_in_process
 from client_app import fl_glm
 from client_app.institution import open_institution
 from federation.messages import ARRAYS, Instruction, answer, config_of, one_line
@@ -26,6 +25,7 @@ from strategies import exchange, live_status
 from strategies.participants import RefusedError
 from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
+from tests.in_process import ConcurrentGrid, InProcessGrid, MemoryJournal, run_in_process
 from tests.strategies.grids import start
 from tests.waiting import wait_until
 
@@ -404,8 +404,8 @@ def test_a_client_with_another_block_is_refused_by_name(
             replies = []
             for message in messages:
                 if message.metadata.dst_node_id == number:
-                    odd = InProcessGrid(values | {"model.name": str(swapped)}, self._nodes)
-                    replies += odd.send_and_receive([message])
+                    other = InProcessGrid(values | {"model.name": str(swapped)}, self._nodes)
+                    replies += other.send_and_receive([message])
                 else:
                     replies += super().send_and_receive([message])
             return replies

@@ -3,8 +3,8 @@
 import pytest
 from flwr.app import MessageType
 
-from bench.in_process import InProcessGrid, run_in_process
 from federation.messages import invitation_of
+from tests.in_process import InProcessGrid, run_in_process
 
 
 class Noting(InProcessGrid):

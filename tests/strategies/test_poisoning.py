@@ -5,9 +5,9 @@ import pytest
 import torch
 from flwr.app import Array
 
-from bench.in_process import run_in_process
 from federation.messages import ARRAYS, METRICS, SIZE, config_of, from_arrays
 from finetuning.adapters.robust_aggregation import distance
+from tests.in_process import run_in_process
 from tests.strategies.grids import NODES, SpyingGrid
 
 HONEST = ("alpha", "beta")

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.in_process import run_in_process
 from federation.run_config import ConfigError, parse_run_config
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.adapters.prefixes import SAVED
+from tests.in_process import run_in_process
 
 CLIENTS = ("alpha", "beta", "gamma")
 
@@ -110,7 +110,7 @@ def test_prefixes_count_among_the_tokens_of_a_run(prefix_values):
     generating = {"evaluate.generate": True, "evaluate.batch-size": 3, "evaluate.max-new-tokens": 7}
     values = prefix_values | generating | {"data.max-length": 50}
     config = parse_run_config(values)
-    assert (config.longest, config.most_generated) == (3 * (8 + 50), 3 * (8 + 50 + 7))
+    assert (config.longest, config.max_generated_tokens) == (3 * (8 + 50), 3 * (8 + 50 + 7))
     assert config.row_with_answer == {
         "adapter.prefix-length": 8,
         "data.max-length": 50,
@@ -118,9 +118,9 @@ def test_prefixes_count_among_the_tokens_of_a_run(prefix_values):
     }
     values |= {"adapter.kind": "lora"}
     config = parse_run_config(values)
-    assert (config.longest, config.most_generated) == (3 * 50, 3 * (50 + 7))
+    assert (config.longest, config.max_generated_tokens) == (3 * 50, 3 * (50 + 7))
     config = parse_run_config(values | {"evaluate.generate": False})
-    assert (config.row_with_answer, config.most_generated) == ({"data.max-length": 50}, 0)
+    assert (config.row_with_answer, config.max_generated_tokens) == ({"data.max-length": 50}, 0)
 
 
 def test_prefixes_and_gradient_checkpointing_are_refused_by_the_config_check(prefix_values):

@@ -3,8 +3,8 @@
 import pytest
 from flwr.proto.node_pb2 import NodeInfo
 
-from bench.in_process import MemoryJournal
 from tests.conftest import write_rows
+from tests.in_process import MemoryJournal
 from tests.strategies.grids import SpyingGrid, start
 
 
@@ -15,7 +15,7 @@ class Restarting(SpyingGrid):
         super().__init__(values, self.without_a_second_answer, nodes)
         self.since, self.before_training = {1: "first", 2: "first"}, before_training
         self.names = {}  # under which the coordinator has registered them
-        self.most_answers = 2  # to queries, of each node
+        self.max_answers = 2  # to queries, of each node
 
     def get_nodes(self):
         return [
@@ -33,7 +33,7 @@ class Restarting(SpyingGrid):
         if reply.metadata.message_type != "query":
             return reply
         asked = self.queries().count(reply.metadata.src_node_id)
-        return None if asked > self.most_answers else reply
+        return None if asked > self.max_answers else reply
 
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
@@ -81,7 +81,7 @@ def test_one_with_a_new_id_takes_the_place_of_the_old_one(own, nodes):
             del grid.since[4]
 
     grid, journal = Restarting(own, nodes, change), MemoryJournal()
-    grid.most_answers = 3
+    grid.max_answers = 3
     start(own, grid, journal)
     assert participants(journal)[1:] == [["alpha", "beta"]] * 3
     (refused,) = (event for event in journal.events if event["event"] == "refused")

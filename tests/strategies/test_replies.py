@@ -7,9 +7,9 @@ import pytest
 import torch
 from flwr.app import Array
 
-from bench.in_process import InProcessGrid, MemoryJournal
 from federation.messages import ARRAYS
 from finetuning.adapters.weighted_mean import WeightedMean
+from tests.in_process import InProcessGrid, MemoryJournal
 from tests.strategies.grids import NODES, start
 
 

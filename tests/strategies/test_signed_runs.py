@@ -28,12 +28,12 @@ from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
-from bench.in_process import MemoryJournal
 from federation.authentication import REPLY, SignedInstruction, Signer
 from federation.instruction_keys import signer_of
 from federation.messages import ARRAYS, CONFIG, answer, problem_of, to_arrays
 from federation.run_config import ConfigError, parse_run_config
 from strategies.exchange import exchange
+from tests.in_process import MemoryJournal
 from tests.strategies.grids import SpyingGrid, same, start
 
 

@@ -11,8 +11,8 @@ from flwr.supercore.inflatable.inflatable_utils import (
     validate_object_content,
 )
 
-from bench.in_process import InProcessGrid, MemoryJournal
 from strategies.participants import RefusedError
+from tests.in_process import InProcessGrid, MemoryJournal
 from tests.strategies.grids import NODES, start
 
 BETA = 2
@@ -46,7 +46,7 @@ ODD = {
 
 
 class StoredGrid(InProcessGrid):
-    """Reads replies from objects, as a grid does with those at a SuperLink; beta's are odd."""
+    """Reads replies from objects, as a grid does with those at a SuperLink; beta's are invalid."""
 
     def __init__(self, values, kind, spoil):
         super().__init__(values, NODES)

@@ -88,10 +88,10 @@ class ClientBatch(SharedAdapters):
             leave=partial(self._round.remove, member),
         )
 
-    def excuse(self, client: str) -> None:
-        """Don't wait for a client that has not joined and won't."""
+    def mark_absent(self, client: str) -> None:
+        """Stop waiting for a client that won't join."""
         with self._changed:
-            self._barrier.excuse(client)
+            self._barrier.mark_absent(client)
 
     def leave(self, client: str, finished: bool) -> None:
         """Do nothing: the client's trainer has already left the round."""

@@ -125,10 +125,10 @@ class Hierarchical:
             self._before[client] = self._adapters[client].export_optimizer()
         return SeparateTrainer(session, self._adapters[client], plan)
 
-    def excuse(self, client: str) -> None:
-        """Don't wait for a client that has not joined and won't."""
+    def mark_absent(self, client: str) -> None:
+        """Stop waiting for a client that won't join."""
         with self._changed:
-            self._barrier.excuse(client)
+            self._barrier.mark_absent(client)
 
     def leave(self, client: str, finished: bool) -> None:
         """Remove a client; the others no longer wait for it, nor average what it handed in.

@@ -36,8 +36,8 @@ class JoinBarrier:
         self._invited = set(invited)
         self._awaited, self.joined, self._begun = set(self._invited), set(), False
 
-    def excuse(self, client: str) -> None:
-        """Don't wait for a client; it may join nevertheless."""
+    def mark_absent(self, client: str) -> None:
+        """Stop waiting for a client, which may join nevertheless."""
         self._awaited.discard(client)
         self._changed.notify_all()
 

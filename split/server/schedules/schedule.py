@@ -62,8 +62,8 @@ class Schedule(Protocol):
         """End a client's round, finished or not."""
         ...
 
-    def excuse(self, client: str) -> None:
-        """Don't wait for a client that has not joined and won't."""
+    def mark_absent(self, client: str) -> None:
+        """Stop waiting for a client that won't join."""
         ...
 
     def average(self, session: Session, step: int, own: State) -> State:

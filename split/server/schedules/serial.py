@@ -42,7 +42,7 @@ class Serial(SharedAdapters):
         self._before = self._adapters.export(), self._adapters.export_optimizer()
         return SeparateTrainer(session, self._adapters, plan)
 
-    def excuse(self, client: str) -> None:
+    def mark_absent(self, client: str) -> None:
         """Do nothing: no client waits for another."""
 
     def leave(self, client: str, finished: bool) -> None:

@@ -22,8 +22,6 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 
-from bench.deployment.compose import read_services
-from bench.deployment.deployment import CHECKOUT
 from chambers.__main__ import main
 from chambers.site.authority import open_authority
 from finetuning.model.base_model import locate
@@ -31,6 +29,8 @@ from finetuning.model.fingerprint import digest, fingerprint
 from tests.chambers.conftest import another_user, refused, told
 from tests.client_app.worker_process import running_worker
 from tests.conftest import write_rows
+from tests.deployment.compose import read_services
+from tests.deployment.deployment import CHECKOUT
 from tests.gguf_files import write_gguf
 from tests.waiting import wait_until
 
@@ -293,12 +293,12 @@ def test_policy(capsys, site):
         assert "names no policy" in at_institution(capsys, site, 1, node_config=node)
     node = f'name="court" polciy="{site.policy}"'
     assert "unknown keys (polciy)" in at_institution(capsys, site, 1, node_config=node)
-    site.policy.write_text("most-rounds = 5\n")
+    site.policy.write_text("max-rounds = 5\n")
     assert "names no instruction-key" in at_institution(capsys, site, 1)
     site.policy.write_text(f'instruction-key = "{site.folder / "authority.pem"}"\n')
     assert "is not an Ed25519 public key" in at_institution(capsys, site, 1)
-    site.policy.write_text("most-round = 5\n")
-    assert "most-round: unknown key" in at_institution(capsys, site, 1)
+    site.policy.write_text("max-round = 5\n")
+    assert "max-round: unknown key" in at_institution(capsys, site, 1)
 
 
 def test_data_and_model(capsys, site, checkpoint, tmp_path):

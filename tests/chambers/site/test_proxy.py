@@ -162,7 +162,7 @@ def test_bodies_are_no_larger_than_what_flower_sends(coordinator):
     assert " 413 " not in coordinator.log.read_text()
 
 
-def test_words_of_strangers_neither_fill_the_log_nor_name_anybody(coordinator, capsys):
+def test_words_of_outsiders_neither_fill_the_log_nor_name_anybody(coordinator, capsys):
     forged = '10.0.0.9 [2030-01-01T00:00:00+00:00] "POST /v1/fleet/push-object" 200 999999999 1 1'
     connection = coordinator.connection("127.0.0.2")
     for path in (f'/v1/fleet/x" 200 999999999 1 1\n{forged}\n', "/v1/fleet/" + 4000 * "X"):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetuning.adapters.robust_aggregation import (
-    MOST_DISTANCE,
+    MAX_DISTANCE,
     ImportanceCap,
     counted_sizes,
     distance,
@@ -37,7 +37,7 @@ def test_an_update_is_capped_at_ten_times_the_median_of_the_others(values):
     factors = update_factors(values)
     moved = {name: value for name, value in values.items() if value > 0}
     for name, value in values.items():
-        most = MOST_DISTANCE * others_median(moved, name) if len(moved) > 1 and value else value
+        most = MAX_DISTANCE * others_median(moved, name) if len(moved) > 1 and value else value
         if value <= most:
             assert factors[name] == 1
         else:

@@ -125,7 +125,7 @@ def test_separators_of_unicode_are_not_line_ends(tmp_path):
     assert read_rows(path)[0].fields == record
 
 
-def test_long_cells_and_odd_folder_names(tmp_path):
+def test_long_cells_and_unusual_folder_names(tmp_path):
     folder = tmp_path / "court [2024] {a,b} *"
     folder.mkdir()
     long = [{"instruction": "Sum up", "output": "word " * 60_000}]

@@ -46,7 +46,7 @@ def models(checkpoint, request):
         max_length=LENGTH,
         logits_cache=False,
     )
-    ours = HarnessModel(WholeModel(model), tokenizer, most_tokens=200, max_length=LENGTH)
+    ours = HarnessModel(WholeModel(model), tokenizer, max_tokens=200, max_length=LENGTH)
     return ours, theirs
 
 
@@ -103,7 +103,7 @@ def test_texts_are_the_same(models):
 
 
 def test_a_split_model_has_no_beams(models):
-    split = HarnessModel(None, models[0].tokenizer, most_tokens=200, max_length=LENGTH)
+    split = HarnessModel(None, models[0].tokenizer, max_tokens=200, max_length=LENGTH)
     with pytest.raises(DataError, match=r"2 beams \(num_beams\), which a split model can't"):
         split.generate_until(requests(("the court", {"num_beams": 2, "max_gen_toks": 4})))
 

@@ -63,8 +63,8 @@ def test_they_are_those_of_a_plain_loop(architecture, adapted):
     model = adapted(architecture, dropout=0.3).eval()
     groups = draw_groups()
     expected = plain_loop(model, groups)
-    for most_tokens in (10_000, 60, 22):
-        found = log_probabilities(WholeModel(model), groups, padding=0, most_tokens=most_tokens)
+    for max_tokens in (10_000, 60, 22):
+        found = log_probabilities(WholeModel(model), groups, padding=0, max_tokens=max_tokens)
         assert_same(found, expected)
 
 
@@ -79,10 +79,10 @@ def test_prefixes_come_before_the_beginning(architecture, random_model):
         parameter.data = torch.randn_like(parameter)
     groups = draw_groups()
     whole = WholeModel(model)
-    found = log_probabilities(whole, groups, padding=0, most_tokens=90)
+    found = log_probabilities(whole, groups, padding=0, max_tokens=90)
     assert_same(found, plain_loop(model, groups))
     with whole.without_adapter():
-        bare = log_probabilities(whole, groups, padding=0, most_tokens=90)
+        bare = log_probabilities(whole, groups, padding=0, max_tokens=90)
     assert bare != found
 
 
@@ -95,7 +95,7 @@ def test_the_likeliest_answer_is_greedy(random_model):
         WholeModel(model),
         [[Continuation(context, answer), Continuation(context, answer.flip(0))]],
         padding=0,
-        most_tokens=100,
+        max_tokens=100,
     )
     assert found.is_greedy
     assert other.is_greedy == torch.equal(answer, answer.flip(0))
@@ -120,19 +120,19 @@ def test_a_shared_passage_is_computed_once():
         for question in questions
         for answer in (3, 4)
     ]
-    (batch,) = candidate_batches([group], padding=0, columns_before=0, most_tokens=10_000)
+    (batch,) = candidate_batches([group], padding=0, columns_before=0, max_tokens=10_000)
     # All questions begin with the same token too, and both answers follow from one.
     assert (batch.beginnings.shape, batch.endings.shape) == ((1, 59), (20, 2))
     assert len(batch.labels) == 40
-    several = candidate_batches([group], padding=0, columns_before=0, most_tokens=8 * 62)
+    several = candidate_batches([group], padding=0, columns_before=0, max_tokens=8 * 62)
     assert [len(each.endings) for each in several] == [8, 8, 4]
 
 
 def test_a_text_that_does_not_fit_is_refused():
     group = [Continuation(torch.arange(2, 30), torch.tensor([3]))]
     with pytest.raises(DataError, match="a text of 28 tokens takes 34"):
-        candidate_batches([group], padding=0, columns_before=5, most_tokens=33)
-    candidate_batches([group], padding=0, columns_before=5, most_tokens=34)
+        candidate_batches([group], padding=0, columns_before=5, max_tokens=33)
+    candidate_batches([group], padding=0, columns_before=5, max_tokens=34)
 
 
 _TEXT = st.lists(st.integers(2, 4), min_size=1, max_size=5).map(torch.tensor)
@@ -143,12 +143,12 @@ _TEXT = st.lists(st.integers(2, 4), min_size=1, max_size=5).map(torch.tensor)
     st.integers(12, 60),
 )
 @settings(deadline=None, max_examples=60)
-def test_every_target_is_predicted_from_the_text_before_it(groups, most_tokens):
+def test_every_target_is_predicted_from_the_text_before_it(groups, max_tokens):
     """For any groups, beginnings and budgets; what precedes a target is read off the batch."""
     found = {}
-    for batch in candidate_batches(groups, padding=0, columns_before=1, most_tokens=most_tokens):
+    for batch in candidate_batches(groups, padding=0, columns_before=1, max_tokens=max_tokens):
         rows, each = len(batch.beginnings), batch.endings_each
-        assert rows * batch.tokens_kept(1) <= most_tokens
+        assert rows * batch.tokens_kept(1) <= max_tokens
         width, ending_width = batch.beginnings.shape[1], batch.endings.shape[1]
         for position, label, owner in zip(
             batch.positions.tolist(), batch.labels.tolist(), batch.owners, strict=True

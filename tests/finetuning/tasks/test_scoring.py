@@ -66,7 +66,7 @@ def test_candidates_have_the_probabilities_of_a_plain_loop(name, end, model, che
         expected.append(torch.tensor(sums).double())
     prepared = prepare(tokenizer, task, questions, 200)
     for most in (2000, 400):
-        found = answer(WholeModel(model), tokenizer, prepared, most_tokens=most, new_tokens=6)
+        found = answer(WholeModel(model), tokenizer, prepared, max_tokens=most, new_tokens=6)
         assert found.texts == [
             question.candidates[int(sums.argmax())]
             for question, sums in zip(questions, expected, strict=True)
@@ -97,9 +97,9 @@ def test_the_loss_of_right_answers_is_that_of_rows_to_train_on(name, end, model,
     expected = held_out_loss(whole, examples, tokenizer.pad_token_id, 4).loss
     prepared = prepare(tokenizer, task, read_questions(file, task), 200)
     for most in (2000, 400):
-        found = answer(whole, tokenizer, prepared, most_tokens=most, new_tokens=6, with_loss=True)
+        found = answer(whole, tokenizer, prepared, max_tokens=most, new_tokens=6, with_loss=True)
         assert found.loss == pytest.approx(expected, abs=1e-5)
-    alone = answer(whole, tokenizer, prepared, most_tokens=2000, new_tokens=6)
+    alone = answer(whole, tokenizer, prepared, max_tokens=2000, new_tokens=6)
     assert alone.loss is None
     assert alone.texts == found.texts
     assert alone.probabilities == pytest.approx(found.probabilities, abs=1e-4)
@@ -119,7 +119,7 @@ def test_of_equally_likely_answers_the_first_is_chosen(checkpoint, write):
     tokenizer = load_tokenizer(checkpoint)
     vocabulary = {text: len(tokenizer(text).input_ids) for text in ("yes", "no", "maybe")}
     prepared = prepare(tokenizer, TASKS["cb"], questions, 200)
-    found = answer(Indifferent(), tokenizer, prepared, most_tokens=2000, new_tokens=6)
+    found = answer(Indifferent(), tokenizer, prepared, max_tokens=2000, new_tokens=6)
     assert found.texts == [min(vocabulary, key=vocabulary.__getitem__)]
 
 
@@ -133,7 +133,7 @@ def test_all_right_answers_share_the_probability(checkpoint, write):
         zip(question.candidates, torch.tensor(lengths).neg().double().softmax(0), strict=True)
     )
     prepared = prepare(tokenizer, TASKS["record"], [question], 200)
-    found = answer(Indifferent(), tokenizer, prepared, most_tokens=2000, new_tokens=6)
+    found = answer(Indifferent(), tokenizer, prepared, max_tokens=2000, new_tokens=6)
     assert shares["Bo Lee"] > 1e-3
     assert found.probabilities == pytest.approx([float(shares["Bo"] + shares["Bo Lee"])])
 
@@ -149,7 +149,7 @@ def test_texts_are_generated_greedily(name, model, checkpoint, write):
             tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True).strip()
         )
     prepared = prepare(tokenizer, TASKS[name], questions, 200)
-    found = answer(WholeModel(model), tokenizer, prepared, most_tokens=2000, new_tokens=6)
+    found = answer(WholeModel(model), tokenizer, prepared, max_tokens=2000, new_tokens=6)
     assert found.texts == expected
     scores = score(expected, [question.answers[0] for question in questions])
     for metric, value in score_answers(TASKS[name], questions, found).items():

@@ -144,7 +144,7 @@ def test_rows_in_groups_have_the_sum_of_all_at_once(random_model, draw_examples,
     sums, losses = {}, {}
     for rows in (9, 2, 1, 0):
         private = PrivateGradients(
-            WholeModel(model), parameters, Noise(0.0, 0.5, 1.0), most_bytes=rows * one_row
+            WholeModel(model), parameters, Noise(0.0, 0.5, 1.0), max_bytes=rows * one_row
         )
         (losses[rows],) = private.accumulate([batch], seed=0)
         sums[rows] = {name: p.grad for name, p in parameters.items()}
@@ -160,7 +160,7 @@ def test_memory_does_not_grow_with_the_rows_of_a_micro_batch(random_model, draw_
     one_row = 4 * sum(p.numel() for p in parameters.values())
     assert one_row > 3.9e6
     private = PrivateGradients(
-        WholeModel(model), parameters, Noise(0.0, 1.0, 1.0), most_bytes=4 * one_row
+        WholeModel(model), parameters, Noise(0.0, 1.0, 1.0), max_bytes=4 * one_row
     )
     private.accumulate([collate(draw_examples(4, longest=8), 0)], seed=0)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak

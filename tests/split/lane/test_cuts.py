@@ -119,8 +119,8 @@ def test_what_was_received_before_a_cut_is_not_lost(server):
     proxy.stop()
 
 
-def test_a_stream_is_replaced_before_its_keys_are_worn_out(server, monkeypatch):
-    monkeypatch.setattr(streams, "_WORN_BYTES", 2_000_000)
+def test_a_stream_is_replaced_before_its_keys_are_exhausted(server, monkeypatch):
+    monkeypatch.setattr(streams, "_REPLACE_AFTER_BYTES", 2_000_000)
     client, lane = server.pair()
     exchange(client, lane)
     assert client.opened == lane.opened > 2

@@ -1,4 +1,4 @@
-"""Altered messages, replayed records, eavesdroppers and strangers."""
+"""Altered messages, replayed records, eavesdroppers and outsiders."""
 
 import queue
 import threading
@@ -182,7 +182,7 @@ def test_what_happens_to_a_record_on_its_way_down_costs_a_stream_and_no_frame(se
 
 
 def test_who_alters_every_stream_ends_a_lane_that_was_cut_too_often(server, monkeypatch):
-    monkeypatch.setattr(lanes, "_MOST_STREAMS", 3)
+    monkeypatch.setattr(lanes, "_MAX_STREAMS", 3)
     with relaying(server, up=changing(3, CHANGES["a bit of the tag"])) as relay:
         client, lane = server.pair(address=relay.address)
         client.send(Kind.STEP)
@@ -224,7 +224,7 @@ def test_what_comes_back_to_its_sender_is_a_cut(server):
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000, 2**20 + 100])
-def test_strangers_bytes_are_refused(server, size):
+def test_outsiders_bytes_are_refused(server, size):
     with closing(grpc.insecure_channel(server.address)) as channel:
         method = channel.stream_stream(f"/{SERVICE}/{METHOD}")
         with pytest.raises(grpc.RpcError) as raised:

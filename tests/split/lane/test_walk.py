@@ -22,7 +22,7 @@ from split.protocol.tickets import Identity, TicketBook
 from tests.split.lanes import COURT, LIMITS, hybrid_keys
 
 CLINIC = Identity("run", 1, "clinic")
-# docs/wire.md: a lane's tickets that are good at once, and handshakes under way for one identity.
+# docs/wire.md: a lane's tickets that are good at once, and handshakes in progress for one identity.
 TICKETS, HANDSHAKES = 8, 4
 SIDES = ("client", "server")
 TWO_RECORDS = {"adapter": torch.zeros(2**18)}
@@ -113,8 +113,8 @@ class Walk:
     Attributes:
         good: Tickets that the server must accept, oldest first.
         seen: First messages that it has received.
-        dialling: The client's handshake under way.
-        waiting: The server's handshakes under way, oldest first.
+        dialling: The client's handshake in progress.
+        waiting: The server's handshakes in progress, oldest first.
         newest: The only one of them that may still be confirmed.
         taken: What both ends have accepted.
 

@@ -75,7 +75,7 @@ def test_devices_are_the_settings_or_what_there_is():
 
 
 @pytest.mark.parametrize("devices", ["cuda", "cuda:0,cpu", "cuda:0,cuda:0", "cuda:0,", "tpu:0"])
-def test_odd_devices_are_refused(devices):
+def test_unsupported_devices_are_refused(devices):
     with pytest.raises(ValidationError, match="each once"):
         SplitSettings(body_devices=devices)
 

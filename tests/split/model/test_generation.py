@@ -14,7 +14,7 @@ from finetuning.settings import AdapterSettings
 from split.model.adapters import take_apart
 from split.model.partition import partition_of
 from tests.split.clients import (
-    MOST_KEPT,
+    MAX_CACHED_TOKENS,
     Client,
     bodies_kept,
     draw,
@@ -130,7 +130,7 @@ def test_texts_that_outgrow_what_a_model_was_trained_for(
     scene = Scene(directory, "Phi3", prefix, head_blocks=blocks, tail_blocks=blocks)
     client = scene.client()
     with (
-        scene.serving(most_kept=MOST_KEPT + 3 * 5) as server,
+        scene.serving(max_cached_tokens=MAX_CACHED_TOKENS + 3 * 5) as server,
         scene.lane(server, client) as model,
     ):
         scene.choose(model)
@@ -211,14 +211,14 @@ def test_keys_and_values_are_freed(random_checkpoint):
             settled(0)
             send_texts(model)
             model.lane.receive(30)
-            settled(MOST_KEPT)
+            settled(MAX_CACHED_TOKENS)
         server.finish_lanes()
         settled(0)
 
 
 def test_generations_wait_for_room(random_checkpoint):
     """The budget is enough for one: each ends before another begins, and all are right."""
-    scene = Scene(random_checkpoint("Llama"), activation_budget=MOST_KEPT + 1)
+    scene = Scene(random_checkpoint("Llama"), activation_budget=MAX_CACHED_TOKENS + 1)
     expected = generated(scene.whole(), **GREEDY)
     clients = [scene.client(name) for name in ("alpha", "beta", "gamma")]
     texts: dict[str, list[torch.Tensor]] = {client.name: [] for client in clients}

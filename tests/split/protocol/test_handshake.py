@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from split.protocol import handshake as module
 from split.protocol.errors import HandshakeError, Refusal, ServerKeyError, TicketError
 from split.protocol.handshake import ClientHandshake, ServerHandshake
-from split.protocol.hello import LONGEST_HELLO, hello_context, read_hello, write_hello
+from split.protocol.hello import MAX_HELLO_BYTES, hello_context, read_hello, write_hello
 from split.protocol.keys import ServerKeys, wrap
 from split.protocol.tickets import Identity, Ticket, TicketBook
 
@@ -119,7 +119,7 @@ def test_messages_have_exact_lengths():
         for length in range(len(whole)):
             refusal(call, whole[:length])
         refusal(call, whole + b"\0")
-        refusal(call, bytes(LONGEST_HELLO + 1))
+        refusal(call, bytes(MAX_HELLO_BYTES + 1))
 
     hello = pair.client.hello()
     refused(pair.server.read, hello)
@@ -132,7 +132,7 @@ def test_messages_have_exact_lengths():
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=LONGEST_HELLO + 10), st.booleans(), st.integers(1, 3))
+@given(st.binary(max_size=MAX_HELLO_BYTES + 10), st.booleans(), st.integers(1, 3))
 def test_any_bytes_are_refused_by_name(content, with_prefix, number):
     if with_prefix:
         content = b"CHLN\x03" + bytes([number]) + content
@@ -154,7 +154,7 @@ def test_the_longest_names_fit():
     identity = Identity("法" * 84 + "run", 2**32 - 1, "n" * 255)
     pair = Pair(identity=identity)
     hello = pair.client.hello()
-    assert len(hello) == LONGEST_HELLO
+    assert len(hello) == MAX_HELLO_BYTES
     assert pair.server.read(hello) == identity
     finished, _ = pair.client.finish(pair.server.answer())
     pair.server.accept(finished)
@@ -232,7 +232,7 @@ def test_the_mac_is_checked_before_any_public_key_work(monkeypatch):
     hello = pair.client.hello()
 
     def fail(*_):
-        raise AssertionError("work for a stranger")
+        raise AssertionError("work for an outsider")
 
     monkeypatch.setattr(ServerKeys, "unwrap", fail)
     monkeypatch.setattr(module, "_agree", fail)

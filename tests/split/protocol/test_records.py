@@ -13,7 +13,7 @@ from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.payload import Outgoing
 from split.protocol.records import (
     HEADER_BYTES,
-    LONGEST_RECORD,
+    MAX_RECORD_BYTES,
     RECORD_BYTES,
     Opener,
     Sealer,
@@ -50,7 +50,7 @@ def test_frames_come_as_they_went():
     sealer, opener = Sealer(UP), Opener(UP, LIMITS)
     for frame in (step(1), large(), step(2)):
         sealed = seal(sealer, frame)
-        assert all(len(record) <= LONGEST_RECORD for record in sealed)
+        assert all(len(record) <= MAX_RECORD_BYTES for record in sealed)
         (came,) = opened(opener, sealed)
         assert (came.kind, came.step, came.micro_batch) == (frame.kind, 5, 6)
         assert came.fields == frame.fields
@@ -240,7 +240,7 @@ def test_every_bit_of_a_counter_is_in_the_nonce(counter):
 
 
 def test_a_key_encrypts_no_more_than_it_may(monkeypatch):
-    monkeypatch.setattr(records, "MOST_BYTES", 80)
+    monkeypatch.setattr(records, "MAX_BYTES", 80)
     sealer = Sealer(UP)
     for _ in range(2):  # of 40 bytes
         seal(sealer, step())

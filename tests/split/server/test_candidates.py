@@ -29,7 +29,7 @@ def draw_groups() -> list[list[Continuation]]:
 
 
 def values(model, most=MOST) -> list[float]:
-    found = log_probabilities(model, draw_groups(), padding=0, most_tokens=most)
+    found = log_probabilities(model, draw_groups(), padding=0, max_tokens=most)
     return [each.log_probability for group in found for each in group]
 
 
@@ -51,7 +51,7 @@ def test_they_are_the_whole_model_s(random_checkpoint, architecture, kind, block
     expected = values(whole)
     with whole.without_adapter():
         bare = values(whole)
-    with scene.serving(most_kept=MOST) as server:
+    with scene.serving(max_cached_tokens=MOST) as server:
         with scene.lane(server, client) as model:
             scene.choose(model)
             assert values(model) == pytest.approx(expected, abs=1e-5)
@@ -91,7 +91,7 @@ def send_endings(model, rows, columns, each, index=1, side="right") -> None:
 def test_what_was_not_agreed_ends_the_lane(random_checkpoint, endings, reason):
     scene = scene_of(random_checkpoint)
     client = scene.client()
-    with scene.serving(most_kept=84) as server:
+    with scene.serving(max_cached_tokens=84) as server:
         with scene.lane(server, client) as model, pytest.raises(PeerError, match=reason):
             scene.choose(model)
             send_texts(model, new_tokens=17)
@@ -106,7 +106,7 @@ def test_endings_are_computed_once_and_nothing_follows_them(random_checkpoint):
     scene = scene_of(random_checkpoint)
     client = scene.client()
     expected = generated(scene.whole(), **GREEDY)
-    with scene.serving(most_kept=84) as server:
+    with scene.serving(max_cached_tokens=84) as server:
         for follow in (
             lambda model: send_endings(model, rows=6, columns=3, each=2),
             lambda model: send_endings(model, rows=6, columns=1, each=1, index=2),
@@ -149,7 +149,7 @@ def test_a_batch_keeps_to_the_agreed_tokens(random_checkpoint):
     assert max(len(b.beginnings) * b.tokens_kept(0) for b in batches) <= MOST
     client = scene.client()
     with (
-        scene.serving(most_kept=MOST - 20) as server,
+        scene.serving(max_cached_tokens=MOST - 20) as server,
         scene.lane(server, client) as model,
         pytest.raises(PeerError, match=f"agreed on are at most {MOST - 20}"),
     ):

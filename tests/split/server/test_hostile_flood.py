@@ -26,20 +26,20 @@ from tests.split.clients import SIZES, Client, serving, split_settings, train_to
 from tests.split.hostile import (
     CUTS,
     MEMBERS,
-    STRANGERS,
+    OUTSIDERS,
     Member,
     hidden,
     join,
+    outsider,
     recorded,
-    stranger,
 )
 
 pytestmark = pytest.mark.nightly
 _ROUNDS, _STEPS = 2, 20
-_STRANGERS_OF_A_KIND, _MEMBERS_OF_A_KIND = 10, 3  # in each round
+_OUTSIDERS_OF_A_KIND, _MEMBERS_OF_A_KIND = 10, 3  # in each round
 _WIDTH = 32
 # Without a leak the second flood leaves less than 1 MB more than the first.
-_MOST_GROWTH = 12e6
+_MAX_GROWTH = 12e6
 _SPARE_THREADS = 4  # gRPC's own pool varies
 _SETTLED_SECONDS = 60.0
 
@@ -148,7 +148,7 @@ class Flood:
         self.alive: set[str] = set()
         self._begun, self._over = threading.Event(), threading.Event()
         self._errors: list[BaseException] = []
-        works = (self._come_as_strangers, self._come_as_members, partial(spoil, spoiling))
+        works = (self._come_as_outsiders, self._come_as_members, partial(spoil, spoiling))
         self._threads = [threading.Thread(target=self._run, args=(work,)) for work in works]
         self._spoiling = self._threads[-1]
 
@@ -172,12 +172,12 @@ class Flood:
         except BaseException as error:
             self._errors.append(error)
 
-    def _come_as_strangers(self) -> None:
+    def _come_as_outsiders(self) -> None:
         hello, address = recorded(self._honest), self._honest.address
         with ExitStack() as stack:
-            for _ in range(_STRANGERS_OF_A_KIND):
-                for write in STRANGERS.values():
-                    stack.enter_context(stranger(address, write(self._honest, hello)))
+            for _ in range(_OUTSIDERS_OF_A_KIND):
+                for write in OUTSIDERS.values():
+                    stack.enter_context(outsider(address, write(self._honest, hello)))
             self._begun.set()
             self._over.wait()
 
@@ -185,7 +185,7 @@ class Flood:
         for kind, invitation in self._members:
             try:
                 member = Member(invitation)
-            except grpc.RpcError:  # strangers occupy all connections at the moment
+            except grpc.RpcError:  # outsiders occupy all connections at the moment
                 continue
             with closing(member):
                 for record in MEMBERS[kind](member.sealer, _WIDTH):
@@ -250,4 +250,4 @@ def test_a_flood_costs_no_bit_and_leaves_nothing(base, beginning, schedule, monk
             assert all(torch.equal(value, found[party][n]) for n, value in state.items()), party
     assert second.descriptors <= max(first.descriptors, idle.descriptors)
     assert second.threads <= idle.threads + _SPARE_THREADS
-    assert second.memory - first.memory <= _MOST_GROWTH, (idle, first, second)
+    assert second.memory - first.memory <= _MAX_GROWTH, (idle, first, second)

@@ -33,8 +33,8 @@ def test_nobody_waits_for_a_client_that_is_excused(base, beginning, schedule, pe
     beta = Client("beta", base, split)
     with serving(base, beginning, split) as server:
         server.begin_round(SIZES, 0)
-        server.excuse("alpha")
-        threading.Timer(1.0, server.excuse, ["gamma"]).start()
+        server.mark_absent("alpha")
+        threading.Timer(1.0, server.mark_absent, ["gamma"]).start()
         beta.train(server, beginning, 3)
     assert len(beta.losses) == 3
 
@@ -44,7 +44,7 @@ def test_too_few_are_left_when_others_are_excused(base, beginning):
     with serving(base, beginning, beta.split, minimum=2) as server:
         server.begin_round(SIZES, 0)
         for other in ("alpha", "gamma"):
-            server.excuse(other)
+            server.mark_absent(other)
         with pytest.raises(LaneError, match="1 of 3 clients joined, the others have answered"):
             beta.train(server, beginning, 3)
 

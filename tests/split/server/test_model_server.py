@@ -24,7 +24,7 @@ class Served(Scene):
     def model_server(self):
         partition = partition_of(self.directory, self.split)
         body = load_parts(ModelSettings(), self.directory, partition, ("body",))["body"]
-        server = ModelServer(body, self.adapter, self.split, "run", longest_prompt=20)
+        server = ModelServer(body, self.adapter, self.split, "run", max_prompt_length=20)
         try:
             yield server
         finally:

@@ -15,7 +15,7 @@ from tests.split.model.test_generation import GREEDY, NEW, SAMPLED, Scene, ends_
 from tests.split.model.test_prefixes import ARCHITECTURES, PREFIX
 
 # Prompts, new tokens and prefixes of three rows.
-MOST_KEPT = 3 * (11 + NEW + PREFIX.prefix_length)
+MAX_CACHED_TOKENS = 3 * (11 + NEW + PREFIX.prefix_length)
 # All of whose blocks have windows that are shorter than prompts; by the others the prefix is left
 # behind while the texts grow.
 SHORT = ("Mistral", "Gemma3Text")
@@ -48,7 +48,7 @@ def test_texts_are_the_whole_model_s_token_for_token(architecture, changes, rand
     for blocks in ({}, {"head_blocks": 0, "tail_blocks": 0}):
         scene = Scene(directory, architecture, PREFIX, **blocks)
         client = scene.client()
-        with scene.serving(most_kept=MOST_KEPT) as server:
+        with scene.serving(max_cached_tokens=MAX_CACHED_TOKENS) as server:
             with scene.lane(server, client) as model:
                 for name in ("base", "global", "base"):
                     choose(scene, model, name)
@@ -66,7 +66,10 @@ def test_prompts_without_padding_and_of_one_token(architecture, random_checkpoin
     scene = Scene(directory, architecture, PREFIX)
     whole, client = scene.whole(), scene.client()
     drawn = torch.randint(2, 64, (3, 11), generator=torch.Generator().manual_seed(0))
-    with scene.serving(most_kept=MOST_KEPT) as server, scene.lane(server, client) as model:
+    with (
+        scene.serving(max_cached_tokens=MAX_CACHED_TOKENS) as server,
+        scene.lane(server, client) as model,
+    ):
         scene.choose(model)
         for tokens in (drawn, drawn[:, :1]):
             texts = [
@@ -117,16 +120,19 @@ def test_prefixes_take_their_place_in_the_budget(random_checkpoint):
     scene = Scene(random_checkpoint("Llama"), "Llama", PREFIX)
     client = scene.client()
 
-    with scene.serving(most_kept=MOST_KEPT) as server:
+    with scene.serving(max_cached_tokens=MAX_CACHED_TOKENS) as server:
         with scene.lane(server, client) as model:
-            for name, expected in (("global", MOST_KEPT), ("base", 3 * (11 + NEW))):
+            for name, expected in (("global", MAX_CACHED_TOKENS), ("base", 3 * (11 + NEW))):
                 choose(scene, model, name)
                 send_texts(model, new_tokens=NEW)
                 model.lane.receive(30)
                 assert tokens_taken(server, scene.split) == expected
         server.finish_lanes()
         assert tokens_taken(server, scene.split) == 0
-    with scene.serving(most_kept=MOST_KEPT - 1) as server, scene.lane(server, client) as model:
+    with (
+        scene.serving(max_cached_tokens=MAX_CACHED_TOKENS - 1) as server,
+        scene.lane(server, client) as model,
+    ):
         scene.choose(model)
         send_texts(model, new_tokens=NEW)
         with pytest.raises(LaneError, match=r"with a prefix of 5.* at most 83 tokens"):

@@ -149,7 +149,7 @@ REFUSED = {
     "twice": (twice, "1 is due"),
     "no targets": (lambda s, m: (s.join(m), s.send_hidden(m, targets=0)), "more than its step"),
     "too large": (larger, "18 padded tokens came"),
-    "beyond its credits": (beyond_credits, "under way"),
+    "beyond its credits": (beyond_credits, "in flight"),
     "a gradient of nothing": (lambda s, m: (s.join(m), s.gradient(m)), "before its output"),
     "a gradient of another shape": (odd_gradient, "shape"),
     "a step without gradients": (early_step, "before all its gradients"),
@@ -250,7 +250,7 @@ def test_clients_share_the_budget_unless_they_take_turns(base, beginning, schedu
     with serving(base, beginning, split) as server:
         server.begin_round(SIZES, 0)
         for other in ("beta", "gamma"):
-            server.excuse(other)
+            server.mark_absent(other)
         invitation = server.invite_to_train("alpha", 1, 0, 60.0)
         with Client("alpha", base, split).lane(invitation) as model:
             fields = {"steps": 3, "first_step": 0, "total_steps": 3, "longest": 16}
@@ -288,7 +288,7 @@ def test_an_evaluation_has_credits_too(base, beginning):
                 # All of them may fit into the client's queue before the server has read the second.
                 while True:
                     model.lane.receive(30.0)
-        assert "under way" in server.finish_lanes()[0].error
+        assert "in flight" in server.finish_lanes()[0].error
 
 
 def answered(model, **changes):
@@ -307,8 +307,8 @@ REFUSED_TEXTS = {
     "several at once": (lambda m: (answered(m), send_texts(m, 3, 2, None, 1)), "3 × 1 were due"),
     "other rows": (lambda m: (answered(m), follow(m, 2, rows=2)), "2 × 1 tokens came"),
     "another number": (lambda m: (answered(m), send_texts(m, 3, 1, None, 2)), "as number 1"),
-    "two under way": (lambda m: [send_texts(m) for _ in range(9)], "under way"),
-    "an early end": (lambda m: (send_texts(m), m.lane.send(Kind.STEP)), "under way"),
+    "two in flight": (lambda m: [send_texts(m) for _ in range(9)], "in flight"),
+    "an early end": (lambda m: (send_texts(m), m.lane.send(Kind.STEP)), "in flight"),
     "an end of nothing": (lambda m: m.lane.send(Kind.STEP), "STEP came in an evaluation"),
     "padding on the right": (lambda m: send_texts(m, side="right"), "padding on the right"),
     "nothing": (lambda m: send_texts(m, new_tokens=0), "a generation of 0 tokens"),
@@ -377,7 +377,7 @@ def test_a_round_does_not_end_before_its_last_step_is_computed(base, beginning):
 def test_what_a_generation_may_not_do_ends_its_lane_alone(base, beginning, what):
     disturb, reason = REFUSED_TEXTS[what]
     client = Client("alpha", base, split_settings())
-    agreed = {"most_kept": 0} if what == "what was not agreed" else {}
+    agreed = {"max_cached_tokens": 0} if what == "what was not agreed" else {}
 
     def lane():
         return client.lane(server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0))
@@ -386,7 +386,7 @@ def test_what_a_generation_may_not_do_ends_its_lane_alone(base, beginning, what)
         with lane() as model:
             model.choose("base", None)
             with pytest.raises(LaneError):
-                if reason == "under way":  # and not computed before more comes
+                if reason == "in flight":  # and not computed before more comes
                     with busy(server):
                         disturb(model)
                         wait_until(lambda: cleans_up(server))

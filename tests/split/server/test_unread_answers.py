@@ -73,12 +73,12 @@ def assert_released(before: int) -> None:
     wait_until(lambda: more() <= 4 * ANSWER_BYTES, seen=more)
 
 
-def most_kept(tokens: int, window: int) -> int:
+def max_cached_tokens(tokens: int, window: int) -> int:
     """Return the bytes that a server keeps for a client at most.
 
     Args:
         tokens: The most of a micro-batch.
-        window: Micro-batches that may be under way at once.
+        window: Micro-batches that may be in flight at once.
 
     """
     average = {Kind.AVERAGE: SMALL_PAYLOAD_BYTES}
@@ -120,7 +120,7 @@ def test_an_evaluation_whose_answers_are_not_read_ends_alone(base, beginning):
             model.choose("base", None)
             expected, found = model.summed_losses(batches), []
             before = bytes_in_memory()
-            most = most_kept(LONGEST, split.window)
+            most = max_cached_tokens(LONGEST, split.window)
             leave_all_unread(member, most, lambda: found.append(model.summed_losses(batches)))
             assert [*found, model.summed_losses(batches)] == [expected] * 2
             model.end()
@@ -141,7 +141,7 @@ def test_generations_that_begin_again_and_again_unread_end_alone(random_checkpoi
             with closing(Member(invitation)) as member:
                 leave_all_unread(
                     member,
-                    most_kept(2 * LONGEST, window=1),
+                    max_cached_tokens(2 * LONGEST, window=1),
                     lambda: found.append(generated(model, **GREEDY)),
                     side="left",
                     new_tokens=1,

@@ -23,7 +23,7 @@ from tests.split.wire.stream import CutError, Stream
 HANDSHAKE_SECONDS = 10.0
 FIRST_PATIENCE_SECONDS = 15.0
 CLOSE_SECONDS = 5.0
-MOST_BYTES_OF_A_KEY = 2**38 - 2**32
+MAX_BYTES_OF_A_KEY = 2**38 - 2**32
 
 
 class LaneEndedError(Exception):
@@ -86,7 +86,7 @@ class Lane:
         frame = Frame(kind, step, micro_batch, payload)
         self._kept.append(frame)
         self._put(frame)
-        if max(self._sealer.encrypted, self._opener.decrypted) > MOST_BYTES_OF_A_KEY:
+        if max(self._sealer.encrypted, self._opener.decrypted) > MAX_BYTES_OF_A_KEY:
             self._stream.close()
 
     def receive(self, timeout: float) -> Frame:

@@ -290,9 +290,9 @@ def test_an_altered_record_is_a_cut(base, beginning, ours, direction):
     assert (account.steps, account.error, client.opened.streams) == (2, "", 2)
 
 
-def test_a_stream_is_replaced_before_its_key_is_worn_out(base, beginning, ours, monkeypatch):
+def test_a_stream_is_replaced_before_its_key_is_exhausted(base, beginning, ours, monkeypatch):
     split = split_settings()
-    monkeypatch.setattr(lane_module, "MOST_BYTES_OF_A_KEY", 20_000)
+    monkeypatch.setattr(lane_module, "MAX_BYTES_OF_A_KEY", 20_000)
     client = WireClient("alpha", base, split, DROPOUT)
     found, account = trained(base, beginning, split, 2, client)
     assert_equal(found, ours("float32"))
@@ -319,7 +319,7 @@ def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning
     parts = take_apart(beginning, partition)
     body = load_parts(ModelSettings(), base, partition, ("body",))["body"]
     tokens, mask = torch.arange(2, 9)[None], torch.ones(1, 7, dtype=torch.int64)
-    server, texts = ModelServer(body, ADAPTER, split, "run", longest_prompt=7), []
+    server, texts = ModelServer(body, ADAPTER, split, "run", max_prompt_length=7), []
     try:
         made = server.invite("alpha", {"global": parts["body"]}, 60.0)
         standing = StandingInvitation(
@@ -337,8 +337,8 @@ def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning
             head_blocks=partition.head,
             tail_blocks=partition.tail,
             wire_dtype=split.wire_dtype,
-            most_tokens=split.activation_budget,
-            longest_prompt=7,
+            max_tokens=split.activation_budget,
+            max_prompt_length=7,
             models={"global": ""},
         )
         (tmp_path / "alpha.json").write_text(standing.model_dump_json())

@@ -1,9 +1,9 @@
-"""What a stranger in an institution's network tries; prints what is answered, as JSON.
+"""What an outsider in an institution's network tries; prints what is answered, as JSON.
 
-python stranger.py interfaces HOST:PORT authority.pem
-python stranger.py paths HOST:PORT authority.pem
-python stranger.py ports HOST:PORT …
-python stranger.py block-server HOST:PORT
+python outsider.py interfaces HOST:PORT authority.pem
+python outsider.py paths HOST:PORT authority.pem
+python outsider.py ports HOST:PORT …
+python outsider.py block-server HOST:PORT
 """
 
 import json

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from bench.deployment.hosts import View
+from tests.deployment.hosts import View
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 

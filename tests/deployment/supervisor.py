@@ -10,8 +10,8 @@ from threading import Event, Thread
 
 import psutil
 
-from bench.deployment.deployment import Deployment
-from bench.deployment.program import DeploymentError, Program
+from tests.deployment.deployment import Deployment
+from tests.deployment.program import DeploymentError, Program
 
 # Soon, and often enough for a SuperNode, which is refused for up to 60 s.
 RESTART_SECONDS = 15.0

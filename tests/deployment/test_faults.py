@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bench.faults import main
+from tests.deployment.faults import main
 
 pytestmark = pytest.mark.nightly
 

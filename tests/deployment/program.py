@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from bench.deployment.compose import Service
-from bench.deployment.hosts import Host
+from tests.deployment.compose import Service
+from tests.deployment.hosts import Host
 
 _READY_SECONDS = 90.0
 _STOP_SECONDS = 30.0

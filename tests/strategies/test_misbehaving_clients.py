@@ -18,9 +18,9 @@ from flwr.app import (
 )
 from flwr.common.constant import ErrorCode
 
-from bench.in_process import MemoryJournal
 from federation.messages import ARRAYS, METRICS, SIZE, TRAIN_EXAMPLES
 from strategies.participants import RefusedError, TooFewClientsError
+from tests.in_process import MemoryJournal
 from tests.strategies.grids import SpyingGrid, start
 
 
@@ -115,7 +115,7 @@ def transpose(reply):
     return reply
 
 
-ODD = {
+INVALID = {
     "NaN": (put(np.full((4, 32), np.nan, np.float32)), "finite"),
     "infinity": (put(np.full((4, 32), np.inf, np.float32)), "finite"),
     "shape": (put(np.zeros((5, 32), np.float32)), r"float32\[5, 32\]"),
@@ -147,9 +147,9 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("kind", ODD)
-def test_an_odd_reply_is_left_out_by_name_and_the_others_count(values, tmp_path, kind):
-    how, reason = ODD[kind]
+@pytest.mark.parametrize("kind", INVALID)
+def test_an_invalid_reply_is_left_out_by_name_and_the_others_count(values, tmp_path, kind):
+    how, reason = INVALID[kind]
     own = values | {"state-path": str(tmp_path), "rounds": 2, "min-nodes": 2}
     journal = MemoryJournal()
     start(own, SpyingGrid(own, spoil("beta", how)), journal)
@@ -253,12 +253,12 @@ def test_a_client_that_vanishes_is_named(values, tmp_path):
 
 def test_those_left_out_are_named_in_the_order_of_names(values, tmp_path):
     """Whoever answers oddly is known before those who don't answer at all."""
-    silent, odd = ODD["silence"][0], ODD["NaN"][0]
+    silent, wrong = INVALID["silence"][0], INVALID["NaN"][0]
     own = values | {"strategy": "fedjudge-base", "rounds": 1, "min-nodes": 1}
     own |= {"state-path": str(tmp_path)}
 
     def change(reply):
-        return spoil("alpha", silent)(spoil("gamma", odd)(reply))
+        return spoil("alpha", silent)(spoil("gamma", wrong)(reply))
 
     journal = MemoryJournal()
     start(own, SpyingGrid(own, change), journal)
@@ -308,7 +308,7 @@ def test_one_who_joins_later_is_asked_first_and_a_silent_one_three_times(values,
 
 def test_too_few_valid_replies_end_the_run_with_names_and_reasons(values, tmp_path):
     own = values | {"state-path": str(tmp_path)}
-    grid = SpyingGrid(own, spoil("beta", ODD["NaN"][0]))
+    grid = SpyingGrid(own, spoil("beta", INVALID["NaN"][0]))
     with pytest.raises(TooFewClientsError, match=r"2 valid replies.*min-nodes = 3[\s\S]*beta: "):
         start(own, grid, MemoryJournal())
 

@@ -110,7 +110,7 @@ ODD_ENDS = {
 
 
 @pytest.mark.parametrize("what", ODD_ENDS)
-def test_an_odd_end_of_a_step_changes_no_gradient(ends, what):
+def test_an_invalid_end_of_a_step_changes_no_gradient(ends, what):
     changes, words = ODD_ENDS[what]
     with answered(ends, lambda *a: end_of_step(*a, **changes)) as model:
         join(model)
@@ -148,7 +148,7 @@ ODD_AVERAGES = {
 
 
 @pytest.mark.parametrize("what", ODD_AVERAGES)
-def test_an_odd_average_changes_no_weight(ends, what):
+def test_an_invalid_average_changes_no_weight(ends, what):
     changes, words = ODD_AVERAGES[what]
     with answered(ends, end_of_step, lambda *a: average(*a, **changes)) as model:
         before = {name: p.detach().clone() for name, p in model.parameters.items()}
@@ -180,7 +180,7 @@ ODD_TOKENS = {
 
 
 @pytest.mark.parametrize("what", ODD_TOKENS)
-def test_an_odd_answer_ends_a_generation(ends, what):
+def test_an_invalid_answer_ends_a_generation(ends, what):
     answer, words = ODD_TOKENS[what]
     prompts = torch.tensor([[5, 6, 7]])
     with answered(ends, answer) as model:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.deployment.compose import read_services
-from bench.deployment.hosts import FOLDER, Host, network
-from bench.deployment.program import DeploymentError, Program
 from federation.run_config import Scalar
+from tests.deployment.compose import read_services
+from tests.deployment.hosts import FOLDER, Host, network
+from tests.deployment.program import DeploymentError, Program
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 COMPLETED = "finished:completed"

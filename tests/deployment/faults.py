@@ -1,4 +1,4 @@
-"""Runs whose processes are killed: ``python -m bench.faults [FOLDER] --runs 40``.
+"""Runs whose processes are killed: ``python -m tests.deployment.faults [FOLDER] --runs 40``.
 
 Each run has a deployment of its own, with one coordinator and two institutions, and one of its
 processes is killed at a random moment, as by the end of its container. A supervisor starts programs
@@ -28,10 +28,15 @@ from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from bench.deployment.deployment import COMPLETED, Deployment, deployment
-from bench.deployment.hosts import FOLDER
-from bench.deployment.program import DeploymentError
-from bench.deployment.supervisor import (
+from bench.harness import make_table, show
+from federation.run_config import Scalar
+from federation.run_folder import METRICS, read_events
+from finetuning.generated import examples
+from finetuning.model.tiny import build_tiny
+from tests.deployment.deployment import COMPLETED, Deployment, deployment
+from tests.deployment.hosts import FOLDER
+from tests.deployment.program import DeploymentError
+from tests.deployment.supervisor import (
     PROCESSES,
     RESTART_SECONDS,
     all_active,
@@ -39,11 +44,6 @@ from bench.deployment.supervisor import (
     start_again,
     supervised,
 )
-from bench.harness import make_table, show
-from federation.run_config import Scalar
-from federation.run_folder import METRICS, read_events
-from finetuning.generated import examples
-from finetuning.model.tiny import build_tiny
 
 ROWS = {"consultation": 8, "court": 16}
 _FEDJUDGE: dict[str, dict[str, Scalar]] = {
@@ -66,7 +66,7 @@ _SETTINGS: dict[str, Scalar] = {
     "split.join-timeout": 30.0,
 }
 # No run may take longer: two rounds and evaluations, registration, and the restarts.
-_MOST_SECONDS = 900.0
+_MAX_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _write(file: Path, rows: list[dict[str, str]]) -> None:
 
 def wait_for_end(running: Deployment) -> str:
     """Wait until the newest run has ended, and return its status."""
-    end = time.monotonic() + _MOST_SECONDS
+    end = time.monotonic() + _MAX_SECONDS
     status = "unknown"
     while time.monotonic() < end:
         # The SuperLink may be the one that was killed.
@@ -233,12 +233,12 @@ def wait_for_end(running: Deployment) -> str:
             if status.startswith("finished:"):
                 return status
         time.sleep(3.0)
-    return f"{status} after {_MOST_SECONDS:g} s"
+    return f"{status} after {_MAX_SECONDS:g} s"
 
 
 def resume(running: Deployment, settings: Mapping[str, Scalar]) -> str:
     """Continue the run from its last checkpoint, or from the beginning if there is none."""
-    end = time.monotonic() + _MOST_SECONDS
+    end = time.monotonic() + _MAX_SECONDS
     while not all_active(running) and time.monotonic() < end:
         start_again(running)
         time.sleep(RESTART_SECONDS)

@@ -27,7 +27,7 @@ SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
 class Stream:
-    """A stream of a stranger, who sends what a test specifies."""
+    """A stream of an outsider, who sends what a test specifies."""
 
     def __init__(self, address, *messages):
         self.channel = grpc.insecure_channel(address, options=channel_options(address))
@@ -52,7 +52,7 @@ class Stream:
 
 
 @contextmanager
-def strangers(server, count, *messages):
+def outsiders(server, count, *messages):
     with ExitStack() as stack:
         yield [
             stack.enter_context(closing(Stream(server.address, *messages))) for _ in range(count)
@@ -102,7 +102,7 @@ def hurried(monkeypatch):
 
 
 def test_silent_streams_make_room_for_who_has_something_to_say(server):
-    with strangers(server, 2 * lane_server._HALF_OPEN) as silent:
+    with outsiders(server, 2 * lane_server._HALF_OPEN) as silent:
         wait_until(lambda: sum(each.call.done() for each in silent) >= lane_server._HALF_OPEN)
         for _ in range(3):
             client, _ = server.pair()
@@ -112,7 +112,7 @@ def test_silent_streams_make_room_for_who_has_something_to_say(server):
 
 
 def test_a_stream_may_not_be_silent_for_long(hurried):
-    with strangers(hurried, 1) as (stream,):
+    with outsiders(hurried, 1) as (stream,):
         started = time.monotonic()
         assert stream.refusal()[0] is grpc.StatusCode.CANCELLED
         assert time.monotonic() - started < 5
@@ -148,7 +148,7 @@ def test_addresses_are_told_apart_by_host_and_ipv6_network():
 def test_a_message_that_was_heard_is_answered_once_and_its_ticket_stays_good(server):
     ticket = server.ticket()
     hello = ClientHandshake(ticket, COURT, server.keys.public, server.keys.suite).hello()
-    with strangers(server, 40, hello) as replayers:
+    with outsiders(server, 40, hello) as replayers:
         answered = 0
         for stream in replayers:
             try:
@@ -207,7 +207,7 @@ def test_a_wrong_proof_takes_no_room_and_is_hardly_logged(server, caplog):
     ticket = server.ticket()
     hello = ClientHandshake(ticket, COURT, server.keys.public, server.keys.suite).hello()
     wrong = hello[:-1] + bytes([hello[-1] ^ 1])
-    with strangers(server, 30, wrong) as streams:
+    with outsiders(server, 30, wrong) as streams:
         for stream in streams:
             assert stream.refusal()[1] == "chambers: authentication"
     assert sum("handshakes refused" in line for line in caplog.messages) == 1
@@ -292,7 +292,7 @@ def test_a_client_that_doesn_t_confirm_holds_a_place_and_no_lane(hurried):
     """Its ticket stays good: nothing that it sent shows that it has the server's confirmation."""
     ticket = hurried.ticket()
     handshake = ClientHandshake(ticket, COURT, hurried.keys.public, hurried.keys.suite)
-    with strangers(hurried, 1, handshake.hello()) as (stream,):
+    with outsiders(hurried, 1, handshake.hello()) as (stream,):
         finished, _ = handshake.finish(stream.answer())
         stream.messages.put(finished)
         stream.answer()
@@ -306,7 +306,7 @@ def test_nothing_is_left_of_a_flood(server):
         hello = ClientHandshake(
             server.ticket(lifetime=0), COURT, server.keys.public, server.keys.suite
         ).hello()
-        with strangers(server, 40), strangers(server, 40, hello), strangers(server, 20, b"CHLN"):
+        with outsiders(server, 40), outsiders(server, 40, hello), outsiders(server, 20, b"CHLN"):
             time.sleep(0.5)
 
     before = threading.active_count()

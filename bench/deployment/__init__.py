@@ -1,1 +1,0 @@
-"""A deployment on one machine: hosts in network namespaces, and the programs of ``docker/``."""
