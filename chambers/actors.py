@@ -49,7 +49,8 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     """Return the number of actors of a simulation.
 
     Clients that need not train at once take turns on as many actors as cores and memory allow, and
-    on one for each GPU if there are GPUs.
+    on one for each GPU if there are GPUs. FedJudge's have an actor each if there are fewer than two
+    for each core: in turns, cores would be idle during the last one.
 
     Args:
         config: Configuration of the run.
@@ -63,9 +64,12 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     """
     weights = _weight_bytes(config)
     in_memory = max(1, (machine.memory - _REST_BYTES) // (_ACTOR_BYTES + weights))
-    if not _all_at_once(config):
-        return min(clients, machine.gpus or machine.cores, machine.cores, in_memory)
     by_flower = min(machine.cores + _MORE_THAN_CORES, _MAX_AT_ONCE)
+    if not _all_at_once(config):
+        at_most = min(in_memory, by_flower, 2 * machine.cores - 1)
+        if config.strategy != "fl-glm" and not machine.gpus and clients <= at_most:
+            return clients
+        return min(clients, machine.gpus or machine.cores, machine.cores, in_memory)
     if clients > min(in_memory, by_flower):
         what = f'split.schedule = "{config.split.schedule}"'
         if config.split.average_every:

@@ -236,6 +236,10 @@ def test_what_flower_refuses_is_said(capfd, programs, tmp_path):
         ({}, 100, 2, 24, 2),
         ({}, 3, 16, 24, 3),
         ({}, 3, 16, 2, 1),
+        ({}, 3, 2, 24, 3),
+        ({}, 3, 2, 4, 2),
+        ({}, 4, 2, 24, 2),
+        ({"strategy": "fl-glm"}, 3, 2, 24, 2),
         ({"strategy": "fl-glm"}, 100, 8, 24, 8),
         ({"strategy": "fl-glm", "split.schedule": "hierarchical"}, 100, 2, 24, 2),
         ({"split.schedule": "client-batch"}, 100, 2, 24, 2),  # FedJudge has no schedule
