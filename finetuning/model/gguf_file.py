@@ -149,10 +149,13 @@ def _reader(file: Path) -> Any:
 
     An array that claims to have 2⁶⁰ elements would keep it busy, and fill the memory, for ever.
     """
+    import numpy as np
     from gguf import GGUFReader
 
     class Reader(GGUFReader):  # type: ignore[misc]
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
+            # A header has a slice for each token, and those of a memmap take four times as long.
+            self.data: Any = np.asarray(self.data)
             found = super()._get(offset, dtype, count, *order, **options)
             if len(found) < count:
                 raise ValueError("it ends within its header")
