@@ -142,33 +142,28 @@ class Generate(AdapterOptions):
         self, model: Any, tokenizer: Any, prompts: Sequence[Any], source: "Source"
     ) -> Iterator[str]:
         """Generate in batches of similar length, and yield the texts in the prompts' order."""
-        from finetuning.evaluation.generation import batches_by_length, continue_prompts, sampling
+        from finetuning.evaluation.generation import generate_texts, sampling
         from finetuning.progress import progress_bar
         from finetuning.randomness import derive_seed, set_seed
 
-        settings = sampling(self.temperature, self.top_p)
-        size, new = self.batch_size, self.max_new_tokens
-        at_once = _BATCHES_AT_ONCE * size
+        at_once = _BATCHES_AT_ONCE * self.batch_size
         with progress_bar(total=len(prompts), description="generating") as bar:
             for first in range(0, len(prompts), at_once):
-                own = prompts[first : first + at_once]
-                texts: dict[int, str] = {}
-                lengths = [source.columns_before + len(prompt) for prompt in own]
-                batches = batches_by_length(
-                    lengths=lengths, size=size, new=new, most=source.max_tokens
-                )
-                for number, batch in enumerate(batches):
+
+                def seed(number: int, first: int = first) -> None:
                     set_seed(derive_seed("generate", self.seed, first, number))
-                    answers = continue_prompts(
-                        model=model,
-                        tokenizer=tokenizer,
-                        prompts=[own[i] for i in batch],
-                        max_new=new,
-                        settings=settings,
-                    )
-                    texts.update(zip(batch, answers, strict=True))
-                    bar.update(len(batch))
-                yield from (texts[index] for index in range(len(own)))
+
+                yield from generate_texts(
+                    model=model,
+                    tokenizer=tokenizer,
+                    prompts=prompts[first : first + at_once],
+                    batch_size=self.batch_size,
+                    max_new=self.max_new_tokens,
+                    max_tokens=source.max_tokens,
+                    settings=sampling(self.temperature, self.top_p),
+                    before_batch=seed,
+                    finished=bar.update,
+                )
 
 
 def _refuse_too_long(

@@ -9,7 +9,8 @@ from federation.answers import Answer
 from federation.messages import LARGEST_METRIC
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
-from finetuning.evaluation.held_out import generate_answers, held_out_loss
+from finetuning.evaluation.generation import generate_texts
+from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.base_model import reference
 from finetuning.model.whole_model import WholeModel
 from split.client.split_model import SplitModel
@@ -63,7 +64,7 @@ class Evaluation:
             from finetuning.evaluation.scoring import score
 
             asked = task.institution.asked
-            answers = generate_answers(
+            answers = generate_texts(
                 model=model,
                 tokenizer=tokenizer,
                 prompts=[prompt.tokens for prompt in asked],

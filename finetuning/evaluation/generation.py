@@ -1,6 +1,7 @@
 """Generate text from prompts, wherever the model's blocks are computed."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,11 @@ GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": N
 
 class Answering(Protocol):
     """What answering requires of a model, wherever its blocks are computed."""
+
+    @property
+    def columns_before(self) -> int:
+        """Columns that a prefix takes before each row's tokens."""
+        ...
 
     @property
     def end_tokens(self) -> list[int]:
@@ -36,6 +42,48 @@ def sampling(temperature: float, top_p: float) -> Mapping[str, Any]:
     if not temperature:
         return GREEDY
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+
+
+def generate_texts(
+    model: Answering,
+    tokenizer: Any,
+    prompts: Sequence[torch.Tensor],
+    batch_size: int,
+    max_new: int,
+    max_tokens: int = sys.maxsize,
+    settings: Mapping[str, Any] = GREEDY,
+    before_batch: Callable[[int], None] = lambda number: None,
+    finished: Callable[[int], object] = lambda count: None,
+    exactly: bool = False,
+) -> list[str]:
+    """Continue prompts in batches of similar length; return the texts in the prompts' order.
+
+    Args:
+        model: Model with its adapter.
+        tokenizer: Tokenizer of the base model.
+        prompts: (tokens,) int64 each.
+        batch_size: Maximum number of prompts in a batch.
+        max_new: Maximum number of tokens to generate for each.
+        max_tokens: Maximum number of padded tokens in a batch, with the prefix and new ones; a
+            longer prompt has a batch of its own.
+        settings: Arguments of ``generate``; see `GREEDY` and `sampling`.
+        before_batch: Called with the number of each batch before it is computed.
+        finished: Called with the number of prompts of each batch after it is computed.
+        exactly: Whether to call `continue_exactly` instead of `continue_prompts`.
+
+    """
+    lengths = [model.columns_before + len(prompt) for prompt in prompts]
+    texts = [""] * len(prompts)
+    answer = continue_exactly if exactly else continue_prompts
+    batches = batches_by_length(lengths=lengths, size=batch_size, new=max_new, most=max_tokens)
+    for number, batch in enumerate(batches):
+        before_batch(number)
+        chosen = [prompts[index] for index in batch]
+        answers = answer(model, tokenizer, chosen, max_new=max_new, settings=settings)
+        for index, text in zip(batch, answers, strict=True):
+            texts[index] = text
+        finished(len(batch))
+    return texts
 
 
 def continue_prompts(

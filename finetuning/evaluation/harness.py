@@ -20,7 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from finetuning.data.candidates import Continuation
 from finetuning.data.formats import DataError
-from finetuning.evaluation.generation import GREEDY, batches_by_length, continue_exactly
+from finetuning.evaluation.generation import GREEDY, generate_texts
 from finetuning.evaluation.log_probabilities import log_probabilities
 from finetuning.model.whole_model import WholeModel
 from finetuning.progress import progress_bar
@@ -120,29 +120,26 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                     raise DataError(
                         f"a task searches with {beams} beams (num_beams), which a split model can't"
                     )
-                lengths = [self._model.columns_before + len(prompt) for prompt in prompts]
-                largest = beams * (max(lengths) + new)
+                longest = self._model.columns_before + max(map(len, prompts))
+                largest = beams * (longest + new)
                 if largest > self._max_tokens:
                     raise DataError(
-                        f"a prompt of {max(lengths)} tokens takes {largest} with its answer, and "
+                        f"a prompt of {longest} tokens takes {largest} with its answer, and "
                         f"at most {self._max_tokens} can be computed at once"
                     )
-                for batch in batches_by_length(
-                    lengths=lengths,
-                    size=_TEXTS_AT_ONCE,
-                    new=new,
-                    most=self._max_tokens // beams,
-                ):
-                    answers = continue_exactly(
-                        model=self._model,
-                        tokenizer=self.tokenizer,
-                        prompts=[prompts[i] for i in batch],
-                        max_new=new,
-                        settings=self._settings(settings, stops),
-                    )
-                    for i, text in zip(batch, answers, strict=True):
-                        texts[group[i]] = postprocess_generated_text(text, stops, None)
-                    bar.update(len(batch))
+                answers = generate_texts(
+                    model=self._model,
+                    tokenizer=self.tokenizer,
+                    prompts=prompts,
+                    batch_size=_TEXTS_AT_ONCE,
+                    max_new=new,
+                    max_tokens=self._max_tokens // beams,
+                    settings=self._settings(settings, stops),
+                    finished=bar.update,
+                    exactly=True,
+                )
+                for i, text in zip(group, answers, strict=True):
+                    texts[i] = postprocess_generated_text(text, stops, None)
         return texts
 
     def _settings(self, settings: Mapping[str, Any], stops: Sequence[str]) -> dict[str, Any]:

@@ -1,15 +1,12 @@
-"""Evaluate a model on held-out examples: loss, perplexity and generated answers."""
+"""Evaluate a model on held-out examples: loss and perplexity."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
+from typing import Protocol
 
 from finetuning.data.batching import MicroBatch, collate, micro_batches
 from finetuning.data.tokenization import Example
-from finetuning.evaluation.generation import GREEDY, Answering, continue_prompts
 
 
 class Measured(Protocol):
@@ -53,32 +50,3 @@ def held_out_loss(
     targets = sum(len(batch.labels) for batch in batches)
     loss = sum(model.summed_losses(batches)) / targets
     return HeldOutLoss(loss, math.exp(min(loss, 700.0)), targets)
-
-
-def generate_answers(
-    model: Answering, tokenizer: Any, prompts: Sequence[torch.Tensor], batch_size: int, max_new: int
-) -> list[str]:
-    """Answer prompts greedily; return the answers in their order.
-
-    Args:
-        model: Model with its adapter.
-        tokenizer: Tokenizer of the base model.
-        prompts: The prompts, (tokens,) int64 each.
-        batch_size: Number of prompts answered at once.
-        max_new: Maximum length of an answer, in tokens.
-
-    """
-    answers: dict[int, str] = {}
-    # Prompts of similar length share a batch, which reduces padding.
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    for first in range(0, len(order), batch_size):
-        chosen = order[first : first + batch_size]
-        texts = continue_prompts(
-            model=model,
-            tokenizer=tokenizer,
-            prompts=[prompts[index] for index in chosen],
-            max_new=max_new,
-            settings=GREEDY,
-        )
-        answers.update(zip(chosen, texts, strict=True))
-    return [answers[index] for index in range(len(prompts))]

@@ -13,12 +13,7 @@ from finetuning.data.formats import DataError
 from finetuning.data.prompts import prompt_rows
 from finetuning.data.rows import Row
 from finetuning.data.tokenization import Example, tokenize
-from finetuning.evaluation.generation import (
-    GREEDY,
-    Answering,
-    batches_by_length,
-    continue_prompts,
-)
+from finetuning.evaluation.generation import Answering, generate_texts
 from finetuning.evaluation.log_probabilities import Scoring, log_probabilities
 from finetuning.progress import progress_bar
 from finetuning.tasks.question import Question
@@ -145,16 +140,17 @@ def answer(
             max_tokens=max_tokens,
             with_loss=with_loss,
         )
-    return Answers(
-        _generate(
+    with progress_bar(total=len(prepared.prompts), description="generating") as bar:
+        texts = generate_texts(
             model=model,
             tokenizer=tokenizer,
             prompts=prepared.prompts,
+            batch_size=_TEXTS_AT_ONCE,
+            max_new=new_tokens,
             max_tokens=max_tokens,
-            new_tokens=new_tokens,
-        ),
-        [],
-    )
+            finished=bar.update,
+        )
+    return Answers(texts, [])
 
 
 def score_answers(task: Task, questions: Sequence[Question], answers: Answers) -> dict[str, float]:
@@ -269,32 +265,3 @@ def _likelihoods(
         for index in group:
             found[index] = [next(values).log_probability for _ in continuations[index]]
     return found
-
-
-def _generate(
-    model: Model,
-    tokenizer: Any,
-    prompts: Sequence[torch.Tensor],
-    max_tokens: int,
-    new_tokens: int,
-) -> list[str]:
-    batches = batches_by_length(
-        lengths=[model.columns_before + len(prompt) for prompt in prompts],
-        size=_TEXTS_AT_ONCE,
-        new=new_tokens,
-        most=max_tokens,
-    )
-    texts = [""] * len(prompts)
-    with progress_bar(total=len(prompts), description="generating") as bar:
-        for batch in batches:
-            answers = continue_prompts(
-                model=model,
-                tokenizer=tokenizer,
-                prompts=[prompts[index] for index in batch],
-                max_new=new_tokens,
-                settings=GREEDY,
-            )
-            for index, text in zip(batch, answers, strict=True):
-                texts[index] = text
-            bar.update(len(batch))
-    return texts

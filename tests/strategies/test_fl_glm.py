@@ -149,7 +149,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from finetuning.evaluation.held_out import generate_answers
+    from finetuning.evaluation.generation import generate_texts
     from finetuning.evaluation.scoring import score
     from finetuning.model.base_model import load_tokenizer
     from finetuning.model.whole_model import WholeModel
@@ -185,7 +185,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
             prompts = [prompt.tokens for prompt in institution.asked]
             assert len(prompts) == 4
             with model.disable_adapter() if kind == "base" else nullcontext():
-                answers = generate_answers(WholeModel(model), tokenizer, prompts, 3, 12)
+                answers = generate_texts(WholeModel(model), tokenizer, prompts, 3, 12)
             scores = score(answers, [prompt.reference for prompt in institution.asked])
             assert {name: scores[name] for name in names} == measured[client, kind]
             assert shown[client, kind] == [one_line(answer) for answer in answers[:2]]

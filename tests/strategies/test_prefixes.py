@@ -55,7 +55,8 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
 
     from client_app import evaluation, fl_glm
     from client_app.institution import open_institution
-    from finetuning.evaluation.held_out import generate_answers, held_out_loss
+    from finetuning.evaluation.generation import generate_texts
+    from finetuning.evaluation.held_out import held_out_loss
     from finetuning.model.base_model import load_tokenizer
     from finetuning.model.whole_model import WholeModel
 
@@ -73,13 +74,13 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     texts: list[list[str]] = []
 
     def answers(model, tokenizer, asked):
-        return generate_answers(model, tokenizer, [prompt.tokens for prompt in asked], 3, 12)
+        return generate_texts(model, tokenizer, [prompt.tokens for prompt in asked], 3, 12)
 
     def remembered(**given):
-        texts.append(generate_answers(**given))
+        texts.append(generate_texts(**given))
         return texts[-1]
 
-    monkeypatch.setattr(evaluation, "generate_answers", remembered)
+    monkeypatch.setattr(evaluation, "generate_texts", remembered)
     journal = run_in_process(values, tmp_path / "state", 3)
     losses, config = losses_of(journal), parse_run_config(values)
     assert not [e for e in journal.events if e["event"] == "lane" and e["error"]]

@@ -21,7 +21,8 @@ from finetuning.adapters.adapter import (
     trainable_parameters,
 )
 from finetuning.adapters.prefixes import SAVED
-from finetuning.evaluation.held_out import generate_answers, held_out_loss
+from finetuning.evaluation.generation import generate_texts
+from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
@@ -194,7 +195,7 @@ def test_generated_answers_are_the_likeliest_tokens_one_by_one(checkpoint, draw_
             expected.append(base.tokenizer.decode(answer, skip_special_tokens=True).strip())
 
     def answers() -> list[str]:
-        return generate_answers(whole, base.tokenizer, prompts, 3, 6)
+        return generate_texts(whole, base.tokenizer, prompts, 3, 6)
 
     whole = WholeModel(model)
     if adapter:

@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
-from finetuning.evaluation.generation import GREEDY, continue_exactly, continue_prompts
-from finetuning.evaluation.held_out import generate_answers, held_out_loss
+from finetuning.evaluation.generation import (
+    GREEDY,
+    continue_exactly,
+    continue_prompts,
+    generate_texts,
+)
+from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
@@ -86,6 +91,6 @@ def test_batched_generation_equals_one_by_one(model_and_tokenizer):
 
     model.train()
     for batch_size in (1, 3, 7):
-        answers = generate_answers(WholeModel(model), tokenizer, prompts, batch_size, 12)
+        answers = generate_texts(WholeModel(model), tokenizer, prompts, batch_size, 12)
         assert answers == expected
     assert model.training
