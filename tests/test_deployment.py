@@ -89,6 +89,7 @@ def test_supernodes_train_together_and_keep_large_states(
             assert (lineage / name / "adapters" / kind / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.nightly
 def test_three_supernodes_train_a_split_model(deep_checkpoint, client_folders, tmp_path, capfd):
     """Each message's process opens its own lane; optimizers continue at both ends."""
     config = {
@@ -161,6 +162,7 @@ def test_sites_refuse_and_no_error_quotes_a_row(checkpoint, client_folders, tmp_
     assert line["client"] == "beta" and "max-rounds = 1" in line["problem"]
 
 
+@pytest.mark.nightly
 def test_a_node_ten_times_slower_is_waited_for_or_left_out_as_configured(
     checkpoint, client_folders, tmp_path, capfd
 ):

@@ -81,7 +81,9 @@ def test_a_run_leaves_everything_that_was_promised(superlink, config, checkpoint
     check_adapters_load_elsewhere(directory, checkpoint, tmp_path)
 
 
-@pytest.mark.parametrize("schedule", ["hierarchical", "client-batch"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("hierarchical", marks=pytest.mark.nightly), "client-batch"]
+)
 def test_a_split_run_whose_clients_train_at_once(
     superlink, config, deep_checkpoint, tmp_path, schedule
 ):
@@ -177,8 +179,11 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"rounds": -1}, "rounds = -1"),
-        ({"min-nodes": 4, "node-timeout": 1.0}, "num-supernodes=4"),
+        pytest.param({"rounds": -1}, "rounds = -1", marks=pytest.mark.nightly),
+        pytest.param(
+            *({"min-nodes": 4, "node-timeout": 1.0}, "num-supernodes=4"),
+            marks=pytest.mark.nightly,
+        ),
         ({"data.path": "/nowhere"}, "/nowhere"),
     ],
     ids=["bad value", "too few nodes", "no data"],

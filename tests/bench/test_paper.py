@@ -49,6 +49,7 @@ def size():
     return small.model_copy(update={"fl_glm": own, "seeds": 2})
 
 
+@pytest.mark.nightly
 def test_the_bare_model_has_the_loss_of_a_plain_loop(size, sources, deep_checkpoint):
     from transformers import AutoModelForCausalLM
 
@@ -82,6 +83,7 @@ def test_a_schedule_with_one_client_is_centralised_training(size, sources):
     assert both[0]["training_loss"][1] < both[0]["training_loss"][0]
 
 
+@pytest.mark.nightly
 def test_questions_are_of_as_many_passages_as_there_are(size, sources, deep_checkpoint, tmp_path):
     data = write_task(
         task_name="multirc",
@@ -107,6 +109,7 @@ def test_tasks_without_data_are_left_out(size, sources, tmp_path):
     assert list(measuring.without_data(cells)) == [cells[1]] and "no folder WSC" in reason
 
 
+@pytest.mark.nightly
 def test_clients_are_stacked_and_divided_by_label(size, sources):
     """All clients work at the same time in this process, each with its own head and tail."""
     cell = TaskCell(
@@ -122,6 +125,7 @@ def test_clients_are_stacked_and_divided_by_label(size, sources):
     assert result["loss"] < 7  # that of equally likely tokens is 5.8
 
 
+@pytest.mark.nightly
 def test_times_are_of_the_second_round(size, sources):
     for method, clients in (("centralised", 1), ("hierarchical", 3)):
         result = measure(TimeCell(method, clients), size, sources)
@@ -246,6 +250,7 @@ def test_an_interrupted_command_continues(sources, tmp_path):
 
 
 @pytest.mark.parametrize("task", ["copa", "multirc"])
+@pytest.mark.nightly
 def test_a_split_model_answers_like_the_whole_one(size, sources, task):
     result = measure(SplitCell(task, MODEL), size, sources)
     assert result["questions"] >= 6

@@ -48,6 +48,7 @@ def results(size, sources):
     return {method: measure(cells_of(size, method)[0], size, sources) for method in MODELS}
 
 
+@pytest.mark.nightly
 def test_every_model_is_scored_on_every_clients_rows(results):
     models = {name: scores for r in results.values() for name, scores in r["scores"].items()}
     assert list(models) == [name for names in MODELS.values() for name in names]
@@ -59,6 +60,7 @@ def test_every_model_is_scored_on_every_clients_rows(results):
     assert len(set(losses)) == len(losses), "no model was scored twice under two names"
 
 
+@pytest.mark.nightly
 def test_the_penalty_applies_from_the_second_round_on(results):
     base, continual = results["fedjudge-base"], results["fedjudge-cl"]
     for client in CLIENTS:
@@ -70,6 +72,7 @@ def test_the_penalty_applies_from_the_second_round_on(results):
             assert result["rounds"][client][-1] == result["scores"][name][client]
 
 
+@pytest.mark.nightly
 def test_losses_are_those_of_the_program(size, sources, results, checkpoint, tmp_path):
     """Of the run that ``presets/baselines/fedavg.toml`` describes, on the same rows."""
     own = size.fedjudge
@@ -105,6 +108,7 @@ def _records(size, results):
     ]
 
 
+@pytest.mark.nightly
 def test_documents_are_made_of_results(size, results):
     found = Results(_records(size, results))
     by_name = {artefact.name: artefact.document(size, found) for artefact in ARTEFACTS}
@@ -119,6 +123,7 @@ def test_documents_are_made_of_results(size, results):
     assert by_name["fedjudge-figures4-5"].markdown().count("**Bare model**") == len(ASKED)
 
 
+@pytest.mark.nightly
 def test_the_full_size_has_the_papers_model(size, results):
     full = read_size("full")
     cells = [cell for method in MODELS for cell in cells_of(full, method)]

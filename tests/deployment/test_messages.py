@@ -50,17 +50,20 @@ def other_proxy(running, name, days):
         process.wait(10)
 
 
+@pytest.mark.nightly
 def test_another_authority(running, tmp_path):
     open_authority(tmp_path)
     said = supernode(running, f"--root-certificates={tmp_path / 'authority.pem'}")
     explained(said, "unable to get local issuer certificate")
 
 
+@pytest.mark.nightly
 def test_an_expired_certificate(running):
     with other_proxy(running, running.hosts["coordinator"].address, days=0) as address:
         explained(supernode(running, address), "certificate has expired")
 
 
+@pytest.mark.nightly
 def test_a_certificate_for_another_name(running):
     with other_proxy(running, "coordinator.example.org", days=1) as address:
         said = supernode(running, address)
@@ -77,11 +80,13 @@ def test_a_key_that_is_not_registered_or_in_use(running):
         explained(supernode(running, option), "[code: 2004] Failed to activate SuperNode.")
 
 
+@pytest.mark.nightly
 def test_no_key(running):
     said = supernode(running, without="--auth-supernode-private-key")
     explained(said, "[code: 2001] SuperNode authentication is enabled.")
 
 
+@pytest.mark.nightly
 def test_a_signing_key_as_node_key(running):
     site(running.hosts["court"], "signing-key", "signing")
     key = running.hosts["court"].folder / "signing"
@@ -89,17 +94,20 @@ def test_a_signing_key_as_node_key(running):
     explained(said, "Unable to parse the private key file.")
 
 
+@pytest.mark.nightly
 def test_a_key_without_tls(running):
     said = supernode(running, "--insecure", without="--root-certificates")
     explained(said, "Insecure connection is enabled, but the SuperNode's private key is provided")
 
 
+@pytest.mark.nightly
 def test_a_key_that_is_registered_twice(running):
     with pytest.raises(DeploymentError) as refused:
         running.register("tribunal", running.hosts["court"].folder / "node.pub")
     explained(str(refused.value), "Public key already in use.")
 
 
+@pytest.mark.nightly
 def test_no_coordinator(running):
     closed = f"--superlink={running.hosts['coordinator'].address}:9000"
     explained(
@@ -107,6 +115,7 @@ def test_no_coordinator(running):
     )
 
 
+@pytest.mark.nightly
 def test_flwr_with_another_authority(running, tmp_path):
     open_authority(tmp_path)
     beside = running.programs["coordinator"]["superexec"]

@@ -87,6 +87,7 @@ def rounds(running) -> list[dict]:
     return [event for event in events if event["event"] == "round"]
 
 
+@pytest.mark.nightly
 def test_a_split_run_goes_on_after_a_minute_without_lane_superlink_and_proxy(running):
     """The SuperLink returns to its database after 15 s, the proxy after 5 s."""
     court, coordinator = running.hosts["court"], running.programs["coordinator"]
@@ -148,7 +149,7 @@ def clock(tmp_path_factory):
     return ahead
 
 
-@pytest.mark.parametrize("seconds", [3600, -3600])
+@pytest.mark.parametrize("seconds", [3600, pytest.param(-3600, marks=pytest.mark.nightly)])
 def test_a_site_whose_clock_is_wrong_is_refused_and_its_check_says_so(running, clock, seconds):
     program = running.programs["court"]["supernode"]
     host, view = program.host, clock(program.view, seconds)

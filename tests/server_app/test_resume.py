@@ -102,12 +102,17 @@ def events(directory: Path) -> list[dict]:
     ("strategy", "adapter", "optimizer_state", "stop"),
     [
         ("fedjudge-cl", "lora", "reset", (0, True)),
-        ("fedjudge-cl", "lora", "reset", (2, False)),
-        ("fedjudge-cl", "lora", "keep", (2, True)),
         ("fedjudge-cl", "prefix", "keep", (2, False)),
         ("serial", "lora", "keep", (2, True)),
         ("hierarchical", "lora", "keep", (2, False)),
-        ("hierarchical", "prefix", "keep", (2, True)),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("fedjudge-cl", "lora", "reset", (2, False)),
+                ("fedjudge-cl", "lora", "keep", (2, True)),
+                ("hierarchical", "prefix", "keep", (2, True)),
+            )
+        ),
     ],
     ids=str,
 )

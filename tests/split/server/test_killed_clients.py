@@ -92,7 +92,9 @@ class Beta:
         return self._process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", ["in forward", "in backward", pytest.param("between", marks=pytest.mark.nightly)]
+)
 def test_a_stack_goes_on_with_what_a_killed_client_had_finished(base, beginning, stage):
     split = split_settings(schedule="client-batch", window=1, resume_timeout=0.5)
     beta = Beta(stage, base, split, beginning)
@@ -121,7 +123,11 @@ def test_a_stack_goes_on_with_what_a_killed_client_had_finished(base, beginning,
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stage"), [("serial", "in backward"), ("hierarchical", "in forward")]
+    ("schedule", "stage"),
+    [
+        ("hierarchical", "in forward"),
+        pytest.param("serial", "in backward", marks=pytest.mark.nightly),
+    ],
 )
 def test_others_train_as_if_a_killed_client_had_not_been_there(base, beginning, schedule, stage):
     split = split_settings(schedule=schedule, resume_timeout=0.5)
