@@ -1,7 +1,6 @@
 """The block server: holds the body, with which invited clients train and evaluate models."""
 
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -10,17 +9,14 @@ from typing import Self
 from finetuning.adapters.adapter import State
 from finetuning.settings import AdapterSettings, TrainSettings
 from split.lane.lane import Lane
-from split.lane.listening import LaneServer
 from split.model.part import Part
 from split.model.partition import PartyName
-from split.protocol.errors import LaneError, ProtocolError
 from split.protocol.frames import Kind, Limits, average_bytes
 from split.protocol.invitation import Invitation
-from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
 from split.protocol.training import RoundPlan
 from split.server.body_adapters import BodyAdapters
-from split.server.compute import ComputeThread
+from split.server.endpoint import Endpoint, lane_ended_by_errors
 from split.server.evaluation_session import EvaluationSession, Models
 from split.server.round_plan import largest_plan, round_limits
 from split.server.schedules.make_schedule import make_schedule
@@ -31,8 +27,6 @@ from split.settings import SplitSettings
 # What an invitation allows, to train or to evaluate models, and for how many seconds.
 Grant = tuple[RoundPlan | Models, float]
 
-_log = logging.getLogger(__name__)
-_MAX_LANES = 256
 # A lane ends only after its current job.
 _END_SECONDS = 600.0
 
@@ -87,7 +81,17 @@ class BlockServer:
         self._open: set[TrainingSession | EvaluationSession] = set()
         self._changed = threading.Condition()
         self._examples: dict[str, int] = {}
-        self._compute = ComputeThread(split.activation_budget)
+        client = sum(t.numel() for party in ("head", "tail") for t in state[party].values())
+        limits = Limits(
+            hidden=body.hidden_size,
+            wire_dtype=split.wire_dtype,
+            maximum_tokens=longest,
+            payload_bytes={Kind.AVERAGE: average_bytes(client)} if split.average_every else {},
+            window=split.window,
+            maximum_columns=columns,
+        )
+        self._endpoint = Endpoint(split, limits, on_lane=self._serve)
+        self._compute = self._endpoint.compute
         numbers = itertools.count()
         self._schedule = make_schedule(
             split=split,
@@ -102,25 +106,7 @@ class BlockServer:
             state=state,
             minimum=minimum,
         )
-        self._keys = ServerKeys(split.key_exchange)
-        client = sum(t.numel() for party in ("head", "tail") for t in state[party].values())
-        limits = Limits(
-            hidden=body.hidden_size,
-            wire_dtype=split.wire_dtype,
-            maximum_tokens=longest,
-            payload_bytes={Kind.AVERAGE: average_bytes(client)} if split.average_every else {},
-            window=split.window,
-            maximum_columns=columns,
-        )
-        self._server = LaneServer(
-            listen=split.listen,
-            keys=self._keys,
-            limits=limits,
-            on_lane=self._serve,
-            maximum_lanes=_MAX_LANES,
-            resume_timeout=split.resume_timeout,
-        )
-        self._server.start()
+        self._endpoint.start()
 
     def __enter__(self) -> Self:
         return self
@@ -131,7 +117,7 @@ class BlockServer:
     @property
     def address(self) -> str:
         """The address at which clients reach the server, as host:port."""
-        return self._split.advertise or self._server.address
+        return self._endpoint.address
 
     def begin_round(self, examples: Mapping[str, int], seed: int, own: State | None = None) -> None:
         """Prepare for a round of training.
@@ -220,7 +206,10 @@ class BlockServer:
         return sorted(accounts, key=lambda account: account.client)
 
     def state_of(self, client: str) -> State:
-        """Return the body's adapters of a client; call it after its lane, before ``end_round``."""
+        """Return the body's adapters of a client.
+
+        Call after its lane has closed and before ``end_round``.
+        """
         return self._compute.call(lambda: self._schedule.state_of(client))
 
     def end_round(self, weights: Mapping[str, float]) -> State:
@@ -257,7 +246,7 @@ class BlockServer:
 
     def rotate_keys(self) -> None:
         """Renew the server's key; invitations with the old one are no longer valid."""
-        self._keys.rotate()
+        self._endpoint.keys.rotate()
 
     def stop(self) -> None:
         """End all lanes and threads, even if a lane doesn't end in time.
@@ -269,20 +258,13 @@ class BlockServer:
         try:
             self.finish_lanes()
         finally:
-            self._server.stop()
-            self._compute.stop()
+            self._endpoint.stop()
 
     def _invite(
         self, identity: Identity, allowed: RoundPlan | Models, lifetime: float
     ) -> Invitation:
         self._grants[identity] = allowed, lifetime
-        return Invitation(
-            address=self.address,
-            suite=self._split.key_exchange,
-            server_key=self._keys.public,
-            identity=identity,
-            ticket=self._server.issue(identity, lifetime),
-        )
+        return self._endpoint.invite(identity, lifetime)
 
     def _serve(self, lane: Lane) -> None:
         """Serve a lane; called in its own thread."""
@@ -294,20 +276,14 @@ class BlockServer:
             session = self._session(lane, grant)
             self._open.add(session)
         started = time.monotonic()
-        try:
+        with lane_ended_by_errors(session):
             session.serve()
-        except (LaneError, ProtocolError, RuntimeError) as error:
-            session.give_up(f"{type(error).__name__}: {error}")
-        except Exception as error:
-            _log.exception("serving %r failed", lane)
-            session.give_up(f"the server failed ({type(error).__name__})")
-        finally:
-            session.count_traffic()
-            session.account.seconds = time.monotonic() - started
-            with self._changed:
-                self._accounts.append(session.account)
-                self._open.discard(session)
-                self._changed.notify_all()
+        session.count_traffic()
+        session.account.seconds = time.monotonic() - started
+        with self._changed:
+            self._accounts.append(session.account)
+            self._open.discard(session)
+            self._changed.notify_all()
 
     def _session(self, lane: Lane, grant: Grant) -> TrainingSession | EvaluationSession:
         allowed, lifetime = grant
@@ -324,8 +300,7 @@ class BlockServer:
                 schedule=self._schedule,
                 compute=self._compute,
                 limits=limits,
-                frame_timeout=self._split.frame_timeout,
-                gather_timeout=self._split.gather_timeout,
+                split=self._split,
                 lifetime=lifetime,
             )
         return EvaluationSession(
@@ -334,10 +309,8 @@ class BlockServer:
             body=self._body,
             adapter=self._adapter,
             compute=self._compute,
-            window=self._split.window,
+            split=self._split,
             longest=self._longest,
             max_cached_tokens=min(self._max_cached_tokens, self._split.activation_budget),
-            frame_timeout=self._split.frame_timeout,
-            gather_timeout=self._split.gather_timeout,
             lifetime=lifetime,
         )

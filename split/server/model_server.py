@@ -8,19 +8,16 @@ from dataclasses import dataclass
 
 from finetuning.settings import AdapterSettings
 from split.lane.lane import Lane
-from split.lane.listening import LaneServer
 from split.model.part import Part
-from split.protocol.errors import LaneError, LaneTimeoutError, ProtocolError
+from split.protocol.errors import LaneTimeoutError
 from split.protocol.frames import Limits
 from split.protocol.invitation import Invitation
-from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
-from split.server.compute import ComputeThread
+from split.server.endpoint import Endpoint, lane_ended_by_errors
 from split.server.evaluation_session import EvaluationSession, Models
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
-_MAX_LANES = 256
 
 
 class ModelServer:
@@ -56,8 +53,6 @@ class ModelServer:
         self._grants: dict[Identity, _Grant] = {}
         self._sessions: dict[Identity, EvaluationSession] = {}
         self._lock = threading.Lock()
-        self._compute = ComputeThread(split.activation_budget)
-        self._keys = ServerKeys(split.key_exchange)
         limits = Limits(
             hidden=body.hidden_size,
             wire_dtype=split.wire_dtype,
@@ -65,24 +60,14 @@ class ModelServer:
             window=1,  # a generation has one frame in flight
             maximum_columns=max_prompt_length,
         )
-        try:
-            self._server = LaneServer(
-                listen=split.listen,
-                keys=self._keys,
-                limits=limits,
-                on_lane=self._serve,
-                maximum_lanes=_MAX_LANES,
-                resume_timeout=split.resume_timeout,
-            )
-        except OSError:
-            self._compute.stop()
-            raise
-        self._server.start()
+        self._endpoint = Endpoint(split, limits, on_lane=self._serve)
+        self._compute = self._endpoint.compute
+        self._endpoint.start()
 
     @property
     def address(self) -> str:
         """The address at which clients reach the server, as host:port."""
-        return self._split.advertise or self._server.address
+        return self._endpoint.address
 
     def invite(self, client: str, models: Models, lifetime: float) -> Invitation:
         """Invite a client to use models, any number of times.
@@ -95,19 +80,11 @@ class ModelServer:
         """
         identity = Identity(self._run, 0, client)
         self._grants[identity] = _Grant(models, time.monotonic() + lifetime)
-        ticket = self._server.issue(identity, lifetime, standing=True)
-        return Invitation(
-            address=self.address,
-            suite=self._split.key_exchange,
-            server_key=self._keys.public,
-            identity=identity,
-            ticket=ticket,
-        )
+        return self._endpoint.invite(identity, lifetime, standing=True)
 
     def stop(self) -> None:
         """End all lanes and threads."""
-        self._server.stop()
-        self._compute.stop()
+        self._endpoint.stop()
 
     def _serve(self, lane: Lane) -> None:
         """Serve a lane; called in its own thread."""
@@ -118,11 +95,9 @@ class ModelServer:
             body=self._body,
             adapter=self._adapter,
             compute=self._compute,
-            window=self._split.window,
+            split=self._split,
             longest=0,  # nothing but generation, which alone is counted by the compute thread
             max_cached_tokens=self._split.activation_budget,
-            frame_timeout=self._split.frame_timeout,
-            gather_timeout=self._split.gather_timeout,
             lifetime=math.inf,  # it is no round whose end others would miss
         )
         with self._lock:
@@ -137,26 +112,24 @@ class ModelServer:
         )
         expiry.daemon = True
         expiry.start()
-        try:
-            session.serve()
-        except LaneTimeoutError as error:
-            # Without an error: a slow reader of the texts may open another lane and continue.
-            session.account.error = str(error)
-            session.lane.close()
-        except (LaneError, ProtocolError, RuntimeError) as error:
-            session.give_up(f"{type(error).__name__}: {error}")
-        finally:
-            expiry.cancel()
-            with self._lock:
-                if self._sessions.get(lane.identity) is session:
-                    del self._sessions[lane.identity]
-            account = session.account
-            _log.info(
-                "%s: %d tokens computed%s",
-                account.client,
-                account.tokens,
-                f"; the lane ended early: {account.error}" if account.error else "",
-            )
+        with lane_ended_by_errors(session):
+            try:
+                session.serve()
+            except LaneTimeoutError as error:
+                # Without an error: a slow reader of the texts may open another lane and continue.
+                session.account.error = str(error)
+                session.lane.close()
+        expiry.cancel()
+        with self._lock:
+            if self._sessions.get(lane.identity) is session:
+                del self._sessions[lane.identity]
+        account = session.account
+        _log.info(
+            "%s: %d tokens computed%s",
+            account.client,
+            account.tokens,
+            f"; the lane ended early: {account.error}" if account.error else "",
+        )
 
 
 @dataclass(frozen=True)

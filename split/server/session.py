@@ -13,6 +13,7 @@ from split.lane.lane import Lane
 from split.protocol.errors import FrameError, LaneError, LaneTimeoutError
 from split.protocol.frames import Frame, Kind
 from split.server.compute import ComputeThread, Job, Priority
+from split.settings import SplitSettings
 
 POLL_SECONDS = 1.0
 
@@ -62,8 +63,8 @@ class Session:
         lane: Lane to the client; the handshake is over.
         purpose: ``train`` or ``evaluate``.
         compute: Runs the session's jobs.
-        frame_timeout: Seconds to wait for the client's next frame.
-        gather_timeout: Seconds to wait for it if others wait for room that the client holds.
+        split: Seconds to wait for the client's next frame, and if others wait for room that the
+            client holds.
         lifetime: Seconds from its invitation to the end of the phase of the round.
 
     Attributes:
@@ -79,16 +80,15 @@ class Session:
         lane: Lane,
         purpose: str,
         compute: ComputeThread,
-        frame_timeout: float,
-        gather_timeout: float,
+        split: SplitSettings,
         lifetime: float,
     ) -> None:
         self.account = Account(lane.identity.node, purpose)
         self.lane = lane
         self.compute = compute
         self.lifetime = lifetime
-        self._frame_timeout = frame_timeout
-        self._gather_timeout = gather_timeout
+        self._frame_timeout = split.frame_timeout
+        self._gather_timeout = split.gather_timeout
         # Seconds of silence in which others waited for room that the client holds: since its last
         # frame, in this step or generation, and in all.
         self._kept_once = self._kept_in_step = self._kept_in_all = 0.0

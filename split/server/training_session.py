@@ -22,6 +22,7 @@ from split.protocol.training import (
 from split.server.compute import ComputeThread
 from split.server.schedules.schedule import ClientTrainer, Schedule
 from split.server.session import Session
+from split.settings import SplitSettings
 
 
 class TrainingSession(Session):
@@ -33,8 +34,7 @@ class TrainingSession(Session):
         schedule: Decides with whom the client trains which adapters.
         compute: Runs the session's jobs.
         limits: Limits of the round.
-        frame_timeout: Seconds to wait for the client's next frame.
-        gather_timeout: Seconds to wait for it if others wait for room that the client holds.
+        split: Time limits.
         lifetime: Seconds from its invitation to the end of the phase of the round.
 
     """
@@ -46,18 +46,10 @@ class TrainingSession(Session):
         schedule: Schedule,
         compute: ComputeThread,
         limits: RoundLimits,
-        frame_timeout: float,
-        gather_timeout: float,
+        split: SplitSettings,
         lifetime: float,
     ) -> None:
-        super().__init__(
-            lane=lane,
-            purpose="train",
-            compute=compute,
-            frame_timeout=frame_timeout,
-            gather_timeout=gather_timeout,
-            lifetime=lifetime,
-        )
+        super().__init__(lane, "train", compute, split, lifetime)
         self._schedule = schedule
         self._round = TrainingRound(largest, limits)
         self._trainer: ClientTrainer | None = None

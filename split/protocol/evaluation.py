@@ -1,0 +1,250 @@
+"""The states of a client's evaluation at the server: a frame in, an event out.
+
+The client chooses one of the models, and sends hidden states: of independent micro-batches, or of
+texts whose keys and values the server caches, to continue them token by token or with several
+endings each. A frame that may not come now is a ``ProtocolError``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from split.protocol.errors import ProtocolError
+from split.protocol.frames import Frame, Kind, Padding, check_size, hidden_of, whole_number
+
+
+@dataclass(frozen=True)
+class EvaluationLimits:
+    """Limits of an evaluation.
+
+    Attributes:
+        window: Maximum number of micro-batches in flight.
+        longest: Padded tokens of the largest micro-batch, prefixes included; 0 allows only cached
+            texts.
+        max_cached_tokens: Padded tokens of the largest batch of cached texts, with prefixes and new
+            tokens.
+
+    """
+
+    window: int
+    longest: int
+    max_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """The client has chosen a model, which may be the one that it has."""
+
+    model: str
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """A micro-batch of its own; hidden is (rows, columns, hidden)."""
+
+    step: int
+    index: int
+    hidden: torch.Tensor
+    padding: Padding
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A batch of texts to cache, (rows, columns, hidden), and the tokens that they will take."""
+
+    step: int
+    index: int
+    hidden: torch.Tensor
+    padding: Padding
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What follows the cached texts, (rows × endings, columns, hidden).
+
+    Attributes:
+        step: Step of the frame.
+        index: Number of the frame since the prompts.
+        hidden: The next token of each text, or several endings of each.
+        endings: Number of endings of each text; 0 for the next token.
+
+    """
+
+    step: int
+    index: int
+    hidden: torch.Tensor
+    endings: int = 0
+
+
+@dataclass(frozen=True)
+class TextsEnd:
+    """The client doesn't need the cached texts any more."""
+
+
+Event = ModelChoice | ForwardPass | Prompts | Continuation | TextsEnd
+
+
+class State(Enum):
+    """What may come next."""
+
+    JOINING = "JOIN"
+    CHOSEN = "JOIN, hidden states, or END"
+    CACHED = "the next token or endings of the cached texts, STEP, or what may come in CHOSEN"
+    COMPLETE = "STEP, or what may come in CHOSEN"
+    ENDED = "nothing"
+
+
+class Evaluation:
+    """Checks a client's frames. Callers serialise ``receive``.
+
+    Args:
+        columns_before: Columns of the prefix of each model that the client may choose, by name.
+        limits: Limits of the evaluation.
+
+    Attributes:
+        state: What may come next.
+        choosing: Whether a chosen model isn't ready yet; any thread may set it.
+        answered: Micro-batches whose output was sent; any thread may count them.
+
+    """
+
+    def __init__(self, columns_before: Mapping[str, int], limits: EvaluationLimits) -> None:
+        self.state = State.JOINING
+        self.choosing = False
+        self.answered = 0
+        self._models = columns_before
+        self._limits = limits
+        self._model: str | None = None
+        self._received = 0
+        # Of the cached texts: rows and columns of the prompts, new tokens, and frames so far.
+        self._rows = self._columns = self._new_tokens = self._frames = 0
+
+    def receive(self, frame: Frame) -> Event | None:
+        """Check the next frame; return what it asks for, or None if it is END.
+
+        Raises:
+            ProtocolError: It may not come now, or contradicts what has come before.
+
+        """
+        if frame.kind is Kind.END:
+            self.state = State.ENDED
+            return None
+        if frame.kind is Kind.JOIN:
+            return self._choice(frame)
+        if frame.kind is Kind.HIDDEN and self.state is not State.JOINING:
+            return self._hidden(frame)
+        if frame.kind is Kind.STEP and self.state in {State.CACHED, State.COMPLETE}:
+            self._refuse_in_flight("the end of a generation")
+            self.state = State.CHOSEN
+            return TextsEnd()
+        raise ProtocolError(f"a frame {frame.kind.name} came in an evaluation")
+
+    def _choice(self, frame: Frame) -> ModelChoice:
+        model = frame.fields.get("model")
+        if not isinstance(model, str) or model not in self._models:
+            raise ProtocolError(
+                f"the model {model!r} isn't among those to evaluate: {', '.join(self._models)}"
+            )
+        if self.choosing or self._received > self.answered:
+            raise ProtocolError("another model was chosen before the answers to the last one")
+        self.choosing = model != self._model
+        self._model, self.state = model, State.CHOSEN
+        return ModelChoice(model, is_new=self.choosing)
+
+    def _hidden(self, frame: Frame) -> Event:
+        hidden, padding = hidden_of(frame)
+        check_size(hidden, "hidden")
+        if "new_tokens" in frame.fields:
+            event: Event = self._prompts(frame, hidden, padding)
+        elif "endings" in frame.fields:
+            event = self._endings(frame, hidden, padding)
+        elif self.state is State.CHOSEN:
+            event = self._forward_pass(frame, hidden, padding)
+        else:
+            event = self._next_token(frame, hidden)
+        self._received += 1
+        return event
+
+    def _forward_pass(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> ForwardPass:
+        limits = self._limits
+        if self._received - self.answered >= limits.window:
+            raise ProtocolError(f"more than {limits.window} micro-batches are in flight")
+        tokens = self._tokens(*hidden.shape[:2])
+        if tokens > limits.longest:
+            raise ProtocolError(f"{tokens} padded tokens came; {limits.longest} were agreed")
+        return ForwardPass(frame.step, frame.micro_batch, hidden, padding)
+
+    def _prompts(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> Prompts:
+        self._refuse_in_flight("another generation")
+        rows, columns = hidden.shape[:2]
+        new_tokens = whole_number(frame, "new_tokens")
+        if padding.side != "left" or frame.micro_batch or not new_tokens:
+            raise ProtocolError(
+                f"a generation of {new_tokens} tokens began with number {frame.micro_batch}, and "
+                f"padding on the {padding.side}"
+            )
+        tokens = self._tokens(rows, columns + new_tokens)
+        if tokens > self._limits.max_cached_tokens:
+            raise ProtocolError(
+                f"{rows} texts of {columns} + {new_tokens} tokens were requested, with a prefix of "
+                f"{self._prefix}; agreed on are at most {self._limits.max_cached_tokens} tokens "
+                "together (evaluate.generate, evaluate.batch-size, data.max-length, "
+                "evaluate.max-new-tokens, adapter.prefix-length)"
+            )
+        self._rows, self._columns, self._new_tokens, self._frames = rows, columns, new_tokens, 1
+        # The prompts' frame yields the first new token.
+        self.state = State.CACHED if new_tokens > 1 else State.COMPLETE
+        return Prompts(frame.step, frame.micro_batch, hidden, padding, tokens)
+
+    def _next_token(self, frame: Frame, hidden: torch.Tensor) -> Continuation:
+        self._refuse_in_flight("the next token")
+        if hidden.shape[:2] != (self._rows, 1) or frame.micro_batch != self._frames:
+            raise ProtocolError(
+                f"{hidden.shape[0]} × {hidden.shape[1]} tokens came as number {frame.micro_batch}; "
+                f"{self._rows} × 1 were due as number {self._frames}"
+            )
+        if self.state is State.COMPLETE:
+            raise ProtocolError(f"more than the agreed {self._new_tokens} tokens came")
+        self._frames += 1
+        if self._frames == self._new_tokens:
+            self.state = State.COMPLETE
+        return Continuation(frame.step, frame.micro_batch, hidden)
+
+    def _endings(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> Continuation:
+        if self.state is State.CHOSEN:
+            raise ProtocolError("endings came without the texts that they end")
+        self._refuse_in_flight("endings")
+        each, (rows, columns) = whole_number(frame, "endings"), hidden.shape[:2]
+        if (
+            (self._frames, frame.micro_batch, padding.side) != (1, 1, "right")
+            or not each
+            or rows != self._rows * each
+        ):
+            raise ProtocolError(
+                f"{rows} rows came as {each} endings of {self._rows} texts, with number "
+                f"{frame.micro_batch} and padding on the {padding.side}, after {self._frames} "
+                "frames of these texts"
+            )
+        tokens = self._tokens(rows, self._columns + columns)
+        room = self._tokens(self._rows, self._columns + self._new_tokens)
+        if tokens > room:
+            raise ProtocolError(f"endings take {tokens} tokens; {room} were agreed")
+        self._frames += 1
+        self.state = State.COMPLETE
+        return Continuation(frame.step, frame.micro_batch, hidden, endings=each)
+
+    @property
+    def _prefix(self) -> int:
+        return self._models[self._model] if self._model is not None else 0
+
+    def _tokens(self, rows: int, columns: int) -> int:
+        """Return the padded tokens of rows, prefixes included."""
+        return rows * (self._prefix + columns)
+
+    def _refuse_in_flight(self, what: str) -> None:
+        if self._received != self.answered:
+            raise ProtocolError(f"{what} came while a micro-batch is in flight")

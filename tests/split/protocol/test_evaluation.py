@@ -1,0 +1,89 @@
+"""Evaluations: whatever frames come, no client exceeds the limits."""
+
+from functools import partial
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from split.protocol.errors import ProtocolError
+from split.protocol.evaluation import (
+    Continuation,
+    Evaluation,
+    EvaluationLimits,
+    ForwardPass,
+    ModelChoice,
+    Prompts,
+    TextsEnd,
+)
+from split.protocol.frames import Frame, Kind
+
+PREFIXES = {"base": 0, "global": 3}
+LIMITS = EvaluationLimits(window=2, longest=12, max_cached_tokens=20)
+
+
+def hidden(index, rows, columns, side, fields):
+    lengths = torch.full((rows,), columns, dtype=torch.int32)
+    tensors = {"hidden": torch.zeros(rows, columns, 4), "lengths": lengths}
+    return Frame(Kind.HIDDEN, 0, index, tensors, {"side": side} | fields)
+
+
+def next_token(rows, frames):
+    return hidden(frames, rows, 1, "left", {})
+
+
+def endings(each, columns, rows, frames):
+    return hidden(1, rows * each, columns, "right", {"endings": each})
+
+
+small = st.integers(1, 4)
+FIELDS = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries({"new_tokens": small}),
+    st.fixed_dictionaries({"endings": small}),
+)
+FRAMES = st.one_of(
+    st.sampled_from([Frame(Kind.STEP), Frame(Kind.JOIN, fields={"model": "unknown"})]),
+    st.sampled_from([Frame(Kind.JOIN, fields={"model": name}) for name in PREFIXES]),
+    st.just(next_token),
+    st.builds(partial, st.just(endings), small, small),
+    st.builds(hidden, st.integers(0, 3), small, small, st.sampled_from(["left", "right"]), FIELDS),
+)
+
+
+@given(st.lists(st.tuples(FRAMES, st.booleans()), max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_no_sequence_of_frames_exceeds_the_limits(steps):
+    """Frames that are refused are left out; a lane would end there."""
+    evaluation = Evaluation(PREFIXES, LIMITS)
+    prefix, in_flight, cached, room, texts = 0, 0, 0, 0, (1, 0)
+    for frame, answered in steps:
+        if callable(frame):
+            frame = frame(*texts)
+        try:
+            event = evaluation.receive(frame)
+        except ProtocolError:
+            event = None
+        if isinstance(event, ModelChoice):
+            assert not in_flight
+            prefix, cached, room = PREFIXES[event.model], 0, 0
+            evaluation.choosing = False
+        elif isinstance(event, TextsEnd):
+            assert room and not in_flight
+            cached = room = 0
+        elif isinstance(event, ForwardPass):
+            rows, columns = event.hidden.shape[:2]
+            assert rows * (prefix + columns) <= LIMITS.longest and not room
+        elif isinstance(event, Prompts):
+            rows, columns = event.hidden.shape[:2]
+            cached, room, texts = rows * (prefix + columns), event.tokens, (rows, 1)
+        elif isinstance(event, Continuation):
+            cached = cached * max(event.endings, 1) + event.hidden.shape[:2].numel()
+            texts = (texts[0], texts[1] + 1)
+            assert not in_flight
+        in_flight += isinstance(event, ForwardPass | Prompts | Continuation)
+        assert in_flight <= LIMITS.window
+        assert cached <= room <= LIMITS.max_cached_tokens
+        if answered and in_flight:
+            in_flight -= 1
+            evaluation.answered += 1
