@@ -28,6 +28,10 @@ def hidden(index, rows, columns, side, fields):
     return Frame(Kind.HIDDEN, 0, index, tensors, {"side": side} | fields)
 
 
+def prompts(rows, columns, new_tokens):
+    return hidden(0, rows, columns, "left", {"new_tokens": new_tokens})
+
+
 def next_token(rows, frames):
     return hidden(frames, rows, 1, "left", {})
 
@@ -45,6 +49,7 @@ FIELDS = st.one_of(
 FRAMES = st.one_of(
     st.sampled_from([Frame(Kind.STEP), Frame(Kind.JOIN, fields={"model": "unknown"})]),
     st.sampled_from([Frame(Kind.JOIN, fields={"model": name}) for name in PREFIXES]),
+    st.builds(prompts, small, small, small),
     st.just(next_token),
     st.builds(partial, st.just(endings), small, small),
     st.builds(hidden, st.integers(0, 3), small, small, st.sampled_from(["left", "right"]), FIELDS),
@@ -52,14 +57,13 @@ FRAMES = st.one_of(
 
 
 @given(st.lists(st.tuples(FRAMES, st.booleans()), max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_no_sequence_of_frames_exceeds_the_limits(steps):
     """Frames that are refused are left out; a lane would end there."""
     evaluation = Evaluation(PREFIXES, LIMITS)
     prefix, in_flight, cached, room, texts = 0, 0, 0, 0, (1, 0)
-    for frame, answered in steps:
-        if callable(frame):
-            frame = frame(*texts)
+    for sent, answered in steps:
+        frame = sent(*texts) if callable(sent) else sent
         try:
             event = evaluation.receive(frame)
         except ProtocolError:
