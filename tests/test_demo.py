@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
     ("preset", "settings"),
     [
         ("tiny.toml", ["rounds=1"]),
-        ("demo.toml", ["model.name=tiny"]),
+        ("demo.toml", ["model.name=tiny", "rounds=2", "evaluate.every=2"]),
         ("demo-split.toml", ["rounds=1", "evaluate.generate=false"]),
     ],
 )
@@ -42,7 +42,7 @@ def test_everyone_gains_from_the_demonstrations(tmp_path, left_over, preset, set
     shown = "Held-out questions" in output
     assert shown == ("evaluate.generate=false" not in settings)
     assert len(output.splitlines()) <= 40
-    rounds = {"tiny.toml": 1, "demo.toml": 7, "demo-split.toml": 1}[preset]
+    rounds = {"tiny.toml": 1, "demo.toml": 2, "demo-split.toml": 1}[preset]
     assert f"round {rounds} of {rounds}: evaluated" in output
     assert "Warning" not in output and "(pid=" not in output and "INFO" not in output
     assert "ClientAppActor" in (directory / "log.txt").read_text()

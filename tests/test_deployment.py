@@ -47,6 +47,7 @@ def start_supernode(link, name: str, data: Path, log: Path, node: str = "") -> s
         )
 
 
+@pytest.mark.nightly
 def test_supernodes_train_together_and_keep_large_states(
     checkpoint, client_folders, tmp_path, capfd
 ):

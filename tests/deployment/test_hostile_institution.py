@@ -222,6 +222,8 @@ def test_an_unsigned_run_whose_messages_are_blocked_ends_with_the_reason(running
     superexec = running.programs["consultation"]["superexec"]
     superexec.stop()  # the registration waits for it
     attack = Attack(running, running.submit(settings))
+    # Before that, the SuperLink accepts nothing.
+    wait_until(lambda: running.status() == "running", SECONDS)
     attack.announce(first_arrays(running, settings))
     superexec.start()
     status = wait_for_end(running)
