@@ -1,4 +1,4 @@
-"""What all pictures have in common: colours, matplotlib's settings, and SVG as text."""
+"""Common parts of all pictures: colours, matplotlib's settings, and SVG as text."""
 
 import io
 import re

@@ -32,7 +32,7 @@ class Whole(Side):
 
     Args:
         stack: Ends the process.
-        job: What is trained.
+        job: Training job.
         cores: Cores that the process may use.
 
     """

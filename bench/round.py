@@ -1,4 +1,4 @@
-"""What a federated round takes beside its slowest client's training.
+"""Overhead of a federated round over its slowest client's training.
 
     python -m bench.round
 

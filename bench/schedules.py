@@ -69,7 +69,7 @@ def start(
 
     Args:
         stack: Ends the processes.
-        job: What one client trains.
+        job: Training job of one client.
         split: Settings of servers and clients.
         clients: Number of clients of each schedule.
         schedules: The schedules to measure; serial has one client, in its turn.

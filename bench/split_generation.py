@@ -1,4 +1,4 @@
-"""What splitting costs while text is generated, compared with the whole model in one process.
+"""Cost of splitting during generation, compared with the whole model in one process.
 
     python -m bench.split_generation [--pairs 5]
 

@@ -1,4 +1,4 @@
-"""What splitting a training step costs, compared with the whole model in one process.
+"""Cost of splitting a training step, compared with the whole model in one process.
 
     python -m bench.split_step [--pairs 15] [--wire bfloat16] [--record FILE]
 

@@ -22,7 +22,7 @@ _MORE_THAN_CORES, _MAX_AT_ONCE = 4, 32
 
 @dataclass(frozen=True)
 class Machine:
-    """What a simulation may use of a machine.
+    """Resources that a simulation may use.
 
     Attributes:
         cores: Number of CPU cores.

@@ -1,4 +1,4 @@
-"""What ends a command early: Ctrl-C, ``kill``, and a terminal that is closed."""
+"""Signals that end a command early: Ctrl-C, ``kill``, and a terminal that is closed."""
 
 import signal
 

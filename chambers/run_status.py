@@ -1,4 +1,4 @@
-"""What the files in a run's folder tell about it, and its form on a terminal."""
+"""Status of a run from the files in its folder, and its output on a terminal."""
 
 import json
 import time
@@ -27,7 +27,7 @@ class Seen:
     Attributes:
         directory: The run's folder.
         config: Its configuration.
-        status: What it does now.
+        status: Its current phase.
         events: Lines of ``metrics.jsonl``.
         is_running: Whether a process on this machine writes to the folder.
         checkpoint: The newest checkpoint, if there is one.

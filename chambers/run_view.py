@@ -1,4 +1,4 @@
-"""What ``chambers train`` shows of a run: one live view on a terminal, else a few lines."""
+"""Output of ``chambers train``: one live view on a terminal, else a few lines."""
 
 import sys
 import threading

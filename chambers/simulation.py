@@ -1,4 +1,4 @@
-"""A run in simulation: what is shown of it, where its log is, and how it has ended."""
+"""A simulated run: its output, its log and its result."""
 
 import logging
 import sys

@@ -29,7 +29,7 @@ COMPLETED = "finished:completed"
 # In the FLWR_HOME of a SuperLink: a link to the folder of the run that it began last.
 RUN_LINK = "run-folder"
 _FAILED = "Simulation failed with exception: "
-# What Flower says of a run that failed for a reason which only its log has.
+# Flower's status of a failed run whose reason is in the log only.
 _UNSAID = {"", "N/A", "An error was encountered. Ending simulation."}
 _CHAINED = re.compile(r"\n\n(?:The above exception was|During handling of the above)")
 # The last lines of the log, in which the reason is looked for.

@@ -28,7 +28,7 @@ _MAJORITY = "majority"
 
 @dataclass(frozen=True)
 class Scored:
-    """What is scored.
+    """Input of a scoring.
 
     Attributes:
         questions: Each task and its questions, by name.
@@ -55,7 +55,7 @@ def measure(sources: Mapping[str, Source], scored: Scored, scores: Scores) -> No
 
     Args:
         sources: The models by name.
-        scored: What is scored.
+        scored: Input of the scoring.
         scores: Gets each task's scores as soon as a model has them.
 
     Raises:

@@ -22,7 +22,7 @@ def time_left(
 
     Args:
         config: The run's configuration.
-        status: What it does now: training or evaluation.
+        status: Current phase: training or evaluation.
         events: Lines of ``metrics.jsonl``.
         now: Seconds since the epoch.
 
@@ -64,7 +64,7 @@ def _left_of_round(status: RunStatus, expected: float, elapsed: float) -> float:
 
 
 class _Evaluations:
-    """How long the evaluations after a run's rounds take.
+    """Estimated times of the evaluations after a run's rounds.
 
     After some rounds (``evaluate.every``) losses are measured; after the others there is a shorter
     evaluation or none, as the strategy needs it.

@@ -1,1 +1,1 @@
-"""What runs at an institution: answering query, train and evaluate messages on private data."""
+"""Flower's ClientApp: answer query, train and evaluate messages on an institution's data."""

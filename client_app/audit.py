@@ -34,7 +34,7 @@ class AuditLog:
 
     Attributes:
         path: The file.
-        title: What errors call it.
+        title: Name of the file in errors.
 
     """
 
@@ -49,7 +49,7 @@ class AuditLog:
         """Append a line, and wait until it is on the disk.
 
         Args:
-            event: What the line says; the time is added.
+            event: Content of the line; the time is added.
             check: Raises if the line must not be written because of earlier ones, which it is
                 called with. No other process writes in between.
 

@@ -102,7 +102,7 @@ def train_adapter(task: Task, penalty_of: PenaltyOf) -> tuple[State, Metrics, Pe
     """Train from the global adapter for one round.
 
     Args:
-        task: What to train.
+        task: Training task.
         penalty_of: Returns the penalty of the round's training, if there is one.
 
     Returns:
@@ -181,7 +181,7 @@ def _privately(
     gradient: nothing but the number of rows determines steps and rates.
     """
     institution, number = task.institution, task.instruction.round
-    # What can't be computed must not cost ε.
+    # A computation that is impossible must not cost ε.
     task.steps(institution.size)
     model.row_gradients(collate(_TRIAL, institution.padding))
     spent = task.site.spend(task.config, institution)

@@ -1,4 +1,4 @@
-"""What the site's policy refuses. The run config and every message are the coordinator's.
+"""Refusals by the site's policy. The run config and every message are the coordinator's.
 
 They can differ from message to message, so all checks are repeated for each, and what has been
 answered is counted in the site's own audit log.
@@ -105,7 +105,7 @@ def check_request(
     Args:
         policy: The policy.
         kind: Kind of the message.
-        instruction: What the message asks for.
+        instruction: Instruction of the message.
         config: The run's configuration.
         institution: The institution's data.
         computes_importance: Whether the run's strategy asks for importance in such messages.

@@ -1,1 +1,1 @@
-"""What the coordinator's and the institutions' apps share about a run."""
+"""Everything about a run that the coordinator's and the institutions' apps share."""

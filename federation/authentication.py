@@ -33,7 +33,7 @@ class AuthenticationError(UserError, ValueError):
 
 
 class Statement(BaseModel):
-    """What the coordinator signs.
+    """Statement that the coordinator signs.
 
     Attributes:
         run: Flower's id of the run. The run's lineage and the round are in the content.
@@ -197,7 +197,7 @@ def open_reply(reply: Message, statement: Statement) -> None:
 
     Args:
         reply: A reply without error.
-        statement: What the coordinator has signed for the one who should have made it.
+        statement: The coordinator's statement for the client that should have made the reply.
 
     Raises:
         AuthenticationError: Someone else has made it, or it is malformed.

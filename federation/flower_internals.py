@@ -1,4 +1,4 @@
-"""What Chambers uses of Flower that isn't a part of Flower's documented interface.
+"""Names from Flower that aren't part of its documented interface.
 
 A new version of Flower may change any of it: read and test this list before the bounds of ``flwr``
 in ``pyproject.toml`` are widened. Other modules import only what ``flwr.app``, ``flwr.clientapp``,

@@ -1,4 +1,4 @@
-"""What a SuperNode's configuration says about the institution: its name, and where files are."""
+"""A SuperNode's configuration: the institution's name, and the paths of its files."""
 
 import sys
 from collections.abc import Mapping

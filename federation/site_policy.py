@@ -118,7 +118,7 @@ class PrivacyPolicy(_Table):
 
 
 class SitePolicy(_Table):
-    """What a coordinator may ask of this institution."""
+    """Limits to what a coordinator may ask of this institution."""
 
     strategies: list[Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"]] | None = Field(
         None, description="Allowed values of `strategy`. Absent: all; `fl-glm` needs `[split]` too."

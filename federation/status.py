@@ -1,4 +1,4 @@
-"""What a run is doing now: the file ``status.json`` in its folder."""
+"""Current phase of a run: the file ``status.json`` in its folder."""
 
 from typing import Literal
 
@@ -28,7 +28,7 @@ class RunStatus(BaseModel):
     """The current phase of a run. Times are seconds since the epoch.
 
     Attributes:
-        phase: What the run does; a run that has ended is ``completed`` or ``failed``.
+        phase: Current phase; a run that has ended is ``completed`` or ``failed``.
         round: Number of the round, from 1; 0 before the first round.
         rounds: Number of rounds of the run.
         since: Start of the phase.

@@ -1,1 +1,1 @@
-"""What runs at the coordinator: configuration, strategy, checkpoints and results."""
+"""Flower's ServerApp: configuration, strategy, checkpoints and results."""

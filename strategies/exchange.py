@@ -38,7 +38,7 @@ class _Request:
 
     Attributes:
         metadata: Its metadata.
-        statement: What was signed about it, if anything was.
+        statement: The signed statement about it, if it was signed.
         max_bytes: Memory that the reply may take.
 
     """

@@ -35,7 +35,7 @@ class LiveStatus:
         """Show that a phase begins.
 
         Args:
-            phase: What the run does.
+            phase: Current phase.
             round_number: Number of the round.
             seconds: Time that clients have to reply.
             asked: Clients that work in this phase.

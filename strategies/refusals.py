@@ -27,7 +27,7 @@ from federation.messages import (
 from finetuning.model.fingerprint import differences
 from split.protocol.errors import printable
 
-# What is said of an array.
+# Description of an array.
 NOT_FINITE = "has values that are not finite numbers"
 _MAX_EXAMPLES = 10**9
 # Instead of a digest, if there is no majority for one.

@@ -59,7 +59,7 @@ class Cell:
         tail_blocks: Blocks at the client, after what it receives.
         wire: Type in which hidden states and gradients travel.
         noise: ``split.noise``.
-        seen: What the attacker sees; "nothing" is random numbers in their place.
+        seen: Input of the attack; "nothing" is random numbers in its place.
         tuned: Whether the client's head has an adapter that the attacker doesn't have.
         seed: Seed of the attack and of the choice of texts, or of training.
 

@@ -24,13 +24,13 @@ _SHORTLIST = 64
 
 @dataclass(frozen=True)
 class Sent:
-    """What the server has of a text in a step of training.
+    """The tensors of a text that the server has in a step of training.
 
     Attributes:
-        given: What it has sent to the tail, (tokens, hidden).
-        gradient: What it has received for it, (tokens, hidden).
+        given: Hidden states sent to the tail, (tokens, hidden).
+        gradient: Gradient received for them, (tokens, hidden).
         positions: Tokens before each target, (targets,) int64.
-        scale: What each target's loss is multiplied by.
+        scale: Factor of each target's loss.
 
     """
 
@@ -65,7 +65,7 @@ def read_labels(tail: Part, sent: Sent, count: int) -> Tensor:
 
     Args:
         tail: The public tail; its output head must be a matrix without scaling or capping.
-        sent: What the server has.
+        sent: Tensors that the server has.
         count: Number of labels to read.
 
     """

@@ -1,4 +1,4 @@
-"""What noise on hidden states costs: a split model's held-out loss, before and after training.
+"""Cost of noise on hidden states: a split model's held-out loss, before and after training.
 
 Client and block server are the program's own, in one process and connected by real lanes.
 """

@@ -1,4 +1,4 @@
-"""What others see of the hidden states that a client sends.
+"""Hidden states of a client as others observe them.
 
 Everything on the way is the program's own code: head, noise, wire and encryption. The server sees
 hidden states as the wire leaves them. A peer on the network sees encrypted records.

@@ -1,4 +1,4 @@
-"""What annotators see, and the key that says which answer is whose."""
+"""Blinded sheets for annotators, and the key that says which model gave which answer."""
 
 import json
 import random
@@ -54,7 +54,7 @@ class SheetQuestion:
 
 @dataclass(frozen=True)
 class Sheet:
-    """What one annotator scores: all questions, in random order."""
+    """The sheet of one annotator: all questions, in random order."""
 
     annotator: int
     questions: tuple[SheetQuestion, ...]
@@ -62,7 +62,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class KeyRow:
-    """What an id in a sheet stands for.
+    """The meaning of an id in a sheet.
 
     Attributes:
         annotator: Number of the sheet.
@@ -80,12 +80,12 @@ class KeyRow:
 
 @dataclass(frozen=True)
 class Key:
-    """What each id stands for.
+    """The meaning of each id.
 
     Attributes:
-        seed: What all orders and ids were drawn from.
+        seed: Seed of all orders and ids.
         models: Names of the models, in the order in which they were given.
-        rows: What the ids in all sheets stand for.
+        rows: Meanings of the ids in all sheets.
 
     """
 
@@ -111,7 +111,7 @@ def blind(
         questions: Questions with the answers of all models.
         models: Names of the models.
         annotators: Number of sheets.
-        seed: What orders and ids are drawn from; it must stay secret, since it reveals the models.
+        seed: Seed of orders and ids; it must stay secret, since it reveals the models.
 
     """
     sheets: list[Sheet] = []

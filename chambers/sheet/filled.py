@@ -14,7 +14,7 @@ _SHOWN = 20
 
 @dataclass
 class _Reading:
-    """What has been read of a sheet: scores and lines by id, and what is wrong."""
+    """Content of a filled sheet: scores and lines by id, and errors."""
 
     scores: dict[str, dict[str, int]] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
@@ -26,7 +26,7 @@ def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int
 
     Args:
         file: CSV with the columns ``id``, ``usefulness`` and ``fluency``; others are ignored.
-        key: What the ids stand for.
+        key: Meanings of the ids.
 
     Returns:
         The sheet's number, and scores by id and criterion.

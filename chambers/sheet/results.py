@@ -71,7 +71,7 @@ def evaluate(key: Key, files: Sequence[Path]) -> Results:
     """Read filled sheets and evaluate them.
 
     Args:
-        key: What the ids stand for.
+        key: Meanings of the ids.
         files: One filled sheet for each annotator; some may be absent.
 
     Raises:

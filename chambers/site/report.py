@@ -11,7 +11,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class AdviceError(CommandError):
-    """What works, but should be otherwise."""
+    """Something that works but should be changed."""
 
 
 @dataclass

@@ -133,5 +133,5 @@ class ImportanceCap:
 
     @property
     def factors(self) -> dict[str, float]:
-        """What is left of the sum of J of each client that was capped."""
+        """Remaining share of the sum of J of each client that was capped."""
         return {n: left / (self._above[n] + self._below[n]) for n, left in self._left.items()}

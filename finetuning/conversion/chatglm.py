@@ -30,7 +30,7 @@ _SIZES = {
     "seq_length": "max_position_embeddings",
     "layernorm_epsilon": "rms_norm_eps",
 }
-# What both models have, and the GLM class computes; the values are those of their config.json.
+# Settings of both models that the GLM class supports, with the values of their config.json.
 _REQUIRED = {
     "rmsnorm": True,
     "multi_query_attention": True,

@@ -1,4 +1,4 @@
-"""What a conversion needs to know of a model: its class here, its tensors and its tokens."""
+"""Description of a model for its conversion: target class, tensors and tokens."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Plan:
         tokenizer: Arguments of the target's tokenizer.
         chat_template: Jinja template of the prompts that the model was trained with.
         end_of_answer: Further special tokens that end a generated answer.
-        changes: What else is different in the target, in sentences.
+        changes: Other differences of the target, in sentences.
 
     """
 

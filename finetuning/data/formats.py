@@ -19,7 +19,7 @@ class DataError(UserError, ValueError):
     """Data is missing or malformed; the message names files, lines and reasons.
 
     Args:
-        message: What is wrong; it quotes nothing from the data.
+        message: Description of the error, without quotes from the data.
         quoted: Another library's words, which may quote it.
 
     """

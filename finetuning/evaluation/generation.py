@@ -12,7 +12,7 @@ GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": N
 
 
 class Answering(Protocol):
-    """What answering requires of a model, wherever its blocks are computed."""
+    """The members that answering requires of a model, wherever its blocks are computed."""
 
     @property
     def columns_before(self) -> int:

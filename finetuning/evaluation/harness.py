@@ -204,7 +204,7 @@ def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
             try:
                 manager.load([name])
             except Exception as error:
-                # What a task's description says is run; anything may be wrong with it.
+                # A task's description contains code, which may raise anything.
                 reason = f"{type(error).__name__}: {error}"
                 raise DataError(f"the task {name} can't be loaded: {reason}") from error
         yield manager

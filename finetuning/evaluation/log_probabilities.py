@@ -25,7 +25,7 @@ class Scoring(Protocol):
 
 @dataclass(frozen=True)
 class Likelihood:
-    """How likely an answer is after its context.
+    """Log-probability of an answer after its context.
 
     Attributes:
         log_probability: Sum over the answer's tokens, in nats (FL-GLM section 4.1.2).

@@ -134,7 +134,7 @@ def _jieba_cut() -> Callable[[str], list[str]]:
     import jieba
 
     tokenizer = jieba.Tokenizer()
-    # What its initialize() does, without the log on stderr and without the copy of the dictionary
+    # As its initialize(), without the log on stderr and without the copy of the dictionary
     # in the shared temporary folder, which loads no faster and which anybody could have written.
     tokenizer.FREQ, tokenizer.total = tokenizer.gen_pfdict(tokenizer.get_dict_file())
     tokenizer.initialized = True

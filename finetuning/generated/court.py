@@ -22,7 +22,7 @@ from finetuning.generated.vocabulary import (
 
 
 class Circumstance(NamedTuple):
-    """How the input tells a circumstance, how the output weighs it, and its effect.
+    """A circumstance in the input, its weight in the output, and its effect.
 
     Attributes:
         name: Name of the circumstance in court.toml.

@@ -1,4 +1,4 @@
-"""What can be known of a checkpoint before any heavy library is imported."""
+"""Facts about a checkpoint that need no heavy library."""
 
 import json
 import math

@@ -19,7 +19,7 @@ from finetuning.files import cache_directory, replacing, stamps
 
 _ORIGIN = "gguf.json"
 _MAGIC = b"GGUF"
-# What the libraries raise for a file that ends early or is damaged.
+# Raised by the libraries for a file that ends early or is damaged.
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError)
 _SHOWN_NAMES = 3
 # Of what is checked before a file is kept.
@@ -36,7 +36,7 @@ class GGUFError(ValueError):
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says about its tensors.
+    """The header of a GGUF file.
 
     Attributes:
         architecture: GGUF's name of the architecture.

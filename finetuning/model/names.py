@@ -5,7 +5,7 @@ from pathlib import Path
 
 TINY = "tiny"
 SMOLLM2 = "smollm2"
-# Names that stay what they are where a folder has the same name.
+# These names are never taken for folders.
 BUILT_IN = (TINY, SMOLLM2)
 
 # The package has the weights as a GGUF file. Its code, which needs other packages, isn't imported.

@@ -14,10 +14,10 @@ class Question:
 
     Attributes:
         origin: File and line it was read from. Questions of one line share most of their prompt.
-        prompt: What the model is asked.
+        prompt: Text of the question.
         answers: The right answers; any of them will do. Empty if no candidate is right.
         candidates: The answers to choose from; empty if an answer is generated.
-        group: What the task's metric counts together, such as a question of MultiRC.
+        group: Key of the answers that the task's metric counts together, such as MultiRC's.
 
     """
 

@@ -42,7 +42,7 @@ class Stages(Protocol):
 
 @dataclass(frozen=True)
 class LocalRound:
-    """What one client trains in a round, and the round's position within the run.
+    """A client's training in a round, and the round's position within the run.
 
     Attributes:
         steps: Examples of each optimizer step, as indices.
@@ -62,7 +62,7 @@ class LocalRound:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What a round of local training did.
+    """Result of a round of local training.
 
     Attributes:
         losses: Each step's mean loss per target token in nats, before its update.

@@ -7,7 +7,7 @@ import torch
 
 
 class Penalty(Protocol):
-    """What the training loop requires of a penalty."""
+    """The members that the training loop requires of a penalty."""
 
     def distance(self) -> float:
         """Return the distance of the weights from the global ones."""

@@ -251,7 +251,7 @@ class RemoteBody:
         """Wait for a frame of a kind, of the current step.
 
         Args:
-            kind: What is due.
+            kind: Kind of the frame that is due.
             until: When to stop waiting, on ``time.monotonic``'s clock; None is ``frame_timeout``.
             also: Another kind that may come.
             micro_batch: The frame's, where only one can be due.

@@ -38,7 +38,7 @@ class SplitModel:
             mean square of each token's.
 
     Attributes:
-        lane: What frames go over; the caller that opened it closes it.
+        lane: Lane to the server; the caller that opened it closes it.
 
     """
 

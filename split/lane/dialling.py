@@ -1,4 +1,4 @@
-"""How a client opens a lane, and the streams under it: one attempt, and the one retry policy."""
+"""Open a lane and its streams at the client: one attempt, and the one retry policy."""
 
 import logging
 import math
@@ -57,7 +57,7 @@ def open_lane(
 
     Args:
         invitation: Invitation to the server.
-        limits: What the server may send.
+        limits: Limits of what the server may send.
         deadline: Time at which the lane ends, on ``time.monotonic``'s clock.
         resume_timeout: Seconds in which a stream that was cut must be replaced.
         patience: Seconds for which a refusal, or the lack of an answer, may pass.

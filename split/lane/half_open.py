@@ -104,7 +104,7 @@ class AnsweredHandshakes:
         """Count a handshake while the ``with`` block finishes it.
 
         Args:
-            identity: What the handshake is for.
+            identity: Identity that the handshake is for.
             end: Ends the stream; called when its time is over.
 
         Raises:

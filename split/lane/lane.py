@@ -47,14 +47,14 @@ class Lane:
     """One end of a lane. Its methods may be called from any thread.
 
     Args:
-        identity: What the lane is for.
-        limits: What may come over it, and how much this end keeps for the other.
+        identity: Run, round and client.
+        limits: Limits of what the other end may send, and of what this end queues for it.
         is_client: Whether this is the client's end.
         resume_timeout: Seconds after which a stream that was cut must have been replaced.
 
     Attributes:
         identity: Run, round and client; both ends have verified it.
-        limits: What may come over it.
+        limits: Limits of what the other end may send.
         opened: How many streams there have been.
         over: Set when the lane has ended, and its last stream with it.
         ended_at: When it has ended, on ``time.monotonic``'s clock.
@@ -124,7 +124,7 @@ class Lane:
         ends.
 
         Args:
-            kind: What it is.
+            kind: Kind of the frame.
             step: Optimizer step.
             micro_batch: Micro-batch within the step.
             tensors: Must not change until the other end has acknowledged the frame, as it does
@@ -223,7 +223,7 @@ class Lane:
         with self._changed:
             return self._changed.wait_for(lambda: self._error is not None, timeout)
 
-    # What follows is for the modules that open streams.
+    # The following methods are for the modules that open streams.
 
     def detach(self, reason: str) -> int:
         """Take the current stream away, if there is one; return how many frames have arrived.
@@ -416,8 +416,8 @@ class Lane:
         """End the lane for a reason; only the first one counts.
 
         Args:
-            error: What ``send`` and ``receive`` raise from now on.
-            message: What the other side is told; None if the lane ends in order.
+            error: Raised by ``send`` and ``receive`` from now on.
+            message: Error for the other end; None if the lane ends in order.
             flush: Whether frames that are queued are to be sent before that.
 
         """

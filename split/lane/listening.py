@@ -39,7 +39,7 @@ class LaneServer:
     Args:
         listen: Host and port; port 0 is a free one.
         keys: The server's key pair.
-        limits: What clients may send.
+        limits: Limits of what clients may send.
         on_lane: Serves a lane; it is called in a thread of the lane's own, and when it returns the
             lane is closed.
         maximum_lanes: How many there may be at once.

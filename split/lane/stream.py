@@ -23,8 +23,8 @@ class Stream:
     """Encrypts and decrypts one stream's records. It has one writing and one reading thread.
 
     Args:
-        secrets: What the handshake resulted in.
-        limits: What may come over it.
+        secrets: Secrets from the handshake.
+        limits: Limits of what the other end may send.
         is_client: Whether this is the client's end.
         carried: Bytes of the handshake that this end sent, and that it received.
         release: Ends the stream at once, whatever is in transit.
@@ -54,7 +54,7 @@ class Stream:
 
     @property
     def acknowledged(self) -> int:
-        """How many of this end's frames the other end has, by its last record."""
+        """Number of this end's frames that the other end has, by its last record."""
         return self._opener.acknowledged
 
     @property
@@ -160,7 +160,7 @@ def wire_bytes(message: bytes) -> int:
 
 
 class Outbox:
-    """What a client's stream sends: iterators of messages, one after another.
+    """The messages of a client's stream: iterators, one after another.
 
     gRPC asks for the next message in a thread of its own, and waits there for an iterator.
     """

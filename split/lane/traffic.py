@@ -1,11 +1,11 @@
-"""What lanes have carried, and what that took."""
+"""Traffic of lanes, and its cost."""
 
 from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a lane has carried and what that took at this end; sums are of several lanes.
+    """Traffic of a lane and its cost at this end; sums are of several lanes.
 
     Attributes:
         bytes_up: Bytes from the client to the server, with the handshake and all overhead above TCP

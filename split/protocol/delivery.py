@@ -1,4 +1,4 @@
-"""What a lane has sent, what has arrived, and what must be sent again after a cut.
+"""Frames of a lane that were sent, that have arrived, and that must be sent again after a cut.
 
 Both ends number the frames that they send, from 0, without putting the number on the wire: a stream
 delivers in order, and each record's header acknowledges how many frames its sender has received.

@@ -42,7 +42,7 @@ class FrameError(LaneError):
 
 
 class AlteredRecordError(FrameError):
-    """What came is not the next record that the other end has encrypted: it cuts the stream."""
+    """A record isn't the next one that the other end has encrypted; the stream is cut."""
 
 
 class PeerError(LaneError):

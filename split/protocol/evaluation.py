@@ -64,7 +64,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What follows the cached texts, (rows × endings, columns, hidden).
+    """Hidden states that follow the cached texts, (rows × endings, columns, hidden).
 
     Attributes:
         step: Step of the frame.
@@ -89,7 +89,7 @@ Event = ModelChoice | ForwardPass | Prompts | Continuation | TextsEnd
 
 
 class State(Enum):
-    """What may come next."""
+    """Named after the frames that may come next."""
 
     JOINING = "JOIN"
     CHOSEN = "JOIN, hidden states, or END"
@@ -106,7 +106,7 @@ class Evaluation:
         limits: Limits of the evaluation.
 
     Attributes:
-        state: What may come next.
+        state: The frames that may come next.
         choosing: Whether a chosen model isn't ready yet; any thread may set it.
         answered: Micro-batches whose output was sent; any thread may count them.
 

@@ -1,4 +1,4 @@
-"""What travels over a lane: frames, their kinds, and the rules for them."""
+"""The frames of a lane, their kinds, and the rules for them."""
 
 import math
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _MAX_NAME_LENGTH = 256
 _MAX_TEXT_LENGTH = 4096
 # Hidden states of some models come to 10⁶; squares of 2³⁰ are still far from float32's largest.
 _LARGEST_NUMBER = 2.0**30
-# What Python and PyTorch take for a frame that is kept, and for each tensor and each field of it,
+# Memory of Python and PyTorch for a queued frame, and for each of its tensors and fields,
 # beside their contents: what was measured, and a fifth more.
 _FRAME_BYTES = 640
 _TENSOR_BYTES = 1024
@@ -108,7 +108,7 @@ class Padding:
 
 @dataclass(frozen=True)
 class Limits:
-    """What each side of a lane may send, agreed on before it opens.
+    """Limits of what each side of a lane may send, agreed on before it opens.
 
     Attributes:
         hidden: Width of the hidden states.

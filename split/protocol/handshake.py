@@ -33,7 +33,7 @@ from split.protocol.tickets import Identity, Ticket, TicketBook
 
 
 class State(Enum):
-    """How far a handshake is."""
+    """Stage of a handshake."""
 
     NEW = "new"
     HELLO = "M1 was sent or received"
@@ -57,7 +57,7 @@ class ClientHandshake(_Handshake):
 
     Args:
         ticket: The right to open this lane.
-        identity: What the ticket was issued for.
+        identity: Identity that the ticket was issued for.
         server_public: The server's public key of this period.
         suite: Suite of the key exchange.
 

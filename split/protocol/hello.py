@@ -35,7 +35,7 @@ class Hello:
 
     Attributes:
         suite: Number of the key exchange's suite, as in M1.
-        identity: What the lane is to be for.
+        identity: Identity that the lane is requested for.
         ticket: The ticket's identifier.
         share: The client's X25519 share.
         key: Identifier of the server's public key.

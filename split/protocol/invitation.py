@@ -1,4 +1,4 @@
-"""What a client needs to open a lane."""
+"""Invitations: everything that a client needs to open a lane."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from split.protocol.tickets import Identity, Ticket
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a client needs to open a lane; it must reach nobody else.
+    """Everything that a client needs to open a lane; it must reach nobody else.
 
     Attributes:
         address: Address of the block server, as host:port.

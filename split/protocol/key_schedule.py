@@ -1,4 +1,4 @@
-"""How a stream's keys are derived from a handshake.
+"""Derive a stream's keys from a handshake.
 
 Everything enters every key: the fresh X25519 secret, the secret wrapped to the server's key, the
 ticket's secret, and the hash of the handshake's bytes so far. A party that lacks one of them, or
@@ -20,7 +20,7 @@ MAC_BYTES = 32
 
 @dataclass(frozen=True)
 class LaneSecrets:
-    """What both sides have after a handshake.
+    """Secrets that both sides have after a handshake.
 
     Attributes:
         up: AES-256 key of what the client sends.

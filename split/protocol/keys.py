@@ -60,7 +60,7 @@ def wrap(suite: KeyExchange, public: bytes, secret: bytes, context: bytes) -> by
         suite: Suite of the key.
         public: The key, in the form of ``ServerKeys.public``.
         secret: 32 bytes.
-        context: What comes before it in the message; the same bytes are needed to open it.
+        context: Bytes before it in the message; the same bytes are needed to open it.
 
     Raises:
         HandshakeError: The public key is not one of this suite.
@@ -148,7 +148,7 @@ class ServerKeys:
         Args:
             identifier: Identifier of the key that it was wrapped to.
             wrapped: The wrapped secret, as returned by ``wrap``.
-            context: What came before it in the message.
+            context: Bytes before it in the message.
 
         Returns:
             The secret, 32 bytes.

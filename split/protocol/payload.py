@@ -50,7 +50,7 @@ _NAMES = {dtype: name for name, dtype in _TORCH_TYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies in the data that follow the description."""
+    """Position of a tensor in the data after the description."""
 
     name: str
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Description:
-    """What a payload holds, known before its data are there.
+    """Description of a payload, known before its data arrive.
 
     Attributes:
         start: Offset of the first tensor's data, in bytes.

@@ -35,7 +35,7 @@ MAX_BYTES = 2**38
 
 @dataclass(frozen=True)
 class RecordHeader:
-    """What stands before a record's payload, in the clear and authenticated.
+    """The header of a record, in the clear and authenticated.
 
     Attributes:
         kind: Kind of the frame.
@@ -132,10 +132,10 @@ class Opener:
 
     Args:
         key: AES-256 key of that direction.
-        limits: What the other side may send.
+        limits: Limits of what the other side may send.
 
     Attributes:
-        acknowledged: What the last record's header says: frames that its sender has received.
+        acknowledged: Frames that the other side has received, by the last record's header.
         frame_bytes: Payload of the last record's frame.
         seconds_crypto: Spent on decryption.
         seconds_serialisation: Spent on reading payloads.

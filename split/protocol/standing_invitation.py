@@ -24,7 +24,7 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class StandingInvitation(BaseModel):
-    """What a client needs to use a served model. It contains a secret, so nobody else may read it.
+    """Everything that a client needs to use a served model. Its secret is for nobody else.
 
     Attributes:
         address: Address of the block server, as host:port.

@@ -33,7 +33,7 @@ _LANES_OF_A_STANDING_TICKET = 64
 
 @dataclass(frozen=True)
 class Identity:
-    """What a lane is for; both sides have verified it once the handshake is finished.
+    """Run, round and client of a lane; verified by both sides when the handshake is finished.
 
     Attributes:
         run: Identifier of the run, 1 to 255 bytes of UTF-8.
@@ -103,7 +103,7 @@ class TicketBook:
         """Make a new ticket.
 
         Args:
-            identity: What it is for.
+            identity: Identity that it is for.
             lifetime: Seconds until it expires.
             standing: Whether it opens any number of lanes until then, instead of one.
 

@@ -141,7 +141,7 @@ Event = HeadOutput | OutputGradient | StepEnd | AverageRequest
 
 
 class State(Enum):
-    """What may come next."""
+    """Named after the frames that may come next."""
 
     JOINING = "JOIN"
     BETWEEN_STEPS = "the first micro-batch of a step, AVERAGE, or END"
@@ -157,8 +157,8 @@ class TrainingRound:
         limits: Limits of the round.
 
     Attributes:
-        state: What may come next.
-        plan: What the client has joined with.
+        state: The frames that may come next.
+        plan: Plan with which the client has joined.
         credits: How many of its micro-batches may be in flight.
         answered: Micro-batches of the step whose output was sent.
         returned: Micro-batches of the step whose gradient has come.

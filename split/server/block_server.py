@@ -24,7 +24,7 @@ from split.server.session import Account
 from split.server.training_session import TrainingSession
 from split.settings import SplitSettings
 
-# What an invitation allows, to train or to evaluate models, and for how many seconds.
+# Permission of an invitation, to train or to evaluate models, and its lifetime in seconds.
 Grant = tuple[RoundPlan | Models, float]
 
 # A lane ends only after its current job.

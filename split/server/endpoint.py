@@ -1,4 +1,4 @@
-"""Where clients reach a block server: its keys and tickets, its lanes, and its compute thread."""
+"""The endpoint of a block server: its keys and tickets, its lanes, and its compute thread."""
 
 import logging
 from collections.abc import Callable, Iterator

@@ -8,7 +8,7 @@ from split.server.share_cap import ShareCap
 
 @dataclass(frozen=True)
 class Addition:
-    """What a client's micro-batch is to add to the body's gradient.
+    """Contribution of a client's micro-batch to the body's gradient.
 
     Attributes:
         size: Sum of the norms of its tokens' gradients of the body's output, of the sum of its

@@ -1,4 +1,4 @@
-"""How much of a round its clients may spend on waiting for slow ones among them."""
+"""Limit of the time in a round for which clients wait for slow ones."""
 
 import math
 import time

@@ -1,1 +1,1 @@
-"""How clients share the server's blocks; each schedule is one module (FL-GLM section 3.3)."""
+"""Schedules, by which clients share the server's blocks (FL-GLM section 3.3): a module each."""

@@ -52,7 +52,7 @@ class Hierarchical:
         self._compute = compute
         self._global = dict(state)
         self._client_adapters = client_adapters
-        # What the clients' adapters are compared with: those that all have had last.
+        # The adapters that all clients had last; theirs are compared with these.
         self._common_body, self._common = self._global, dict(client_adapters)
         self._scaled: dict[str, float] = {}
         self._average_every = split.average_every
