@@ -8,17 +8,16 @@ other end has sent what it doesn't allow, when a cut stream is not replaced in t
 cut too often.
 """
 
-import copy
 import logging
-import math
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from torch import Tensor
 
+from split.lane.inbox import Inbox
+from split.lane.lifetime import Lifetime
 from split.lane.stream import Stream, lane_error
 from split.lane.traffic import Traffic
 from split.lane.transport import CLOSE_SECONDS
@@ -40,7 +39,6 @@ from split.protocol.tickets import Identity
 
 _LOG = logging.getLogger(__name__)
 _MAX_STREAMS = 1000  # each costs a handshake
-_FRAMES_AHEAD = 16  # of any size
 
 
 class Lane:
@@ -55,9 +53,8 @@ class Lane:
     Attributes:
         identity: Run, round and client; both ends have verified it.
         limits: Limits of what the other end may send.
-        opened: How many streams there have been.
+        opened: Streams opened so far.
         over: Set when the lane has ended, and its last stream with it.
-        ended_at: When it has ended, on ``time.monotonic``'s clock.
 
     """
 
@@ -68,24 +65,17 @@ class Lane:
         self.limits = limits
         self.opened = 0
         self.over = threading.Event()
-        self.ended_at = math.inf
         self._is_client = is_client
-        self._resume_timeout = resume_timeout
         lock = threading.RLock()  # guards everything below
         self._changed = threading.Condition(lock)  # a frame has arrived, or the lane has changed
         self._to_send = threading.Condition(lock)  # a frame is to be sent
         self._room = threading.Condition(lock)  # a frame was sent, or was received by the user
         self._delivery = Delivery()
-        self._inbox: deque[tuple[Frame, int]] = deque()  # with the bytes that they take
-        self._inbox_bytes = 0
+        self._inbox = Inbox(limits.hidden_bytes)
+        self._life = Lifetime(resume_timeout)
         self._stream: Stream | None = None
-        self._cut: LaneError = LaneCutError("no stream has been opened yet")
-        self._cut_at = time.monotonic()
-        self._error: LaneError | None = None
-        self._close_reason: str | None = None
         self._before = Traffic()  # traffic of the streams that were replaced
         self._seconds_waiting = 0.0
-        self._limit: threading.Timer | None = None  # ends the stream if closing takes too long
 
     def __repr__(self) -> str:
         return f"Lane({self.identity})"
@@ -95,7 +85,12 @@ class Lane:
         """Whether either side has ended the lane, or it broke for good."""
         with self._changed:
             self._expire()
-            return self._error is not None
+            return self._life.error is not None
+
+    @property
+    def ended_at(self) -> float:
+        """When the lane has ended, on ``time.monotonic``'s clock; infinite while it lives."""
+        return self._life.ended_at
 
     @property
     def traffic(self) -> Traffic:
@@ -129,7 +124,7 @@ class Lane:
             micro_batch: Micro-batch within the step.
             tensors: Must not change until the other end has acknowledged the frame, as it does
                 with the next frame that it sends.
-            fields: Small facts beside them.
+            fields: Scalar metadata.
 
         Raises:
             FrameError: The frame is not one that the lane allows; the lane lives on.
@@ -178,18 +173,16 @@ class Lane:
         started = time.perf_counter()
         end = time.monotonic() + timeout
         with self._changed:
-            while not self._inbox and self._error is None and time.monotonic() < end:
+            while not self._inbox and self._life.error is None and time.monotonic() < end:
                 until = end
                 if self._stream is None:
-                    until = min(end, self._cut_at + self._resume_timeout)
+                    until = min(end, self._life.resume_by)
                 self._changed.wait(max(0.0, until - time.monotonic()))
                 self._expire()
             self._seconds_waiting += time.perf_counter() - started
             if self._inbox:
-                frame, size = self._inbox.popleft()
-                self._inbox_bytes -= size
                 self._room.notify_all()
-                return frame
+                return self._inbox.take()
             self._check()
         raise LaneTimeoutError(f"the other side sent nothing for {timeout:.1f} s")
 
@@ -207,7 +200,6 @@ class Lane:
         reason = f": {error}" if error is not None else ""
         with self._changed:
             self._inbox.clear()
-            self._inbox_bytes = 0
             self._end(LaneClosedError(f"this end has closed the lane{reason}"), error, flush=True)
             connected = self._stream is not None
         if self._is_client and connected:
@@ -221,7 +213,7 @@ class Lane:
     def wait_ended(self, timeout: float) -> bool:
         """Wait until the lane has ended, for so many seconds; return whether it has."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._error is not None, timeout)
+            return self._changed.wait_for(lambda: self._life.error is not None, timeout)
 
     # The following methods are for the modules that open streams.
 
@@ -253,15 +245,15 @@ class Lane:
             self._stream = stream
             self.opened += 1
             try:
-                if self._error is None:
+                if self._life.error is None:
                     self._delivery.restart(acknowledged)
             except FrameError as error:
                 self._end(error, str(error))
             if self.opened > _MAX_STREAMS:
                 message = f"the lane was cut {_MAX_STREAMS} times"
                 self._end(LaneError(message), message)
-            if self._error is not None:
-                self._release_later(stream)
+            if self._life.error is not None:
+                self._life.release_later(stream)
             self._wake()
 
     def messages(self, stream: Stream) -> Iterator[bytes]:
@@ -281,7 +273,7 @@ class Lane:
         with self._changed:
             if self._stream is not stream:
                 return
-            message, received = self._close_reason, self._delivery.received
+            message, received = self._life.close_reason, self._delivery.received
         last = Frame(Kind.CLOSE)
         if message is not None:
             last = Frame(Kind.ERROR, fields={"message": printable(message)})
@@ -296,7 +288,7 @@ class Lane:
         try:
             for message in messages:
                 with self._changed:
-                    present, ended = self._stream is stream, self._error is not None
+                    present, ended = self._stream is stream, self._life.error is not None
                 if not present:
                     return
                 if not ended:
@@ -312,7 +304,7 @@ class Lane:
         finally:
             stream.drop()
             with self._changed:
-                if self._error is not None and self._stream in (stream, None):
+                if self._life.error is not None and self._stream in (stream, None):
                     self._finish()
 
     def _open(self, stream: Stream, record: bytes) -> None:
@@ -325,7 +317,7 @@ class Lane:
             with self._changed:
                 return self._end(failure, str(failure))
         with self._changed:
-            if self._stream is stream and self._error is None:
+            if self._stream is stream and self._life.error is None:
                 self._take(stream, frame)
 
     def _take(self, stream: Stream, frame: Frame | None) -> None:
@@ -344,18 +336,15 @@ class Lane:
         if frame.kind is Kind.CONFIRM:
             return self._end(FrameError("a second CONFIRM came"), "a second CONFIRM came")
         size = max(stream.frame_bytes, frame.tensor_bytes) + frame.overhead_bytes
-        most = self.limits.hidden_bytes
         self._room.wait_for(
             lambda: (
-                not self._inbox
-                or (len(self._inbox) < _FRAMES_AHEAD and self._inbox_bytes + size <= most)
-                or self._error is not None
+                self._inbox.has_room(size)
+                or self._life.error is not None
                 or self._stream is not stream
             )
         )
-        if self._error is None and self._stream is stream:
-            self._inbox.append((frame, size))
-            self._inbox_bytes += size
+        if self._life.error is None and self._stream is stream:
+            self._inbox.add(frame, size)
             self._delivery.received += 1
             self._changed.notify_all()
         return None
@@ -370,7 +359,7 @@ class Lane:
             frame = self._delivery.next()
             if frame is not None:
                 found.append(frame)
-            return frame is not None or self._error is not None
+            return frame is not None or self._life.error is not None
 
         with self._changed:
             self._to_send.wait_for(ready)
@@ -380,24 +369,18 @@ class Lane:
 
     def _may_queue(self) -> bool:
         fits = self._delivery.unsent_bytes <= self.limits.queue_bytes
-        return fits or self._stream is None or self._error is not None
+        return fits or self._stream is None or self._life.error is not None
 
     def _check(self) -> None:
         self._expire()
-        if self._error is not None:
-            raise copy.copy(self._error)  # the kept one must not get a traceback, either
+        self._life.check()
 
     def _expire(self) -> None:
         """End the lane if a stream that was cut has not been replaced in time."""
-        late = time.monotonic() >= self._cut_at + self._resume_timeout
-        if self._stream is None and self._error is None and late:
-            self._end(
-                LaneCutError(
-                    f"{self._cut}, and was not resumed within {self._resume_timeout:g} s "
-                    "(split.resume-timeout)"
-                ),
-                "the lane was not resumed within split.resume-timeout",
-            )
+        if self._stream is None and self._life.error is None:
+            error = self._life.not_resumed()
+            if error is not None:
+                self._end(error, "the lane was not resumed within split.resume-timeout")
 
     def _wake(self) -> None:
         for condition in (self._changed, self._to_send, self._room):
@@ -407,8 +390,8 @@ class Lane:
         if self._stream is not None:
             self._before += self._stream.traffic
             self._stream = None
-            self._cut, self._cut_at = copy.copy(cut), time.monotonic()
-            if self._error is None:
+            self._life.cut(cut)
+            if self._life.error is None:
                 _LOG.info("%r: %s", self, printable(str(cut)))
         self._wake()
 
@@ -421,30 +404,21 @@ class Lane:
             flush: Whether frames that are queued are to be sent before that.
 
         """
-        if self._error is not None:
+        if self._life.error is not None:
             return
-        # A copy: the traceback of the original holds a stream, its keys and a record.
-        self._error, self._close_reason = copy.copy(error), message
-        self.ended_at = time.monotonic()
+        self._life.end(error, message)
         if not flush or message is not None:
             self._delivery.drop_unsent()
         if self._stream is None:
             self._finish()
         else:
-            self._release_later(self._stream)
+            self._life.release_later(self._stream)
         self._wake()
         _LOG.info("%r ended: %s", self, printable(str(error)))
-
-    def _release_later(self, stream: Stream) -> None:
-        """Limit the time in which the last frames are sent."""
-        self._limit = threading.Timer(CLOSE_SECONDS, stream.release)
-        self._limit.daemon = True
-        self._limit.start()
 
     def _finish(self) -> None:
         """Forget everything that is of no use after the end."""
         self._lose_stream(LaneCutError("the lane has ended"))
         self._delivery.clear()
-        if self._limit is not None:
-            self._limit.cancel()
+        self._life.finish()
         self.over.set()

@@ -1,0 +1,45 @@
+"""The frames that have arrived over a lane and were not received by its user yet."""
+
+from collections import deque
+
+from split.protocol.frames import Frame
+
+_FRAMES_AHEAD = 16  # of any size
+
+
+class Inbox:
+    """A queue of frames with limited memory; the lane's lock guards it.
+
+    Args:
+        most_bytes: Memory that all frames may take, unless there is only one.
+
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._frames: deque[tuple[Frame, int]] = deque()
+        self._bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._frames)
+
+    def has_room(self, size: int) -> bool:
+        """Whether a frame that takes so many bytes may be added."""
+        fits = len(self._frames) < _FRAMES_AHEAD and self._bytes + size <= self._most_bytes
+        return not self._frames or fits
+
+    def add(self, frame: Frame, size: int) -> None:
+        """Add a frame that takes so many bytes."""
+        self._frames.append((frame, size))
+        self._bytes += size
+
+    def take(self) -> Frame:
+        """Remove and return the oldest frame."""
+        frame, size = self._frames.popleft()
+        self._bytes -= size
+        return frame
+
+    def clear(self) -> None:
+        """Drop all frames."""
+        self._frames.clear()
+        self._bytes = 0
