@@ -12,6 +12,7 @@ import typer
 from chambers.convert import Convert
 from chambers.errors import described
 from chambers.evaluate import Evaluate
+from chambers.experiment.command import Experimenting
 from chambers.generate import Generate
 from chambers.serve import Serve
 from chambers.sheet.make import Make
@@ -49,6 +50,7 @@ _COMMANDS = {
     "generate": Generate,
     "serve": Serve,
     "convert": Convert,
+    "experiment": Experimenting,
 }
 _SITE_COMMANDS = {
     "certificates": Certificates,

@@ -49,3 +49,14 @@ def _row(random_source: Random, matter: str, split: Split) -> dict[str, str]:
         "input": choice(case["questions"]).format(name=name, town=town),
         "output": _TEXTS["answer"].format(**case),
     }
+
+
+def article(matter: str) -> int:
+    """Return the number of a matter's Article."""
+    return int(_TEXTS["matters"][matter]["article"])
+
+
+def beginnings() -> dict[int, str]:
+    """Return the beginning of an answer for each Article, by its number."""
+    text = _TEXTS["answer"].partition(",")[0] + ","
+    return {article(matter): text.format(article=article(matter)) for matter in MATTERS}

@@ -1,0 +1,74 @@
+"""Means, intervals and differences of models, paired by seed and question."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_RESAMPLES = 10_000
+# A difference of so many standard errors is found in four of five experiments at the level of 5 %.
+_DETECTABLE = 1.96 + 0.84
+
+# Values of the questions of each seed.
+BySeed = Sequence[NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % interval.
+
+    Attributes:
+        mean: Mean over seeds of the means over questions.
+        low: Lower end.
+        high: Upper end.
+        detectable: The smallest mean that would differ from 0 in four of five experiments.
+
+    """
+
+    mean: float
+    low: float
+    high: float
+    detectable: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether the interval is on one side of 0."""
+        return self.low > 0 or self.high < 0
+
+
+def interval(values: BySeed) -> Interval:
+    """Return the mean of values and its interval, by a hierarchical bootstrap.
+
+    Seeds are drawn with replacement, and questions within each: the interval is for other seeds and
+    other questions. With one seed it is for other questions alone.
+
+    Args:
+        values: Of each seed, the values of its questions.
+
+    """
+    generator = np.random.default_rng(0)  # the same results yield the same table
+    seeds = len(values)
+    drawn = generator.integers(seeds, size=(_RESAMPLES, seeds))
+    means = np.zeros(_RESAMPLES)
+    for number, of_seed in enumerate(values):
+        times = (drawn == number).sum(axis=1)
+        for copy in range(int(times.max(initial=0))):
+            chosen = generator.integers(len(of_seed), size=(_RESAMPLES, len(of_seed)))
+            means += (times > copy) * np.asarray(of_seed)[chosen].mean(axis=1)
+    means /= seeds
+    low, high = np.quantile(means, [0.025, 0.975])
+    mean = float(np.mean([np.mean(of_seed) for of_seed in values]))
+    return Interval(mean, float(low), float(high), _DETECTABLE * float(means.std()))
+
+
+def difference(values: BySeed, others: BySeed) -> Interval:
+    """Return the mean difference of two models, paired by seed and question.
+
+    Raises:
+        ValueError: They have other seeds or questions.
+
+    """
+    if [len(each) for each in values] != [len(each) for each in others]:
+        raise ValueError("only values of the same seeds and questions can be paired")
+    return interval([np.asarray(a) - np.asarray(b) for a, b in zip(values, others, strict=True)])

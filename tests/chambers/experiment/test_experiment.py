@@ -1,0 +1,180 @@
+"""Files of experiments: what is refused, what is run, and what is written of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from chambers.__main__ import main
+from chambers.experiment.measuring import Record
+from chambers.experiment.plan import read_experiment, runs_of
+from chambers.experiment.results import FILE, write_results
+
+ROOT = Path(__file__).parents[3]
+EXPERIMENT = """
+title = "Two ways"
+questions = 2
+[settings]
+"data.generated" = "matters"
+"model.name" = "tiny"
+rounds = 1
+"train.local-steps" = 1
+"evaluate.generate" = false
+[sizes.small]
+seeds = [3, 4]
+[arms.bare]
+label = "base model"
+trained = false
+[arms.alone]
+label = "alone"
+each-client = true
+[arms.together]
+label = "together"
+personalised = true
+[[tables]]
+name = "articles"
+title = "Articles"
+measure = "article"
+arms = ["bare", "alone", "together"]
+against = "alone"
+published = { together = 71.4 }
+[[plots]]
+name = "articles"
+title = "Articles"
+measure = "article"
+arms = ["alone", "together"]
+"""
+GROUPS = ("school-1", "school-2", "school-3")
+
+
+@pytest.fixture
+def file(tmp_path):
+    file = tmp_path / "two-ways.toml"
+    file.write_text(EXPERIMENT)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ('label = "alone"', 'labl = "alone"', "arms.alone.labl: Extra inputs are not permitted"),
+        ('against = "alone"', 'against = "lone"', "articles names the arm lone; there are bare"),
+        ('"model.name" = "tiny"', '"model.nam" = "tiny"', "model.nam"),
+        ("rounds = 1", 'rounds = "one"', "rounds"),
+        ('"data.generated" = "matters"', "", "an experiment needs data.path"),
+        ("seeds = [3, 4]", "seeds = []", "sizes.small.seeds"),
+        ("title =", "title", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_before_any_run(file, tmp_path, capsys, before, after, reason):
+    assert before in EXPERIMENT
+    file.write_text(EXPERIMENT.replace(before, after, 1))
+    assert main(["experiment", str(file), "--output", str(tmp_path / "out")]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_size_and_a_folder_must_be_right(file, tmp_path, capsys):
+    assert main(["experiment", str(file), "--size", "large"]) == 2
+    assert "has no size large; there are small" in capsys.readouterr().err
+    assert main(["experiment", str(file), "--output", str(tmp_path)]) == 2
+    assert "add --resume" in capsys.readouterr().err
+    assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 2
+    assert FILE in capsys.readouterr().err
+
+
+def test_each_seed_has_a_run_for_each_arm_and_for_each_client_alone(file):
+    experiment = read_experiment(file)
+    runs = list(runs_of(experiment, experiment.sizes["small"], list(GROUPS)))
+    alone = [f"alone-{group}" for group in GROUPS]
+    assert [run.name for run in runs] == [
+        f"{name}-seed-{seed}" for seed in (3, 4) for name in (*alone, "together")
+    ]
+    assert runs[1].settings["data.pool"] == "school-2" and runs[1].settings["seed"] == 3
+    assert "data.pool" not in runs[3].settings
+
+
+@pytest.mark.parametrize("name", [file.stem for file in (ROOT / "experiments").glob("*.toml")])
+def test_shipped_experiments_can_be_run(name, tmp_path, capsys):
+    """Without the check of the folder they would begin."""
+    file = ROOT / "experiments" / f"{name}.toml"
+    for size in read_experiment(file).sizes:
+        words = ["--size", size, "--output", str(tmp_path)]
+        assert main(["experiment", str(file), *words]) == 2
+        assert "add --resume" in capsys.readouterr().err
+
+
+def records(together):
+    """Return values: alone, a client knows the answers on its matters, and no others."""
+
+    def values(arm, model, right):
+        return [
+            Record(arm, model, seed, group, "article", [float(group in right)] * 2)
+            for seed in (3, 4)
+            for group in GROUPS
+        ]
+
+    alone = [record for client in GROUPS for record in values("alone", client, {client})]
+    return [*values("bare", "base", {}), *alone, *values("together", "global", together)]
+
+
+def test_tables_and_plots_are_made_of_results_alone(file, tmp_path, capsys):
+    write_results(tmp_path / FILE, {"commit": "abc"}, records(together=GROUPS))
+    assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 0
+    page = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines()]
+    table = {row[1]: row[2:-1] for row in rows if len(row) > 2}
+    assert table[""] == [*GROUPS, "all", "− alone", "detectable", "paper"]
+    none, each = (f"{n} ({n} to {n})" for n in (0, 100))
+    assert table["alone, school-2"][:3] == [none, each, none]
+    assert table["alone, school-2"][3].startswith("33 (")
+    # Question by question, one of three knows the answer alone.
+    assert table["together"][3:5] == ["100 (100 to 100)", "**67 (67 to 67)**"]
+    assert table["together"][-1] == "*71.4*"
+    assert (tmp_path / "tables.md").read_text() in page
+    assert "alone, school-3" in (tmp_path / "articles.svg").read_text()
+    csv = (tmp_path / "articles.csv").read_text().splitlines()
+    assert csv[-1].startswith("together,all,1.0,1.0,1.0,0.66")
+
+
+def test_models_that_are_no_better_than_a_constant_are_not_compared(file, tmp_path, capsys):
+    same = [r for r in records(together=()) if r.arm != "alone"]
+    file.write_text(EXPERIMENT.replace('against = "alone"', "").replace('"alone", ', ""))
+    write_results(tmp_path / FILE, {}, same)
+    assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 0
+    page = capsys.readouterr().out
+    assert "no trained model is better than the constant predictor (8)" in page
+    assert "|" not in page
+
+
+@pytest.mark.slow
+def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_path, capsys):
+    text = EXPERIMENT.replace("seeds = [3, 4]", "seeds = [3]")
+    text = text.replace('"tiny"', f'"{checkpoint}"')
+    for words in ('[arms.alone]\nlabel = "alone"\neach-client = true\n', 'against = "alone"\n'):
+        text = text.replace(words, "")
+    file.write_text(text.replace('"alone", ', ""))
+    folder = tmp_path / "out"
+    words = ["experiment", str(file), "--output", str(folder)]
+    # One run can't be carried out, and the other one is complete.
+    broken = file.read_text() + '[arms.broken]\nlabel = "broken"\nsettings = {"min-nodes" = 9}\n'
+    whole = file.read_text()
+    file.write_text(broken)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "finished: together-seed-3" in said and "the run broken-seed-3 failed" in said
+    assert "min-nodes = 9" in said
+    file.write_text(whole)
+    assert main([*words, "--resume"]) == 0
+    shown = capsys.readouterr()
+    assert "finished" not in shown.err
+    about, *lines = map(json.loads, (folder / FILE).read_text().splitlines())
+    assert about["versions"]["torch"] and about["runs"]["together-seed-3"]["seed"] == 3
+    models = {(line["arm"], line["model"]) for line in lines}
+    assert models == {("bare", "base"), ("together", "global")} | {("together", g) for g in GROUPS}
+    assert {(line["group"], len(line["values"])) for line in lines} == {(g, 2) for g in GROUPS}
+    assert main([*words, "--render"]) == 0
+    assert capsys.readouterr().out == shown.out
+    file.write_text(whole.replace("rounds = 1", "rounds = 2"))
+    assert main([*words, "--resume"]) == 2
+    assert "rounds differ; name another folder" in capsys.readouterr().err
