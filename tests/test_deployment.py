@@ -138,7 +138,7 @@ def test_sites_refuse_and_no_error_quotes_a_row(checkpoint, client_folders, tmp_
         "{{ raise_exception('odd turn: ' + messages[0]['content']) }}"
     )
     policy, audit = tmp_path / "policy.toml", tmp_path / "audit.jsonl"
-    policy.write_text(f'audit-log = "{audit}"\npaths = ["{tmp_path}"]\nmost-rounds = 1\n')
+    policy.write_text(f'audit-log = "{audit}"\npaths = ["{tmp_path}"]\nmax-rounds = 1\n')
     config = {
         "min-nodes": 2,
         "model.name": str(quoting),

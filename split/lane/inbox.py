@@ -11,12 +11,12 @@ class Inbox:
     """A queue of frames with limited memory; the lane's lock guards it.
 
     Args:
-        most_bytes: Memory that all frames may take, unless there is only one.
+        max_bytes: Memory that all frames may take, unless there is only one.
 
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._frames: deque[tuple[Frame, int]] = deque()
         self._bytes = 0
 
@@ -25,7 +25,7 @@ class Inbox:
 
     def has_room(self, size: int) -> bool:
         """Whether a frame that takes so many bytes may be added."""
-        fits = len(self._frames) < _FRAMES_AHEAD and self._bytes + size <= self._most_bytes
+        fits = len(self._frames) < _FRAMES_AHEAD and self._bytes + size <= self._max_bytes
         return not self._frames or fits
 
     def add(self, frame: Frame, size: int) -> None:

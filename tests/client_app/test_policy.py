@@ -86,7 +86,7 @@ def test_any_text_is_a_policy_or_is_refused_in_words(tmp_path_factory, text):
 DIGEST = "0" * 64
 SPLIT = {"strategy": "fl-glm", "train.batch-size": 1}
 SHOWING = {"evaluate.generate": True, "evaluate.show-answers": 1}
-LANES = "[split]\nallowed = true\nfewest-head-blocks = 2"
+LANES = "[split]\nallowed = true\nmin-head-blocks = 2"
 REFUSED_RUNS = [
     ('strategies = ["fedjudge-base"]', {}, 'strategy = "fedjudge-cl" (not in its strategies)'),
     (f'base-models = ["{DIGEST}"]', {}, "(not in its base-models)"),
@@ -211,7 +211,7 @@ def test_a_malformed_instruction_is_refused_with_a_policy_or_without(site, field
         ),
         ("min-examples = 6", "evaluate", {}, {"losses": True}, "evaluation with too few"),
         (
-            "generation = true\nfewest-examples = 2",
+            "generation = true\nmin-examples = 2",
             "evaluate",
             {"evaluate.generate": True, "evaluate.generate-examples": 1},
             {"losses": True},
@@ -311,7 +311,7 @@ def test_a_line_is_one_row_though_a_task_makes_many_rows_of_it(site):
     site.node["data-path"] = str(data)
     answered = {"evaluate.generate": True, "evaluate.max-new-tokens": 2}
     site.values |= {"data.task": "multirc", "data.max-length": 64} | answered
-    site.decide("generation = true\nfewest-examples = 3")
+    site.decide("generation = true\nmin-examples = 3")
     assert ARRAYS in site.ask("train").content
     assert METRICS in site.ask("evaluate", losses=True).content
     one_line = {"evaluate.generate-examples": 4}
@@ -343,7 +343,7 @@ def test_losses_of_single_steps_leave_only_where_one_row_is_enough(site, fewest,
 
 
 def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
-    site.decide("max-rounds = 3\nmost-runs = 1")
+    site.decide("max-rounds = 3\nmax-runs = 1")
     quick = {"train.local-steps": 1}
     for _ in range(3):
         assert ARRAYS in site.ask("train", changed=quick).content
@@ -389,7 +389,7 @@ def test_a_lane_to_another_server_is_refused(site, deep_checkpoint):
     )
     assert not site.lines("lane")
     # Steps of four rows: too few leave within the round, or the lane would be next.
-    site.decide('coordinators = ["a"]\nfewest-examples = 8\n[split]\nallowed = true')
+    site.decide('coordinators = ["a"]\nmin-examples = 8\n[split]\nallowed = true')
     values |= {"split.schedule": "hierarchical", "train.accumulation": 4}
     for every, reason in ((1, "training with too few of its rows"), (2, "a lane to unix:")):
         often = values | {"split.average-every": every}

@@ -78,7 +78,7 @@ def site(capsys, tmp_path):
     (tmp_path / "trusted.yaml").write_text(line)
     write_rows(tmp_path / "data" / "train.jsonl", 8, seed=1)
     write_rows(tmp_path / "data" / "test.jsonl", 3, seed=2)
-    policy = f'instruction-key = "{folder / "instructions.pub"}"\nmost-rounds = 5\n'
+    policy = f'instruction-key = "{folder / "instructions.pub"}"\nmax-rounds = 5\n'
     (tmp_path / "policy.toml").write_text(policy)
     with closing(sqlite3.connect(tmp_path / "state.db")) as database:
         database.execute("PRAGMA journal_mode = WAL")
