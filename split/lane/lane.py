@@ -373,7 +373,8 @@ class Lane:
 
     def _check(self) -> None:
         self._expire()
-        self._life.check()
+        if self._life.error is not None:
+            self._life.check()
 
     def _expire(self) -> None:
         """End the lane if a stream that was cut has not been replaced in time."""

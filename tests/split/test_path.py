@@ -39,7 +39,7 @@ class Recorder:
         threading.setprofile(None)
 
 
-@pytest.mark.parametrize(("schedule", "most"), [("serial", 12), ("client-batch", 15)])
+@pytest.mark.parametrize(("schedule", "most"), [("serial", 13), ("client-batch", 16)])
 def test_a_hidden_state_enters_few_files(base, beginning, schedule, most):
     split_ = split_settings(schedule=schedule, window=1)
     name = "alpha"
