@@ -128,13 +128,18 @@ def read_settings(settings: list[str]) -> dict[str, Any]:
             ) from error
         except ValueError as error:
             raise CommandError(f"{setting} is not a file of settings: {error}") from error
-    values = tables | keys
+    return with_absolute_paths(tables | keys)
+
+
+def with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings whose relative paths are made absolute, since Flower has its own folder."""
+    values = dict(settings)
     for key in _PATHS & values.keys():
         path = Path(str(values[key])).expanduser()
         # If no file has this name, it may be on the Hugging Face Hub.
         if values[key] and (key not in _PATHS_OR_NAMES or path.exists()):
             values[key] = str(path.absolute())
-    if (name := (tables | keys).get("model.name")) in BUILT_IN:
+    if (name := settings.get("model.name")) in BUILT_IN:
         values["model.name"] = name
     return values
 

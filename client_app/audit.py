@@ -21,7 +21,7 @@ from federation.messages import ARRAYS, config_of, metrics_of
 from finetuning.errors import UserError
 
 _LOCK_SECONDS = 60.0
-_MAX_LINE_BYTES = 2**20  # bytes
+_MAX_LINE_BYTES = 2**20
 
 
 class AuditError(UserError, RuntimeError):

@@ -1,7 +1,6 @@
 """Carry out an experiment's runs through ``chambers train``, each in a folder of its own."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -44,25 +43,26 @@ def carry_out(
     for run in runs:
         _check_settings(run, folder / "runs" / run.name)
 
-    def carry_out_one(run: Run) -> None:
+    def carry_out_one(run: Run) -> Path:
         directory = folder / "runs" / run.name
-        if completed(directory) is None:
-            _train(run, presets, directory, folder / "state" / run.name, jobs)
+        found = _completed(directory)
+        if found is None:
+            _train(run, presets, directory, folder / "state" / run.name)
             finished(run)
+            found = _completed(directory)
+        assert found is not None
+        return found
 
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(carry_out_one, run) for run in runs]
         try:
-            for future in futures:
-                future.result()
+            return {run.name: each.result() for run, each in zip(runs, futures, strict=True)}
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    found = {run.name: completed(folder / "runs" / run.name) for run in runs}
-    return {name: directory for name, directory in found.items() if directory is not None}
 
 
-def completed(directory: Path) -> Path | None:
+def _completed(directory: Path) -> Path | None:
     """Return the folder of a run that has completed, among those in a folder."""
     for each in _folders(directory):
         if read_status(each).phase == "completed":
@@ -95,25 +95,20 @@ def _check_settings(run: Run, directory: Path) -> None:
         )
 
 
-def _train(run: Run, presets: Sequence[str], directory: Path, state: Path, jobs: int) -> None:
-    settings = tomli_w.dumps(dict(run.settings))
-    (directory / "settings.toml").write_text(settings, encoding="utf-8")
+def _train(run: Run, presets: Sequence[str], directory: Path, state: Path) -> None:
+    settings = directory / "settings.toml"
+    settings.write_text(tomli_w.dumps(dict(run.settings)), encoding="utf-8")
     command = [
-        *(sys.executable, "-m", "chambers", "train", *presets, str(directory / "settings.toml")),
+        *(sys.executable, "-m", "chambers", "train", *presets, str(settings)),
         *(f"output-dir={directory}", f"state-path={state}"),
     ]
     resumable = [each for each in _folders(directory) if checkpoint_files(each)]
     if resumable:
         command.append(f"resume={resumable[0]}")
-    if run.client is not None:
-        command += ["--clients", "1"]
-    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
     output = directory / _OUTPUT
     with output.open("ab") as file:
-        status = subprocess.run(
-            command, stdout=file, stderr=file, env=environment, check=False
-        ).returncode
-    if status != 0:
+        done = subprocess.run(command, stdout=file, stderr=file, check=False)
+    if done.returncode != 0:
         said = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         reason = next((line for line in reversed(said) if "chambers train:" in line), "no reason")
         raise CommandError(f"the run {run.name} failed ({reason}); its output is in {output}")

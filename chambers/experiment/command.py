@@ -13,7 +13,7 @@ import typer
 from chambers.errors import CommandError
 from chambers.experiment.plan import Experiment, Measure, Run, Size, read_experiment, runs_of
 from chambers.sources import option
-from chambers.train import read_settings
+from chambers.train import read_settings, with_absolute_paths
 from federation.run_config import RunConfig, parse_run_config
 
 _LIBRARIES = ("chambers", "flwr", "torch", "transformers", "peft")
@@ -77,6 +77,10 @@ class Experimenting:
         config = self._config(experiment, size)
         settings = config.flat()
         runs = list(runs_of(experiment, size, client_names(settings)))
+        measures = _measures(experiment)
+        if config.data.path and "article" in measures:
+            raise CommandError(f"{self.file}: only generated matters have an article to measure")
+        groups = {seed: groups_of(settings, seed, experiment.questions) for seed in size.seeds}
         folder.mkdir(parents=True, exist_ok=True)
         directories = carry_out(
             runs,
@@ -85,10 +89,9 @@ class Experimenting:
             self.jobs,
             finished=lambda run: print(f"finished: {run.name}", file=sys.stderr),
         )
-        measuring = Measuring(config.model, _measures(experiment))
+        measuring = Measuring(config.model, measures)
         records: list[Record] = []
         for seed in size.seeds:
-            groups = groups_of(settings, seed, experiment.questions)
             models = [
                 Model(name, BASE, None) for name, arm in experiment.arms.items() if not arm.trained
             ]
@@ -96,7 +99,7 @@ class Experimenting:
                 models += models_of(experiment, run, directories[run.name])
             for model in models:
                 print(f"measuring: {model.arm}, {model.name}, seed {seed}", file=sys.stderr)
-                records += measuring.records(model, seed, groups)
+                records += measuring.records(model, seed, groups[seed])
         write_results(results, _about(self.file, self.size, runs), records)
 
     def _config(self, experiment: Experiment, size: Size) -> RunConfig:
@@ -106,7 +109,8 @@ class Experimenting:
             UserError: A preset or a setting is wrong; the message names the arm.
 
         """
-        common = read_settings(experiment.presets) | experiment.settings | size.settings
+        own = with_absolute_paths(experiment.settings | size.settings)
+        common = read_settings(experiment.presets) | own
         for name, arm in experiment.arms.items():
             try:
                 parse_run_config(common | arm.settings)

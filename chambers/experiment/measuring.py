@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,6 @@ class Record:
     group: str
     measure: Measure
     values: list[float]
-
-    def fields(self) -> dict[str, Any]:
-        """Return the record for a line of JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,14 @@ def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path)
     return page
 
 
-def constant_predictor(measure: Measure) -> float | None:
+def _constant_predictor(measure: Measure) -> float | None:
     """Return the value of always giving the same answer; None if there is no such value."""
     return 1 / len(MATTERS) if measure == "article" else None
 
 
 def _section(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
     """Return a table with its heading, or a line instead of one that shows nothing."""
-    constant = constant_predictor(table.measure)
+    constant = _constant_predictor(table.measure)
     trained = [row for row in rows if experiment.arms[row.arm].trained]
     if constant is not None and all(row.cells[ALL].low <= constant for row in trained):
         return (

@@ -54,6 +54,10 @@ def groups_of(settings: Mapping[str, Scalar], seed: int, count: int) -> list[Gro
         seed: Seed of the runs, which divides the matters.
         count: Number of questions for each client; of files, the first.
 
+    Raises:
+        CommandError: A client has no held-out rows.
+        DataError: Rows are malformed.
+
     """
     path = str(settings.get("data.path", ""))
     if path:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ _Values = dict[tuple[str, str], dict[tuple[int, str], NDArray[np.float64]]]
 
 def write_results(file: Path, about: Mapping[str, object], records: Iterable[Record]) -> None:
     """Write a line about the experiment, and one for each record."""
-    lines = [json.dumps(about), *(json.dumps(record.fields()) for record in records)]
+    lines = [json.dumps(about), *(json.dumps(asdict(record)) for record in records)]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

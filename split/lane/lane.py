@@ -8,6 +8,7 @@ other end has sent what it doesn't allow, when a cut stream is not replaced in t
 cut too often.
 """
 
+import copy
 import logging
 import threading
 import time
@@ -374,7 +375,7 @@ class Lane:
     def _check(self) -> None:
         self._expire()
         if self._life.error is not None:
-            self._life.check()
+            raise copy.copy(self._life.error)  # the original must not get a traceback, either
 
     def _expire(self) -> None:
         """End the lane if a stream that was cut has not been replaced in time."""

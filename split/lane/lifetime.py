@@ -56,11 +56,6 @@ class Lifetime:
         self.error, self.close_reason = copy.copy(error), close_reason
         self.ended_at = time.monotonic()
 
-    def check(self) -> None:
-        """Raise the error with which the lane has ended, if it has."""
-        if self.error is not None:
-            raise copy.copy(self.error)  # the original must not get a traceback, either
-
     def release_later(self, stream: Stream) -> None:
         """Limit the time in which the last frames are sent over a stream."""
         self._closing = threading.Timer(CLOSE_SECONDS, stream.release)

@@ -63,7 +63,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Continuation:
+class CachedExtension:
     """Hidden states that follow the cached texts, (rows × endings, columns, hidden).
 
     Attributes:
@@ -85,7 +85,7 @@ class TextsEnd:
     """The client doesn't need the cached texts any more."""
 
 
-Event = ModelChoice | ForwardPass | Prompts | Continuation | TextsEnd
+Event = ModelChoice | ForwardPass | Prompts | CachedExtension | TextsEnd
 
 
 class State(Enum):
@@ -200,7 +200,7 @@ class Evaluation:
         self.state = State.CACHED if new_tokens > 1 else State.COMPLETE
         return Prompts(frame.step, frame.micro_batch, hidden, padding, tokens)
 
-    def _next_token(self, frame: Frame, hidden: torch.Tensor) -> Continuation:
+    def _next_token(self, frame: Frame, hidden: torch.Tensor) -> CachedExtension:
         self._refuse_in_flight("the next token")
         if hidden.shape[:2] != (self._rows, 1) or frame.micro_batch != self._frames:
             raise ProtocolError(
@@ -212,9 +212,9 @@ class Evaluation:
         self._frames += 1
         if self._frames == self._new_tokens:
             self.state = State.COMPLETE
-        return Continuation(frame.step, frame.micro_batch, hidden)
+        return CachedExtension(frame.step, frame.micro_batch, hidden)
 
-    def _endings(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> Continuation:
+    def _endings(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> CachedExtension:
         if self.state is State.CHOSEN:
             raise ProtocolError("endings came without the texts that they end")
         self._refuse_in_flight("endings")
@@ -235,7 +235,7 @@ class Evaluation:
             raise ProtocolError(f"endings take {tokens} tokens; {room} were agreed")
         self._frames += 1
         self.state = State.COMPLETE
-        return Continuation(frame.step, frame.micro_batch, hidden, endings=each)
+        return CachedExtension(frame.step, frame.micro_batch, hidden, endings=each)
 
     @property
     def _prefix(self) -> int:

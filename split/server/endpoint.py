@@ -52,7 +52,7 @@ class Endpoint:
         self.compute = ComputeThread(split.activation_budget)
 
     def start(self) -> None:
-        """Begin to accept lanes."""
+        """Accept lanes from now on."""
         self._server.start()
 
     @property

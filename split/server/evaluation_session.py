@@ -12,7 +12,7 @@ from split.model.key_values import KeyValues
 from split.model.part import Part
 from split.protocol.errors import LaneError
 from split.protocol.evaluation import (
-    Continuation,
+    CachedExtension,
     Evaluation,
     EvaluationLimits,
     ForwardPass,
@@ -96,7 +96,7 @@ class EvaluationSession(Session):
                     ModelChoice: self._choose,
                     ForwardPass: self._forward,
                     Prompts: self._begin_texts,
-                    Continuation: self._continue_texts,
+                    CachedExtension: self._continue_texts,
                     TextsEnd: lambda _: self._end_texts(),
                 },
             )
@@ -148,15 +148,15 @@ class EvaluationSession(Session):
 
         self._put(Priority.GENERATION, prompts, begin, tokens=prompts.tokens)
 
-    def _continue_texts(self, continuation: Continuation) -> None:
+    def _continue_texts(self, extension: CachedExtension) -> None:
         def extend() -> torch.Tensor:
             assert self._key_values is not None
-            if continuation.endings:
-                self._key_values.repeat(continuation.endings)
-            return self._key_values.extend(continuation.hidden)
+            if extension.endings:
+                self._key_values.repeat(extension.endings)
+            return self._key_values.extend(extension.hidden)
 
         # Generations that wait for room may be waiting for the end of this one.
-        self._put(Priority.BACKWARD, continuation, extend)
+        self._put(Priority.BACKWARD, extension, extend)
 
     def _end_texts(self) -> None:
         if self._has_texts:
@@ -167,7 +167,7 @@ class EvaluationSession(Session):
     def _put(
         self,
         priority: Priority,
-        batch: ForwardPass | Prompts | Continuation,
+        batch: ForwardPass | Prompts | CachedExtension,
         compute: Callable[[], torch.Tensor],
         tokens: int = 0,
     ) -> None:

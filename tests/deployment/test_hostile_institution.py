@@ -234,7 +234,7 @@ def test_an_unsigned_run_whose_messages_are_blocked_ends_with_the_reason(running
 
 @pytest.fixture
 def unsigned(running):
-    """Let the institutions carry out instructions without signatures."""
+    """Allow instructions without signatures at the institutions."""
     files = [running.hosts[name].folder / "policy.toml" for name in running.institutions]
     policies = [file.read_text() for file in files]
     for file, policy in zip(files, policies, strict=True):

@@ -63,6 +63,7 @@ def file(tmp_path):
         ("rounds = 1", 'rounds = "one"', "rounds"),
         ('"data.generated" = "matters"', "", "an experiment needs data.path"),
         ("seeds = [3, 4]", "seeds = []", "sizes.small.seeds"),
+        ('"data.generated" = "matters"', '"data.path" = "."', "only generated matters"),
         ("title =", "title", "is not TOML"),
     ],
 )

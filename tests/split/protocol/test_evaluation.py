@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from split.protocol.errors import ProtocolError
 from split.protocol.evaluation import (
-    Continuation,
+    CachedExtension,
     Evaluation,
     EvaluationLimits,
     ForwardPass,
@@ -81,11 +81,11 @@ def test_no_sequence_of_frames_exceeds_the_limits(steps):
         elif isinstance(event, Prompts):
             rows, columns = event.hidden.shape[:2]
             cached, room, texts = rows * (prefix + columns), event.tokens, (rows, 1)
-        elif isinstance(event, Continuation):
+        elif isinstance(event, CachedExtension):
             cached = cached * max(event.endings, 1) + event.hidden.shape[:2].numel()
             texts = (texts[0], texts[1] + 1)
             assert not in_flight
-        in_flight += isinstance(event, ForwardPass | Prompts | Continuation)
+        in_flight += isinstance(event, ForwardPass | Prompts | CachedExtension)
         assert in_flight <= LIMITS.window
         assert cached <= room <= LIMITS.max_cached_tokens
         if answered and in_flight:
