@@ -171,7 +171,8 @@ def run_app(
             raise
     log = _COLOUR.sub("", b"".join(recent).decode(errors="replace"))
     if flwr.returncode != 0:
-        return f"not started: flwr run refused it: {log.strip().rpartition(chr(10))[2]}"
+        lines = [line.strip("│ ") for line in log.splitlines() if re.search(r"\w", line)]
+        return f"not started: flwr run refused it: {''.join(lines[-1:])}"
     return _status(superlink, log)
 
 

@@ -20,8 +20,10 @@ from finetuning.tasks.reading import held_out_part, read_task_rows
 # Unequal like the sizes of the paper's clients (table 1), and small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
 _GENERATED_TEST = 64
-# Training rows of an institution that has some of the matters, and held-out rows on each matter.
-_TRAINING_QUESTIONS = 160
+# Training rows of schools that have some of the matters, which take turns with these; with
+# ``matters-unequal`` data sizes are 3 : 2 : 1. Held-out rows on each matter.
+_TRAINING_QUESTIONS = (160,)
+_UNEQUAL_QUESTIONS = (240, 160, 80)
 _TEST_QUESTIONS = 1
 # Generated clients that `data.pool` chooses from.
 _POOLED = 3
@@ -92,8 +94,8 @@ def _style(index: int, seed: int) -> ClientData:
     return _client(name, train, test)
 
 
-def _school(index: int, count: int, seed: int) -> ClientData:
-    """Return a client with some of the matters, which is tested on all.
+def _school(kind: str, index: int, count: int, seed: int) -> ClientData:
+    """Return a client with some of the matters, or all (``matters-even``), which is tested on all.
 
     The first held-out rows are on the matters of the next client, and the last on its own.
     """
@@ -103,7 +105,9 @@ def _school(index: int, count: int, seed: int) -> ClientData:
         raise DataError(str(error)) from error
     tested = [name for own in divided[index + 1 :] + divided[: index + 1] for name in own]
     own_seed = derive_seed("generated", seed, index)
-    train = matters.questions(divided[index], _TRAINING_QUESTIONS, own_seed, "train")
+    known = matters.MATTERS if kind == "matters-even" else divided[index]
+    sizes = _UNEQUAL_QUESTIONS if kind == "matters-unequal" else _TRAINING_QUESTIONS
+    train = matters.questions(known, sizes[index % len(sizes)], own_seed, "train")
     test = matters.questions(tested, _TEST_QUESTIONS * len(tested), own_seed, "test")
     return _client(f"school-{index + 1}", train, test)
 
@@ -128,9 +132,9 @@ class _Reader:
 
     def generated(self, index: int, count: int) -> ClientData:
         """Return a generated client."""
-        if self.settings.generated == "matters":
-            return _school(index, count, self.seed)
-        return _style(index, self.seed)
+        if self.settings.generated == "styles":
+            return _style(index, self.seed)
+        return _school(self.settings.generated, index, count, self.seed)
 
     def own(self, node: Mapping[str, str | int | float | bool]) -> ClientData:
         """Read the files that a SuperNode's configuration names."""

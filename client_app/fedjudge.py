@@ -22,14 +22,16 @@ from finetuning.adapters.adapter import (
     load_adapter,
     trainable_parameters,
 )
-from finetuning.data.batching import collate, micro_batches
+from finetuning.adapters.robust_aggregation import distance
+from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
 from finetuning.files import Stamps
 from finetuning.model.base_model import load_base_model, locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
+from finetuning.randomness import derive_seed
 from finetuning.settings import AdapterSettings, ModelSettings
-from finetuning.training.continual import ContinualPenalty, importance
+from finetuning.training.continual import ContinualPenalty, importance, shuffled
 from finetuning.training.loop import LocalRound, Stages, train_round
 from finetuning.training.penalty import Penalty
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
@@ -92,9 +94,9 @@ def train(task: Task) -> tuple[State, Metrics]:
     """
     adapter, metrics, penalty = train_adapter(task, _penalty)
     if penalty is not None:
-        distance, count = penalty.distance(), sum(value.numel() for value in adapter.values())
-        metrics["importance-distance"] = distance
-        metrics["mean-importance-distance"] = distance / count
+        weighted, count = penalty.distance(), sum(value.numel() for value in adapter.values())
+        metrics["importance-distance"], metrics["lambda"] = weighted, penalty.weight
+        metrics["mean-importance-distance"] = weighted / count
     return adapter, metrics
 
 
@@ -134,6 +136,7 @@ def train_adapter(task: Task, penalty_of: PenaltyOf) -> tuple[State, Metrics, Pe
     adapter = export_adapter(model.peft_model)
     task.save(adapter, optimizer)
     metrics = training_metrics(report)
+    metrics["distance"] = distance(adapter, task.arrays[ARRAYS])
     if penalty is not None:
         metrics["penalty"] = penalty.value()
         metrics["penalty-gradient-share"] = report.penalty_gradient_share or 0.0
@@ -228,13 +231,8 @@ def _importance(model: WholeModel, institution: Institution, config: RunConfig) 
 
     """
     examples = institution.drawn(config.seed, config.continual.importance_examples)
-    columns = [model.columns_before + len(example.tokens) for example in examples]
-    budget = config.train.batch_size * max(columns)
-    batches = [
-        collate([examples[i] for i in group], institution.padding)
-        for group in micro_batches(range(len(examples)), columns, budget)
-    ]
-    values = importance(model, batches, config.continual.jacobian)
+    rows = [collate([example], institution.padding) for example in examples]
+    values = importance(model, rows, config.continual.jacobian)
     names = exported_names(model.peft_model)
     return {names[name]: value.float().cpu() for name, value in values.items()}
 
@@ -256,10 +254,15 @@ def _penalty(
         weights = _importance(model, task.institution, task.config)
     if weights is None:
         return None
+    settings, number = task.config.continual, task.instruction.round
+    if settings.shuffle:
+        weights = shuffled(weights, derive_seed("importance", task.config.seed, number))
     names = exported_names(model.peft_model)
     return ContinualPenalty(
         parameters,
         anchor=global_weights(task, model, parameters),
         importance={name: weights[names[name]] for name in parameters},
-        weight=task.config.continual.weight,
+        weight=settings.weight,
+        share=settings.share,
+        over=settings.sum,
     )

@@ -31,9 +31,8 @@ def train(task: Task) -> tuple[State, Metrics]:
         The local adapter, and the round's metrics.
 
     """
-    adapter, metrics, penalty = train_adapter(task, _penalty)
-    assert penalty is not None
-    return adapter, metrics | {"distance": penalty.distance()}
+    adapter, metrics, _ = train_adapter(task, _penalty)
+    return adapter, metrics
 
 
 def _penalty(

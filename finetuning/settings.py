@@ -96,12 +96,13 @@ class DataSettings(Section):
         "`train.*`, or a Hugging Face id) that is partitioned. Empty: three generated clients. "
         "In a deployment every SuperNode names its own with `--node-config 'data-path=\"…\"'`.",
     )
-    generated: Literal["styles", "matters"] = Field(
+    generated: Literal["styles", "matters", "matters-unequal", "matters-even"] = Field(
         "styles",
         description="What clients without `data.path` have. `styles`: three clients (repeated if "
         "there are more) write in three styles: views of a court, consultations, reasoning. "
         "`matters`: questions of law on twelve matters, divided by the seed among all clients, "
-        "each of which is tested on all.",
+        "each of which is tested on all. `matters-unequal`: with data sizes of 3 : 2 : 1. "
+        "`matters-even`: each client has questions on all matters.",
     )
     pool: str = Field(
         "",
@@ -219,8 +220,25 @@ class ContinualSettings(Section):
     )
     jacobian: Literal["mean-absolute", "mean-gradient"] = Field(
         "mean-absolute",
-        description="J is the mean over micro-batches of |∂L/∂W|, or |mean of ∂L/∂W|, which is "
-        "smaller.",
+        description="J is the mean over rows of |∂L/∂W|, or |mean of ∂L/∂W|, which is smaller.",
+    )
+    share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="The share of the gradient norm that the penalty is to have, such as 0.1: λ is "
+        "then set in each step, and `continual.lambda` is not used. A constant λ depends on model, "
+        "data and number of weights.",
+    )
+    sum: Literal["all", "tensor"] = Field(
+        "all",
+        description="s of Eq. 4 over all weights, or one for each tensor, halved, as in the code "
+        "published with the paper.",
+    )
+    shuffle: bool = Field(
+        False,
+        description="Shuffle J within each tensor before it is used: a control, which pulls as "
+        "hard at weights of no importance.",
     )
 
 

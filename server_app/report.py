@@ -171,7 +171,7 @@ _DISTANCE = "s = Σ J·|W - Ŵ|: distance from the global adapter after training
 _PLOTS = (
     ("loss", "Training loss", "Mean over the round, in nats per target token."),
     ("importance_distance", "Distance weighted by importance", _DISTANCE),
-    ("distance", "Distance from the global adapter", "‖W - Ŵ‖ after training (FedProx)."),
+    ("distance", "Distance from the global adapter", "‖W - Ŵ‖ after training."),
     ("penalty_gradient_share", "Penalty's share of the gradient norm", "At 1, no data is learnt."),
 )
 _RC = {

@@ -17,6 +17,11 @@ class SplitSettings(Section):
         description="How clients share the server's blocks: one after another, all at once with "
         "their micro-batches stacked, or each with adapters of its own that are averaged.",
     )
+    order: Literal["shuffled", "names"] = Field(
+        "shuffled",
+        description="Order of clients in each round of `serial`: shuffled by the run's seed, or "
+        "always by name, so that the last is always the freshest in the server's blocks.",
+    )
     head_blocks: int = Field(
         1,
         ge=0,

@@ -199,6 +199,12 @@ class FLGLM(Rounds):
         )
         return server
 
+    def _order_seed(self, server_round: int) -> int | None:
+        split = self.config.split
+        if split.schedule != "serial" or split.order == "names":
+            return None
+        return derive_seed("order", self.config.seed, server_round)
+
     def _exchange_training(
         self, messages: Iterable[Message], grid: Grid, timeout: float
     ) -> Iterator[Message]:

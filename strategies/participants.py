@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
+from random import Random
 
 from flwr.app import ArrayRecord, Message, MessageType, RecordDict
 from flwr.common import log
@@ -197,8 +198,12 @@ class Participants:
         """Return the sender of a reply to one of the last messages; None if it was not asked."""
         return self._asked.get(reply.metadata.src_node_id)
 
-    def address(self, message_type: str, content: RecordDict, grid: Grid) -> Iterator[Message]:
-        """Make a message to every participant that is connected, in the order of names.
+    def address(
+        self, message_type: str, content: RecordDict, grid: Grid, seed: int | None = None
+    ) -> Iterator[Message]:
+        """Make a message to every participant that is connected.
+
+        They are in the order of names, or in an order drawn by a seed.
 
         The recipients are recorded immediately. Each message is created when the iterator reaches
         it, since its time to live begins then. It has its own record, so that more can be added.
@@ -208,9 +213,10 @@ class Participants:
         known = {p.name for p in self._registered.values()}
         self._absent = sorted(known - self.asked.keys())
         ttl = self._config.reply_timeout * turns(grid, len(self._asked))
-        return (
-            Message(RecordDict(dict(content)), node, message_type, ttl=ttl) for node in self._asked
-        )
+        nodes = list(self._asked)
+        if seed is not None:
+            Random(seed).shuffle(nodes)
+        return (Message(RecordDict(dict(content)), node, message_type, ttl=ttl) for node in nodes)
 
     def check(
         self, reply: Message, reference: ArrayRecord | None, minimum: float = -math.inf

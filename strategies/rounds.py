@@ -159,7 +159,8 @@ class Rounds(Strategy):
             self._journal.record({**event, "left_out": reasons(refused)})
         instruction = replace(self._instruction, round=server_round)
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
-        messages = self._participants.address(MessageType.TRAIN, content, grid)
+        order = self._order_seed(server_round)
+        messages = self._participants.address(MessageType.TRAIN, content, grid, order)
         self._begin("training", server_round, grid)
         return messages
 
@@ -336,6 +337,10 @@ class Rounds(Strategy):
     def _lanes(self) -> list[LaneStatus]:
         """Return the progress of clients within a round, if the server knows it."""
         return []
+
+    def _order_seed(self, server_round: int) -> int | None:
+        """Return the seed of the order in which clients are asked; None asks them by name."""
+        return None
 
     def _unfinished(self, replied: Collection[str]) -> dict[str, str]:
         """Return those of the clients with valid replies that broke off, with the reasons."""

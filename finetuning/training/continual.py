@@ -4,41 +4,52 @@ With Ŵ the global adapter just received, J ≥ 0 the importance of its weights 
 the paper's Jᵀ|δ| + |δ|ᵀJᵀJ|δ| is s + s² with s = Σ J·|δ| over all adapter weights.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 
 from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import WholeModel
-from finetuning.training.penalty import add_gradients
+from finetuning.training.penalty import add_gradients, norm
 
 Jacobian = Literal["mean-absolute", "mean-gradient"]
+Sum = Literal["all", "tensor"]
 
 
 def importance(
-    model: WholeModel, batches: Iterable[MicroBatch], jacobian: Jacobian
+    model: WholeModel, rows: Sequence[MicroBatch], jacobian: Jacobian
 ) -> dict[str, torch.Tensor]:
-    """Compute J at the adapter's present weights.
+    """Compute J at the adapter's present weights, as a mean over rows.
 
     Args:
         model: Model with the global adapter loaded.
-        batches: Training examples; at least one micro-batch.
-        jacobian: ``mean-absolute`` averages |∂L/∂W| over micro-batches, ``mean-gradient`` takes
-            the absolute value of the average.
+        rows: Training examples, each in a micro-batch of its own; at least one.
+        jacobian: ``mean-absolute`` averages |∂L/∂W| over rows, with L the mean over a row's
+            targets; ``mean-gradient`` takes the absolute value of the average.
 
     Returns:
         A float32 tensor of non-negative values for every trainable parameter, by name.
 
     """
     total: dict[str, torch.Tensor] = {}
-    count = 0
-    for batch in batches:
-        for name, gradient in model.gradients_of(batch).items():
+    for row in rows:
+        for name, gradient in model.gradients_of(row).items():
             value = gradient.abs() if jacobian == "mean-absolute" else gradient
             total[name] = total[name] + value if name in total else value
-        count += 1
-    return {name: (value / count).abs() for name, value in total.items()}
+    return {name: (value / len(rows)).abs() for name, value in total.items()}
+
+
+def shuffled(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """Return importance whose values are in random places of their tensors.
+
+    A penalty with it pulls as hard, but at weights that don't matter more than others.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: value.flatten()[torch.randperm(value.numel(), generator=generator)].view_as(value)
+        for name, value in sorted(weights.items())
+    }
 
 
 class ContinualPenalty:
@@ -49,6 +60,10 @@ class ContinualPenalty:
         anchor: Ŵ by name; copied.
         importance: J by name.
         weight: λ; with 0 gradients stay unchanged, bit for bit, and s is still measured.
+        share: The share of the gradient norm that the penalty is to have, below 1: each step has
+            the λ that gives it, and ``weight`` becomes the last step's. With 0, λ is constant.
+        over: One s over ``all`` tensors, or one for each ``tensor``, whose terms are added and
+            halved as in the code published with the paper.
 
     """
 
@@ -58,8 +73,12 @@ class ContinualPenalty:
         anchor: Mapping[str, torch.Tensor],
         importance: Mapping[str, torch.Tensor],
         weight: float,
+        share: float = 0.0,
+        over: Sum = "all",
     ) -> None:
         self.weight = weight
+        self._share = share
+        self._over = over
         self._terms = [
             (
                 parameter,
@@ -69,14 +88,16 @@ class ContinualPenalty:
             for name, parameter in parameters.items()
         ]
 
-    @torch.no_grad()
     def distance(self) -> float:
         """Return s = Σ J·|W − Ŵ|."""
-        return float(sum((j * (w - anchor).abs()).sum() for w, anchor, j in self._terms))
+        return sum(self._distances())
 
     def value(self) -> float:
-        """Return λ·(s + s²)."""
-        s = self.distance()
+        """Return λ·(s + s²), or Σ λ·(s + s²)/2 over tensors."""
+        distances = self._distances()
+        if self._over == "tensor":
+            return self.weight * sum(s + s * s for s in distances) / 2
+        s = sum(distances)
         return self.weight * (s + s * s)
 
     @torch.no_grad()
@@ -85,7 +106,23 @@ class ContinualPenalty:
 
         The gradient of |δ| at 0 is taken as 0, as autograd does.
         """
-        if self.weight == 0:
+        if self.weight == self._share == 0:
             return 0.0
-        slope = self.weight * (1 + 2 * self.distance())
-        return add_gradients((w, slope * j * (w - anchor).sign()) for w, anchor, j in self._terms)
+        distances = self._distances()
+        slopes = [1 + 2 * sum(distances)] * len(distances)
+        if self._over == "tensor":
+            slopes = [0.5 + s for s in distances]
+        gradients = [
+            (w, slope * j * (w - anchor).sign())
+            for slope, (w, anchor, j) in zip(slopes, self._terms, strict=True)
+        ]
+        if self._share:
+            pull = norm(gradient for _, gradient in gradients)
+            loss = norm(w.grad for w, _ in gradients if w.grad is not None)
+            self.weight = self._share / (1 - self._share) * loss / pull if pull else 0.0
+        return add_gradients((w, self.weight * gradient) for w, gradient in gradients)
+
+    @torch.no_grad()
+    def _distances(self) -> list[float]:
+        """Return Σ J·|W − Ŵ| of each tensor."""
+        return [float((j * (w - anchor).abs()).sum()) for w, anchor, j in self._terms]

@@ -71,7 +71,8 @@ class TrainingReport:
         seconds: Wall-clock time of the steps.
         gradient_norm: Mean over steps, before clipping.
         learning_rate: Learning rate of the last step.
-        penalty_gradient_share: Mean over steps; None without a penalty.
+        penalty_gradient_share: Mean over the steps after the first, in which the weights are still
+            the global ones and nothing pulls; None without a penalty.
 
     """
 
@@ -164,6 +165,6 @@ def train_round(
         seconds=time.perf_counter() - started,
         gradient_norm=sum(norms) / len(norms),
         learning_rate=optimizer.param_groups[0]["lr"],
-        penalty_gradient_share=sum(shares) / len(shares) if shares else None,
+        penalty_gradient_share=sum(shares) / max(len(shares) - 1, 1) if shares else None,
     )
     return report, export_optimizer(optimizer, parameters)

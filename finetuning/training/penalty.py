@@ -7,7 +7,14 @@ import torch
 
 
 class Penalty(Protocol):
-    """The members that the training loop requires of a penalty."""
+    """The members that the training loop and its report require of a penalty.
+
+    Attributes:
+        weight: The factor λ or μ.
+
+    """
+
+    weight: float
 
     def distance(self) -> float:
         """Return the distance of the weights from the global ones."""
@@ -35,13 +42,17 @@ def add_gradients(terms: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> f
         Their share of the gradient norm, as in `Penalty.add_gradient`.
 
     """
-    ours = theirs = 0.0
-    for parameter, gradient in terms:
-        ours += float(gradient.square().sum())
+    added = list(terms)
+    ours = norm(gradient for _, gradient in added)
+    theirs = norm(parameter.grad for parameter, _ in added if parameter.grad is not None)
+    for parameter, gradient in added:
         if parameter.grad is None:
             parameter.grad = gradient
         else:
-            theirs += float(parameter.grad.square().sum())
             parameter.grad += gradient
-    ours, theirs = ours**0.5, theirs**0.5
     return ours / (ours + theirs) if ours + theirs else 0.0
+
+
+def norm(gradients: Iterable[torch.Tensor]) -> float:
+    """Return the norm over all gradients; the device is waited for once."""
+    return float(torch.nn.utils.get_total_norm(list(gradients)))

@@ -224,7 +224,10 @@ def test_verbose_prints_the_log_too(capfd, programs, tmp_path):
 
 
 def test_what_flower_refuses_is_said(capfd, programs, tmp_path):
-    programs(flower_superlink=LISTENING, flwr="echo Loading; echo no such federation; exit 1")
+    programs(
+        flower_superlink=LISTENING,
+        flwr="echo Loading; echo '│ no such federation │'; echo ╰───╯; exit 1",
+    )
     assert main(["train", f"output-dir={tmp_path / 'runs'}"]) == 1
     reason = "chambers train: flwr run refused it: no such federation\n"
     assert reason in capfd.readouterr().err

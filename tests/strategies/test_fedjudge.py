@@ -87,6 +87,33 @@ def test_a_larger_lambda_keeps_local_adapters_nearer(values, tmp_path, importanc
     assert distance(100.0) < distance(0.0)
 
 
+def test_batch_size_does_not_change_importance(values, tmp_path):
+    def sent(batch_size: int) -> dict[str, torch.Tensor]:
+        # Hardly anything is learnt, so that J is computed at the same weights.
+        own = values | {"train.batch-size": batch_size, "train.learning-rate": 1e-9, "rounds": 2}
+        own |= {"state-path": str(tmp_path / str(batch_size))}
+        grid = SpyingGrid(own)
+        start(own, grid, MemoryJournal())
+        last = next(m for m in reversed(grid.sent) if "importance" in m.content.array_records)
+        return from_arrays(last.content["importance"])
+
+    one, four = sent(1), sent(4)
+    for name, value in one.items():
+        torch.testing.assert_close(four[name], value, rtol=1e-4, atol=1e-8)
+    assert any(value.any() for value in one.values())
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_round_has_the_share_asked_for(values, tmp_path, shuffle):
+    wanted = {"continual.share": 0.2, "continual.shuffle": shuffle}
+    journal = run_in_process(values | wanted, tmp_path, 3)
+    trained = [e for e in journal.events if e["event"] == "train" and e["round"] > 1]
+    assert len(trained) == 6
+    for event in trained:
+        assert event["penalty_gradient_share"] == pytest.approx(0.2, rel=1e-3)
+        assert event["lambda"] > 0
+
+
 def test_importance_is_averaged_by_data_size_and_sent_with_the_next_round(values, tmp_path):
     grid, journal = SpyingGrid(values | {"state-path": str(tmp_path)}), MemoryJournal()
     start(values | {"state-path": str(tmp_path), "rounds": 2}, grid, journal)

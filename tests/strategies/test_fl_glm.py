@@ -104,6 +104,17 @@ def test_a_template_that_divides_rows_makes_more_steps_of_them(
     assert (trained["examples"], trained["steps"]) == (4, 3)
 
 
+@pytest.mark.parametrize("order", ["names", "shuffled"])
+def test_the_order_of_serial_turns(split_values, tmp_path, order):
+    journal = run(split_values | {"split.order": order, "rounds": 4}, tmp_path)
+    turns: dict[int, list[str]] = {}
+    for lane in journal.events:
+        if lane["event"] == "lane" and lane["purpose"] == "train":
+            turns.setdefault(lane["round"], []).append(lane["client"])
+    by_name = [each == sorted(each) for each in turns.values()]
+    assert len(by_name) == 4 and all(by_name) == (order == "names")
+
+
 def test_both_schedules_agree_on_one_client(split_values, tmp_path):
     values = split_values | {"min-nodes": 1}
     results = [

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from finetuning.adapters.adapter import trainable_parameters
 from finetuning.model.whole_model import WholeModel
-from finetuning.training.continual import ContinualPenalty, importance
+from finetuning.training.continual import ContinualPenalty, importance, shuffled
 
 SHAPES = {"a": (2, 5), "b": (3,), "c": (4, 2)}
 
@@ -58,6 +58,45 @@ def test_value_and_gradient_are_the_formula_s(seed, weight, has_gradient):
     theirs = flat(loss_gradient).norm() if has_gradient else 0.0
     share = float(pull.norm() / (pull.norm() + theirs))
     assert found == pytest.approx(share, rel=1e-4)
+
+
+def test_one_s_for_each_tensor_is_the_published_code_s_sum():
+    parameters, anchor, j = weights(0), draw(1), draw(2, positive=True)
+    penalty = ContinualPenalty(parameters, anchor, j, 0.7, over="tensor")
+    w = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+    expected = 0.7 * sum(
+        0.5 * paper_penalty(w[n].flatten(), anchor[n].flatten(), j[n].flatten()) for n in SHAPES
+    )
+    expected.backward()
+    assert penalty.value() == pytest.approx(expected.item(), rel=1e-5)
+    penalty.add_gradient()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.grad, w[name].grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("over", ["all", "tensor"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_share_asked_for_is_the_share_whatever_importance_and_gradients_are(over, scale):
+    parameters, loss_gradient = weights(0), draw(3)
+    for name, parameter in parameters.items():
+        parameter.grad = loss_gradient[name].clone()
+    j = {name: scale * value for name, value in draw(2, positive=True).items()}
+    penalty = ContinualPenalty(parameters, draw(1), j, 1.0, share=0.3, over=over)
+    assert penalty.add_gradient() == pytest.approx(0.3, rel=1e-5)
+    pull = flat({n: p.grad - loss_gradient[n] for n, p in parameters.items()})
+    theirs = flat(loss_gradient).norm()
+    assert float(pull.norm() / (pull.norm() + theirs)) == pytest.approx(0.3, rel=1e-4)
+
+
+def test_shuffled_importance_keeps_each_tensor_s_values_in_other_places():
+    j = draw(2, positive=True)
+    first, again, other = shuffled(j, 1), shuffled(dict(reversed(j.items())), 1), shuffled(j, 2)
+    for name, value in j.items():
+        assert torch.equal(first[name].flatten().sort().values, value.flatten().sort().values)
+        assert first[name].shape == value.shape
+        assert torch.equal(first[name], again[name])
+    assert not torch.equal(flat(first), flat(j))
+    assert not torch.equal(flat(first), flat(other))
 
 
 def test_nothing_pulls_where_training_starts_and_something_once_weights_have_moved():
