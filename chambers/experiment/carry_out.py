@@ -102,6 +102,8 @@ def _train(run: Run, presets: Sequence[str], directory: Path, state: Path) -> No
         *(sys.executable, "-m", "chambers", "train", *presets, str(settings)),
         *(f"output-dir={directory}", f"state-path={state}"),
     ]
+    if run.clients is not None:
+        command += ["--clients", str(run.clients)]
     resumable = [each for each in _folders(directory) if checkpoint_files(each)]
     if resumable:
         command.append(f"resume={resumable[0]}")

@@ -11,11 +11,12 @@ from typing import Annotated
 import typer
 
 from chambers.errors import CommandError
-from chambers.experiment.plan import Experiment, Measure, Run, Size, read_experiment, runs_of
+from chambers.experiment.plan import Experiment, Run, Size, read_experiment, runs_of
 from chambers.sources import option
 from chambers.train import read_settings, with_absolute_paths
 from federation.run_config import RunConfig, parse_run_config
 
+RESULTS = "results.jsonl"
 _LIBRARIES = ("chambers", "flwr", "torch", "transformers", "peft")
 
 
@@ -47,7 +48,7 @@ class Experimenting:
     def __call__(self) -> int:
         """Carry out the experiment; the exit status is 0 only if all runs completed."""
         from chambers.experiment.pages import write_pages
-        from chambers.experiment.results import FILE, read_results
+        from chambers.experiment.records import read_records
 
         experiment = read_experiment(self.file)
         size = experiment.sizes.get(self.size)
@@ -58,29 +59,36 @@ class Experimenting:
         if self.jobs < 1:
             raise CommandError(f"--jobs {self.jobs}: must be at least 1")
         folder = (self.output or Path("runs") / f"{self.file.stem}-{self.size}").absolute()
-        results = folder / FILE
+        results = folder / RESULTS
         if not self.render:
             if folder.exists() and not self.resume:
                 raise CommandError(f"{folder} exists; add --resume to continue the experiment")
             self._measure(experiment, size, folder, results)
         elif not results.is_file():
             raise CommandError(f"there is no {results}; run the experiment without --render")
-        print(write_pages(experiment, read_results(results), folder))
+        print(write_pages(experiment, read_records(results), folder))
         return 0
 
     def _measure(self, experiment: Experiment, size: Size, folder: Path, results: Path) -> None:
         from chambers.experiment.carry_out import carry_out
-        from chambers.experiment.measuring import BASE, Measuring, Model, Record, models_of
+        from chambers.experiment.measuring import Measuring, measure
         from chambers.experiment.questions import client_names, groups_of
-        from chambers.experiment.results import write_results
+        from chambers.experiment.records import write_records
 
-        config = self._config(experiment, size)
-        settings = config.flat()
-        runs = list(runs_of(experiment, size, client_names(settings)))
-        measures = _measures(experiment)
-        if config.data.path and "article" in measures:
-            raise CommandError(f"{self.file}: only generated matters have an article to measure")
-        groups = {seed: groups_of(settings, seed, experiment.questions) for seed in size.seeds}
+        configs = {name: self._config(experiment, size, name) for name in experiment.variants}
+        clients = {name: client_names(config) for name, config in configs.items()}
+        runs = list(runs_of(experiment, size, clients))
+        measures = sorted({table.measure for table in experiment.tables})
+        for config in configs.values():
+            if config.data.path and "article" in measures:
+                raise CommandError(f"{self.file}: only matters have an article to measure")
+            if not config.data.task and "accuracy" in measures:
+                raise CommandError(f"{self.file}: accuracy is measured on a task (data.task)")
+        groups = {
+            (variant, seed): groups_of(config, variant, seed, experiment.questions)
+            for variant, config in configs.items()
+            for seed in size.seeds
+        }
         folder.mkdir(parents=True, exist_ok=True)
         directories = carry_out(
             runs,
@@ -89,39 +97,33 @@ class Experimenting:
             self.jobs,
             finished=lambda run: print(f"finished: {run.name}", file=sys.stderr),
         )
-        measuring = Measuring(config.model, measures)
-        records: list[Record] = []
-        for seed in size.seeds:
-            models = [
-                Model(name, BASE, None) for name, arm in experiment.arms.items() if not arm.trained
-            ]
-            for run in (run for run in runs if run.seed == seed):
-                models += models_of(experiment, run, directories[run.name])
-            for model in models:
-                print(f"measuring: {model.arm}, {model.name}, seed {seed}", file=sys.stderr)
-                records += measuring.records(model, seed, groups[seed])
-        write_results(results, _about(self.file, self.size, runs), records)
+        records = []
+        for variant, config in configs.items():
+            measuring = Measuring(config, measures)
+            for seed in size.seeds:
+                own = [
+                    (run, directories[run.name])
+                    for run in runs
+                    if (run.variant, run.seed) == (variant, seed)
+                ]
+                records += measure(measuring, experiment, seed, own, groups[variant, seed])
+        write_records(results, _about(self.file, self.size, runs), records)
 
-    def _config(self, experiment: Experiment, size: Size) -> RunConfig:
-        """Check the settings of all runs before the first one starts; return those of all.
+    def _config(self, experiment: Experiment, size: Size, variant: str) -> RunConfig:
+        """Check the settings of a variant's runs before the first one starts; return those of all.
 
         Raises:
             UserError: A preset or a setting is wrong; the message names the arm.
 
         """
-        own = with_absolute_paths(experiment.settings | size.settings)
-        common = read_settings(experiment.presets) | own
+        own = experiment.settings | size.settings | experiment.variants[variant]
+        common = read_settings(experiment.presets) | with_absolute_paths(own)
         for name, arm in experiment.arms.items():
             try:
                 parse_run_config(common | arm.settings)
             except ValueError as error:
                 raise CommandError(f"{self.file}: arms.{name}: {error}") from error
         return parse_run_config(common)
-
-
-def _measures(experiment: Experiment) -> list[Measure]:
-    tables = {table.measure for table in experiment.tables}
-    return sorted(tables | {plot.measure for plot in experiment.plots})
 
 
 def _about(file: Path, size: str, runs: Sequence[Run]) -> dict[str, object]:

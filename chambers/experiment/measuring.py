@@ -1,5 +1,7 @@
 """Measure the models of an experiment's runs, question by question."""
 
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +12,16 @@ import torch
 
 from chambers.experiment.plan import Experiment, Measure, Run
 from chambers.experiment.questions import Group
+from chambers.experiment.records import (
+    BASE,
+    CONSTANT,
+    GLOBAL,
+    Record,
+    read_about,
+    read_records,
+    write_records,
+)
+from federation.run_config import RunConfig
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.saved import read_adapter
 from finetuning.data.batching import collate
@@ -18,39 +30,30 @@ from finetuning.data.prompts import tokenize_prompts
 from finetuning.data.tokenization import tokenize
 from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.log_probabilities import log_probabilities
+from finetuning.evaluation.scoring import score
 from finetuning.generated import matters
 from finetuning.model.base_model import load_base_model, locate, reference
 from finetuning.model.whole_model import WholeModel
-from finetuning.settings import ModelSettings
+from finetuning.tasks.scoring import answer, prepare
+from finetuning.tasks.tasks import TASKS
 
-GLOBAL, BASE = "global", "base"
 _BATCH = 16
 _MAX_TOKENS = 8192
-_MAX_LENGTH = 2048
-_NEW_TOKENS = 32
 
 
-@dataclass(frozen=True)
-class Record:
-    """The values of one model on one group of questions.
-
-    Attributes:
-        arm: Name of the arm.
-        model: ``base``, ``global``, or the client whose model it is.
-        seed: Seed of the run.
-        group: Client whose questions they are.
-        measure: ``article`` (whether the right one of twelve is the likeliest), ``answer`` (whether
-            greedy decoding gives the reference) or ``loss`` (nats per token of the reference).
-        values: One value for each question.
-
-    """
-
-    arm: str
-    model: str
-    seed: int
-    group: str
-    measure: Measure
-    values: list[float]
+def constant_records(
+    seed: int, groups: Sequence[Group], measures: Sequence[Measure]
+) -> Iterator[Record]:
+    """Yield what the same answer to every question of a group would score at best."""
+    for group in groups:
+        count = len(group.rows)
+        if "article" in measures:
+            values = [1 / len(matters.MATTERS)] * count
+            yield Record(CONSTANT, BASE, seed, group.name, "article", values)
+        if "accuracy" in measures:
+            ((best, _),) = Counter(a for q in group.questions for a in q.answers).most_common(1)
+            values = [float(best in question.answers) for question in group.questions]
+            yield Record(CONSTANT, BASE, seed, group.name, "accuracy", values)
 
 
 @dataclass(frozen=True)
@@ -72,36 +75,88 @@ class Model:
 def models_of(experiment: Experiment, run: Run, directory: Path) -> list[Model]:
     """Return the models that a completed run has left."""
     adapters = directory / "adapters"
-    models = [Model(run.arm, run.client or GLOBAL, adapters / "global")]
+    name = " ".join(filter(None, (run.variant, run.client))) if run.client else GLOBAL
+    models = [Model(run.arm, name, adapters / "global")]
     if experiment.arms[run.arm].personalised:
         clients = sorted(each.name for each in (adapters / "clients").iterdir() if each.is_dir())
         models += [Model(run.arm, name, adapters / "clients" / name) for name in clients]
     return models
 
 
+def measure(
+    measuring: "Measuring",
+    experiment: Experiment,
+    seed: int,
+    runs: Sequence[tuple[Run, Path]],
+    groups: Sequence[Group],
+) -> list[Record]:
+    """Return the values of all models with one seed.
+
+    Values of a run's models are kept beside the run, and not computed again.
+    """
+    records = list(constant_records(seed, groups, measuring.measures))
+    for name, arm in experiment.arms.items():
+        if not arm.trained:
+            records += measuring.records(Model(name, BASE, None), seed, groups)
+    measured = {"measures": measuring.measures, "questions": {g.name: len(g.rows) for g in groups}}
+    for run, directory in runs:
+        file = directory.parent / "measured.jsonl"
+        if not file.is_file() or read_about(file) != measured:
+            print(f"measuring: {run.name}", file=sys.stderr)
+            models = models_of(experiment, run, directory)
+            found = [r for model in models for r in measuring.records(model, seed, groups)]
+            write_records(file, measured, found)
+        records += read_records(file)
+    return records
+
+
 class Measuring:
     """Measures models with one base model.
 
     Args:
-        settings: The base model.
+        config: Settings of the runs.
         measures: What is measured.
 
     """
 
-    def __init__(self, settings: ModelSettings, measures: Sequence[Measure]) -> None:
-        self._settings = settings
-        self._measures = measures
-        self._directory = locate(settings.name)
-        base = load_base_model(settings)
+    def __init__(self, config: RunConfig, measures: Sequence[Measure]) -> None:
+        self._config = config
+        self.measures = measures
+        self._directory = locate(config.model.name)
+        base = load_base_model(config.model)
         self._model, self._tokenizer = base.model, base.tokenizer
 
     def records(self, model: Model, seed: int, groups: Sequence[Group]) -> Iterator[Record]:
         """Yield the values of a model on each group of questions."""
         with self._opened(model) as whole:
             for group in groups:
-                for measure in self._measures:
-                    values = _MEASURES[measure](whole, self._tokenizer, group)
+                for measure, values in self._values(whole, group).items():
                     yield Record(model.arm, model.name, seed, group.name, measure, values)
+
+    def _values(self, model: WholeModel, group: Group) -> dict[Measure, list[float]]:
+        values: dict[Measure, list[float]] = {}
+        for measure in self.measures:
+            if measure in _MEASURES:
+                values[measure] = _MEASURES[measure](model, self._tokenizer, group, self._config)
+        rest = [measure for measure in self.measures if measure not in _MEASURES]
+        return values | (self._of_texts(model, group, rest) if rest else {})
+
+    def _of_texts(
+        self, model: WholeModel, group: Group, measures: Sequence[Measure]
+    ) -> dict[Measure, list[float]]:
+        """Return values of the texts that greedy decoding gives."""
+        texts = generate_texts(
+            model=model,
+            tokenizer=self._tokenizer,
+            prompts=tokenize_prompts(group.rows, self._tokenizer),
+            batch_size=_BATCH,
+            max_new=self._config.evaluate.max_new_tokens,
+        )
+        pairs = [
+            (text, r.messages[-1]["content"]) for text, r in zip(texts, group.rows, strict=True)
+        ]
+        scores = [{"answer": float(a == b)} | score([a], [b]) for a, b in pairs]
+        return {measure: [each[measure] for each in scores] for measure in measures}
 
     @contextmanager
     def _opened(self, model: Model) -> Iterator[WholeModel]:
@@ -110,7 +165,7 @@ class Measuring:
             yield WholeModel(self._model)
             return
         saved = read_adapter(model.adapter)
-        loadable = reference(self._settings.name, self._directory)
+        loadable = reference(self._config.model.name, self._directory)
         peft_model = attach_adapter(self._model, saved.settings, loadable)
         load_adapter(peft_model, saved.state)
         yield WholeModel(peft_model)
@@ -118,9 +173,9 @@ class Measuring:
         self._model = peft_model.unload() if is_lora else peft_model.get_base_model()
 
 
-def _losses(model: WholeModel, tokenizer: Any, group: Group) -> list[float]:
+def _losses(model: WholeModel, tokenizer: Any, group: Group, config: RunConfig) -> list[float]:
     """Return the mean loss over the target tokens of each question, in nats."""
-    examples, _ = tokenize(group.rows, tokenizer, _MAX_LENGTH)
+    examples, _ = tokenize(group.rows, tokenizer, config.data.max_length)
     losses = []
     for example in examples:
         batch = collate([example], tokenizer.pad_token_id)
@@ -129,7 +184,7 @@ def _losses(model: WholeModel, tokenizer: Any, group: Group) -> list[float]:
     return losses
 
 
-def _articles(model: WholeModel, tokenizer: Any, group: Group) -> list[float]:
+def _articles(model: WholeModel, tokenizer: Any, group: Group, _config: RunConfig) -> list[float]:
     """Return for each question whether the right Article is the likeliest of all."""
     answers = {
         number: torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -149,17 +204,12 @@ def _articles(model: WholeModel, tokenizer: Any, group: Group) -> list[float]:
     return [float(a == b) for a, b in zip(chosen, group.articles, strict=True)]
 
 
-def _answers(model: WholeModel, tokenizer: Any, group: Group) -> list[float]:
-    """Return for each question whether greedy decoding gives the reference."""
-    texts = generate_texts(
-        model=model,
-        tokenizer=tokenizer,
-        prompts=tokenize_prompts(group.rows, tokenizer),
-        batch_size=_BATCH,
-        max_new=_NEW_TOKENS,
-    )
-    references = [row.messages[-1]["content"] for row in group.rows]
-    return [float(text == expected) for text, expected in zip(texts, references, strict=True)]
+def _correct(model: WholeModel, tokenizer: Any, group: Group, config: RunConfig) -> list[float]:
+    """Return for each question of a task whether a right candidate is the likeliest of all."""
+    task = TASKS[config.data.task]
+    prepared = prepare(tokenizer, task, group.questions, config.data.max_length)
+    texts = answer(model, tokenizer, prepared, _MAX_TOKENS, new_tokens=0).texts
+    return [float(a in q.answers) for a, q in zip(texts, group.questions, strict=True)]
 
 
-_MEASURES: Mapping[Measure, Any] = {"loss": _losses, "article": _articles, "answer": _answers}
+_MEASURES: Mapping[Measure, Any] = {"loss": _losses, "article": _articles, "accuracy": _correct}

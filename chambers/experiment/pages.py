@@ -6,62 +6,67 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chambers.experiment.measuring import Record
-from chambers.experiment.plan import Experiment, Measure, Plot, Table
+from chambers.experiment.plan import Experiment, Measure, Table
+from chambers.experiment.records import CONSTANT, Record
 from chambers.experiment.results import ALL, Row, rows_of
 from chambers.experiment.statistics import Interval
-from finetuning.generated.matters import MATTERS
 
-_UNITS = {"article": "% of questions", "answer": "% of questions", "loss": "nats per token"}
 _SIZE_OF_CELL = (1.3, 0.5)  # inches
 
 
 def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path) -> str:
-    """Write all tables and plots into a folder; return the page with the tables."""
+    """Write all tables and heat maps into a folder; return the page with the tables."""
     parts = [f"# {experiment.title}\n"]
     for table in experiment.tables:
-        rows = rows_of(records, experiment, table.measure, table.arms, table.against)
+        rows = rows_of(records, experiment, table)
         parts.append(_section(experiment, table, rows))
-        (folder / f"{table.name}.csv").write_text(_csv(table, rows), encoding="utf-8")
-    for plot in experiment.plots:
-        rows = rows_of(records, experiment, plot.measure, plot.arms)
-        (folder / f"{plot.name}.svg").write_text(_heat_map(plot, rows), encoding="utf-8")
-        parts.append(f"![{plot.title}]({plot.name}.svg)\n")
+        (folder / f"{table.name}.csv").write_text(_csv(rows), encoding="utf-8")
+        if table.heat_map:
+            rows = rows_of(records, experiment, table.model_copy(update={"columns": "groups"}))
+            picture = _heat_map(table, [row for row in rows if row.arm != CONSTANT])
+            (folder / f"{table.name}.svg").write_text(picture, encoding="utf-8")
+            parts.append(f"![{table.title}]({table.name}.svg)\n")
     page = "\n".join(parts)
     (folder / "tables.md").write_text(page, encoding="utf-8")
     return page
 
 
-def _constant_predictor(measure: Measure) -> float | None:
-    """Return the value of always giving the same answer; None if there is no such value."""
-    return 1 / len(MATTERS) if measure == "article" else None
-
-
 def _section(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
     """Return a table with its heading, or a line instead of one that shows nothing."""
-    constant = _constant_predictor(table.measure)
-    trained = [row for row in rows if experiment.arms[row.arm].trained]
-    if constant is not None and all(row.cells[ALL].low <= constant for row in trained):
+    constant = next((row for row in rows if row.arm == CONSTANT), None)
+    trained = [row for row in rows if row.arm != CONSTANT and experiment.arms[row.arm].trained]
+    columns = list(rows[-1].cells)
+    if constant is not None and all(
+        row.cells[column].low <= constant.cells[column].mean
+        for row in trained
+        for column in columns
+    ):
+        value = _text(constant.cells[columns[-1]].mean, table.measure)
         return (
-            f"## {table.title}\n\nNot compared: no trained model is better than the constant "
-            f"predictor ({_text(constant, table.measure)})."
+            f"## {table.title}\n\nNot compared: no trained model is better than the same answer to "
+            f"every question ({value}).\n"
         )
-    heading = ["", *rows[0].cells]
-    if table.against:
-        heading += [f"− {experiment.arms[table.against].label}", "detectable"]
-    if table.published:
-        heading.append("paper")
+    gains = list(next((row.gains for row in rows if row.gains), {}))
+    heading = ["", *columns]
+    for column in gains:
+        heading += [f"{column} − {experiment.arms[table.against or ''].label}", "detectable"]
+    heading += [f"{column}, published" for column in columns if _published(table, column)]
     lines = [_line(heading), _line(["---"] * len(heading))]
     for row in rows:
-        cells = [_cell(cell, table.measure) for cell in row.cells.values()]
-        if table.against:
-            cells += _gain(row.gain, table.measure)
-        if table.published:
-            value = table.published.get(row.arm)
-            cells.append("" if value is None else f"*{value:g}*")
+        cells = [_cell(row.cells[column], table.measure) for column in columns]
+        for column in gains:
+            cells += _gain(row.gains.get(column), table.measure)
+        for values in filter(None, (_published(table, column) for column in columns)):
+            cells.append(f"*{values[row.arm]:g}*" if row.arm in values else "")
         lines.append(_line([row.label, *cells]))
-    unit = f"{_UNITS[table.measure]}, with 95 % intervals over seeds and questions"
-    return "\n".join([f"## {table.title}", "", unit, "", *lines, ""])
+    unit = "nats per token" if table.measure == "loss" else "%"
+    note = f"In {unit}, with 95 % intervals over seeds and questions."
+    return "\n".join([f"## {table.title}", "", note, "", *lines, ""])
+
+
+def _published(table: Table, column: str) -> dict[str, float]:
+    """Return the published values of a column, by arm."""
+    return {arm: own[column] for arm, own in table.published.items() if column in own}
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -85,36 +90,37 @@ def _gain(gain: Interval | None, measure: Measure) -> list[str]:
     return [f"**{text}**" if gain.differs else text, _text(gain.detectable, measure)]
 
 
-def _csv(table: Table, rows: Sequence[Row]) -> str:
+def _csv(rows: Sequence[Row]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["model", "group", "mean", "low", "high", "gain", "gain_low", "gain_high"])
+    writer.writerow(["model", "column", "mean", "low", "high", "gain", "gain_low", "gain_high"])
     for row in rows:
-        for group, cell in row.cells.items():
-            gain = row.gain if group == ALL else None
+        for column, cell in row.cells.items():
+            gain = row.gains.get(column)
             ends = [gain.mean, gain.low, gain.high] if gain else ["", "", ""]
-            writer.writerow([row.label, group, cell.mean, cell.low, cell.high, *ends])
+            writer.writerow([row.label, column, cell.mean, cell.low, cell.high, *ends])
     return file.getvalue()
 
 
-def _heat_map(plot: Plot, rows: Sequence[Row]) -> str:
+def _heat_map(table: Table, rows: Sequence[Row]) -> str:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     groups = [group for group in rows[0].cells if group != ALL]
     values = [[row.cells[group].mean for group in groups] for row in rows]
     width, height = _SIZE_OF_CELL
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": plot.name, "font.size": 10}):
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": table.name, "font.size": 10}):
         figure = Figure((2.5 + width * len(groups), 1.2 + height * len(rows)), layout="constrained")
         axes = figure.subplots()
-        colours = "Blues_r" if plot.measure == "loss" else "Blues"
+        colours = "Blues_r" if table.measure == "loss" else "Blues"
         image = axes.imshow(values, cmap=colours, aspect="auto", vmin=0)
         axes.set_xticks(range(len(groups)), [f"questions of\n{group}" for group in groups])
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set_title(f"{plot.title} ({_UNITS[plot.measure]})", fontsize=10, loc="left")
-        _write_values(axes, image, values, plot.measure)
+        unit = "nats per token" if table.measure == "loss" else "%"
+        axes.set_title(f"{table.title} ({unit})", fontsize=10, loc="left")
+        _write_values(axes, image, values, table.measure)
         file = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", facecolor="white", metadata=nothing)

@@ -1,8 +1,9 @@
 """The file of an experiment: its runs, and the tables and plots of their models."""
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from chambers.errors import CommandError
 from federation.run_config import Scalar
 
-Measure = Literal["article", "answer", "loss"]
+Measure = Literal[
+    "loss", "article", "accuracy", "answer", "rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"
+]
 # Names become names of files.
 _NAME = r"^[a-z0-9][a-z0-9-]*$"
 
@@ -31,6 +34,7 @@ class Arm(_Section):
         each_client: Whether there is a run for each client, on the client's rows alone.
         trained: Whether there are runs at all; without them, the base model is measured.
         personalised: Whether the clients' personalised models are measured, too.
+        clients: Number of simulated clients; None for as many as `chambers train` starts.
 
     """
 
@@ -39,6 +43,7 @@ class Arm(_Section):
     each_client: bool = False
     trained: bool = True
     personalised: bool = False
+    clients: int | None = Field(None, gt=0)
 
 
 class Size(_Section):
@@ -49,15 +54,18 @@ class Size(_Section):
 
 
 class Table(_Section):
-    """A table of one measure: models in rows, and the groups of questions in columns.
+    """A table of one measure, with models in rows.
 
     Attributes:
         name: Name of its files.
         title: Its heading.
         measure: What is measured.
         arms: Arms in the order of rows.
+        columns: ``groups`` of questions, or ``own``: clients' models on their own client's
+            questions, and on the others'.
         against: Arm with which the others are compared, question by question.
-        published: Values of the paper, by arm.
+        heat_map: Whether the values are drawn, too, by model and group of questions.
+        published: Values of the paper, by arm and group of questions.
 
     """
 
@@ -65,17 +73,10 @@ class Table(_Section):
     title: str
     measure: Measure
     arms: list[str] = Field(min_length=1)
+    columns: Literal["groups", "own"] = "groups"
     against: str | None = None
-    published: dict[str, float] = {}
-
-
-class Plot(_Section):
-    """A heat map of one measure: models in rows, and the groups of questions in columns."""
-
-    name: str = Field(pattern=_NAME)
-    title: str
-    measure: Measure
-    arms: list[str] = Field(min_length=1)
+    heat_map: bool = False
+    published: dict[str, dict[str, float]] = {}
 
 
 class Experiment(_Section):
@@ -85,11 +86,11 @@ class Experiment(_Section):
         title: Heading of its page.
         presets: Presets of all runs, in order.
         settings: Settings of all runs.
-        questions: Number of held-out questions on each client's matters.
+        questions: Maximum number of held-out questions for each client.
         sizes: Sizes, by name.
+        variants: Settings with which every arm is carried out, by name: data sets, for example.
         arms: Ways to train, by name.
         tables: Tables to write.
-        plots: Plots to draw.
 
     """
 
@@ -98,19 +99,18 @@ class Experiment(_Section):
     settings: dict[str, Scalar] = {}
     questions: int = Field(48, gt=0)
     sizes: dict[str, Size] = Field(min_length=1)
+    variants: dict[str, dict[str, Scalar]] = Field({"": {}}, min_length=1)
     arms: dict[str, Arm] = Field(min_length=1)
-    tables: list[Table] = []
-    plots: list[Plot] = []
+    tables: list[Table] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _check_names(self) -> "Experiment":
-        parts: list[Table | Plot] = [*self.tables, *self.plots]
-        for part in parts:
-            against = [part.against] if isinstance(part, Table) and part.against else []
-            for arm in (*part.arms, *against):
+        for table in self.tables:
+            against = [table.against] if table.against else []
+            for arm in (*table.arms, *against, *table.published):
                 if arm not in self.arms:
                     raise ValueError(
-                        f"{part.name} names the arm {arm}; there are {', '.join(self.arms)}"
+                        f"{table.name} names the arm {arm}; there are {', '.join(self.arms)}"
                     )
         return self
 
@@ -121,21 +121,26 @@ class Run:
 
     Attributes:
         arm: Name of its arm.
+        variant: Name of its variant; empty if there are none.
         seed: Its seed, which also divides the data.
         client: The client that it trains alone; None for all.
+        clients: Number of simulated clients; None for the default.
         settings: All its settings but for presets and paths.
 
     """
 
     arm: str
+    variant: str
     seed: int
     client: str | None
+    clients: int | None
     settings: Mapping[str, Scalar]
 
     @property
     def name(self) -> str:
         """Name of its folder."""
-        return "-".join(filter(None, (self.arm, self.client, f"seed-{self.seed}")))
+        parts = (self.arm, self.variant, self.client, f"seed-{self.seed}")
+        return "-".join(filter(None, parts))
 
 
 def read_experiment(file: Path) -> Experiment:
@@ -159,13 +164,24 @@ def read_experiment(file: Path) -> Experiment:
         raise CommandError(f"{file} is not TOML: {error}") from error
 
 
-def runs_of(experiment: Experiment, size: Size, clients: list[str]) -> Iterator[Run]:
-    """Yield the runs of an experiment, seed by seed."""
-    for seed in size.seeds:
+def runs_of(
+    experiment: Experiment, size: Size, clients: Mapping[str, Sequence[str]]
+) -> Iterator[Run]:
+    """Yield the runs of an experiment, seed by seed.
+
+    Args:
+        experiment: The experiment.
+        size: Its size.
+        clients: Names of the clients in each variant.
+
+    """
+    for seed, variant in product(size.seeds, experiment.variants):
+        own = experiment.settings | size.settings | experiment.variants[variant]
         for name, arm in experiment.arms.items():
-            settings = experiment.settings | size.settings | arm.settings | {"seed": seed}
+            settings = own | arm.settings | {"seed": seed}
             if arm.trained and arm.each_client:
-                for client in clients:
-                    yield Run(name, seed, client, settings | {"data.pool": client})
+                for client in clients[variant]:
+                    pooled = settings | {"data.pool": client}
+                    yield Run(name, variant, seed, client, None, pooled)
             elif arm.trained:
-                yield Run(name, seed, None, settings)
+                yield Run(name, variant, seed, None, arm.clients, settings)

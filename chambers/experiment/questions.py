@@ -1,56 +1,61 @@
 """The questions with which an experiment measures models: a group for each client."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from chambers.errors import CommandError
-from federation.run_config import Scalar
-from finetuning.data.rows import Row, client_folders, find_parts, parse_messages, read_rows
+from federation.run_config import RunConfig
+from finetuning.data.rows import Row, client_folders, find_parts, parse_messages
 from finetuning.generated import matters
 from finetuning.randomness import derive_seed
+from finetuning.tasks.question import Question
+from finetuning.tasks.reading import held_out_part, read_questions, read_task_rows
+from finetuning.tasks.tasks import TASKS
 
 _CLIENTS = 3
 
 
 @dataclass(frozen=True)
 class Group:
-    """The held-out questions on what one client knows.
+    """The held-out questions on what one client knows, or those of a data set for all.
 
     Attributes:
-        name: Name of the client.
+        name: Name of the variant and the client.
         rows: The questions with their answers.
-        articles: The right Article of each; empty if the rows aren't generated.
+        articles: The right Article of each; empty if the rows aren't of matters.
+        questions: The questions with candidate answers; empty if the rows aren't of a task.
 
     """
 
     name: str
     rows: Sequence[Row]
-    articles: Sequence[int]
+    articles: Sequence[int] = ()
+    questions: Sequence[Question] = ()
 
 
-def client_names(settings: Mapping[str, Scalar]) -> list[str]:
-    """Return the names of the clients in an experiment's runs.
+def client_names(config: RunConfig) -> list[str]:
+    """Return the names of the clients with data of their own; none if a data set is divided.
 
     Raises:
-        CommandError: The data are neither generated matters nor a folder of clients.
+        CommandError: The data are neither generated matters nor files.
 
     """
-    path = str(settings.get("data.path", ""))
-    if path:
-        return [folder.name for folder in client_folders(Path(path).expanduser())]
-    if settings.get("data.generated") != "matters":
+    if config.data.path:
+        return [folder.name for folder in client_folders(Path(config.data.path).expanduser())]
+    if config.data.generated == "styles":
         raise CommandError(
-            'an experiment needs data.path, a folder of clients, or data.generated = "matters"'
+            'an experiment needs data.path, or data.generated = "matters", not "styles"'
         )
     return [f"school-{number}" for number in range(1, _CLIENTS + 1)]
 
 
-def groups_of(settings: Mapping[str, Scalar], seed: int, count: int) -> list[Group]:
+def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Group]:
     """Return so many questions for each client; none of them was trained on.
 
     Args:
-        settings: Settings of the runs.
+        config: Settings of the runs.
+        variant: Name of the variant.
         seed: Seed of the runs, which divides the matters.
         count: Number of questions for each client; of files, the first.
 
@@ -59,28 +64,39 @@ def groups_of(settings: Mapping[str, Scalar], seed: int, count: int) -> list[Gro
         DataError: Rows are malformed.
 
     """
-    path = str(settings.get("data.path", ""))
-    if path:
-        folders = client_folders(Path(path).expanduser())
-        files = {folder.name: find_parts(folder)[1] for folder in folders}
-        missing = [name for name, file in files.items() if file is None]
-        if missing:
-            raise CommandError(f"{path}: {', '.join(missing)} have no held-out rows (test.*)")
-        return [Group(name, read_rows(file)[:count], []) for name, file in files.items() if file]
+    names = client_names(config)
+    if not config.data.path:
+        return [
+            _generated(variant, name, of_client, derive_seed("experiment", seed, name), count)
+            for name, of_client in zip(names, matters.divide(_CLIENTS, seed), strict=True)
+        ]
+    path = Path(config.data.path).expanduser()
+    folders = {_name(variant, name): path / name for name in names}
     return [
-        _generated(name, of_client, seed, count)
-        for name, of_client in zip(
-            client_names(settings), matters.divide(_CLIENTS, seed), strict=True
-        )
+        _read(name, folder, config, count)
+        for name, folder in (folders or {variant or path.name: path}).items()
     ]
 
 
-def _generated(name: str, of_client: Sequence[str], seed: int, count: int) -> Group:
-    values = matters.questions(of_client, count, derive_seed("experiment", seed, name), "test")
+def _name(variant: str, client: str) -> str:
+    return " ".join(filter(None, (variant, client)))
+
+
+def _read(name: str, path: Path, config: RunConfig, count: int) -> Group:
+    file = find_parts(path, held_out_part(config.data))[1]
+    if file is None:
+        raise CommandError(f"{path} has no held-out rows ({held_out_part(config.data)}.*)")
+    task = TASKS.get(config.data.task)
+    questions = read_questions(file, task)[:count] if task and task.is_cloze else []
+    return Group(name, read_task_rows(file, config.data)[:count], questions=questions)
+
+
+def _generated(variant: str, client: str, of_client: Sequence[str], seed: int, count: int) -> Group:
+    values = matters.questions(of_client, count, seed, "test")
     rows = [
-        Row(parse_messages(value), f"{name} question {number}", dict(value))
+        Row(parse_messages(value), f"{client} question {number}", dict(value))
         for number, value in enumerate(values, start=1)
     ]
     # The questions take turns with the matters.
     articles = [matters.article(of_client[i % len(of_client)]) for i in range(count)]
-    return Group(name, rows, articles)
+    return Group(_name(variant, client), rows, articles)

@@ -1,106 +1,129 @@
-"""The recorded values of an experiment, and the numbers of its tables and plots."""
+"""The numbers of an experiment's tables and heat maps, from recorded values."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chambers.experiment.measuring import BASE, Record
-from chambers.experiment.plan import Experiment, Measure
+from chambers.experiment.plan import Experiment, Measure, Table
+from chambers.experiment.records import BASE, CONSTANT, GLOBAL, Record
 from chambers.experiment.statistics import BySeed, Interval, difference, interval
 
-FILE = "results.jsonl"
-ALL = "all"
-# (arm, model): values by (seed, group).
-_Values = dict[tuple[str, str], dict[tuple[int, str], NDArray[np.float64]]]
-
-
-def write_results(file: Path, about: Mapping[str, object], records: Iterable[Record]) -> None:
-    """Write a line about the experiment, and one for each record."""
-    lines = [json.dumps(about), *(json.dumps(asdict(record)) for record in records)]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def read_results(file: Path) -> list[Record]:
-    """Read what ``write_results`` has written."""
-    _, *lines = file.read_text(encoding="utf-8").splitlines()
-    return [Record(**json.loads(line)) for line in lines]
+ALL, OWN, OTHERS = "all", "own", "others'"
+_CLIENTS = "clients"
+# Values of questions, by seed and group.
+_Values = dict[tuple[int, str], NDArray[np.float64]]
+_CONSTANT_LABEL = "the same answer"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model in a table.
+    """A model, or the models of a kind, in a table.
 
     Attributes:
         label: Its name.
         arm: Its arm.
-        cells: The interval of each group, and of all (``all``), by name.
-        gain: The difference to the arm that it is compared with, over all questions.
+        cells: The interval of each column, by its heading.
+        gains: The differences to the arm that it is compared with, in the same columns.
 
     """
 
     label: str
     arm: str
     cells: Mapping[str, Interval]
-    gain: Interval | None = None
+    gains: Mapping[str, Interval]
 
 
-def rows_of(
-    records: Sequence[Record],
-    experiment: Experiment,
-    measure: Measure,
-    arms: Sequence[str],
-    against: str | None = None,
-) -> list[Row]:
-    """Return the rows of a table: one for each model of the arms, in their order.
+def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> list[Row]:
+    """Return the rows of a table, the arms in its order.
 
-    Models of an arm with a run for each client are compared as their mean, question by question.
+    Other arms are compared with the same kind of models of ``against``, or its only kind; of
+    several models, with their mean, question by question.
     """
-    values = _values(records, measure)
-    compared = _mean_of(values, against) if against else None
+    models = _models(records, table.measure)
+    arms = [CONSTANT, *table.arms]
+    named = {name: model for name, model in models.items() if name[0] in arms}
+    if table.columns == "own":
+        lines = {name: _own_and_others(of_kind) for name, of_kind in _kinds(named).items()}
+        compared = {kind: line for (arm, kind), line in lines.items() if arm == table.against}
+    else:
+        lines = {name: _groups(model) for name, model in named.items()}
+        against = [model for (arm, _), model in models.items() if arm == table.against]
+        compared = {GLOBAL: {ALL: _mean(against)}} if against else {}
     rows = []
-    for arm in arms:
-        for name, model in ((n, m) for (a, n), m in values.items() if a == arm):
-            label = experiment.arms[arm].label
-            if name not in {BASE, "global"}:
-                label += f", {name}"
-            gain = None
-            if compared is not None and arm != against:
-                gain = difference(_by_seed(model), _by_seed(compared))
-            rows.append(Row(label, arm, _cells(model), gain))
+    for name, line in sorted(lines.items(), key=lambda item: arms.index(item[0][0])):
+        arm, kind = name
+        other = compared.get(kind) or next(iter(compared.values()), {})
+        gains = {
+            column: difference(_by_seed(line[column]), _by_seed(values))
+            for column, values in other.items()
+            if arm not in {table.against, CONSTANT}
+        }
+        cells = {column: interval(_by_seed(values)) for column, values in line.items()}
+        rows.append(Row(_label(experiment, arm, kind, lines), arm, cells, gains))
     return rows
 
 
-def _values(records: Sequence[Record], measure: Measure) -> _Values:
-    values: _Values = {}
+def _label(experiment: Experiment, arm: str, kind: str, lines: Collection[tuple[str, str]]) -> str:
+    if arm == CONSTANT:
+        return _CONSTANT_LABEL
+    label = experiment.arms[arm].label
+    if kind in {BASE, GLOBAL} or (kind == _CLIENTS and (arm, GLOBAL) not in lines):
+        return label
+    return f"{label}, {'personalised' if kind == _CLIENTS else kind}"
+
+
+def _models(records: Sequence[Record], measure: Measure) -> dict[tuple[str, str], _Values]:
+    models: dict[tuple[str, str], _Values] = {}
     for record in records:
         if record.measure == measure:
-            of_model = values.setdefault((record.arm, record.model), {})
+            of_model = models.setdefault((record.arm, record.model), {})
             of_model[record.seed, record.group] = np.array(record.values)
-    return values
+    return models
 
 
-def _mean_of(values: _Values, arm: str) -> dict[tuple[int, str], NDArray[np.float64]]:
-    models = [model for (name, _), model in values.items() if name == arm]
+def _kinds(
+    models: Mapping[tuple[str, str], _Values],
+) -> dict[tuple[str, str], dict[str, _Values]]:
+    """Return the models of each arm and kind, by name; the clients' models are one kind."""
+    kinds: dict[tuple[str, str], dict[str, _Values]] = {}
+    for (arm, name), model in models.items():
+        kind = name if name in {BASE, GLOBAL} else _CLIENTS
+        kinds.setdefault((arm, kind), {})[name] = model
+    return kinds
+
+
+def _own_and_others(models: Mapping[str, _Values]) -> dict[str, _Values]:
+    """Return clients' models on their own questions, and their mean on others'.
+
+    A model that belongs to no client has the same questions in both columns.
+    """
+    if not models.keys().isdisjoint({BASE, GLOBAL}):
+        (model,) = models.values()
+        return {OWN: model, OTHERS: model}
+    keys = next(iter(models.values()))
+    own = {key: models[key[1]][key] for key in keys}
+    others = {
+        key: np.mean([m[key] for name, m in models.items() if name != key[1]], axis=0)
+        for key in keys
+    }
+    return {OWN: own, OTHERS: others}
+
+
+def _groups(model: _Values) -> dict[str, _Values]:
+    """Return a model's values on each group, and on all if there are several."""
+    names = list(dict.fromkeys(group for _, group in model))
+    columns = {name: {k: v for k, v in model.items() if k[1] == name} for name in names}
+    return columns | {ALL: model}
+
+
+def _mean(models: Sequence[_Values]) -> _Values:
     return {key: np.mean([model[key] for model in models], axis=0) for key in models[0]}
 
 
-def _by_seed(
-    model: Mapping[tuple[int, str], NDArray[np.float64]], group: str | None = None
-) -> BySeed:
-    seeds = sorted({seed for seed, _ in model})
+def _by_seed(values: _Values) -> BySeed:
+    seeds = sorted({seed for seed, _ in values})
     return [
-        np.concatenate(
-            [v for (s, g), v in sorted(model.items()) if s == seed and group in (None, g)]
-        )
-        for seed in seeds
+        np.concatenate([v for (s, _), v in sorted(values.items()) if s == seed]) for seed in seeds
     ]
-
-
-def _cells(model: Mapping[tuple[int, str], NDArray[np.float64]]) -> dict[str, Interval]:
-    groups = sorted({group for _, group in model})
-    cells = {group: interval(_by_seed(model, group)) for group in groups}
-    return cells | {ALL: interval(_by_seed(model))}

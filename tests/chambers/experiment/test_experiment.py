@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from chambers.__main__ import main
-from chambers.experiment.measuring import Record
+from chambers.experiment.command import RESULTS
 from chambers.experiment.plan import read_experiment, runs_of
-from chambers.experiment.results import FILE, write_results
+from chambers.experiment.records import Record, write_records
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENT = """
@@ -37,12 +37,8 @@ title = "Articles"
 measure = "article"
 arms = ["bare", "alone", "together"]
 against = "alone"
-published = { together = 71.4 }
-[[plots]]
-name = "articles"
-title = "Articles"
-measure = "article"
-arms = ["alone", "together"]
+published = { together = { all = 71.4 } }
+heat-map = true
 """
 GROUPS = ("school-1", "school-2", "school-3")
 
@@ -63,7 +59,7 @@ def file(tmp_path):
         ("rounds = 1", 'rounds = "one"', "rounds"),
         ('"data.generated" = "matters"', "", "an experiment needs data.path"),
         ("seeds = [3, 4]", "seeds = []", "sizes.small.seeds"),
-        ('"data.generated" = "matters"', '"data.path" = "."', "only generated matters"),
+        ('"data.generated" = "matters"', '"data.path" = "."', "only matters have"),
         ("title =", "title", "is not TOML"),
     ],
 )
@@ -81,12 +77,12 @@ def test_a_size_and_a_folder_must_be_right(file, tmp_path, capsys):
     assert main(["experiment", str(file), "--output", str(tmp_path)]) == 2
     assert "add --resume" in capsys.readouterr().err
     assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 2
-    assert FILE in capsys.readouterr().err
+    assert RESULTS in capsys.readouterr().err
 
 
 def test_each_seed_has_a_run_for_each_arm_and_for_each_client_alone(file):
     experiment = read_experiment(file)
-    runs = list(runs_of(experiment, experiment.sizes["small"], list(GROUPS)))
+    runs = list(runs_of(experiment, experiment.sizes["small"], {"": GROUPS}))
     alone = [f"alone-{group}" for group in GROUPS]
     assert [run.name for run in runs] == [
         f"{name}-seed-{seed}" for seed in (3, 4) for name in (*alone, "together")
@@ -116,35 +112,79 @@ def records(together):
         ]
 
     alone = [record for client in GROUPS for record in values("alone", client, {client})]
-    return [*values("bare", "base", {}), *alone, *values("together", "global", together)]
+    constant = [
+        Record("constant", "base", seed, group, "article", [1 / 12] * 2)
+        for seed in (3, 4)
+        for group in GROUPS
+    ]
+    return [*constant, *values("bare", "base", {}), *alone, *values("together", "global", together)]
+
+
+def test_each_variant_has_all_arms_with_its_settings(file):
+    text = EXPERIMENT.replace("[arms.bare]", "[variants.a]\nrounds = 5\n[variants.b]\n[arms.bare]")
+    file.write_text(text.replace("personalised = true", "clients = 7"))
+    experiment = read_experiment(file)
+    runs = list(runs_of(experiment, experiment.sizes["small"], {"a": [], "b": ["x"]}))
+    names = ["together-a", "alone-b-x", "together-b"]
+    assert [run.name for run in runs] == [f"{n}-seed-{seed}" for seed in (3, 4) for n in names]
+    assert [run.settings["rounds"] for run in runs] == [5, 1, 1] * 2
+    assert [run.clients for run in runs] == [7, None, 7] * 2
 
 
 def test_tables_and_plots_are_made_of_results_alone(file, tmp_path, capsys):
-    write_results(tmp_path / FILE, {"commit": "abc"}, records(together=GROUPS))
+    write_records(tmp_path / RESULTS, {"commit": "abc"}, records(together=GROUPS))
     assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 0
     page = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines()]
     table = {row[1]: row[2:-1] for row in rows if len(row) > 2}
-    assert table[""] == [*GROUPS, "all", "− alone", "detectable", "paper"]
+    assert table[""] == [*GROUPS, "all", "all − alone", "detectable", "all, published"]
     none, each = (f"{n} ({n} to {n})" for n in (0, 100))
     assert table["alone, school-2"][:3] == [none, each, none]
     assert table["alone, school-2"][3].startswith("33 (")
+    assert table["the same answer"][:1] == ["8 (8 to 8)"]
     # Question by question, one of three knows the answer alone.
     assert table["together"][3:5] == ["100 (100 to 100)", "**67 (67 to 67)**"]
     assert table["together"][-1] == "*71.4*"
     assert (tmp_path / "tables.md").read_text() in page
-    assert "alone, school-3" in (tmp_path / "articles.svg").read_text()
+    picture = (tmp_path / "articles.svg").read_text()
+    assert "alone, school-3" in picture and "the same answer" not in picture
     csv = (tmp_path / "articles.csv").read_text().splitlines()
     assert csv[-1].startswith("together,all,1.0,1.0,1.0,0.66")
+
+
+def test_models_of_clients_are_compared_on_own_questions_and_on_others(file, tmp_path, capsys):
+    file.write_text(EXPERIMENT.replace("heat-map = true", 'columns = "own"'))
+    personalised = [
+        Record("together", client, seed, group, "article", [1.0, float(group == client)])
+        for client in GROUPS
+        for seed in (3, 4)
+        for group in GROUPS
+    ]
+    write_records(tmp_path / RESULTS, {}, [*records(together=GROUPS[:2]), *personalised])
+    assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 0
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "|" in line]
+    table = {row[0].strip("| "): [cell.split(" (")[0].strip("* |") for cell in row] for row in rows}
+    assert table[""][1:] == [
+        "own",
+        "others'",
+        "own − alone",
+        "detectable",
+        "others' − alone",
+        "detectable",
+    ]
+    assert table["alone"][1:3] == ["100", "0"]
+    assert table["together"][1:4] == ["67", "67", "−33"] and table["together"][5] == "67"
+    mixed = table["together, personalised"]
+    assert mixed[1:4] == ["100", "50", "0"] and mixed[5] == "50"
 
 
 def test_models_that_are_no_better_than_a_constant_are_not_compared(file, tmp_path, capsys):
     same = [r for r in records(together=()) if r.arm != "alone"]
     file.write_text(EXPERIMENT.replace('against = "alone"', "").replace('"alone", ', ""))
-    write_results(tmp_path / FILE, {}, same)
+    write_records(tmp_path / RESULTS, {}, same)
     assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 0
     page = capsys.readouterr().out
-    assert "no trained model is better than the constant predictor (8)" in page
+    assert "no trained model is better than the same answer to every question (8)" in page
     assert "|" not in page
 
 
@@ -169,13 +209,67 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     assert main([*words, "--resume"]) == 0
     shown = capsys.readouterr()
     assert "finished" not in shown.err
-    about, *lines = map(json.loads, (folder / FILE).read_text().splitlines())
+    about, *lines = map(json.loads, (folder / RESULTS).read_text().splitlines())
     assert about["versions"]["torch"] and about["runs"]["together-seed-3"]["seed"] == 3
     models = {(line["arm"], line["model"]) for line in lines}
-    assert models == {("bare", "base"), ("together", "global")} | {("together", g) for g in GROUPS}
+    assert models == {("constant", "base"), ("bare", "base"), ("together", "global")} | {
+        ("together", g) for g in GROUPS
+    }
     assert {(line["group"], len(line["values"])) for line in lines} == {(g, 2) for g in GROUPS}
     assert main([*words, "--render"]) == 0
     assert capsys.readouterr().out == shown.out
+    assert main([*words, "--resume"]) == 0
+    assert "measuring" not in capsys.readouterr().err, "what was measured is kept"
     file.write_text(whole.replace("rounds = 1", "rounds = 2"))
     assert main([*words, "--resume"]) == 2
     assert "rounds differ; name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_task_is_measured_on_the_questions_of_each_variant(checkpoint, tmp_path, capsys):
+    labels = ["entailment", "neutral", "contradiction"]
+    for name, count in (("first", 4), ("second", 6)):
+        (tmp_path / name).mkdir()
+        for part, rows in (("train", 8), ("val", count)):
+            lines = [
+                json.dumps({"premise": f"A {i}", "hypothesis": f"B {i}", "label": labels[i % 3]})
+                for i in range(rows)
+            ]
+            (tmp_path / name / f"{part}.jsonl").write_text("\n".join(lines))
+    file = tmp_path / "task.toml"
+    file.write_text(f"""
+title = "A task"
+[settings]
+"model.name" = "{checkpoint}"
+"data.task" = "cb"
+rounds = 0
+[sizes.small]
+seeds = [0]
+[variants.first]
+"data.path" = "{tmp_path}/first"
+[variants.second]
+"data.path" = "{tmp_path}/second"
+[arms.bare]
+label = "base model"
+trained = false
+[[tables]]
+name = "accuracy"
+title = "Accuracy"
+measure = "accuracy"
+arms = ["bare"]
+[[tables]]
+name = "overlap"
+title = "ROUGE-1"
+measure = "rouge1"
+arms = ["bare"]
+""")
+    assert main(["experiment", str(file), "--output", str(tmp_path / "out")]) == 0
+    _, *lines = map(json.loads, (tmp_path / "out" / RESULTS).read_text().splitlines())
+    found = {(r["arm"], r["group"], r["measure"]): r["values"] for r in lines}
+    assert {(arm, group): len(values) for (arm, group, _), values in found.items()} == {
+        (arm, group): count
+        for arm in ("bare", "constant")
+        for group, count in (("first", 4), ("second", 6))
+    }
+    assert found["constant", "first", "accuracy"] == [1.0, 0.0, 0.0, 1.0]
+    assert all(0 <= value <= 1 for value in found["bare", "second", "rouge1"])
