@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.harness import Worker, make_table, show
 from bench.memory_use import Memory
+from chambers.in_process import InProcessGrid, identified
 from federation.messages import (
     SIZE,
     State,
@@ -44,7 +45,6 @@ from federation.run_config import parse_run_config
 from server_app.results import Results
 from strategies.fedjudge import FedJudgeBase
 from strategies.journal import Progress
-from tests.in_process import InProcessGrid, identified
 
 _NODES, _BLOCKS = (10, 50), 32
 RANK, HIDDEN, INNER = 16, 4096, 11008

@@ -8,15 +8,15 @@ losses, so the losses on held-out rows are measured here.
 import argparse
 import math
 import os
-import signal
 import statistics
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from bench.harness import make_table, show
-from bench.pool import pool
 
 _CLIENTS = 3
 _EPSILONS = (math.inf, 8.0, 2.0)
@@ -62,10 +62,11 @@ def run(epsilon: float, seed: int) -> Outcome:
 
     import torch
 
+    from chambers.in_process import InProcessGrid
     from client_app.fedjudge import base_model
     from client_app.institution import open_institution
     from federation.run_config import parse_run_config
-    from tests.in_process import InProcessGrid, run_in_process
+    from tests.in_process import run_in_process
 
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel("ERROR")
@@ -146,7 +147,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     seeds = parser.parse_args().seeds
     cells = [(epsilon, seed) for epsilon in _EPSILONS for seed in range(seeds)]
-    with pool(len(os.sched_getaffinity(0))) as executor:
+    os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as executor:
         futures = {cell: executor.submit(run, *cell) for cell in cells}
         outcomes = {cell: future.result() for cell, future in futures.items()}
     table = make_table(
@@ -172,6 +175,4 @@ def _spread(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    # So that the processes that measure end too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

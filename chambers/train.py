@@ -70,8 +70,7 @@ class Train:
         values = read_settings(self.settings or [])
         clients = self.clients
         if clients is None:
-            pooled = bool(values.get("data.pool"))
-            clients = 1 if pooled else _count_clients(str(values.get("data.path", "")))
+            clients = count_clients(values)
         if clients < 1:
             raise CommandError(f"--clients {clients}: must be at least 1")
         values.setdefault("min-nodes", clients)
@@ -163,7 +162,11 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _count_clients(path: str) -> int:
+def count_clients(settings: Mapping[str, Any]) -> int:
+    """Return how many clients are simulated by default: one for each folder, else three."""
+    if settings.get("data.pool"):
+        return 1
+    path = str(settings.get("data.path", ""))
     return len(client_folders(Path(path).expanduser()) if path else []) or _GENERATED_CLIENTS
 
 

@@ -1,65 +1,76 @@
-"""Carry out an experiment's runs through ``chambers train``, each in a folder of its own."""
+"""Carry out an experiment's runs, each in a folder of its own."""
 
 import json
-import subprocess
+import os
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-
-import tomli_w
 
 from chambers.errors import CommandError
 from chambers.experiment.plan import Run
 from federation.resumption import checkpoint_files
+from federation.run_config import Scalar
 from federation.run_folder import read_status
 
 _SETTINGS = "settings.json"
 _OUTPUT = "output.txt"
 
 
-def carry_out(
-    runs: Sequence[Run],
-    presets: Sequence[str],
-    folder: Path,
-    jobs: int,
-    finished: Callable[[Run], None],
-) -> dict[str, Path]:
-    """Carry out all runs that are not complete, and return the folders of all, by the runs' names.
+def carry_out(run: Run, config: Mapping[str, Scalar], clients: int, folder: Path) -> Path:
+    """Carry out a run that is not complete, in this process; return its folder.
 
     An interrupted run continues from its last checkpoint.
 
     Args:
-        runs: The runs.
-        presets: Presets of all.
+        run: The run.
+        config: Its run config, but for paths.
+        clients: Number of its clients.
         folder: Folder of the experiment.
-        jobs: Number of runs at once.
-        finished: Called with each run that was carried out.
 
     Raises:
-        CommandError: A run failed, or has other settings than the one in its folder.
+        CommandError: The run failed.
 
     """
-    for run in runs:
-        _check_settings(run, folder / "runs" / run.name)
-
-    def carry_out_one(run: Run) -> Path:
-        directory = folder / "runs" / run.name
-        found = _completed(directory)
-        if found is None:
-            _train(run, presets, directory, folder / "state" / run.name)
-            finished(run)
-            found = _completed(directory)
-        assert found is not None
+    directory = folder / "runs" / run.name
+    if (found := _completed(directory)) is not None:
         return found
+    values = {
+        **config,
+        "output-dir": str(directory),
+        "state-path": str(folder / "state" / run.name),
+    }
+    if resumable := [each for each in _folders(directory) if checkpoint_files(each)]:
+        values["resume"] = str(resumable[0])
+    output = directory / _OUTPUT
+    try:
+        with _output_to(output):
+            from chambers.in_process import run_in_process
 
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(carry_out_one, run) for run in runs]
-        try:
-            return {run.name: each.result() for run, each in zip(runs, futures, strict=True)}
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+            run_in_process(values, clients)
+    except Exception as error:
+        text = f"the run {run.name} failed ({error}); its output is in {output}"
+        raise CommandError(text) from error
+    return _folders(directory)[0]
+
+
+@contextmanager
+def _output_to(file: Path) -> Iterator[None]:
+    """Append to a file what this process prints within the block."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = os.dup(1), os.dup(2)
+    with file.open("ab") as opened:
+        os.dup2(opened.fileno(), 1)
+        os.dup2(opened.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in enumerate(before, start=1):
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 def _completed(directory: Path) -> Path | None:
@@ -75,8 +86,14 @@ def _folders(directory: Path) -> list[Path]:
     return sorted((each for each in directory.glob("*") if each.is_dir()), reverse=True)
 
 
-def _check_settings(run: Run, directory: Path) -> None:
-    """Refuse to continue a run with other settings; record those of a new one."""
+def check_settings(run: Run, folder: Path) -> None:
+    """Record the settings of a new run.
+
+    Raises:
+        CommandError: The run in its folder has other settings.
+
+    """
+    directory = folder / "runs" / run.name
     file = directory / _SETTINGS
     if not file.is_file():
         directory.mkdir(parents=True, exist_ok=True)
@@ -93,24 +110,3 @@ def _check_settings(run: Run, directory: Path) -> None:
             f"{directory} is of a run with other settings: {', '.join(other)} differ; name another "
             "folder with --output"
         )
-
-
-def _train(run: Run, presets: Sequence[str], directory: Path, state: Path) -> None:
-    settings = directory / "settings.toml"
-    settings.write_text(tomli_w.dumps(dict(run.settings)), encoding="utf-8")
-    command = [
-        *(sys.executable, "-m", "chambers", "train", *presets, str(settings)),
-        *(f"output-dir={directory}", f"state-path={state}"),
-    ]
-    if run.clients is not None:
-        command += ["--clients", str(run.clients)]
-    resumable = [each for each in _folders(directory) if checkpoint_files(each)]
-    if resumable:
-        command.append(f"resume={resumable[0]}")
-    output = directory / _OUTPUT
-    with output.open("ab") as file:
-        done = subprocess.run(command, stdout=file, stderr=file, check=False)
-    if done.returncode != 0:
-        said = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        reason = next((line for line in reversed(said) if "chambers train:" in line), "no reason")
-        raise CommandError(f"the run {run.name} failed ({reason}); its output is in {output}")

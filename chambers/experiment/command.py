@@ -1,20 +1,29 @@
 """``chambers experiment``: carry out the runs of a file, and write its tables and plots."""
 
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from chambers.errors import CommandError
 from chambers.experiment.plan import Experiment, Run, Size, read_experiment, runs_of
 from chambers.sources import option
-from chambers.train import read_settings, with_absolute_paths
-from federation.run_config import RunConfig, parse_run_config
+from chambers.train import count_clients, read_settings, with_absolute_paths
+from federation.run_config import RunConfig, Scalar, parse_run_config
+
+if TYPE_CHECKING:  # these import PyTorch, for which --help need not wait
+    from chambers.experiment.questions import Group
+    from chambers.experiment.records import Record
 
 RESULTS = "results.jsonl"
 _LIBRARIES = ("chambers", "flwr", "torch", "transformers", "peft")
@@ -27,9 +36,8 @@ class Experimenting:
     \b
       chambers experiment experiments/code-of-the-province.toml --size small --jobs 2
 
-    FILE lists runs, seeds, measures, tables and plots; docs/experiments.md describes it. Each run
-    is one of `chambers train`. The folder has results.jsonl, tables.md, a CSV file for each table
-    and an SVG file for each plot.
+    FILE lists runs, seeds, measures and tables; docs/experiments.md describes it. The folder has
+    results.jsonl, tables.md, and a CSV file for each table and an SVG file for each heat map.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     file: Annotated[Path, typer.Argument(metavar="FILE.toml")]
@@ -70,63 +78,98 @@ class Experimenting:
         return 0
 
     def _measure(self, experiment: Experiment, size: Size, folder: Path, results: Path) -> None:
-        from chambers.experiment.carry_out import carry_out
-        from chambers.experiment.measuring import Measuring, measure
+        from chambers.experiment.carry_out import check_settings
+        from chambers.experiment.measuring import measure_untrained
         from chambers.experiment.questions import client_names, groups_of
         from chambers.experiment.records import write_records
 
-        configs = {name: self._config(experiment, size, name) for name in experiment.variants}
-        clients = {name: client_names(config) for name, config in configs.items()}
-        runs = list(runs_of(experiment, size, clients))
-        measures = sorted({table.measure for table in experiment.tables})
-        for config in configs.values():
-            if config.data.path and "article" in measures:
-                raise CommandError(f"{self.file}: only matters have an article to measure")
-            if not config.data.task and "accuracy" in measures:
-                raise CommandError(f"{self.file}: accuracy is measured on a task (data.task)")
+        common = read_settings(experiment.presets) | experiment.settings | size.settings
+        configs = {
+            variant: self._checked(common | own, f"variants.{variant}")
+            for variant, own in experiment.variants.items()
+        }
+        self._refuse_measures(experiment, configs)
+        clients = {variant: client_names(config) for variant, config in configs.items()}
+        runs = {
+            run: self._checked(
+                read_settings(experiment.presets) | dict(run.settings), f"arms.{run.arm}"
+            )
+            for run in runs_of(experiment, size, clients)
+        }
         groups = {
             (variant, seed): groups_of(config, variant, seed, experiment.questions)
             for variant, config in configs.items()
             for seed in size.seeds
         }
         folder.mkdir(parents=True, exist_ok=True)
-        directories = carry_out(
-            runs,
-            experiment.presets,
-            folder,
-            self.jobs,
-            finished=lambda run: print(f"finished: {run.name}", file=sys.stderr),
-        )
-        records = []
-        for variant, config in configs.items():
-            measuring = Measuring(config, measures)
-            for seed in size.seeds:
-                own = [
-                    (run, directories[run.name])
-                    for run in runs
-                    if (run.variant, run.seed) == (variant, seed)
-                ]
-                records += measure(measuring, experiment, seed, own, groups[variant, seed])
+        for run in runs:
+            check_settings(run, folder)
+        with _pool(self.jobs) as pool:
+            futures = [
+                pool.submit(measure_untrained, experiment, seed, configs[variant], own)
+                for (variant, seed), own in groups.items()
+            ]
+            for run, config in runs.items():
+                found = groups[run.variant, run.seed]
+                future = pool.submit(_carried_out, experiment, run, config, folder, found)
+                future.add_done_callback(partial(_report, run.name))
+                futures.append(future)
+            try:
+                records = [record for future in futures for record in future.result()]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         write_records(results, _about(self.file, self.size, runs), records)
 
-    def _config(self, experiment: Experiment, size: Size, variant: str) -> RunConfig:
-        """Check the settings of a variant's runs before the first one starts; return those of all.
+    def _checked(self, settings: Mapping[str, Scalar], place: str) -> RunConfig:
+        """Check settings before the first run starts.
 
         Raises:
-            UserError: A preset or a setting is wrong; the message names the arm.
+            UserError: A setting is wrong; the message names the place in the file.
 
         """
-        own = experiment.settings | size.settings | experiment.variants[variant]
-        common = read_settings(experiment.presets) | with_absolute_paths(own)
-        for name, arm in experiment.arms.items():
-            try:
-                parse_run_config(common | arm.settings)
-            except ValueError as error:
-                raise CommandError(f"{self.file}: arms.{name}: {error}") from error
-        return parse_run_config(common)
+        values = with_absolute_paths(settings)
+        try:
+            return parse_run_config({"min-nodes": count_clients(values), **values})
+        except ValueError as error:
+            raise CommandError(f"{self.file}: {place}: {error}") from error
+
+    def _refuse_measures(self, experiment: Experiment, configs: Mapping[str, RunConfig]) -> None:
+        measures = {table.measure for table in experiment.tables}
+        for config in configs.values():
+            if config.data.path and "article" in measures:
+                raise CommandError(f"{self.file}: only matters have an article to measure")
+            if not config.data.task and "accuracy" in measures:
+                raise CommandError(f"{self.file}: accuracy is measured on a task (data.task)")
 
 
-def _about(file: Path, size: str, runs: Sequence[Run]) -> dict[str, object]:
+def _carried_out(
+    experiment: Experiment, run: Run, config: RunConfig, folder: Path, groups: Sequence["Group"]
+) -> list["Record"]:
+    """Carry out a run and measure its models, in a process of the pool."""
+    from chambers.experiment.carry_out import carry_out
+    from chambers.experiment.measuring import measure_run
+
+    clients = run.clients or count_clients(config.flat())
+    directory = carry_out(run, config.flat(), clients, folder)
+    return measure_run(experiment, run, directory, config, groups)
+
+
+def _report(name: str, future: Future[list["Record"]]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        print(f"finished: {name}", file=sys.stderr)
+
+
+@contextmanager
+def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Start processes that carry out runs, and share the cores."""
+    os.environ |= {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
+def _about(file: Path, size: str, runs: Collection[Run]) -> dict[str, object]:
     """Return where results come from: versions, seeds and settings."""
     return {
         "experiment": file.name,

@@ -1,8 +1,7 @@
 """Measure the models of an experiment's runs, question by question."""
 
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from chambers.experiment.records import (
 from federation.run_config import RunConfig
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.saved import read_adapter
-from finetuning.data.batching import collate
 from finetuning.data.candidates import Continuation
 from finetuning.data.prompts import tokenize_prompts
 from finetuning.data.tokenization import tokenize
@@ -42,7 +40,7 @@ _MAX_TOKENS = 8192
 
 
 def constant_records(
-    seed: int, groups: Sequence[Group], measures: Sequence[Measure]
+    seed: int, groups: Sequence[Group], measures: Collection[Measure]
 ) -> Iterator[Record]:
     """Yield what the same answer to every question of a group would score at best."""
     for group in groups:
@@ -83,30 +81,38 @@ def models_of(experiment: Experiment, run: Run, directory: Path) -> list[Model]:
     return models
 
 
-def measure(
-    measuring: "Measuring",
-    experiment: Experiment,
-    seed: int,
-    runs: Sequence[tuple[Run, Path]],
-    groups: Sequence[Group],
-) -> list[Record]:
-    """Return the values of all models with one seed.
+def measures_of(experiment: Experiment, arm: str) -> list[Measure]:
+    """Return what the tables show of an arm."""
+    tables = [t for t in experiment.tables if arm in t.arms or arm == t.against]
+    return sorted({table.measure for table in tables})
 
-    Values of a run's models are kept beside the run, and not computed again.
-    """
-    records = list(constant_records(seed, groups, measuring.measures))
-    for name, arm in experiment.arms.items():
-        if not arm.trained:
-            records += measuring.records(Model(name, BASE, None), seed, groups)
-    measured = {"measures": measuring.measures, "questions": {g.name: len(g.rows) for g in groups}}
-    for run, directory in runs:
-        file = directory.parent / "measured.jsonl"
-        if not file.is_file() or read_about(file) != measured:
-            print(f"measuring: {run.name}", file=sys.stderr)
-            models = models_of(experiment, run, directory)
-            found = [r for model in models for r in measuring.records(model, seed, groups)]
-            write_records(file, measured, found)
-        records += read_records(file)
+
+def measure_run(
+    experiment: Experiment, run: Run, directory: Path, config: RunConfig, groups: Sequence[Group]
+) -> list[Record]:
+    """Return the values of a run's models, which are kept beside it and not computed again."""
+    measures = measures_of(experiment, run.arm)
+    about = {"measures": measures, "questions": {g.name: len(g.rows) for g in groups}}
+    file = directory.parent / "measured.jsonl"
+    if not file.is_file() or read_about(file) != about:
+        measuring, models = Measuring(config), models_of(experiment, run, directory)
+        found = [m for each in models for m in measuring.records(each, run.seed, groups, measures)]
+        write_records(file, about, found)
+    return read_records(file)
+
+
+def measure_untrained(
+    experiment: Experiment, seed: int, config: RunConfig, groups: Sequence[Group]
+) -> list[Record]:
+    """Return the values of the base model, and of the same answer to every question."""
+    measures = {name: measures_of(experiment, name) for name in experiment.arms}
+    records = list(constant_records(seed, groups, set().union(*measures.values())))
+    arms = [name for name, arm in experiment.arms.items() if not arm.trained]
+    if arms:
+        measuring = Measuring(config)
+        for name in arms:
+            model = Model(name, BASE, None)
+            records += measuring.records(model, seed, groups, measures[name])
     return records
 
 
@@ -115,30 +121,32 @@ class Measuring:
 
     Args:
         config: Settings of the runs.
-        measures: What is measured.
 
     """
 
-    def __init__(self, config: RunConfig, measures: Sequence[Measure]) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self.measures = measures
         self._directory = locate(config.model.name)
         base = load_base_model(config.model)
         self._model, self._tokenizer = base.model, base.tokenizer
 
-    def records(self, model: Model, seed: int, groups: Sequence[Group]) -> Iterator[Record]:
+    def records(
+        self, model: Model, seed: int, groups: Sequence[Group], measures: Sequence[Measure]
+    ) -> Iterator[Record]:
         """Yield the values of a model on each group of questions."""
         with self._opened(model) as whole:
             for group in groups:
-                for measure, values in self._values(whole, group).items():
+                for measure, values in self._values(whole, group, measures).items():
                     yield Record(model.arm, model.name, seed, group.name, measure, values)
 
-    def _values(self, model: WholeModel, group: Group) -> dict[Measure, list[float]]:
+    def _values(
+        self, model: WholeModel, group: Group, measures: Sequence[Measure]
+    ) -> dict[Measure, list[float]]:
         values: dict[Measure, list[float]] = {}
-        for measure in self.measures:
+        for measure in measures:
             if measure in _MEASURES:
                 values[measure] = _MEASURES[measure](model, self._tokenizer, group, self._config)
-        rest = [measure for measure in self.measures if measure not in _MEASURES]
+        rest = [measure for measure in measures if measure not in _MEASURES]
         return values | (self._of_texts(model, group, rest) if rest else {})
 
     def _of_texts(
@@ -174,14 +182,21 @@ class Measuring:
 
 
 def _losses(model: WholeModel, tokenizer: Any, group: Group, config: RunConfig) -> list[float]:
-    """Return the mean loss over the target tokens of each question, in nats."""
+    """Return the mean loss over the tokens of each reference and its end mark, in nats."""
     examples, _ = tokenize(group.rows, tokenizer, config.data.max_length)
-    losses = []
-    for example in examples:
-        batch = collate([example], tokenizer.pad_token_id)
-        (loss,) = model.summed_losses([batch])
-        losses.append(loss / len(batch.labels))
-    return losses
+    references = [
+        Continuation(e.tokens[: e.prompt_length], e.tokens[e.prompt_length :][is_target])
+        for e in examples
+        for is_target in (e.is_target[e.prompt_length :],)
+    ]
+    found = log_probabilities(
+        model=model,
+        groups=[[each] for each in references],
+        padding=tokenizer.pad_token_id,
+        max_tokens=_MAX_TOKENS,
+    )
+    pairs = zip(found, references, strict=True)
+    return [-one.log_probability / len(reference.answer) for (one,), reference in pairs]
 
 
 def _articles(model: WholeModel, tokenizer: Any, group: Group, _config: RunConfig) -> list[float]:

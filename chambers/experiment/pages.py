@@ -56,8 +56,9 @@ def _section(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
         cells = [_cell(row.cells[column], table.measure) for column in columns]
         for column in gains:
             cells += _gain(row.gains.get(column), table.measure)
+        name = f"{row.arm} {row.client}" if row.client else row.arm
         for values in filter(None, (_published(table, column) for column in columns)):
-            cells.append(f"*{values[row.arm]:g}*" if row.arm in values else "")
+            cells.append(f"*{values[name]:g}*" if name in values else "")
         lines.append(_line([row.label, *cells]))
     unit = "nats per token" if table.measure == "loss" else "%"
     note = f"In {unit}, with 95 % intervals over seeds and questions."

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -65,7 +65,7 @@ class Table(_Section):
             questions, and on the others'.
         against: Arm with which the others are compared, question by question.
         heat_map: Whether the values are drawn, too, by model and group of questions.
-        published: Values of the paper, by arm and group of questions.
+        published: Values of the paper, by arm (``arm client`` for a client's model) and column.
 
     """
 
@@ -107,7 +107,8 @@ class Experiment(_Section):
     def _check_names(self) -> "Experiment":
         for table in self.tables:
             against = [table.against] if table.against else []
-            for arm in (*table.arms, *against, *table.published):
+            published = [name.partition(" ")[0] for name in table.published]
+            for arm in (*table.arms, *against, *published):
                 if arm not in self.arms:
                     raise ValueError(
                         f"{table.name} names the arm {arm}; there are {', '.join(self.arms)}"
@@ -134,7 +135,7 @@ class Run:
     seed: int
     client: str | None
     clients: int | None
-    settings: Mapping[str, Scalar]
+    settings: Mapping[str, Scalar] = field(hash=False)
 
     @property
     def name(self) -> str:

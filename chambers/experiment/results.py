@@ -24,6 +24,7 @@ class Row:
     Attributes:
         label: Its name.
         arm: Its arm.
+        client: The client whose model it is, if it is one's.
         cells: The interval of each column, by its heading.
         gains: The differences to the arm that it is compared with, in the same columns.
 
@@ -31,6 +32,7 @@ class Row:
 
     label: str
     arm: str
+    client: str | None
     cells: Mapping[str, Interval]
     gains: Mapping[str, Interval]
 
@@ -61,7 +63,8 @@ def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> 
             if arm not in {table.against, CONSTANT}
         }
         cells = {column: interval(_by_seed(values)) for column, values in line.items()}
-        rows.append(Row(_label(experiment, arm, kind, lines), arm, cells, gains))
+        client = None if kind in {BASE, GLOBAL, _CLIENTS} else kind
+        rows.append(Row(_label(experiment, arm, kind, lines), arm, client, cells, gains))
     return rows
 
 

@@ -7,11 +7,11 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from chambers.in_process import InProcessGrid
 from federation.messages import ARRAYS, CONFIG, Instruction, to_arrays
 from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.model.fingerprint import digest, fingerprint
-from tests.in_process import InProcessGrid
 
 
 class Site:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from chambers.in_process import InProcessGrid
 from client_app.audit import AuditError, AuditLog
 from federation.messages import ARRAYS, METRICS
-from tests.in_process import InProcessGrid, MemoryJournal, run_in_process
+from tests.in_process import MemoryJournal, run_in_process
 from tests.strategies.grids import SpyingGrid, start
 
 

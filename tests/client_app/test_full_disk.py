@@ -2,9 +2,10 @@
 
 import json
 
+from chambers.in_process import InProcessGrid
 from federation.messages import ARRAYS
 from tests.conftest import fill
-from tests.in_process import InProcessGrid, run_in_process
+from tests.in_process import run_in_process
 
 BLOCK = 4096  # bytes
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
+from chambers.in_process import InProcessGrid
 from client_app import fedjudge
 from client_app.privacy_account import PrivateSteps, epsilon
 from federation.messages import ARRAYS, CONFIG, METRICS, SIZE, to_arrays
@@ -32,7 +33,7 @@ from strategies.journal import Progress
 from strategies.participants import RefusedError, TooFewClientsError
 from tests.chambers.site.deployment import documented
 from tests.finetuning.data.templates import THINKING
-from tests.in_process import InProcessGrid, MemoryJournal
+from tests.in_process import MemoryJournal
 from tests.strategies.grids import same, start
 
 CLIENTS = ("alpha", "beta", "gamma")

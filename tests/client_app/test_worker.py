@@ -18,6 +18,7 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.common.serde import context_to_proto, message_to_proto
 
+from chambers.in_process import InProcessGrid
 from client_app.code_digest import code_digest
 from client_app.main import FailedInWorkerError, WorkerEndedError, answer
 from client_app.worker import CALLER_ENDED, listening
@@ -25,7 +26,7 @@ from federation.messages import ARRAYS, SIZE, config_of, from_arrays, metrics_of
 from federation.worker_socket import MAX_TEXT, WorkerError, receive, send
 from tests.client_app.worker_process import ROOT, running_worker
 from tests.conftest import write_rows
-from tests.in_process import InProcessGrid, MemoryJournal, run_in_process
+from tests.in_process import MemoryJournal, run_in_process
 from tests.strategies.grids import SpyingGrid, same, start
 
 ENDLESS = {"train.local-steps": 100_000}

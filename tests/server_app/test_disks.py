@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from flwr.app import Context, RecordDict
 
+from chambers.in_process import InProcessGrid
 from federation.messages import LANE, invitation_of
 from server_app.main import main as server_app
-from tests.in_process import InProcessGrid
 
 WORD = "quixotry"  # of the clients' text
 

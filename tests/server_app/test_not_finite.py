@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
+from chambers.in_process import InProcessGrid
 from federation.messages import METRICS, config_of
 from federation.resumption import checkpoint_files
 from strategies.not_finite import NotFiniteError
 from strategies.participants import TooFewClientsError
-from tests.in_process import InProcessGrid
 from tests.server_app.test_resume import events, final, run
 
 

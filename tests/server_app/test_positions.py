@@ -6,12 +6,12 @@ import pytest
 import torch
 import transformers
 
+from chambers.in_process import InProcessGrid
 from federation.run_config import parse_run_config
 from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.model.positions import check_positions
 from finetuning.settings import ModelSettings
 from server_app.main import _run, open_directory
-from tests.in_process import InProcessGrid
 
 SIZES = {
     "vocab_size": 320,

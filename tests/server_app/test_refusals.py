@@ -3,11 +3,11 @@
 import pytest
 from flwr.app import Context, RecordDict
 
+from chambers.in_process import InProcessGrid
 from federation.run_config import ConfigError
 from finetuning.adapters.saved import AdapterError
 from finetuning.model.base_model import BaseModelError
 from server_app.main import main
-from tests.in_process import InProcessGrid
 
 
 def serve(values):

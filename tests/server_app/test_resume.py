@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from chambers.in_process import InProcessGrid
 from federation.messages import to_arrays
 from federation.resumption import check_resumable, checkpoint_files
 from federation.run_config import ConfigError, parse_run_config
@@ -18,7 +19,6 @@ from server_app.main import STRATEGIES, checkpoint_of, open_directory
 from server_app.results import Results
 from strategies.journal import Progress
 from strategies.participants import TooFewClientsError
-from tests.in_process import InProcessGrid
 
 NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
 

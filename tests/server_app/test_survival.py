@@ -11,12 +11,12 @@ import pytest
 from flwr.app import Context, RecordDict
 from safetensors import safe_open
 
+from chambers.in_process import InProcessGrid
 from chambers.run_status import look
 from federation.resumption import checkpoint_files
 from finetuning.files import DiskFullError, remove_unfinished, remove_whole, replacing
 from server_app.main import main as server_app
 from tests.conftest import fill
-from tests.in_process import InProcessGrid
 from tests.server_app.test_resume import NODES, events, final
 from tests.strategies.grids import same
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from chambers.in_process import InProcessGrid
 from federation.messages import to_arrays
 from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import initial_adapter
@@ -10,7 +11,7 @@ from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from server_app.main import STRATEGIES
 from strategies.journal import Progress
-from tests.in_process import InProcessGrid, MemoryJournal
+from tests.in_process import MemoryJournal
 
 NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
 

@@ -12,6 +12,7 @@ import torch
 from flwr.app import MessageType
 from safetensors.torch import load_file, save_file
 
+from chambers.in_process import ConcurrentGrid, InProcessGrid
 from client_app import fl_glm
 from client_app.institution import open_institution
 from federation.messages import ARRAYS, Instruction, answer, config_of, one_line
@@ -25,7 +26,7 @@ from strategies import exchange, live_status
 from strategies.participants import RefusedError
 from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
-from tests.in_process import ConcurrentGrid, InProcessGrid, MemoryJournal, run_in_process
+from tests.in_process import MemoryJournal, run_in_process
 from tests.strategies.grids import start
 from tests.waiting import wait_until
 

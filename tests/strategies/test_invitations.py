@@ -3,8 +3,9 @@
 import pytest
 from flwr.app import MessageType
 
+from chambers.in_process import InProcessGrid
 from federation.messages import invitation_of
-from tests.in_process import InProcessGrid, run_in_process
+from tests.in_process import run_in_process
 
 
 class Noting(InProcessGrid):

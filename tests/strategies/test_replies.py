@@ -7,9 +7,10 @@ import pytest
 import torch
 from flwr.app import Array
 
+from chambers.in_process import InProcessGrid
 from federation.messages import ARRAYS
 from finetuning.adapters.weighted_mean import WeightedMean
-from tests.in_process import InProcessGrid, MemoryJournal
+from tests.in_process import MemoryJournal
 from tests.strategies.grids import NODES, start
 
 

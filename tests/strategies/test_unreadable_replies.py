@@ -11,8 +11,9 @@ from flwr.supercore.inflatable.inflatable_utils import (
     validate_object_content,
 )
 
+from chambers.in_process import InProcessGrid
 from strategies.participants import RefusedError
-from tests.in_process import InProcessGrid, MemoryJournal
+from tests.in_process import MemoryJournal
 from tests.strategies.grids import NODES, start
 
 BETA = 2

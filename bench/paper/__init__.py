@@ -1,1 +1,0 @@
-"""Tables and figures of both papers by command: ``python -m bench.paper``."""

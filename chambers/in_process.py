@@ -1,0 +1,140 @@
+"""Clients in this process: messages go to the ClientApp directly, without a SuperLink.
+
+The ServerApp and the ClientApp do the same as in a simulation, which takes longer to start than a
+small model to train.
+"""
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from uuid import uuid4
+
+from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from client_app.kept import Kept, keeping_in
+from client_app.main import app as client_app
+from federation.run_config import Scalar
+from server_app.main import app as server_app
+
+
+def identified(messages: Iterable[Message]) -> list[Message]:
+    """Assign an id to each message, as Flower's grids do when they push it."""
+    sent = list(messages)
+    for message in sent:
+        message.metadata.__dict__["_message_id"] = str(uuid4())
+    return sent
+
+
+class InProcessGrid(Grid):
+    """Passes each message directly to the ClientApp, one SuperNode after another.
+
+    Args:
+        run_config: Run config of every ClientApp.
+        nodes: Node config of each SuperNode by node id.
+
+    """
+
+    def __init__(
+        self, run_config: Mapping[str, Scalar], nodes: Mapping[int, Mapping[str, Scalar]]
+    ) -> None:
+        # Flower marks every message with the run of the process that creates it.
+        TaskIdentity.run_id = TaskIdentity.task_id = 1
+        TaskIdentity.node_id = 0
+        self._run_config = dict(run_config)
+        self._nodes = nodes
+        self._replies: dict[str, Message] = {}
+
+    def set_run(self, run: Any) -> None:
+        """Do nothing: there is one run."""
+
+    @property
+    def run(self) -> Any:
+        """Raise: there is no run outside this process."""
+        raise NotImplementedError
+
+    def create_message(self, *_: Any, **__: Any) -> Message:
+        """Raise: messages are made by their constructor."""
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return all SuperNodes: they are always connected."""
+        return list(self._nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Ask the clients, and return the id of each message."""
+        sent = identified(messages)
+        self._ask(sent)
+        return [message.metadata.message_id for message in sent]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the answers to messages that have one, each once."""
+        return [self._replies.pop(each) for each in message_ids if each in self._replies]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Return the answer to every message."""
+        return [self._answer(message) for message in messages]
+
+    def _ask(self, messages: Iterable[Message]) -> None:
+        replies = self.send_and_receive(messages)
+        self._replies |= {reply.metadata.reply_to_message_id: reply for reply in replies}
+
+    def _answer(self, message: Message) -> Message:
+        node = message.metadata.dst_node_id
+        context = Context(
+            run_id=1,
+            node_id=node,
+            node_config=dict(self._nodes[node]),
+            state=RecordDict(),
+            run_config=self._run_config,
+        )
+        return client_app(message, context)
+
+
+class ConcurrentGrid(InProcessGrid):
+    """Passes train messages to all SuperNodes at the same time, each in a thread.
+
+    With ``split.schedule = "client-batch"`` clients wait for each other within every step. Each has
+    a model of its own. Other messages are passed one after another: the evaluation before round 1
+    loads each client's model, and libraries change functions of the whole process while they load.
+    """
+
+    def __init__(
+        self, run_config: Mapping[str, Scalar], nodes: Mapping[int, Mapping[str, Scalar]]
+    ) -> None:
+        super().__init__(run_config, nodes)
+        self._kept: dict[int, Kept] = {node: {} for node in nodes}
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Return the answer to every message."""
+        sent = list(messages)
+        if any(message.metadata.message_type != MessageType.TRAIN for message in sent):
+            return super().send_and_receive(sent)
+        with ThreadPoolExecutor(max(1, len(sent))) as pool:
+            return list(pool.map(self._answer, sent))
+
+    def _answer(self, message: Message) -> Message:
+        with keeping_in(self._kept[message.metadata.dst_node_id]):
+            return super()._answer(message)
+
+
+def run_in_process(values: Mapping[str, Scalar], clients: int) -> None:
+    """Carry out a whole run; its results are where the run config says.
+
+    Args:
+        values: The run config.
+        clients: Number of clients, as in a simulation.
+
+    """
+    nodes = {i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)}
+    together = values.get("split.schedule") in {"client-batch", "hierarchical"}
+    grid = (ConcurrentGrid if together else InProcessGrid)(values, nodes)
+    context = Context(
+        run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=dict(values)
+    )
+    server_app(grid, context)
