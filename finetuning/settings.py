@@ -71,6 +71,12 @@ class AdapterSettings(Section):
         description="Length of `prefix` (FL-GLM), in positions of the model; each takes memory as "
         "a token does.",
     )
+    initial_text: str = Field(
+        "",
+        description="Text whose keys and values `prefix` begins with, repeated up to its length. "
+        "The first model then answers as the base model does after this text; the server has to "
+        "load the whole model for it. Empty: random numbers, as in PEFT.",
+    )
     rank: PositiveInt = Field(4, description="Rank r of the LoRA matrices.")
     alpha: PositiveInt = Field(16, description="LoRA scale: updates are multiplied by alpha / r.")
     dropout: float = Field(0.05, ge=0, lt=1, description="Dropout before the LoRA matrices.")

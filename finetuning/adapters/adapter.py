@@ -9,7 +9,13 @@ from safetensors.torch import save_file
 
 from finetuning.adapters.prefixes import SAVED, key_value_shape, refuse_without_prefix
 from finetuning.files import replacing
-from finetuning.model.base_model import BaseModelError, locate, reference, refuse_unless_text
+from finetuning.model.base_model import (
+    BaseModelError,
+    load_tokenizer,
+    locate,
+    reference,
+    refuse_unless_text,
+)
 from finetuning.settings import AdapterSettings
 
 State = dict[str, torch.Tensor]
@@ -96,7 +102,8 @@ def initial_adapter(
         name: Base model, as in ``model.name``.
         settings: Kind, rank, scale, dropout and targets, or prefix length.
         seed: Seed of the random weights. Of LoRA's two matrices one is zero, so that the adapter
-            has no effect at first; prefixes are random throughout, as in PEFT.
+            has no effect at first; prefixes are random throughout, as in PEFT, unless the settings
+            have a text for them to begin with, for which the whole model is loaded.
         directory: Directory with the base model's configuration; None finds it by the name.
 
     Returns:
@@ -111,6 +118,8 @@ def initial_adapter(
 
     directory = directory or locate(name)
     if settings.kind == "prefix":
+        # A party of a split model may have files of its own blocks only.
+        directory = locate(name) if settings.initial_text else directory
         return _initial_prefix(
             directory=directory, settings=settings, seed=seed, base=reference(name, directory)
         )
@@ -147,10 +156,42 @@ def _initial_prefix(
             f'adapter.kind = "prefix" does not support {type(model).__name__}: the shape of '
             f"PEFT's prefixes {shape} differs from that of its blocks; use another adapter.kind"
         )
+    if settings.initial_text:
+        return {SAVED: _prefix_of_text(directory, settings)}, peft_config
     generator = torch.Generator().manual_seed(seed)
     columns = 2 * peft_config.num_layers * peft_config.token_dim
     values = torch.randn(settings.prefix_length, columns, generator=generator)
     return {SAVED: values}, peft_config
+
+
+@torch.no_grad()
+def _prefix_of_text(directory: Path, settings: AdapterSettings) -> torch.Tensor:
+    """Return the keys and values of a text's tokens, (length, blocks · 2 · heads · width).
+
+    With them a model computes what it does after the text.
+
+    Raises:
+        BaseModelError: A block doesn't remember so many tokens, or the text has none.
+
+    """
+    from transformers import AutoModelForCausalLM
+
+    length = settings.prefix_length
+    tokens = load_tokenizer(directory)(settings.initial_text)["input_ids"]
+    if not tokens:
+        raise BaseModelError("adapter.initial-text has no tokens")
+    repeated = torch.tensor([(tokens * length)[:length]])
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, trust_remote_code=False
+    )
+    layers = model.eval()(repeated, use_cache=True).past_key_values.layers
+    parts = [part for layer in layers for part in (layer.keys, layer.values)]
+    if any(part.shape[2] != length for part in parts):
+        raise BaseModelError(
+            f"adapter.initial-text: a block remembers fewer tokens than adapter.prefix-length = "
+            f"{length}"
+        )
+    return torch.cat([part[0].transpose(0, 1).flatten(1) for part in parts], dim=1)
 
 
 def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:

@@ -36,8 +36,6 @@ class Prepared:
         task: The task.
         questions: Its questions.
         candidates: The candidates of each question, if the task has any.
-        right: Each of these questions' first right answer with its end mark, as in training; None
-            where no candidate is right.
         prompts: The prompt of each question otherwise, (tokens,) int64.
 
     """
@@ -45,7 +43,6 @@ class Prepared:
     task: Task
     questions: Sequence[Question]
     candidates: list[list[Continuation]]
-    right: list[Continuation | None]
     prompts: list[torch.Tensor]
 
     @property
@@ -69,14 +66,11 @@ class Answers:
         texts: The chosen candidate, or the generated text, of each question.
         probabilities: Normalised probability of each question's right candidate (FL-GLM section
             4.1.2); empty for generated texts, and 0 where no candidate is right.
-        loss: Mean loss of the right answers and their end marks, in nats per token; None if it was
-            not wanted.
 
     """
 
     texts: list[str]
     probabilities: list[float]
-    loss: float | None = None
 
 
 def prepare(
@@ -96,14 +90,12 @@ def prepare(
 
     """
     if task.is_cloze:
-        candidates, right = _continuations(questions, tokenizer)
-        return Prepared(
-            task=task, questions=questions, candidates=candidates, right=right, prompts=[]
-        )
+        candidates = _continuations(questions, tokenizer)
+        return Prepared(task=task, questions=questions, candidates=candidates, prompts=[])
     rows = prompt_rows([question.prompt for question in questions])
     examples, _ = tokenize(rows, tokenizer, prompt_length)
     prompts = [example.tokens[: example.prompt_length] for example in examples]
-    return Prepared(task=task, questions=questions, candidates=[], right=[], prompts=prompts)
+    return Prepared(task=task, questions=questions, candidates=[], prompts=prompts)
 
 
 def answer(
@@ -112,7 +104,6 @@ def answer(
     prepared: Prepared,
     max_tokens: int,
     new_tokens: int,
-    with_loss: bool = False,
 ) -> Answers:
     """Answer questions.
 
@@ -125,8 +116,6 @@ def answer(
         prepared: The questions.
         max_tokens: Maximum number of padded tokens of a batch, prefixes and answers included.
         new_tokens: Maximum length of a generated answer, in tokens.
-        with_loss: Whether to measure the loss of the right answers, if there are candidates. That
-            takes little longer, because they have the same contexts.
 
     Raises:
         DataError: A question is too long.
@@ -138,7 +127,6 @@ def answer(
             padding=tokenizer.pad_token_id,
             prepared=prepared,
             max_tokens=max_tokens,
-            with_loss=with_loss,
         )
     with progress_bar(total=len(prepared.prompts), description="generating") as bar:
         texts = generate_texts(
@@ -171,10 +159,8 @@ def majority_class(task: Task, questions: Sequence[Question]) -> dict[str, float
     return task.metrics(questions, ["" if most is None else q.candidates[most] for q in questions])
 
 
-def _continuations(
-    questions: Sequence[Question], tokenizer: Any
-) -> tuple[list[list[Continuation]], list[Continuation | None]]:
-    """Return the tokens of each question's candidates, without end marks, and its right answer."""
+def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[Continuation]]:
+    """Return the tokens of each question's candidates, without end marks."""
     rows = [
         Row(
             messages=(
@@ -185,22 +171,15 @@ def _continuations(
             fields={},
         )
         for question in questions
-        for text in (*question.candidates, *question.answers[:1])
+        for text in question.candidates
     ]
     examples, _ = tokenize(rows, tokenizer, _NO_LIMIT)
     marks = torch.tensor(sorted(tokenizer.added_tokens_decoder))
     found = iter(zip(rows, examples, strict=True))
-    candidates: list[list[Continuation]] = []
-    right: list[Continuation | None] = []
-    for question in questions:
-        own = [_continuation(*next(found), marks, tokenizer) for _ in question.candidates]
-        candidates.append(own)
-        right.append(_with_end_mark(next(found)[1]) if question.answers else None)
-    return candidates, right
-
-
-def _with_end_mark(example: Example) -> Continuation:
-    return Continuation(example.tokens[: example.prompt_length], example.tokens[example.is_target])
+    return [
+        [_continuation(*next(found), marks, tokenizer) for _ in question.candidates]
+        for question in questions
+    ]
 
 
 def _continuation(row: Row, example: Example, marks: torch.Tensor, tokenizer: Any) -> Continuation:
@@ -215,30 +194,21 @@ def _continuation(row: Row, example: Example, marks: torch.Tensor, tokenizer: An
     return Continuation(context=example.tokens[: example.prompt_length], answer=answer[:end])
 
 
-def _choose(
-    model: Scoring, padding: int, prepared: Prepared, max_tokens: int, with_loss: bool
-) -> Answers:
-    right = prepared.right if with_loss else [None] * len(prepared.questions)
+def _choose(model: Scoring, padding: int, prepared: Prepared, max_tokens: int) -> Answers:
     found = _likelihoods(
         model=model,
         questions=prepared.questions,
-        continuations=[
-            [*candidates, *([] if one is None else [one])]
-            for candidates, one in zip(prepared.candidates, right, strict=True)
-        ],
+        continuations=prepared.candidates,
         padding=padding,
         max_tokens=max_tokens,
     )
     texts, probabilities = [], []
-    for question, likelihoods in zip(prepared.questions, found, strict=True):
-        sums = likelihoods[: len(question.candidates)]
+    for question, sums in zip(prepared.questions, found, strict=True):
         texts.append(question.candidates[sums.index(max(sums))])
         shares = torch.tensor(sums, dtype=torch.float64).softmax(0).tolist()
         pairs = zip(question.candidates, shares, strict=True)
         probabilities.append(math.fsum(p for text, p in pairs if text in question.answers))
-    losses = [-own[-1] for own, one in zip(found, right, strict=True) if one is not None]
-    tokens = sum(len(one.answer) for one in right if one is not None)
-    return Answers(texts, probabilities, math.fsum(losses) / tokens if tokens else None)
+    return Answers(texts, probabilities)
 
 
 def _likelihoods(

@@ -43,6 +43,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("words", ["the court finds", "the court finds that the appeal is late"])
+def test_prefixes_of_a_text_are_the_text_itself(checkpoint, words):
+    """A text that is shorter than the prefix is repeated, and one that is longer is cut."""
+    settings = PREFIX.model_copy(update={"initial_text": words})
+    state, _ = initial_adapter(str(checkpoint), settings, seed=1)
+    base = load_base_model(ModelSettings(name=str(checkpoint)))
+    text = torch.tensor([(base.tokenizer(words)["input_ids"] * 5)[:5]])
+    tokens = torch.tensor([[7, 11, 3, 5]])
+    with torch.no_grad():
+        expected = base.model(torch.cat([text, tokens], 1)).logits[:, 5:]
+        model = attach_adapter(base.model, settings, "base")
+        load_adapter(model, state)
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def prefixed(model: Any, seed: int = 1, settings: AdapterSettings = PREFIX) -> Any:
     """Attach prefixes to a model that already do something."""
     model = attach_adapter(model, settings, "base")

@@ -7,14 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
-from finetuning.data.tokenization import tokenize
-from finetuning.evaluation.held_out import held_out_loss
 from finetuning.evaluation.scoring import score
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.whole_model import WholeModel
-from finetuning.settings import DataSettings
-from finetuning.tasks.reading import read_questions, read_task_rows
-from finetuning.tasks.scoring import answer, majority_class, prepare, score_answers
+from finetuning.tasks.reading import read_questions
+from finetuning.tasks.scoring import answer, prepare, score_answers
 from finetuning.tasks.tasks import TASKS
 from tests.finetuning.tasks.conftest import ROWS
 
@@ -39,70 +36,6 @@ def rows_of(name):
     text = json.dumps(ROWS[name])
     changed = [text.replace("He ", f"She {n} ").replace("A b", f"A {n} b") for n in range(3)]
     return [ROWS[name], *map(json.loads, changed)]
-
-
-@pytest.mark.parametrize("end", ["<end>", " <end>", ""])
-@pytest.mark.parametrize("name", CLOZE)
-def test_candidates_have_the_probabilities_of_a_plain_loop(name, end, model, checkpoint, write):
-    """With chat templates that put nothing or, as Llama 2's, a space before the end mark."""
-    tokenizer = load_tokenizer(checkpoint)
-    tokenizer.chat_template = TEMPLATE.replace("<end>", end) if end else None
-    task = TASKS[name]
-    questions = read_questions(write(*rows_of(name)), task)
-    expected = []
-    for question in questions:
-        sums = []
-        for candidate in question.candidates:
-            if end:
-                prompt = f"<start>user\n{question.prompt}{end}\n<start>assistant\n"
-            else:
-                prompt = f"Instruction Input:\n{question.prompt}\nInstruction Output:\n"
-            before = tokenizer(prompt).input_ids
-            after = tokenizer(candidate).input_ids
-            with torch.no_grad():
-                logits = model(torch.tensor([before + after])).logits[0, len(before) - 1 : -1]
-            chosen = logits.log_softmax(-1).gather(1, torch.tensor(after)[:, None])
-            sums.append(float(chosen.sum()))
-        expected.append(torch.tensor(sums).double())
-    prepared = prepare(tokenizer, task, questions, 200)
-    for most in (2000, 400):
-        found = answer(WholeModel(model), tokenizer, prepared, max_tokens=most, new_tokens=6)
-        assert found.texts == [
-            question.candidates[int(sums.argmax())]
-            for question, sums in zip(questions, expected, strict=True)
-        ]
-        right = [
-            sum(
-                float(p)
-                for candidate, p in zip(question.candidates, sums.softmax(0), strict=True)
-                if candidate in question.answers
-            )
-            for question, sums in zip(questions, expected, strict=True)
-        ]
-        assert found.probabilities == pytest.approx(right, abs=1e-4)
-    scores = score_answers(task, questions, found)
-    assert scores.keys() >= majority_class(task, questions).keys()
-    assert ("probability" in scores) == task.has_words
-    if task.has_words:
-        assert scores["probability"] == pytest.approx(sum(right) / len(right), abs=1e-4)
-
-
-@pytest.mark.parametrize("end", ["<end>", " <end>", ""])
-@pytest.mark.parametrize("name", CLOZE)
-def test_the_loss_of_right_answers_is_that_of_rows_to_train_on(name, end, model, checkpoint, write):
-    tokenizer = load_tokenizer(checkpoint)
-    tokenizer.chat_template = TEMPLATE.replace("<end>", end) if end else None
-    file, task, whole = write(*rows_of(name)), TASKS[name], WholeModel(model)
-    examples, _ = tokenize(read_task_rows(file, DataSettings(task=name)), tokenizer, 200)
-    expected = held_out_loss(whole, examples, tokenizer.pad_token_id, 4).loss
-    prepared = prepare(tokenizer, task, read_questions(file, task), 200)
-    for most in (2000, 400):
-        found = answer(whole, tokenizer, prepared, max_tokens=most, new_tokens=6, with_loss=True)
-        assert found.loss == pytest.approx(expected, abs=1e-5)
-    alone = answer(whole, tokenizer, prepared, max_tokens=2000, new_tokens=6)
-    assert alone.loss is None
-    assert alone.texts == found.texts
-    assert alone.probabilities == pytest.approx(found.probabilities, abs=1e-4)
 
 
 class Indifferent:
