@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
-_PART = re.compile(r"(<!-- (recorded/[\w-]+\.md) -->\n).*?(<!-- until here -->)", re.DOTALL)
+_PART = re.compile(r"(<!-- (recorded/[\w/-]+\.md) -->\n).*?(<!-- until here -->)", re.DOTALL)
 
 
 def filled(page: str) -> str:

@@ -37,7 +37,7 @@ class Experimenting:
       chambers experiment experiments/code-of-the-province.toml --size small --jobs 2
 
     FILE lists runs, seeds, measures and tables; docs/experiments.md describes it. The folder has
-    results.jsonl, tables.md, and a CSV file for each table and an SVG file for each heat map.
+    results.jsonl, a Markdown and a CSV file for each table, and an SVG file for each heat map.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     file: Annotated[Path, typer.Argument(metavar="FILE.toml")]

@@ -15,24 +15,23 @@ _SIZE_OF_CELL = (1.3, 0.5)  # inches
 
 
 def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path) -> str:
-    """Write all tables and heat maps into a folder; return the page with the tables."""
+    """Write all tables and heat maps into a folder; return a page with all tables."""
     parts = [f"# {experiment.title}\n"]
     for table in experiment.tables:
         rows = rows_of(records, experiment, table)
-        parts.append(_section(experiment, table, rows))
+        text = _markdown(experiment, table, rows)
+        parts.append(f"## {table.title}\n\n{text}")
+        (folder / f"{table.name}.md").write_text(text, encoding="utf-8")
         (folder / f"{table.name}.csv").write_text(_csv(rows), encoding="utf-8")
         if table.heat_map:
             rows = rows_of(records, experiment, table.model_copy(update={"columns": "groups"}))
             picture = _heat_map(table, [row for row in rows if row.arm != CONSTANT])
             (folder / f"{table.name}.svg").write_text(picture, encoding="utf-8")
-            parts.append(f"![{table.title}]({table.name}.svg)\n")
-    page = "\n".join(parts)
-    (folder / "tables.md").write_text(page, encoding="utf-8")
-    return page
+    return "\n".join(parts)
 
 
-def _section(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
-    """Return a table with its heading, or a line instead of one that shows nothing."""
+def _markdown(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
+    """Return a table, or a line instead of one that shows nothing."""
     constant = next((row for row in rows if row.arm == CONSTANT), None)
     trained = [row for row in rows if row.arm != CONSTANT and experiment.arms[row.arm].trained]
     columns = list(rows[-1].cells)
@@ -43,8 +42,8 @@ def _section(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
     ):
         value = _text(constant.cells[columns[-1]].mean, table.measure)
         return (
-            f"## {table.title}\n\nNot compared: no trained model is better than the same answer to "
-            f"every question ({value}).\n"
+            "Not compared: no trained model is better than the same answer to every question "
+            f"({value}).\n"
         )
     gains = list(next((row.gains for row in rows if row.gains), {}))
     heading = ["", *columns]
@@ -61,8 +60,7 @@ def _section(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
             cells.append(f"*{values[name]:g}*" if name in values else "")
         lines.append(_line([row.label, *cells]))
     unit = "nats per token" if table.measure == "loss" else "%"
-    note = f"In {unit}, with 95 % intervals over seeds and questions."
-    return "\n".join([f"## {table.title}", "", note, "", *lines, ""])
+    return "\n".join([f"In {unit}, with 95 % intervals over seeds and questions.", "", *lines, ""])
 
 
 def _published(table: Table, column: str) -> dict[str, float]:

@@ -145,7 +145,7 @@ def test_tables_and_plots_are_made_of_results_alone(file, tmp_path, capsys):
     # Question by question, one of three knows the answer alone.
     assert table["together"][3:5] == ["100 (100 to 100)", "**67 (67 to 67)**"]
     assert table["together"][-1] == "*71.4*"
-    assert (tmp_path / "tables.md").read_text() in page
+    assert (tmp_path / "articles.md").read_text() in page
     picture = (tmp_path / "articles.svg").read_text()
     assert "alone, school-3" in picture and "the same answer" not in picture
     csv = (tmp_path / "articles.csv").read_text().splitlines()
