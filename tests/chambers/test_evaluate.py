@@ -81,6 +81,7 @@ def data(tmp_path_factory):
 ALL = ("--tasks", "cb,copa,multirc,xsum", "--max-new-tokens", "4")
 
 
+@pytest.mark.slow
 def test_split_scores_are_the_whole_model_s(run_folder, base, served, data, tmp_path, capsys):
     """Of the base, the global adapter and a personalised one, in one table."""
     mine = run_folder / "adapters" / "clients" / "alpha"
@@ -169,6 +170,7 @@ def test_tasks_of_the_harness_over_a_lane(run_folder, base, served, data, tmp_pa
     assert "none_such is not a task of lm-evaluation-harness" in refusal
 
 
+@pytest.mark.slow
 def test_what_can_t_be_meant_is_refused(run_folder, base, served, data, tmp_path, capsys):
     short = json.loads((served / "alpha.json").read_text()) | {"max_prompt_length": 5}
     (tmp_path / "short.json").write_text(json.dumps(short))

@@ -156,6 +156,7 @@ def test_other_encodings_of_standard_input_are_refused(base, capsys, monkeypatch
     assert "standard input is not utf-8: " in refusal and "at byte 4" in refusal
 
 
+@pytest.mark.slow
 def test_two_clients_generate_at_once(run_folder, served, tmp_path, capsys):
     """Each with its personalised model, which the other may not choose."""
     file = rows(tmp_path)
@@ -211,6 +212,7 @@ def prefix_run(base, tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("runs") / "prefix", base, **settings)
 
 
+@pytest.mark.slow
 def test_prefixes_work_whole_and_split(prefix_run, base, tmp_path, capsys):
     words = ["generate", *NEW, *QUESTIONS]
     whole = told(capsys, *words, "--adapter", prefix_run / "adapters" / "global")

@@ -47,6 +47,7 @@ def generating(run_folder, invitation):
     ]
 
 
+@pytest.mark.slow
 def test_sigterm_ends_everything(run_folder, tmp_path, capsys):
     with serve(run_folder, "--clients", "alpha", log=tmp_path / "log") as (process, lines):
         assert lines[-1].startswith("serving blocks 1 to 2 at 127.0.0.1:")
@@ -138,6 +139,7 @@ def test_a_slow_reader_gets_the_rest(run_folder, tmp_path, capsys):
     assert read == [(tmp_path / "whole").read_text()]
 
 
+@pytest.mark.slow
 def test_a_cut_after_the_last_text_changes_nothing(run_folder, tmp_path):
     with serve(run_folder, log=tmp_path / "log") as (process, _):
         words = generating(run_folder, tmp_path / "invitations" / "alpha.json")
@@ -175,6 +177,7 @@ def test_starting_anew_revokes_invitations(run_folder, tmp_path, capsys):
         told(capsys, *generating(run_folder, new["alpha"]))
 
 
+@pytest.mark.slow
 def test_what_is_no_invitation_is_refused_without_its_secret(run_folder, tmp_path, capsys):
     with serving_here(tmp_path, run_folder) as (_, files):
         content = json.loads(files["alpha"].read_text())
@@ -220,6 +223,7 @@ def test_a_client_may_have_no_more_than_agreed(run_folder, tmp_path, capsys):
         assert "the block server allows 40 in a prompt" in refusal
 
 
+@pytest.mark.slow
 def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_path, capsys):
     adapter = run_folder / "adapters" / "clients" / "beta"
     cut = ("--head-blocks", 2, "--tail-blocks", 0, "--wire-dtype", "float32", "--clients", "court")

@@ -63,6 +63,7 @@ def serve(values, grid) -> None:
     server_app(grid, context)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_and_completes(values, tmp_path, status):
     values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path), "min-nodes": 2}
 

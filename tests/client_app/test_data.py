@@ -338,6 +338,7 @@ def test_a_relative_path_is_refused_even_where_it_leads_somewhere(three_folders,
         simulated(path, 0, 3)
 
 
+@pytest.mark.slow
 def test_what_may_be_a_data_set_s_id_says_that_it_was_taken_for_one():
     code = (
         "from client_app.data import read_client_data\n"

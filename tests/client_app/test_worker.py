@@ -99,6 +99,7 @@ def status(path: Path, first: bytes = b"", whole: bool = True) -> str:
         return receive(connection, MAX_TEXT).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fedjudge-cl", "fl-glm"])
 def test_answers_are_those_without_a_worker_bit_for_bit(
     worker, values, client_folders, deep_checkpoint, tmp_path, strategy
@@ -281,6 +282,7 @@ def test_garbage_is_dropped_and_the_next_caller_answered(worker):
     assert status(worker.socket) == ""
 
 
+@pytest.mark.slow
 def test_a_caller_that_is_killed_ends_the_work(request_, tmp_path):
     state = tmp_path / "state"
     shutil.rmtree(state)
@@ -298,6 +300,7 @@ def test_a_caller_that_is_killed_ends_the_work(request_, tmp_path):
     assert not list(state.rglob("round-*"))
 
 
+@pytest.mark.slow
 def test_a_killed_worker_s_message_fails_and_the_next_one_falls_back(request_, tmp_path, caplog):
     """What was handed over isn't answered again: it may have used a lane, and has been counted."""
     with running_worker(tmp_path) as worker, ThreadPoolExecutor(1) as pool:

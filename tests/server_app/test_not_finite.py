@@ -41,6 +41,7 @@ def here_and_there(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fedjudge-cl", "fl-glm"])
 def test_the_last_good_one_stays_and_is_resumed(
     values, deep_checkpoint, tmp_path, here_and_there, strategy

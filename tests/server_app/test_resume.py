@@ -102,9 +102,14 @@ def events(directory: Path) -> list[dict]:
     ("strategy", "adapter", "optimizer_state", "stop"),
     [
         ("fedjudge-cl", "lora", "reset", (0, True)),
-        ("fedjudge-cl", "prefix", "keep", (2, False)),
         ("serial", "lora", "keep", (2, True)),
-        ("hierarchical", "lora", "keep", (2, False)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("fedjudge-cl", "prefix", "keep", (2, False)),
+                ("hierarchical", "lora", "keep", (2, False)),
+            )
+        ),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
@@ -142,6 +147,7 @@ def test_resumed_equals_unbroken(
     assert events(unbroken) == events(broken)
 
 
+@pytest.mark.slow
 def test_resumed_equals_unbroken_after_a_reply_was_lost(values, tmp_path, deep_checkpoint):
     """Beta's head and tail of round 2 have no body: those of round 1 are evaluated with theirs."""
     values |= {"strategy": "fl-glm", "model.name": str(deep_checkpoint), "min-nodes": 2}
@@ -156,6 +162,7 @@ def test_resumed_equals_unbroken_after_a_reply_was_lost(values, tmp_path, deep_c
     assert ("beta", "personalised") in {(e["client"], e["model"]) for e in evaluated}
 
 
+@pytest.mark.slow
 def test_a_client_that_misses_a_repeated_round_keeps_its_last_adapter(
     values, tmp_path, deep_checkpoint
 ):
@@ -174,6 +181,7 @@ def test_a_client_that_misses_a_repeated_round_keeps_its_last_adapter(
     assert not list(broken.rglob(".trained"))
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_have_more_rounds(values, tmp_path):
     values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path / "state")}
     directory = run(values | {"rounds": 2})
@@ -192,6 +200,7 @@ def test_a_finished_run_can_have_more_rounds(values, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_last_evaluation_with_too_few_replies_can_be_repeated(values, tmp_path):
     class Silent(InProcessGrid):
         def send_and_receive(self, messages, *, timeout=None):

@@ -65,6 +65,7 @@ class Filling(InProcessGrid):
         return answered
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_space(
     values, tmp_path, small_disk, caplog
 ):
@@ -91,6 +92,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_space(
         assert events(unbroken) == events(directory)
 
 
+@pytest.mark.slow
 def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(values, tmp_path):
     # A checkpoint of some megabytes, so that there is time to kill.
     values |= {"strategy": "fedjudge-base", "rounds": 1, "adapter.rank": 5_000}

@@ -78,6 +78,7 @@ def test_all_parts_are_averaged_by_data_size(split_values, tmp_path):
         torch.testing.assert_close(averaged, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_gguf_file_trains_as_its_checkpoint_does(split_values, deep_checkpoint, tmp_path):
     file = write_gguf(deep_checkpoint, tmp_path / "model.gguf")
     values = split_values | {"rounds": 1, "train.local-steps": 1}
@@ -156,6 +157,7 @@ def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, tmp_path):
         assert all(torch.equal(kept[name], journal.kept[client][name]) for name in kept)
 
 
+@pytest.mark.slow
 def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tmp_path):
     """Their scores are: base before the first round, global and personalised after the last."""
     from peft import PeftModel
@@ -272,6 +274,7 @@ def test_all_parties_adapters_are_averaged_by_data_size(split_values, tmp_path):
         assert not torch.equal(value, kept["alpha"][name])
 
 
+@pytest.mark.slow
 def test_the_last_counted_adapter_survives_rounds_that_do_not_count(split_values, tmp_path):
     """Beta trains in all rounds; only its first reply arrives."""
 
@@ -430,6 +433,7 @@ def test_a_client_with_another_block_is_refused_by_name(
         start(values, Odd(values, nodes), MemoryJournal(), unknown=unknown)
 
 
+@pytest.mark.slow
 def test_progress_within_a_round_is_shown(split_values, tmp_path, monkeypatch):
     class Threaded(InProcessGrid):
         """Polled while the clients work, as Flower's grids are."""

@@ -65,6 +65,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_the_others_learn_nearly_as_before_and_go_on_without_gamma(
     values, deep_checkpoint, tmp_path, attack

@@ -45,6 +45,7 @@ def test_fedjudge_with_penalty_learns_prefixes(prefix_values, tmp_path):
     assert len(shares) == 6 and all(share > 0 for share in shares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
 def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     prefix_values, deep_checkpoint, tmp_path, schedule, monkeypatch

@@ -264,6 +264,7 @@ def many_names(reply):
     reply.content[ARRAYS] = ArrayRecord({str(n): array for n in range(20)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("spoil", [large, repeated_pieces, a_large_piece, many_names])
 def test_a_reply_that_fills_the_memory_is_left_out(ask, signer, tmp_path, spoil, signed):

@@ -345,6 +345,7 @@ def test_files_that_may_not_be_read(capsys, site, tmp_path, monkeypatch):
     assert f"fix  {closed}/superlink.db can't be read: {cure}" in other
 
 
+@pytest.mark.slow
 def test_worker(capsys, site, tmp_path):
     own = tmp_path / "own"
     own.mkdir(mode=0o700)

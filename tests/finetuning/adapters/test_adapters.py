@@ -139,6 +139,7 @@ assert not ours & {name.partition(".")[0] for name in sys.modules}
 """
 
 
+@pytest.mark.slow
 def test_a_saved_adapter_is_read_by_peft_alone(base, tmp_path):
     state, config = initial_adapter(str(base.directory), SETTINGS, seed=0)
     torch.manual_seed(0)

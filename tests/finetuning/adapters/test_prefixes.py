@@ -169,6 +169,7 @@ def test_only_the_prefix_is_trained_and_in_float32(checkpoint):
     assert parameter.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_a_saved_prefix_is_loaded_by_peft_alone(checkpoint, tmp_path):
     state, config = initial_adapter(str(checkpoint), PREFIX, 3)
     save_adapter(tmp_path / "adapter", state, config, "# A card\n")

@@ -151,6 +151,7 @@ def write_tasks(folder: Path, count: int = 9) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_task_with_local_data_has_the_same_scores(models, tmp_path):
     names = ["choice_local", "text_local"]
     with loaded_tasks(names, write_tasks(tmp_path)) as manager:

@@ -143,6 +143,7 @@ def test_scores_are_always_finite_and_within_bounds(pairs):
     assert all(math.isfinite(value) and 0 <= value <= 1 for value in scores.values())
 
 
+@pytest.mark.slow
 def test_english_needs_no_jieba_and_chinese_is_silent(tmp_path):
     code = (
         "import sys\n"

@@ -263,6 +263,7 @@ def test_tiny_is_the_same_wherever_it_is_built(tmp_path, monkeypatch):
 BUILDS = f"from finetuning.model.tiny import TinyRecipe, build_tiny; print(build_tiny({RECIPE}))"
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_build_once(tmp_path):
     root = Path(__file__).parents[3]
     environment = os.environ | {"CHAMBERS_CACHE": str(tmp_path), "PYTHONPATH": str(root)}

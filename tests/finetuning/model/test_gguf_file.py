@@ -78,6 +78,7 @@ def test_it_is_kept_by_its_content(checkpoint, tmp_path):
     assert locate(str(file)) != first
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_read_it_once(checkpoint, tmp_path):
     file = write_gguf(checkpoint, tmp_path / "model.gguf")
     code = (

@@ -215,6 +215,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.slow
 def test_loading_takes_little_more_memory_than_the_party_s_tensors(random_checkpoint):
     sizes = {"hidden_size": 768, "intermediate_size": 3072, "vocab_size": 24000}
     large = random_checkpoint(

@@ -206,6 +206,7 @@ def test_a_client_of_many_rows_and_one_of_a_long_row_are_computed_within_the_bud
     assert max(computed) == 64
 
 
+@pytest.mark.slow
 def test_who_is_slow_changes_nothing(base, beginning):
     """Gradients are added in the order of micro-batches, even if some clients have fewer."""
 

@@ -29,6 +29,7 @@ def choose(scene: Scene, model, name: str) -> None:
         scene.choose(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "changes"), CASES)
 def test_texts_are_the_whole_model_s_token_for_token(architecture, changes, random_checkpoint):
     """Those of the base model, too, before and after."""

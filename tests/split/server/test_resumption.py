@@ -161,6 +161,7 @@ def test_a_stack_waits_no_longer_than_for_one_that_is_silent(base, beginning):
     assert_nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("late", ["beta", "gamma"])
 def test_an_average_counts_once_whenever_a_lane_is_cut_in_it(base, beginning, late, when):
@@ -246,6 +247,7 @@ class ForgetfulProxy(Proxy):
                 target.sendall(content)
 
 
+@pytest.mark.slow
 def test_the_server_need_not_know_that_a_lane_was_cut(base, beginning):
     split = split_settings(resume_timeout=10.0)
     results = []

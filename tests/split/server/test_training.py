@@ -84,6 +84,7 @@ def test_turns_equal_copies_of_head_and_tail_around_one_body(base, beginning):
     assert_close(body, {n: p.detach() for n, p in center.of("body").items()})
 
 
+@pytest.mark.slow
 def test_hierarchical_equals_separate_trainings_and_their_mean(base, beginning):
     split = split_settings(schedule="hierarchical")
     clients = [Client(name, base, split) for name in SIZES]
