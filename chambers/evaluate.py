@@ -112,7 +112,7 @@ class Evaluate(BaseModelOptions):
         from chambers.models import find
         from chambers.task_scores import Scored, measure, render
 
-        # These must also delete the copies of rows.
+        # SIGTERM and SIGHUP must delete the copies of rows too, as Ctrl-C does.
         interrupt_at_end()
         with self._harness() as harness:
             sources: dict[str, Source] = {}

@@ -66,7 +66,7 @@ class Source:
 
     @property
     def max_tokens(self) -> int:
-        """Padded tokens that a batch of prefixes, prompts and answers may take."""
+        """Maximum number of padded tokens in a batch, prefixes and answers included."""
         return self.invitation.max_tokens if self.invitation else _NO_LIMIT
 
     @property

@@ -17,7 +17,7 @@ from federation.run_folder import LOG, METRICS
 
 _PAUSE_SECONDS = 2.0
 
-# Shows a run as its folder is; None before there is one.
+# Displays the state of a run, read from its folder; None before it exists.
 Show = Callable[[Seen | None], None]
 
 

@@ -46,7 +46,7 @@ def simulate(
         CommandError: Flower's SuperLink could not be started, or asked.
 
     """
-    # These must also end the processes of the run that are in other sessions.
+    # SIGTERM and SIGHUP must also end the processes of the run that are in other sessions.
     interrupt_at_end()
     # Without a handler, warnings of this process go nowhere; those of others go to the log.
     logging.captureWarnings(True)

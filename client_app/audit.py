@@ -73,7 +73,7 @@ class AuditLog:
 
     def _write(self, data: bytes) -> None:
         with self.path.open("r+b", buffering=0) as file:
-            # A power failure can leave half a line; what it was about has not happened.
+            # A power failure can leave half a line. Drop it: what it announces was never sent.
             start = max(0, file.seek(0, os.SEEK_END) - _MAX_LINE_BYTES)
             file.seek(start)
             end = start + file.read().rfind(b"\n") + 1

@@ -1,7 +1,7 @@
-"""Refusals by the site's policy. The run config and every message are the coordinator's.
+"""Refuse what the site's policy doesn't allow.
 
-They can differ from message to message, so all checks are repeated for each, and what has been
-answered is counted in the site's own audit log.
+The coordinator writes the run config and every message, and can change them at any time. All
+checks are therefore repeated for each message, and answers are counted in the site's audit log.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

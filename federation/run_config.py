@@ -73,8 +73,8 @@ class RunConfig(Section):
         0.75,
         gt=0,
         le=1,
-        description="Largest share of a client's data size in averages of two clients or more. One "
-        "that has more is named, and counts as fewer rows; 1 believes every number.",
+        description="Largest share of a client's data size in averages of two clients or more. A "
+        "client with more is named in the log, and its weight is reduced; 1 accepts all sizes.",
     )
     node_timeout: PositiveFloat = Field(
         120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."

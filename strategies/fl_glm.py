@@ -258,7 +258,7 @@ class FLGLM(Rounds):
         return self._bodies.get(client)
 
     def _unfinished(self, replied: Collection[str]) -> dict[str, str]:
-        # A client replies after the server has confirmed its last step, or it isn't one of ours.
+        # A correct client replies only after the server has confirmed its last step.
         ends = {name: self._ends.get(name, "it opened no lane") for name in replied}
         return {
             name: f"it replied, but broke off its training: {printable(reason)}"

@@ -176,7 +176,7 @@ def _identity_problem(reply: Message, name: str, base: str) -> str | None:
 
 
 def _metrics_problem(metrics: Mapping[str, Any], examples: int) -> str | None:
-    """Check metrics' number, names, types and sizes: they are stored, plotted and averaged."""
+    """Check number, names, types and sizes of metrics, which are stored and averaged."""
     if len(metrics) > _MAX_METRICS:
         return f"it sent {len(metrics)} metrics; at most {_MAX_METRICS} are accepted"
     invalid = [name for name in metrics if not _METRIC_NAME.fullmatch(name)]

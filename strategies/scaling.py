@@ -1,4 +1,4 @@
-"""Names the clients of whom something counts less in an average than they sent."""
+"""Report the clients whose contribution to an average was scaled down."""
 
 from collections.abc import Mapping
 from logging import WARNING

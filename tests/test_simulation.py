@@ -56,7 +56,7 @@ def results_of(config: dict) -> Path:
     return directory
 
 
-def test_a_run_leaves_everything_that_was_promised(superlink, config, checkpoint, capfd, tmp_path):
+def test_a_run_writes_all_documented_results(superlink, config, checkpoint, capfd, tmp_path):
     assert run_app(ROOT, superlink, config, 3) == "finished:completed"
     shown = capfd.readouterr().out
     directory = results_of(config)

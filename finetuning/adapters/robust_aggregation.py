@@ -2,8 +2,8 @@
 
 Each cap is relative to the other clients' median; of two values in the middle the larger counts,
 so that with three clients or more a single one can neither raise its own cap nor lower that of an
-honest one below what another honest client has. The same number serves all: whoever lies above the
-lower median of all clients has that one as the others' median, and nobody else reaches a cap.
+honest one below what another honest client has. It suffices to compute the lower median of all
+clients: for a client above it, it equals the others' median, and no other client reaches its cap.
 
 Where nothing is capped, values are returned as they are, bit for bit.
 """
@@ -61,8 +61,8 @@ def scaled(state: State, reference: Mapping[str, torch.Tensor], factor: float) -
 def counted_sizes(sizes: Mapping[str, int], largest: float) -> dict[str, int]:
     """Return the data sizes that count in averages: no client has more than a share of their sum.
 
-    Who has more counts as many rows as give it the share. Where the share is too small for the
-    number of clients, all count the same.
+    The size of a client with more is reduced until it has exactly that share. Where the share is
+    too small for the number of clients, all count the same.
 
     Args:
         sizes: Numbers of rows by client, above 0.
@@ -96,11 +96,11 @@ def typical_importance(values: torch.Tensor) -> torch.Tensor:
 
 
 class ImportanceCap:
-    """Decides whose importance J is not believed, and caps it weight by weight.
+    """Finds clients whose importance J is exaggerated, and caps it weight by weight.
 
-    Honest values of single weights have heavy tails, so J is believed as a whole unless what lies
-    above 5 times the typical values is, in sum, more than a tenth of the rest. Who exceeds that has
-    no weight that is more important than is typical. (With a cap at 5 times that, a J of 1
+    Honest values of single weights have heavy tails, so a client's J is accepted unchanged unless
+    its parts above 5 times the typical values sum to more than a tenth of the rest. In that case
+    each of its values is cut to the typical one. (With a cap at 5 times that, a J of 1
     everywhere would still multiply the penalty of FedJudge's Eq. 4, which is quadratic.)
 
     Every tensor must be added before the first one is capped.

@@ -19,8 +19,8 @@ def convert_tokenizer(file: Path, plan: Plan) -> Any:
         plan: Special tokens and chat template.
 
     Raises:
-        ConversionError: The file is not such a model, or does something that a fast tokenizer
-            doesn't, or has more tokens than the model.
+        ConversionError: The file is not a SentencePiece BPE model, uses a feature that fast
+            tokenizers don't support, or has more tokens than the model.
 
     """
     from tokenizers import AddedToken, processors

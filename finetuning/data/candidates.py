@@ -153,7 +153,7 @@ def _units(
         units.append(unit)
         places |= {text: (unit, index) for index, text in enumerate(endings or [beginning])}
     for candidate, (text, continuation) in enumerate(zip(texts, group, strict=True)):
-        # A text that isn't there is the beginning of all.
+        # A text without an entry is the common beginning itself, which every unit has.
         unit, ending = places.get(text, (units[0], 0))
         first = len(continuation.context) - 1
         for token, label in enumerate(continuation.answer.tolist()):

@@ -50,7 +50,8 @@ def read_prompts(path: Path) -> list[Row]:
         Conversations that end with a placeholder for the answer.
 
     Raises:
-        DataError: The file is missing or empty, or rows are malformed: file, line and reason.
+        DataError: The file is missing or empty, or rows are malformed; the message
+            names file, line and reason.
 
     """
     rows, problems = parse_rows(path, lambda o, v: Row(parse_prompt(v), o, v))

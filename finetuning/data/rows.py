@@ -38,7 +38,8 @@ def read_rows(path: Path | str, skip_bad: bool = False) -> list[Row]:
         skip_bad: Leave malformed rows out with a warning, instead of raising.
 
     Raises:
-        DataError: The data is missing or empty, or rows are malformed: file, line and reason.
+        DataError: The data is missing or empty, or rows are malformed; the message
+            names file, line and reason.
 
     """
     rows, problems = parse_rows(path, lambda o, v: Row(parse_messages(v), o, v))
@@ -48,10 +49,10 @@ def read_rows(path: Path | str, skip_bad: bool = False) -> list[Row]:
 def keep_good(
     rows: list[Parsed], problems: list[str], skip_bad: bool, path: Path | str
 ) -> list[Parsed]:
-    """Return the rows that could be parsed, if there are any, or there may be others.
+    """Return the rows that could be parsed, and print which malformed rows are left out.
 
     Raises:
-        DataError: There are none, or there are others and ``skip_bad`` is false.
+        DataError: No row could be parsed, or some are malformed and ``skip_bad`` is false.
 
     """
     if not skip_bad:

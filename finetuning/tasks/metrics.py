@@ -44,7 +44,7 @@ def multirc(questions: Sequence[Question], predictions: Sequence[str]) -> dict[s
 
 
 def record(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Return token F1 and exact match, of each question the best over its right answers."""
+    """Return token F1 and exact match, the best over the right answers of each question."""
     f1, exact = [], []
     for question, prediction in zip(questions, predictions, strict=True):
         found = _words(prediction)

@@ -12,7 +12,8 @@ def read_questions(path: Path, task: Task) -> list[Question]:
     """Read a task's questions from a file in the task's format.
 
     Raises:
-        DataError: The file is missing or empty, or rows are malformed: file, line and reason.
+        DataError: The file is missing or empty, or rows are malformed; the message
+            names file, line and reason.
 
     """
     rows, problems = parse_rows(path, task.convert)
@@ -32,7 +33,8 @@ def read_task_rows(path: Path | str, settings: DataSettings) -> list[Row]:
         settings: The run's data settings.
 
     Raises:
-        DataError: The data is missing or empty, or rows are malformed: file, line and reason.
+        DataError: The data is missing or empty, or rows are malformed; the message
+            names file, line and reason.
 
     """
     if not settings.task:

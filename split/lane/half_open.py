@@ -101,11 +101,11 @@ class AnsweredHandshakes:
 
     @contextmanager
     def count(self, identity: Identity, end: Callable[[], object]) -> Iterator[None]:
-        """Count a handshake while the ``with`` block finishes it.
+        """Count a handshake towards the limits while the ``with`` block completes it.
 
         Args:
             identity: Identity that the handshake is for.
-            end: Ends the stream; called when its time is over.
+            end: Ends the stream; called when the time limit is exceeded.
 
         Raises:
             LaneBusyError: There is no room.

@@ -90,7 +90,7 @@ class Lane:
 
     @property
     def ended_at(self) -> float:
-        """When the lane has ended, on ``time.monotonic``'s clock; infinite while it lives."""
+        """Time at which the lane ended, on ``time.monotonic``'s clock; infinity before."""
         return self._life.ended_at
 
     @property

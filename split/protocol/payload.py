@@ -125,8 +125,8 @@ def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
     if frame.fields:
         content[METADATA] = {name: json.dumps(value) for name, value in frame.fields.items()}
     text = json.dumps(content, separators=(",", ":")).encode()
-    # Products round differently by where their factors begin, which no number among the fields may
-    # change: what is sent again after a cut would be computed otherwise.
+    # The rounding of matrix products depends on the alignment of their operands. Padding makes
+    # it independent of the fields, so that a frame sent again gives the same result.
     text += b" " * (-(len(text) + _LENGTH.size) % (_ALIGNED if entries else 8))
     if len(text) > MAX_DESCRIPTION_BYTES:
         raise FrameError(f"a frame with {len(entries)} tensors has too long a description")

@@ -32,10 +32,10 @@ class GradientCap:
     """Caps three numbers of each client at a multiple of the median of the others' (``ShareCap``).
 
     They are the size of its gradients per target, the size of a whole step's, and the number of its
-    targets in a step. The first two limit what it adds to the sum of the gradients, so that targets
-    that it doesn't have buy nothing. The third limits the number by which the sum is divided, so
-    that they don't make the others' part smaller, either. A micro-batch counts as the step that it
-    would be if the others of the step were like it.
+    targets in a step. The first two limit what it adds to the sum of the gradients, so that it
+    gains nothing by reporting targets that it doesn't have. The third limits the number by which
+    the sum is divided, so that such targets don't reduce the others' share either. A micro-batch is
+    measured as if all micro-batches of its step were like it.
 
     The size is a sum of norms. It bounds the norm of the sum, even if the gradients of many tokens
     are alike; the norm of all of them together wouldn't.

@@ -74,10 +74,10 @@ class ShareCap:
         return factors
 
     def late_factor(self) -> float:
-        """Return the factor for the sum of all that has been compared with nothing yet.
+        """Return the factor for the sum of what was accepted before there was another client's.
 
-        It is below 1.0 at most once, after the ``factors`` of the first pass with which there is
-        something to compare that with.
+        It is below 1.0 at most once: after the first call of ``factors`` that has another client to
+        compare with.
         """
         usual = [
             (square / self._counts[client]) ** 0.5

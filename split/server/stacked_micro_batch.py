@@ -1,4 +1,4 @@
-"""Micro-batch j of several clients, stacked to one."""
+"""The micro-batches with the same index of several clients, stacked into one."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

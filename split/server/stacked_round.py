@@ -261,7 +261,7 @@ class StackedRound:
             counted = self._gradient_cap.counted(additions)
             late, late_targets = self._gradient_cap.late_factors()
             if late < 1:
-                # As yet the body's gradient is the sum of what had not been compared.
+                # So far the body's gradient only has parts that could not be compared before.
                 self._adapters.scale(late)
             gradient = stacked.gradient(gradients, factors, activations.output)
             result = self._adapters.backward(activations, gradient)
@@ -322,7 +322,7 @@ class StackedRound:
     def _clean(self, left: Member) -> None:
         """Forget a member that has left, and with the last one the unfinished step."""
         self._name_if_capped(left)
-        # Those who train on stay measured by what was usual of one that has finished.
+        # A client that has finished stays in the others' median; one that left early doesn't.
         if self._step < left.plan.steps:
             for cap in (self._gradient_cap, self._norm_cap):
                 cap.remove(left.client)

@@ -10,10 +10,11 @@ from split.server.session import Session
 class WaitBudget:
     """Adds up for how long clients have waited for each other; callers serialise access.
 
-    A second is divided among all those that others wait for in it. Once half of the round has been
-    spent in this way, the lane of the client with the most seconds ends, and its seconds no longer
-    count. A single client can therefore take no more than half of a round, however punctual each of
-    its frames is, and a round that would end within half its time loses nobody.
+    Each second of waiting is divided equally among the clients that are waited for. Once half of
+    the round has been spent in this way, the lane of the client with the most seconds ends, and its
+    seconds no longer count. A single client can therefore take no more than half of a round,
+    however punctual each of its frames is, and a round that would end within half its time loses
+    nobody.
 
     Args:
         clock: Seconds that never go backwards.

@@ -39,7 +39,9 @@ def test_a_line_says_what_left(site):
     assert site.log.stat().st_mode & 0o077 == 0
 
 
-def test_the_distance_is_that_of_the_adapters(values, client_folders, tmp_path):
+def test_the_log_has_the_distance_between_received_and_trained_adapter(
+    values, client_folders, tmp_path
+):
     policy, log = tmp_path / "policy.toml", tmp_path / "audit.jsonl"
     own = values | {"strategy": "fedjudge-base", "rounds": 1, "min-nodes": 1}
     del own["data.path"]

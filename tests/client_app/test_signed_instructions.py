@@ -67,7 +67,7 @@ def test_an_instruction_is_carried_out_and_its_lines_name_it(signed_site):
         assert line.items() >= (about | {"run": "run-1", "round": 1, "kind": "train"}).items()
 
 
-def test_an_unsigned_one_is_refused_and_logged(signed_site):
+def test_an_unsigned_instruction_is_refused_and_logged(signed_site):
     problem = signed_site.site.refusal("evaluate", final=True)
     assert "not signed" in problem
     (line,) = signed_site.site.lines("refused")
@@ -75,23 +75,23 @@ def test_an_unsigned_one_is_refused_and_logged(signed_site):
     assert not (signed_site.site.folder / "state").exists()
 
 
-def test_one_of_another_key_is_refused(signed_site):
+def test_an_instruction_signed_with_another_key_is_refused(signed_site):
     message, statement = signed_site.signed(signer=Signer(Ed25519PrivateKey.generate()))
     assert "not signed with the coordinator's key" in signed_site.refusal(message, statement)
     assert len(signed_site.site.lines("refused")) == 1
 
 
-def test_one_is_carried_out_once(signed_site):
+def test_an_instruction_is_carried_out_once(signed_site):
     message, statement = signed_site.signed()
     signed_site.answer(message, statement)
     assert "received before" in signed_site.refusal(message, statement)
 
 
-def test_one_for_another_institution_is_refused(signed_site):
+def test_an_instruction_for_another_institution_is_refused(signed_site):
     assert "for another institution" in signed_site.refusal(*signed_site.signed(), node=2)
 
 
-def test_one_of_another_run_or_kind_is_refused(signed_site):
+def test_an_instruction_of_another_run_or_kind_is_refused(signed_site):
     message, statement = signed_site.signed("query")
     message.metadata.message_type = "train"
     assert "for another run, or of another kind" in signed_site.refusal(message, statement)

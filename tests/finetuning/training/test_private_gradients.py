@@ -99,9 +99,7 @@ def test_modules_that_mix_rows_are_refused(random_model, draw_examples, architec
 
 
 @pytest.mark.parametrize("settings", [LORA, PREFIX], ids=["lora", "prefix"])
-def test_a_step_is_the_clipped_sum_plus_noise_of_the_formula(
-    random_model, draw_examples, reference_loss, settings
-):
+def test_a_step_matches_the_dp_sgd_formula(random_model, draw_examples, reference_loss, settings):
     model = with_effect(random_model(), settings)
     examples = draw_examples(9)
     rows = row_by_row(model, examples, reference_loss)

@@ -64,7 +64,7 @@ def test_closing_while_the_other_side_sends(server):
     ended(lane, LaneError)
 
 
-def test_the_reason_of_an_end_is_told(server):
+def test_both_ends_report_why_the_lane_was_closed(server):
     client, lane = server.pair()
     lane.close("its time is over")
     ended(client, PeerError, "its time is over")

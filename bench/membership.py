@@ -1,0 +1,124 @@
+"""What FedJudge's adapters tell about the rows of a round: ``python -m bench.membership``.
+
+A client trains the demonstration's model for a round on some rows, and the attacker has the adapter
+before and after it, as the coordinator does. Of each candidate row the attacker asks whether it was
+among them. By *loss*: how much less the trained adapter loses on it. By *gradient*: the cosine of
+the adapter's change and the row's own negative gradient, summed over tensors. Candidates are the
+rows and as many others of the same client, which differ in names and wording.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bench.harness import make_table, show
+from finetuning.adapters.adapter import attach_adapter, export_adapter, trainable_parameters
+from finetuning.data.batching import collate
+from finetuning.data.rows import Row, parse_messages
+from finetuning.data.tokenization import Example, tokenize
+from finetuning.generated import matters
+from finetuning.model.base_model import load_base_model
+from finetuning.model.whole_model import WholeModel
+from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
+from finetuning.training.loop import LocalRound, train_round
+
+_ROWS = (1, 4, 16, 64)
+_OTHERS = 64
+_BATCH = 4
+_ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="gate_proj,up_proj,down_proj")
+
+
+def measure(settings: ModelSettings, rows: int, seed: int) -> dict[str, float]:
+    """Train on some rows; return how often each attack tells one of them from another row.
+
+    Args:
+        settings: The base model.
+        rows: Number of rows of the round, in steps of four.
+        seed: Seed of the rows and the adapter.
+
+    Returns:
+        By attack, the probability that one of the rows has a higher score than another; 0.5 is a
+        guess.
+
+    """
+    base = load_base_model(settings)
+    torch.manual_seed(seed)
+    model = WholeModel(attach_adapter(base.model, _ADAPTER, None))
+    examples = _examples(base.tokenizer, rows + _OTHERS, seed)
+    padding = base.tokenizer.pad_token_id
+    before = export_adapter(model.peft_model)
+    losses = _losses(model, examples, padding)
+    gradients = [model.gradients_of(collate([example], padding)) for example in examples]
+    _train(model, examples[:rows], padding, seed)
+    gained = [a - b for a, b in zip(losses, _losses(model, examples, padding), strict=True)]
+    after = trainable_parameters(model.peft_model)
+    changes = dict(zip(gradients[0], _changes(before, after), strict=True))
+    aligned = [
+        sum(
+            float(torch.cosine_similarity(-gradient.flatten(), changes[name].flatten(), dim=0))
+            for name, gradient in own.items()
+            if gradient.any()
+        )
+        for own in gradients
+    ]
+    return {"loss": _told(gained, rows), "gradient": _told(aligned, rows)}
+
+
+def _examples(tokenizer: Any, count: int, seed: int) -> list[Example]:
+    values = matters.questions(matters.divide(3, seed)[0], count, seed, "train")
+    rows = [Row(parse_messages(value), f"row {n}", dict(value)) for n, value in enumerate(values)]
+    # Rows take turns with the matters, so that both parts have all.
+    return tokenize(rows, tokenizer, 128)[0]
+
+
+def _losses(model: WholeModel, examples: Sequence[Example], padding: int) -> list[float]:
+    return [model.summed_losses([collate([example], padding)])[0] for example in examples]
+
+
+def _train(model: WholeModel, members: Sequence[Example], padding: int, seed: int) -> None:
+    numbers = range(len(members))
+    steps = [numbers[start : start + _BATCH] for start in numbers[::_BATCH]]
+    local_round = LocalRound(steps, 0, len(steps), seed, deadline=time.monotonic() + 86400)
+    settings = TrainSettings(batch_size=_BATCH, accumulation=1, learning_rate=2e-3)
+    train_round(
+        model, trainable_parameters(model.peft_model), members, padding, local_round, settings
+    )
+
+
+def _changes(before: dict[str, torch.Tensor], after: dict[str, Any]) -> list[torch.Tensor]:
+    named = {name.replace(".default", ""): value for name, value in after.items()}
+    return [value.detach().cpu() - before[name] for name, value in named.items()]
+
+
+def _told(scores: Sequence[float], members: int) -> float:
+    inside, outside = torch.tensor(scores[:members]), torch.tensor(scores[members:])
+    return float((inside[:, None] > outside).double().mean())
+
+
+def main() -> None:
+    """Attack rounds of different lengths, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args()
+    seeds = range(arguments.seeds)
+    table = make_table(
+        f"{arguments.model}, one round; mean over seeds ({arguments.seeds}), and the lowest",
+        *("rows", "told by loss", "told by gradient"),
+    )
+    for rows in _ROWS:
+        found = [measure(ModelSettings(name=arguments.model), rows, seed) for seed in seeds]
+        cells = []
+        for attack in ("loss", "gradient"):
+            values = [each[attack] for each in found]
+            cells.append(f"{100 * statistics.mean(values):.1f} % ({100 * min(values):.1f})")
+        table.add_row(str(rows), *cells)
+    show(table)
+
+
+if __name__ == "__main__":
+    main()
