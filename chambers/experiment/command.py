@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -116,6 +117,11 @@ class Experimenting:
                 futures.append(future)
             try:
                 records = [record for future in futures for record in future.result()]
+            except BrokenProcessPool as error:
+                raise CommandError(
+                    "a process of the experiment was killed, perhaps for its memory: continue with "
+                    "--resume and fewer --jobs"
+                ) from error
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from chambers.experiment.plan import Experiment, Measure, Run
-from chambers.experiment.questions import Group
+from chambers.experiment.questions import Group, group_name
 from chambers.experiment.records import (
     BASE,
     CONSTANT,
@@ -73,11 +73,11 @@ class Model:
 def models_of(experiment: Experiment, run: Run, directory: Path) -> list[Model]:
     """Return the models that a completed run has left."""
     adapters = directory / "adapters"
-    name = " ".join(filter(None, (run.variant, run.client))) if run.client else GLOBAL
+    name = group_name(run.variant, run.client) if run.client else GLOBAL
     models = [Model(run.arm, name, adapters / "global")]
     if experiment.arms[run.arm].personalised:
-        clients = sorted(each.name for each in (adapters / "clients").iterdir() if each.is_dir())
-        models += [Model(run.arm, name, adapters / "clients" / name) for name in clients]
+        folders = sorted(each for each in (adapters / "clients").iterdir() if each.is_dir())
+        models += [Model(run.arm, group_name(run.variant, f.name), f) for f in folders]
     return models
 
 

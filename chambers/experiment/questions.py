@@ -34,6 +34,11 @@ class Group:
     questions: Sequence[Question] = ()
 
 
+def group_name(variant: str, client: str) -> str:
+    """Return the name of a client's group of questions."""
+    return " ".join(filter(None, (variant, client)))
+
+
 def client_names(config: RunConfig) -> list[str]:
     """Return the names of the clients with data of their own; none if a data set is divided.
 
@@ -71,15 +76,11 @@ def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Gr
             for name, of_client in zip(names, matters.divide(_CLIENTS, seed), strict=True)
         ]
     path = Path(config.data.path).expanduser()
-    folders = {_name(variant, name): path / name for name in names}
+    folders = {group_name(variant, name): path / name for name in names}
     return [
         _read(name, folder, config, count)
         for name, folder in (folders or {variant or path.name: path}).items()
     ]
-
-
-def _name(variant: str, client: str) -> str:
-    return " ".join(filter(None, (variant, client)))
 
 
 def _read(name: str, path: Path, config: RunConfig, count: int) -> Group:
@@ -99,4 +100,4 @@ def _generated(variant: str, client: str, of_client: Sequence[str], seed: int, c
     ]
     # The questions take turns with the matters.
     articles = [matters.article(of_client[i % len(of_client)]) for i in range(count)]
-    return Group(_name(variant, client), rows, articles)
+    return Group(group_name(variant, client), rows, articles)
