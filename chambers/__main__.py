@@ -1,4 +1,4 @@
-"""``chambers``, or ``python -m chambers``: a tool to train, serve, generate, convert and deploy."""
+"""The command-line tool ``chambers``, also run as ``python -m chambers``."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ from chambers.status import Status
 from chambers.train import Train
 from finetuning.errors import UserError
 
-# Otherwise Typer escapes "[required]" for rich, which doesn't format this help.
+# Otherwise Typer escapes "[required]" for rich, which is not used to format the help.
 typer.core.HAS_RICH = False
 
 
@@ -97,14 +97,14 @@ def _chambers(
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Fine-tune language models on text that may not leave its owners, and use them."""
+    """Fine-tune and use language models on private text that must not leave its owner."""
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
-    """Parse the arguments to a command and its options.
+    """Parse command-line arguments; return the command with its options as a callable.
 
     Raises:
-        click.UsageError: The arguments are not those of a command.
+        click.UsageError: The arguments are invalid.
 
     """
     with typer.main.get_command(app).make_context("chambers", list(arguments)) as context:
@@ -113,12 +113,12 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def _reason(error: UserError | OSError | RuntimeError) -> str:
-    """Return what a user has to know of an error; raise one that is a defect."""
+    """Return the message of an error for users; re-raise an error that is a bug."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):
         return described(error)
-    if "home directory" not in str(error):  # what pathlib says
+    if "home directory" not in str(error):  # the message of pathlib
         raise error
     return "a path begins with ~ and the name of no user"
 
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: Arguments; None for those of the command line.
+        arguments: Arguments; None for ``sys.argv``.
 
     Returns:
         The exit status: 0 on success, 1 if a run failed, 2 if the command was refused or a file
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reason = error.format_message().rstrip(".")
         print(f"{path}: {reason}; {path} --help lists all options", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of the output has closed it
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (UserError, OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The number of actors of a simulation: Ray processes in which its clients take turns."""
+"""The number of actors in a simulation: Ray processes in which the clients run in turn."""
 
 import math
 import os
@@ -12,11 +12,11 @@ from federation.run_config import RunConfig
 from finetuning.model.checkpoint import client_parameters
 from finetuning.model.names import TINY, resolve
 
-# Measured with ``tiny``: memory of an actor in addition to the model's weights, and that of
-# SuperLink, Ray and ServerApp together.
+# Measured with ``tiny``: memory of an actor without the model's weights, and total memory of
+# SuperLink, Ray and ServerApp.
 _ACTOR_BYTES = 400 * 2**20
 _REST_BYTES = 3 * 2**30
-# Flower 1.41 passes messages to actors in a ThreadPoolExecutor of Python's default size.
+# Flower 1.41 passes messages to actors from a ThreadPoolExecutor with the default size.
 _MORE_THAN_CORES, _MAX_AT_ONCE = 4, 32
 
 
@@ -40,17 +40,17 @@ def this_machine() -> Machine:
     """Return the cores, the available memory and the GPUs of this machine."""
     import torch
 
-    count = getattr(os, "process_cpu_count", os.cpu_count)  # the first from Python 3.13 on
+    count = getattr(os, "process_cpu_count", os.cpu_count)  # process_cpu_count requires Python 3.13
     memory = psutil.virtual_memory().available
     return Machine(count() or 1, memory, torch.cuda.device_count())
 
 
 def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
-    """Return the number of actors of a simulation.
+    """Return the number of actors in a simulation.
 
-    Clients that need not train at once take turns on as many actors as cores and memory allow, and
-    on one for each GPU if there are GPUs. FedJudge's have an actor each if there are fewer than two
-    for each core: in turns, cores would be idle during the last one.
+    If clients need not train concurrently, they take turns on the actors: one per GPU if there are
+    GPUs, else as many as cores and memory allow. Except for fl-glm, each client gets its own actor
+    if there are fewer than two clients per core, since cores would be idle in the last turn.
 
     Args:
         config: Configuration of the run.
@@ -58,7 +58,7 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
         machine: Cores and memory of the machine.
 
     Raises:
-        UserError: All clients must train at once, and the machine has no room for them; or the
+        UserError: All clients must train concurrently and exceed the machine's capacity, or the
             model can't be downloaded.
 
     """
@@ -84,9 +84,9 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
 
 
 def gpus_of_each(actors: int, gpus: int) -> float:
-    """Return how many GPUs each actor is given: one, or a share of one if there are more actors.
+    """Return the number of GPUs per actor: one, or a fraction if there are more actors than GPUs.
 
-    Ray gives an actor no part of a second GPU. It counts in units of 0.0001.
+    Ray can't give an actor fractions of two GPUs. Its smallest fraction is 0.0001.
     """
     if not gpus:
         return 0.0
@@ -94,21 +94,21 @@ def gpus_of_each(actors: int, gpus: int) -> float:
 
 
 def _all_at_once(config: RunConfig) -> bool:
-    """Whether clients wait for each other within a round."""
+    """Return whether clients must train concurrently, since they wait for each other."""
     split = config.split
     averages = split.schedule == "hierarchical" and split.average_every > 0
     return config.strategy == "fl-glm" and (split.schedule == "client-batch" or averages)
 
 
 def _weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of a client's frozen weights; those of ``tiny`` are not worth counting."""
+    """Return the bytes of a client's frozen weights; those of ``tiny`` are negligible."""
     if config.model.name == TINY:
         return 0
     from finetuning.model.base_model import fetch
 
     name = resolve(config.model.name)
     path = Path(name).expanduser()
-    # The run would download it too, but several actors at once.
+    # Download it now; otherwise several actors of the run would download it concurrently.
     checkpoint = path if path.is_absolute() else fetch(name)
     split = config.strategy == "fl-glm"
     blocks = config.split.head_blocks + config.split.tail_blocks if split else None

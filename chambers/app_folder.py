@@ -1,11 +1,11 @@
-"""The app that Flower runs, and the presets, from a checkout or from the installed package."""
+"""Locate the app's files and the presets, in a checkout or in the installed package."""
 
 import shutil
 from pathlib import Path
 
 _PACKAGES = Path(__file__).resolve().parent.parent
 _INSTALLED = Path(__file__).resolve().with_name("data")
-# A wheel has the files from the checkout's root that it needs in a folder of this package.
+# In a wheel, required files from the root of the checkout are in a folder of this package.
 _ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGES
 _APP = ("server_app", "client_app", "strategies", "federation", "split", "finetuning")
 
@@ -14,9 +14,9 @@ _PRESETS = _ROOT / "presets"
 
 
 def app_files() -> dict[str, Path]:
-    """Return the app's files, by their paths in a release.
+    """Return the app's files, keyed by their paths in a release.
 
-    A checkout and the package that is installed from it give the same release.
+    A checkout and a package installed from it give the same release.
     """
     files = {name: _ROOT / name for name in ("pyproject.toml", "LICENSE")}
     for package in _APP:
@@ -27,7 +27,7 @@ def app_files() -> dict[str, Path]:
 
 
 def write_app(folder: Path) -> Path:
-    """Copy the app into a new folder, for ``flwr run``; return the folder."""
+    """Copy the app into a new folder for ``flwr run``, and return the folder."""
     for name, path in app_files().items():
         copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -36,6 +36,6 @@ def write_app(folder: Path) -> Path:
 
 
 def presets() -> dict[str, Path]:
-    """Return the files of the presets, by name, such as ``demo`` or ``baselines/center``."""
+    """Return the preset files, keyed by names such as ``demo`` or ``baselines/center``."""
     files = sorted(_PRESETS.rglob("*.toml"))
     return {path.relative_to(_PRESETS).with_suffix("").as_posix(): path for path in files}

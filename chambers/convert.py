@@ -1,4 +1,4 @@
-"""``chambers convert``: a checkpoint that needs remote code, as one that needs none."""
+"""``chambers convert``: convert a checkpoint so that it needs no remote code."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ class Convert:
     ] = None
 
     def __call__(self) -> int:
-        """Convert."""
+        """Convert the checkpoint."""
         target = self.target.expanduser()
         if target.exists():
             raise CommandError(f"{target} exists; name a folder that doesn't")
@@ -58,7 +58,7 @@ class Convert:
 
 
 def _fetch(name: str) -> Path:
-    """Download a checkpoint's files: weights in PyTorch's format only if there are no others."""
+    """Download a checkpoint; weights in PyTorch's format only if there is no other format."""
     from finetuning.model.base_model import BaseModelError, fetch
 
     common = ("*.json", "tokenizer.model", "LICENSE*", "MODEL_LICENSE*", "NOTICE*", "*.pdf")

@@ -1,4 +1,4 @@
-"""Free space, and who fills the coordinator's disk, from the log of its proxy."""
+"""Free disk space, and the largest sender to the coordinator according to the proxy's log."""
 
 import ipaddress
 import re
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import psutil
 
-# Adapters and optimizer states of two rounds, checkpoints, and the SuperLink's messages.
+# Sufficient for adapters and optimizer states of two rounds, checkpoints, and stored messages.
 MIN_FREE_GIB = 5.0
-# In the coordinator's folder.
+# Path relative to the coordinator's folder.
 DATABASE = Path("database")
 ACCESS_LOG = Path("proxy") / "access.log"
 _PERIOD_SECONDS = 3600.0
-# Of the log's end; about 45,000 requests.
+# Size of the part of the log to read, at its end; about 45,000 requests.
 _MAX_BYTES = 4 * 2**20
-# A request that the SuperLink has accepted, as nginx.conf writes it. Those of others are refused.
+# An accepted request, in the format set in nginx.conf; unregistered senders get another status.
 _LINE = re.compile(
     rb"([0-9a-f.:]{2,45}) \[(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d)\] "
     rb'"POST /v1/fleet/[a-z-]+" 200 (\d{1,12}) \d+ [\d.]+\n'
@@ -25,7 +25,7 @@ _LINE = re.compile(
 
 
 def existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above that exists."""
+    """Return the path if it is a folder, else its nearest existing parent folder."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
@@ -33,16 +33,16 @@ def free_gib(folder: Path) -> float:
     """Return the free space of a folder's file system in GiB.
 
     Raises:
-        OSError: The file system can't be asked.
+        OSError: The file system can't be queried.
 
     """
     return psutil.disk_usage(str(folder)).free / 2**30
 
 
 def top_sender(log: Path) -> str:
-    """Say which address has sent most to the SuperLink in the last hour.
+    """Describe which address sent the most data to the SuperLink in the last hour.
 
-    Of a long log only the end is read, and the period is as much shorter.
+    Only the end of a long log is read, so that the period may be shorter.
 
     Raises:
         OSError: The log can't be read.

@@ -1,4 +1,4 @@
-"""The errors that end a command which can't be carried out."""
+"""Errors that end a command."""
 
 from finetuning.errors import UserError
 
@@ -8,6 +8,6 @@ class CommandError(UserError):
 
 
 def described(error: OSError) -> str:
-    """Return the file and the system's reason, or the error's own text if it has no reason."""
+    """Return the file and the reason of an error, or the text of the error if it has no reason."""
     reason = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {reason}" if error.filename else reason

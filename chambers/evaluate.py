@@ -1,4 +1,4 @@
-"""``chambers evaluate``: scores of models on tasks, whole or split with a block server."""
+"""``chambers evaluate``: score whole or split models on tasks."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ class Evaluate(BaseModelOptions):
     """Score models on tasks.
 
     MODEL_OR_RUN is a base model (a Hugging Face id or a folder), the folder of an exported adapter,
-    or that of a run, whose global adapter is scored. The bare base model and the most frequent
-    answer are scored beside them:
+    or the folder of a run, whose global adapter is scored. For comparison, the base model and the
+    most frequent answer are scored too:
 
     \b
       chambers evaluate --tasks boolq,cb --data /data/superglue runs/2026-01-31_12-00-00_fl-glm
@@ -44,8 +44,8 @@ class Evaluate(BaseModelOptions):
     \b
       chambers evaluate --tasks cb --data … --invitation court.json runs/…/adapters/global
 
-    The data's folder has one folder for each task, such as BoolQ, with the file that is scored,
-    such as val.jsonl. A table is written to standard output.
+    The data folder contains a folder for each task, such as BoolQ, with the file to score, such as
+    val.jsonl. A table is written to standard output.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     models: Annotated[
@@ -104,7 +104,7 @@ class Evaluate(BaseModelOptions):
     output: Annotated[Path | None, option("Write the scores to this file.", "F.json")] = None
 
     def __call__(self) -> int:
-        """Score."""
+        """Score the models."""
         chosen = self._tasks()
         encoder = self._encoder()
         named = [self._named(text) for text in self.models or [""]]
@@ -112,7 +112,7 @@ class Evaluate(BaseModelOptions):
         from chambers.models import find
         from chambers.task_scores import Scored, measure, render
 
-        # SIGTERM and SIGHUP must delete the copies of rows too, as Ctrl-C does.
+        # Copies of rows must be deleted on SIGTERM and SIGHUP too, as on Ctrl-C.
         interrupt_at_end()
         with self._harness() as harness:
             sources: dict[str, Source] = {}
@@ -134,7 +134,7 @@ class Evaluate(BaseModelOptions):
             try:
                 measure(sources, scored, scores)
             finally:
-                # Also if it was interrupted: what has been scored is kept.
+                # Keep the scores computed so far, even after an interruption.
                 if scores:
                     render(scores)
                 if scores and self.output:
@@ -199,7 +199,7 @@ class Evaluate(BaseModelOptions):
             yield names, manager
 
     def _named(self, text: str) -> AdapterOptions:
-        """Return the base model and adapter that a word of the command line names."""
+        """Return the base model and adapter named by a command-line argument."""
         folder = Path(text).expanduser()
         adapter: Path | None = None
         if text and (folder / "adapter_config.json").is_file():
@@ -256,7 +256,7 @@ class Evaluate(BaseModelOptions):
 
 
 def _name_of(settings: ModelSettings, sources: "dict[str, Source]") -> str:
-    """Return a base model's name, with its precision if another run has it with another one."""
+    """Return a base model's name, with its precision if another precision is scored too."""
     other = sources.get(settings.name)
     if other is None or other.settings == settings:
         return settings.name

@@ -1,4 +1,4 @@
-"""``chambers generate``: text from a model, whole on this machine or split with a block server."""
+"""``chambers generate``: generate text with a whole or a split model."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from finetuning.files import filling
 if TYPE_CHECKING:
     from chambers.models import Source
 
-# Prompts that are sorted by length together; their texts are also written together.
+# Number of batches whose prompts are sorted by length, and whose texts are written, together.
 _BATCHES_AT_ONCE = 8
 
 
@@ -39,9 +39,9 @@ class Generate(AdapterOptions):
     \b
       chambers generate --invitation court.json --adapter … "Is the contract void?"
 
-    Without PROMPT and --file, each line of standard input is a prompt. The model sees prompts in
-    the same form as in training. Nothing but the texts is written to standard output, in the order
-    of the prompts.
+    Without PROMPT and --file, each line of standard input is a prompt. Prompts are formatted in the
+    same way as in training. Only the texts are written to standard output, in the order of the
+    prompts.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     prompts: Annotated[
@@ -75,7 +75,7 @@ class Generate(AdapterOptions):
     batch_size: Annotated[int, option("Number of prompts at once; default 8.", "N")] = 8
 
     def __call__(self) -> int:
-        """Generate."""
+        """Generate the texts."""
         self._check()
         rows = self._rows()
         from chambers.models import find, opened
@@ -141,7 +141,7 @@ class Generate(AdapterOptions):
     def _texts(
         self, model: Any, tokenizer: Any, prompts: Sequence[Any], source: "Source"
     ) -> Iterator[str]:
-        """Generate in batches of similar length, and yield the texts in the prompts' order."""
+        """Generate in batches of similar length; yield the texts in the order of the prompts."""
         from finetuning.evaluation.generation import generate_texts, sampling
         from finetuning.progress import progress_bar
         from finetuning.randomness import derive_seed, set_seed
@@ -169,11 +169,11 @@ class Generate(AdapterOptions):
 def _refuse_too_long(
     rows: Sequence[Row], lengths: Sequence[int], source: "Source", new: int
 ) -> None:
-    """Refuse prompts that don't fit, before anything large is loaded.
+    """Check the lengths of prompts before loading the model.
 
     Raises:
-        BaseModelError: The base model has fewer positions.
-        CommandError: The block server's limits are lower.
+        BaseModelError: A prompt exceeds the positions of the base model.
+        CommandError: A prompt exceeds the block server's limits.
 
     """
     from finetuning.model.positions import check_positions
@@ -200,7 +200,7 @@ def _open_output(file: Path | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        # A field may have half of a surrogate pair, which JSON escapes in the same way.
+        # Text may contain unpaired surrogates; backslashreplace escapes them as JSON does.
         stream = file.open("w", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise CommandError(f"--output {file} can't be written: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""The file with an invitation to a served model."""
+"""Files with invitations to a served model."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +11,7 @@ from split.protocol.standing_invitation import StandingInvitation
 
 
 def write_invitation(invitation: StandingInvitation, file: Path) -> None:
-    """Write an invitation to a file that only the user can read; an older file is replaced.
+    """Write an invitation to a file that only the user can read; replace an existing file.
 
     Raises:
         CommandError: The file can't be written.
@@ -28,7 +28,7 @@ def read_invitation(file: Path) -> StandingInvitation:
     """Read an invitation.
 
     Raises:
-        CommandError: The file can't be read, isn't an invitation, or the invitation has expired.
+        CommandError: The file can't be read or is not an invitation, or the invitation expired.
 
     """
     try:

@@ -1,4 +1,4 @@
-"""A model with head and tail on this machine, and the middle blocks at a block server."""
+"""A split model with local head and tail, and the middle blocks at a block server."""
 
 import sys
 import time
@@ -29,24 +29,24 @@ from split.protocol.frames import Limits
 from split.protocol.standing_invitation import StandingInvitation
 
 _BUSY_SECONDS = 60.0
-# How long somebody at a terminal waits to hear that there is no server, and, when all texts have
-# arrived, for the server's confirmation.
+# Timeout for reaching the server, and for its final confirmation after all texts have arrived;
+# short, since a user may be waiting at a terminal.
 _PATIENCE_SECONDS = 5.0
 
 Result = TypeVar("Result")
 
 
 class LaneModel:
-    """Generates text and computes candidate answers through a lane.
+    """Generates text and scores candidate answers through a lane.
 
-    A slow reader of the texts delays the next batch, so the server may have closed the lane as
-    silent. Then another one is opened, and the batch is computed again.
+    If the consumer of the texts is slow, the server may close the idle lane before the next batch.
+    The model then opens a new lane and repeats the batch.
 
     Args:
         client_parts: Head and tail, with their adapters attached.
         invitation: Invitation to the block server.
-        chosen: The server's name for the model.
-        adapters: Adapters of head and tail; None for none.
+        chosen: Name of the model at the server.
+        adapters: Adapters of head and tail, or None.
 
     Raises:
         CommandError: No server answers at the address.
@@ -79,12 +79,12 @@ class LaneModel:
 
     @property
     def end_tokens(self) -> list[int]:
-        """Tokens at which the checkpoint ends a text."""
+        """Ids of the tokens that end a text."""
         return self._model.end_tokens
 
     @property
     def columns_before(self) -> int:
-        """Prefix positions before each row's tokens."""
+        """Number of prefix positions before the tokens of each row."""
         return self._model.columns_before
 
     def generate(
@@ -94,31 +94,31 @@ class LaneModel:
         return self._attempt(lambda: self._model.generate(tokens, mask, new_tokens, **settings))
 
     def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute candidate answers; see ``finetuning.model.whole_model.WholeModel``."""
+        """Score candidate answers; see ``finetuning.model.whole_model.WholeModel``."""
         return self._attempt(lambda: self._model.log_probabilities(batch))
 
     def end(self) -> None:
         """End the evaluation at the server.
 
         Raises:
-            LaneError: The lane has ended, or the server has not confirmed it within seconds.
+            LaneError: The lane has ended, or the server's confirmation timed out.
 
         """
         self._model.end(until=time.monotonic() + _PATIENCE_SECONDS)
 
     def close(self) -> None:
-        """Close the lane, after an error too."""
+        """Close the lane; this is allowed after an error."""
         self._lane.close()
 
     def _attempt(self, compute: Callable[[], Result]) -> Result:
-        """Compute a batch, a second time through another lane if the server has closed this one."""
+        """Compute a batch; if the server closed the lane, open a new one and retry once."""
         try:
             return compute()
         except LaneClosedError as error:
             print(f"{error}; opening another", file=sys.stderr)
         self._lane.close()
         self._open()
-        # Draw the same random numbers again: each batch begins with a seed.
+        # Reset the generator to the seed of the batch, to draw the same random numbers again.
         torch.manual_seed(torch.initial_seed())
         return compute()
 
@@ -156,7 +156,7 @@ class LaneModel:
 
 
 def explained(error: LaneError, invitation: StandingInvitation) -> CommandError:
-    """Explain an error of a lane to the owner of an invitation."""
+    """Convert an error of a lane to an explanation for the owner of the invitation."""
     reason = str(error)
     new = "ask the coordinator for a new one"
     if isinstance(error, LaneDeadlineError) or invitation.expires <= datetime.now(UTC):

@@ -1,4 +1,4 @@
-"""Models to use: whole on this machine, or with the middle blocks at a block server."""
+"""Find and load models, either whole or with the middle blocks at a block server."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,15 +35,15 @@ _NO_LIMIT = 2**31
 
 @dataclass(frozen=True)
 class Source:
-    """A model before its weights are read.
+    """A model whose weights have not been loaded yet.
 
     Attributes:
-        settings: The base model, and how it is loaded.
-        directory: Directory of the base model, or of those of its files that are needed here.
+        settings: The base model, and how to load it.
+        directory: Directory of the base model, or of the client's part of it.
         adapter: The adapter; None for the base model alone.
-        invitation: Invitation to a block server; None if the whole model is here.
-        chosen: The server's name for the model.
-        client_adapter: The head's and tail's part of the adapter, if there is one.
+        invitation: Invitation to a block server; None for a whole model.
+        chosen: Name of the model at the server.
+        client_adapter: The part of the adapter for head and tail, if there is an adapter.
 
     """
 
@@ -56,12 +56,12 @@ class Source:
 
     @property
     def columns_before(self) -> int:
-        """Positions that a prefix takes before each row's tokens."""
+        """Number of prefix positions before the tokens of each row."""
         return self.adapter.settings.columns_before if self.adapter else 0
 
     @property
     def bare(self) -> "Source":
-        """The same without an adapter."""
+        """The same source without an adapter."""
         return replace(self, adapter=None, chosen="base", client_adapter=None)
 
     @property
@@ -71,19 +71,19 @@ class Source:
 
     @property
     def max_prompt_length(self) -> int:
-        """Tokens that a prompt may have."""
+        """Maximum number of tokens in a prompt."""
         return self.invitation.max_prompt_length if self.invitation else _NO_LIMIT
 
 
 def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
-    """Find what the options name, and check that the parts belong together.
+    """Find the model named by the options, and check that its parts are compatible.
 
     Args:
         options: Base model and adapter.
-        invitation_file: Invitation to a block server; None if the whole model is here.
+        invitation_file: Invitation to a block server; None for a whole model.
 
     Raises:
-        UserError: Something is missing, or does not belong to the rest.
+        UserError: A part is missing, or incompatible with the others.
 
     """
     adapter = open_adapter(options.adapter) if options.adapter else None
@@ -173,7 +173,7 @@ def _whole(source: Source) -> WholeModel:
         loadable = reference(source.settings.name, source.directory)
         model = attach_adapter(base.model, source.adapter.settings, loadable)
         load_adapter(model, source.adapter.state)
-    except ValueError as error:  # BaseModelError among them
+    except ValueError as error:  # includes BaseModelError
         where = f"the adapter in {source.adapter.directory}" if source.adapter else "it"
         raise CommandError(
             f"the base model {source.settings.name} can't be used, or {where} is for another base "

@@ -1,4 +1,4 @@
-"""A run's events as lines of text, for output that isn't a terminal."""
+"""Convert the events of a run to lines of text, for output that isn't a terminal."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
@@ -8,17 +8,17 @@ from federation.answers import MODELS
 from federation.run_folder import Event
 from split.protocol.errors import printable
 
-# Losses of more clients are averaged.
+# Maximum number of clients to list; for more clients, show mean losses.
 _MAX_NAMED = 4
-_MAX_CHARACTERS = 200  # of a reason for leaving a client out
+_MAX_CHARACTERS = 200  # maximum length of a reason for leaving out a client
 
-Losses = Mapping[str, Sequence[float]]  # a client's losses, of one model or several
+Losses = Mapping[str, Sequence[float]]  # losses of one or more models, by client
 
 
 def run_lines(config: Mapping[str, Any], events: Sequence[Event]) -> Iterator[str]:
-    """Yield a line for each training and each evaluation that is over.
+    """Yield a line for each finished training round and evaluation.
 
-    More events only add lines at the end, so that each can be printed as it comes.
+    Further events only append lines, so lines can be printed while a run continues.
     """
     by_round: dict[int, list[Event]] = {}
     for event in events:
@@ -31,7 +31,7 @@ def run_lines(config: Mapping[str, Any], events: Sequence[Event]) -> Iterator[st
             yield f"{name}: not registered: {_reasons(event)}"
         if event["event"] == "round":
             trained = [e for e in own if e["event"] == "train"]
-            # The events of the participants follow that of the round.
+            # The event of a round comes before the events of its participants.
             if {e["client"] for e in trained} >= set(event.get("participants", [])):
                 yield _line(f"{name}: trained", event, _trained(trained), _reasons(event))
         if event["event"] == "evaluation":

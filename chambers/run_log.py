@@ -1,4 +1,4 @@
-"""The log of a run in simulation: what Flower, Ray, the ServerApp and the clients print."""
+"""The log of a simulated run: the output of Flower, Ray, the ServerApp and the clients."""
 
 import re
 import shutil
@@ -13,13 +13,13 @@ _COLOUR = re.compile(rb"\x1b\[\d+m")
 
 
 class RunLog:
-    """A log file that moves into the run's folder once there is one.
+    """A log file that is moved to the run's folder when that folder exists.
 
-    A full disk must not end the run: what can't be written is dropped.
+    Output is dropped if the disk is full, so that the run continues.
 
     Args:
-        path: Where the log begins.
-        echo: Whether to print everything too.
+        path: Initial path of the log.
+        echo: Whether to print the output too.
 
     Attributes:
         path: The current file.
@@ -46,7 +46,7 @@ class RunLog:
         self._file.close()
 
     def write(self, text: bytes) -> None:
-        """Append to the log."""
+        """Append text to the log."""
         with self._lock, suppress(OSError):
             self._file.write(_COLOUR.sub(b"", text))
         if self._echo:
@@ -54,7 +54,7 @@ class RunLog:
             sys.stdout.buffer.flush()
 
     def move_to(self, path: Path) -> None:
-        """Go on in another file, after what that has: a run that is resumed has a log already."""
+        """Append the log to another file, such as that of a resumed run, and continue there."""
         if path == self.path:
             return
         with self._lock, suppress(OSError):

@@ -1,4 +1,4 @@
-"""Status of a run from the files in its folder, and its output on a terminal."""
+"""Read the status of a run from the files in its folder, and format it for a terminal."""
 
 import json
 import time
@@ -22,18 +22,18 @@ from split.protocol.errors import printable
 
 @dataclass(frozen=True)
 class Seen:
-    """A run as its folder shows it.
+    """The state of a run, read from its folder.
 
     Attributes:
         directory: The run's folder.
-        config: Its configuration.
-        status: Its current phase.
+        config: The run's configuration.
+        status: The contents of ``status.json``.
         events: Lines of ``metrics.jsonl``.
         is_running: Whether a process on this machine writes to the folder.
         checkpoint: The newest checkpoint, if there is one.
-        now: Time of the look, in seconds since the epoch.
-        space: Free space of the run's folder, and of the SuperLink's database if it is known.
-        sender: Which address sends most to the coordinator; empty if it is not known.
+        now: Time of reading, in seconds since the epoch.
+        space: Free space for the run's folder and, if known, for the SuperLink's database.
+        sender: Address that sends the most data to the coordinator; empty if unknown.
 
     """
 
@@ -49,7 +49,7 @@ class Seen:
 
     @property
     def exit_status(self) -> int:
-        """1 if the run has ended without being completed, else 0."""
+        """Exit status of ``chambers status``: 1 if the run ended but is not completed, else 0."""
         return 0 if self.is_running or self.status.phase == "completed" else 1
 
     @property
@@ -59,14 +59,14 @@ class Seen:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimate of the time left; None if it isn't known."""
+        """Estimated remaining time in seconds; None if unknown."""
         if not self.works:
             return None
         return time_left(self.config, self.status, self.events, self.now)
 
     @property
     def works(self) -> bool:
-        """Whether clients are at work."""
+        """Whether the run is training or evaluating."""
         return self.is_running and self.status.phase in ("training", "evaluation")
 
 
@@ -75,7 +75,7 @@ def look(directory: Path, coordinator: Path | None = None) -> Seen:
 
     Args:
         directory: The run's folder.
-        coordinator: The folder of the coordinator, with the database and the proxy's log.
+        coordinator: The coordinator's folder, which contains the database and the proxy's log.
 
     Raises:
         OSError: A file can't be read.
@@ -85,7 +85,7 @@ def look(directory: Path, coordinator: Path | None = None) -> Seen:
     config = json.loads((directory / "config.json").read_bytes())
     if not (isinstance(config, dict) and {"strategy", "rounds"} <= config.keys()):
         raise ValueError("config.json is not that of a run")
-    # Before the status: a run that ends in between is then shown as ended, not as killed.
+    # Check this before reading the status: otherwise a run that ends in between would look killed.
     alive = is_running(directory)
     checkpoints = checkpoint_files(directory)
     disks = [directory, coordinator / DATABASE] if coordinator else [directory]
@@ -118,7 +118,7 @@ def _sender(log: Path) -> str:
 
 
 def render(seen: Seen) -> RenderableType:
-    """Return the lines and the table of clients."""
+    """Render the status as lines of text, followed by a table of the clients."""
     lines = Table.grid(padding=(0, 2))
     for heading, text in (
         ("Run", f"{seen.directory} ({seen.config['strategy']})"),
@@ -165,7 +165,7 @@ def _time_left(seen: Seen) -> str:
 
 
 def _evaluation(seen: Seen) -> str:
-    """Return the mean losses of the last evaluation, beside those of the base model."""
+    """Return the mean losses in the last evaluation, and those of the base model."""
     losses: dict[str, dict[str, float]] = {}
     last = 0
     for event in seen.events:
@@ -181,7 +181,7 @@ def _evaluation(seen: Seen) -> str:
 
 
 def _throughput(seen: Seen) -> str:
-    """Return tokens per second of the lanes that are open, else of the last round."""
+    """Return the tokens per second of open lanes or, without lanes, of the last round."""
     lanes, seconds = seen.status.lanes, seen.status.updated - seen.status.since
     if seen.works and lanes and seconds > 0:
         steps, tokens = sum(lane.steps for lane in lanes), sum(lane.tokens for lane in lanes)
@@ -206,9 +206,9 @@ def _checkpoint(seen: Seen) -> str:
 
 
 def _clients(seen: Seen) -> list[tuple[str, ...]]:
-    """Return each client's name, the last round's numbers, and what it does or why it is out."""
+    """Return each client's name, its last training results, and its state."""
     status, doing = seen.status, dict[str, str]()
-    reduced = set[str]()  # who was left out of their last round, or scaled down in it
+    reduced = set[str]()  # clients left out of or scaled down in the last round
     last: dict[str, Event] = {}
     for event in seen.events:
         if event["event"] == "train":
@@ -216,7 +216,7 @@ def _clients(seen: Seen) -> list[tuple[str, ...]]:
         if event["event"] == "scaled" and event["client"] in doing:
             doing[event["client"]] += f"; its {event['what']} counts × {event['factor']:.2g}"
             reduced.add(event["client"])
-        # Other events have clients' own metrics, which may be called anything.
+        # Skip other events: they contain metrics from clients, whose keys can have any name.
         if event["event"] not in {"round", "refused"}:
             continue
         for name in event.get("participants", []):
@@ -246,7 +246,7 @@ def _clients(seen: Seen) -> list[tuple[str, ...]]:
 
 
 def _progress(lane: LaneStatus, seen: Seen) -> str:
-    """Return the steps of a client's round, and the time that the others will take."""
+    """Return the number of steps done by a client, and the estimated remaining time."""
     steps = f", {lane.steps} of {lane.planned} steps"
     if not lane.steps or lane.steps >= lane.planned:
         return steps
@@ -256,14 +256,14 @@ def _progress(lane: LaneStatus, seen: Seen) -> str:
 
 
 def _without_progress(last: Event, phase: str) -> str:
-    """Return how long a client's last training took; its steps aren't known before it replies."""
+    """Return the duration of a client's last training, if its current steps are unknown."""
     if phase != "training" or not last.get("seconds"):
         return ""
     return f"; round {last['round']} took it {duration(last['seconds'])}"
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with its two largest units."""
+    """Format a duration with its two largest units."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"

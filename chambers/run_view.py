@@ -1,4 +1,4 @@
-"""Output of ``chambers train``: one live view on a terminal, else a few lines."""
+"""Output of ``chambers train``: a live view on a terminal, otherwise lines of text."""
 
 import sys
 import threading
@@ -17,13 +17,13 @@ from federation.run_folder import LOG, METRICS
 
 _PAUSE_SECONDS = 2.0
 
-# Displays the state of a run, read from its folder; None before it exists.
+# Function that displays the state of a run; None before the run's folder exists.
 Show = Callable[[Seen | None], None]
 
 
 @contextmanager
 def live_view(console: Console | None = None) -> Iterator[Show]:
-    """Show the view of ``chambers status``, refreshed in place and erased at the end."""
+    """Show the output of ``chambers status``, updated in place and erased at the end."""
     started = time.monotonic()
     console = console or Console(markup=False, emoji=False, highlight=False)
 
@@ -38,20 +38,20 @@ def live_view(console: Console | None = None) -> Iterator[Show]:
 
 
 class Lines:
-    """Prints a line for each training and each evaluation that is over."""
+    """Prints a line for each finished training round and evaluation."""
 
     def __init__(self) -> None:
         self._printed: int | None = None
         print("starting Flower and loading the base model", file=sys.stderr)
 
     def __call__(self, seen: Seen | None) -> None:
-        """Print the lines that are new."""
+        """Print new lines."""
         if seen is None or not seen.events:
             return
         lines = list(run_lines(seen.config, seen.events))
         if self._printed is None:
             print(f"results and {LOG}: {seen.directory}", flush=True)
-            # A run that is resumed has lines from before.
+            # Skip the lines of a resumed run that were printed before.
             self._printed = len(lines) if seen.config.get("resume") else 0
         new, self._printed = lines[self._printed :], len(lines)
         if new and seen.seconds_left:
@@ -62,12 +62,12 @@ class Lines:
 
 @contextmanager
 def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
-    """Show a run while the block is executed, and move its log into its folder.
+    """Display a run within the context, and move its log to the run's folder.
 
     Args:
-        link: Where the ServerApp links to the run's folder.
+        link: Path at which the ServerApp creates a link to the run's folder.
         log: The run's log.
-        show: Shows the run.
+        show: Displays the run.
 
     """
     ended = threading.Event()
@@ -87,13 +87,13 @@ def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
 
 
 def _follow(link: Path, log: RunLog, show: Show) -> None:
-    # The ServerApp writes to the folder at the same time; the next look may succeed.
+    # Ignore errors, since the ServerApp may be writing to the folder; the next attempt may succeed.
     with suppress(OSError, ValueError):
         if not link.is_dir():
             show(None)
             return
         directory = link.resolve()
-        # Before it has metrics, the run may still be refused, and its folder deleted.
+        # Before metrics are written, the run may still be refused, and its folder deleted.
         if (directory / METRICS).exists():
             log.move_to(directory / LOG)
         show(look(directory))

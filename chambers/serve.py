@@ -1,4 +1,4 @@
-"""``chambers serve``: a block server through which invited institutions use a model."""
+"""``chambers serve``: serve a model to invited institutions through a block server."""
 
 import signal
 import sys
@@ -27,7 +27,7 @@ _MAX_DAYS = 3650
 class Serve(AdapterOptions):
     """Serve the middle blocks of a trained model.
 
-    Institutions hold the first and the last blocks, and generate text with all of them:
+    Institutions have the first and the last blocks, and generate text with the whole model:
 
     \b
       chambers serve runs/2026-01-31_12-00-00_fl-glm --listen 10.0.0.5:8900 --clients court,hospital
@@ -35,8 +35,8 @@ class Serve(AdapterOptions):
     RUN_FOLDER contains a run's results: its global adapter and the clients' personalised ones.
     Without it, --adapter names the global adapter, or --model the base model alone.
 
-    For each client an invitation is written, a file for: chambers generate --invitation. It opens
-    any number of lanes in the client's name until it expires or the server ends, so send it
+    For each client, an invitation file is written, to be used with chambers generate --invitation.
+    The file gives access in the client's name until it expires or the server ends, so send it
     confidentially. Restarting the server revokes all invitations. Lanes are always encrypted. The
     server runs until it is interrupted.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
@@ -133,10 +133,10 @@ class Serve(AdapterOptions):
         return 0
 
     def find(self) -> "Served":
-        """Find the models that the options name.
+        """Find the models named by the options.
 
         Raises:
-            CommandError: Something is missing, or does not belong to the rest.
+            CommandError: A part is missing, or incompatible with the others.
 
         """
         from chambers.serving import find
@@ -180,7 +180,7 @@ class Serve(AdapterOptions):
         """Return the names of the clients to invite.
 
         Raises:
-            CommandError: There are no such clients.
+            CommandError: There are no clients to invite.
 
         """
         named = [name.strip() for name in self.clients.split(",") if name.strip()]
@@ -190,7 +190,7 @@ class Serve(AdapterOptions):
         return list(dict.fromkeys(clients))
 
     def split(self, config: Mapping[str, Any]) -> SplitSettings:
-        """Return addresses, partition and limits: those of the options, else of the run's config.
+        """Return addresses, partition and limits from the options or, by default, the run config.
 
         Raises:
             CommandError: An option has an invalid value.

@@ -1,4 +1,4 @@
-"""The models that ``chambers serve`` serves, and its server."""
+"""The models and the server of ``chambers serve``."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,14 +32,14 @@ class Served:
     """The models to serve.
 
     Attributes:
-        settings: The base model, and how it is loaded.
-        split: Addresses, partition, wire type, and tokens held at once.
+        settings: The base model, and how to load it.
+        split: Addresses, partition, wire type, and limit of tokens in memory.
         partition: Number of blocks of each party.
-        directory: Directory of the base model, or of those of its files that are needed here.
+        directory: Directory of the base model, or of the server's part of it.
         adapter: Kind and scale of all adapters.
-        models: For each client, the body's adapters by the name of the model; None for no adapter.
+        models: By client and model name, the adapter of the body; None for no adapter.
         folder: Folder for the invitations.
-        max_prompt_length: Tokens of the longest prompt.
+        max_prompt_length: Maximum number of tokens in a prompt.
 
     """
 
@@ -64,20 +64,20 @@ def find(
     folder: Path,
     max_prompt_length: int,
 ) -> Served:
-    """Find the parts of the models to serve, and check that they belong together.
+    """Find the parts of the models to serve, and check that they are compatible.
 
     Args:
-        run: The run that the adapters come from, if it is known.
+        run: The run that trained the adapters, if known.
         personalised: Whether to serve the run's personalised adapters too.
         adapter: The adapter that all clients may use; None for the base model alone.
         settings: The base model.
         split: Addresses, partition and limits.
         clients: Names of the clients to invite.
         folder: Folder for the invitations.
-        max_prompt_length: Tokens of the longest prompt.
+        max_prompt_length: Maximum number of tokens in a prompt.
 
     Raises:
-        UserError: Something is missing, or does not belong to the rest.
+        UserError: A part is missing, or incompatible with the others.
 
     """
     for name in clients:
@@ -124,11 +124,11 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
         lifetime: Seconds until the invitations expire.
 
     Yields:
-        The address, and the invitations' files by client.
+        The address, and the invitation files by client.
 
     Raises:
-        UserError: The body can't be loaded, the address can't be listened on, or an invitation
-            can't be written.
+        UserError: The body can't be loaded, the server can't listen on the address, or an
+            invitation can't be written.
 
     """
     try:
@@ -141,7 +141,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
             devices=devices,
         )
     except BaseModelError as error:
-        # The devices may differ from those that the model was trained on.
+        # Here the devices are set by an option, since they may differ from those used in training.
         reason = str(error).replace("split.body-devices", "--body-devices")
         raise CommandError(reason) from error
     except OSError as error:
@@ -166,7 +166,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
 
 
 def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, Path]:
-    """Write the invitations."""
+    """Write the invitations; return the files by client."""
     digests = fingerprint(served.directory)
     theirs = tensors_of(served.directory, served.partition, ("head", "tail"))
     needed = {name: digests[name] for name in {*PARTIES_SHARE, *theirs} if name in digests}

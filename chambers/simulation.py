@@ -1,4 +1,4 @@
-"""A simulated run: its output, its log and its result."""
+"""Execute a simulated run: output, log and result."""
 
 import logging
 import sys
@@ -28,7 +28,7 @@ def simulate(
     results: Path,
     verbose: bool = False,
 ) -> int:
-    """Run the app in simulation, showing its progress, and end every process of it.
+    """Run the app in simulation and show its progress; end all processes of the run.
 
     Args:
         config: Settings that differ from the app's own run config.
@@ -36,19 +36,19 @@ def simulate(
         actors: Number of actors that the clients share.
         gpus: Number of GPUs that the actors share.
         home: Folder for Flower's own files of the run.
-        results: Folder for the log of a run that gets no folder of its own.
+        results: Folder for the log if the run has no folder.
         verbose: Whether to print the log too.
 
     Returns:
         The exit status: 0 if the run completed, 1 if it failed, 130 if it was interrupted.
 
     Raises:
-        CommandError: Flower's SuperLink could not be started, or asked.
+        CommandError: Flower's SuperLink could not be started or queried.
 
     """
-    # SIGTERM and SIGHUP must also end the processes of the run that are in other sessions.
+    # On SIGTERM and SIGHUP, also end the processes of the run, which are in other sessions.
     interrupt_at_end()
-    # Without a handler, warnings of this process go nowhere; those of others go to the log.
+    # Discard warnings of this process, since no handler is set; those of others go to the log.
     logging.captureWarnings(True)
     started = time.monotonic()
     with RunLog(home / LOG, echo=verbose) as log:
@@ -84,13 +84,13 @@ def simulate(
 
 
 def _folder(home: Path) -> Path | None:
-    """Return the run's folder; None if it has none, or was refused and has none any more."""
+    """Return the run's folder, or None if it doesn't exist or was deleted after a refusal."""
     link = home / RUN_LINK
     return link.resolve() if link.is_dir() else None
 
 
 def _print_summary(directory: Path) -> None:
-    """Print the tables of a completed run; in a log without the lines between them."""
+    """Print the tables of a completed run; omit blank lines if the output isn't a terminal."""
     with suppress(OSError):  # the disk was full
         lines = (directory / SUMMARY).read_text(encoding="utf-8").splitlines()
         wanted = ["", *lines] if sys.stdout.isatty() else filter(str.strip, lines)
@@ -98,7 +98,7 @@ def _print_summary(directory: Path) -> None:
 
 
 def _print_end(status: str, directory: Path | None, log: Path) -> None:
-    """Print why a run has not completed, how to continue it, and where its log is."""
+    """Print why a run did not complete, how to continue it, and the path of its log."""
     if status == _INTERRUPTED:
         print("interrupted; every process of the run has been ended", file=sys.stderr)
     else:

@@ -1,4 +1,4 @@
-"""The base model, adapter and run that a command uses, and the quick checks of them."""
+"""Options for the base model, adapter and run of a command, with fast checks."""
 
 import json
 import os
@@ -25,9 +25,9 @@ _SHOWN_NAMES = 3
 
 
 def option(description: str, metavar: str | None = None) -> Any:
-    """Declare an option; a default worth mentioning is in the description.
+    """Declare an option; the description mentions the default if it is relevant.
 
-    A path may begin with ``~``, which shells don't expand after ``--option=``.
+    In paths, ``~`` is expanded, since shells don't expand it after ``--option=``.
     """
     return typer.Option(help=description, metavar=metavar, show_default=False, callback=_expanded)
 
@@ -37,10 +37,10 @@ def _expanded(value: Any) -> Any:
 
 
 def check_output(file: Path) -> None:
-    """Check that ``--output`` can be written, before anything is computed.
+    """Check that the file of ``--output`` can be written, before any computation.
 
     Raises:
-        CommandError: It can't be.
+        CommandError: The file can't be written.
 
     """
     folder = file.absolute().parent
@@ -57,7 +57,7 @@ def check_output(file: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModelOptions:
-    """Options of each command that loads a base model."""
+    """Options of all commands that load a base model."""
 
     model: Annotated[
         str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_PATH")
@@ -77,12 +77,12 @@ class BaseModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions(BaseModelOptions):
-    """Options of each command that loads a base model with at most one adapter."""
+    """Options of all commands that load a base model with at most one adapter."""
 
     adapter: Annotated[Path | None, option("Folder of an exported adapter.", "FOLDER")] = None
 
     def check_folders(self) -> None:
-        """Check that the named folders exist, before heavy libraries are imported.
+        """Check that the given folders exist, before importing heavy libraries.
 
         Raises:
             UserError: A folder doesn't exist.
@@ -96,15 +96,15 @@ class AdapterOptions(BaseModelOptions):
     def settings(
         self, adapter: SavedAdapter | None, run: "RunFolder | None", offered: str = ""
     ) -> ModelSettings:
-        """Return the settings of the base model: those of the options, else of the run.
+        """Return the settings of the base model from the options or, by default, from the run.
 
         Args:
             adapter: The adapter to use.
-            run: The run that the adapter comes from.
-            offered: A name from another party.
+            run: The run that trained the adapter.
+            offered: Name of the base model according to another party.
 
         Raises:
-            CommandError: No base model is named, or it isn't on this machine.
+            CommandError: No base model is given, or it isn't on this machine.
 
         """
         config: Mapping[str, Any] = run.config if run else {}
@@ -112,7 +112,7 @@ class AdapterOptions(BaseModelOptions):
         names = [str(name) for name in ([self.model] if self.model else known) if name]
         if not names:
             raise CommandError("no base model is named: add --model NAME_OR_PATH")
-        # A folder that another party named need not be here; one's own adapter may name another.
+        # Skip folders that exist only at another party; the local adapter may name an existing one.
         name = next((name for name in names if not _is_missing(name)), names[0])
         if _is_missing(name):
             raise _no_base_model(name)
@@ -132,8 +132,8 @@ class RunFolder:
 
     Attributes:
         directory: Folder of the run, or of a client's state.
-        config: The resolved run config, values by dotted key.
-        digests: Digests of the base model's tensors, as far as they were there.
+        config: The resolved run config: values by dotted key.
+        digests: Digests of the base model's tensors that this party had.
 
     """
 
@@ -145,7 +145,7 @@ class RunFolder:
     def clients(self) -> list[str]:
         """Names of the clients that have personalised adapters."""
         folders = (self.directory / "adapters" / "clients").glob("*")
-        # Unfinished ones begin with a dot.
+        # Names of unfinished folders begin with a dot.
         return sorted(f.name for f in folders if f.is_dir() and not f.name.startswith("."))
 
 
@@ -169,7 +169,7 @@ def read_run(directory: Path) -> RunFolder:
 
 
 def find_run(adapter: SavedAdapter | None) -> RunFolder | None:
-    """Return the run whose folder, or client state, contains an adapter; None without one."""
+    """Return the run whose folder or client state contains an adapter, or None."""
     for folder in adapter.directory.resolve().parents if adapter else ():
         if folder.name == "adapters" and (folder.parent / _BASE).is_file():
             return read_run(folder.parent)
@@ -187,12 +187,12 @@ def open_adapter(directory: Path) -> SavedAdapter:
 
 
 def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what: str) -> None:
-    """Compare digests of base models, as far as both sides have them.
+    """Compare the digests of base models for the tensors that both sides have.
 
     Args:
-        own: Digests of the base model here.
-        expected: Digests of the base model that it must equal; empty digests are unknown.
-        what: Describes the expected base model in the error message.
+        own: Digests of the local base model.
+        expected: Digests of the expected base model; empty digests are unknown.
+        what: Description of the expected base model for the error message.
 
     Raises:
         CommandError: The base models differ.
@@ -212,7 +212,7 @@ def split_adapter(adapter: SavedAdapter, partition: "Partition") -> "dict[PartyN
     """Return each party's part of an adapter.
 
     Raises:
-        CommandError: The adapter is not for this base model.
+        CommandError: The adapter doesn't match the base model.
 
     """
     from split.model.adapters import take_apart

@@ -1,4 +1,4 @@
-"""``chambers status``: what a run is doing, from the files in its folder."""
+"""``chambers status``: show the status of a run from the files in its folder."""
 
 import time
 from dataclasses import dataclass
@@ -10,26 +10,26 @@ import typer
 from chambers.errors import CommandError
 from chambers.sources import option
 
-# Between two looks of --watch; a log would grow too fast with the first.
+# Intervals of --watch on a terminal and elsewhere; a log would grow too fast with the first.
 _TERMINAL_SECONDS = 2.0
 _LOG_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Status:
-    """Show what a run is doing.
+    """Show the status of a run.
 
-    This is the coordinator's view, from the files in the run's folder: whether the run is alive,
-    its round, throughput and time left, the last checkpoint, and for each client what it does or
-    why it is left out.
+    The status is read from the run's folder at the coordinator: whether the run is active, its
+    round, throughput and remaining time, the last checkpoint, and for each client its current
+    state, or why it is left out.
 
     \b
       chambers status runs/2026-01-31_12-00-00_fl-glm --watch
 
-    With --coordinator also the space that the SuperLink's database has left, and the address that
-    sends most to it.
+    With --coordinator, also show the free space for the SuperLink's database, and the address that
+    sends the most data to it.
 
-    The exit status is 0 if the run is alive or has completed, and 1 if it failed or was killed.
+    The exit status is 0 if the run is active or has completed, and 1 if it failed or was killed.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     run: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", show_default=False)]
@@ -41,7 +41,7 @@ class Status:
     def __call__(self) -> int:
         """Show the status once, or until the run ends."""
         directory = self.run.expanduser()
-        # Models and an institution's own state have a config.json too.
+        # Folders of models and of an institution's state also contain a config.json.
         for name in ("config.json", "versions.json"):
             if not (directory / name).is_file():
                 raise CommandError(f"{directory} is not the folder of a run: it has no {name}")

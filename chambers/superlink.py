@@ -1,4 +1,4 @@
-"""A run of the app on a separate SuperLink, which leaves no process behind."""
+"""Run the app on a private SuperLink, and end all of its processes afterwards."""
 
 import json
 import os
@@ -26,19 +26,19 @@ from federation.run_config import Scalar
 from federation.run_folder import LINK
 
 COMPLETED = "finished:completed"
-# In the FLWR_HOME of a SuperLink: a link to the folder of the run that it began last.
+# Link in the FLWR_HOME of a SuperLink to the folder of its most recent run.
 RUN_LINK = "run-folder"
 _FAILED = "Simulation failed with exception: "
-# Flower's status of a failed run whose reason is in the log only.
+# Status details of a failed run for which Flower reports the reason only in the log.
 _UNSAID = {"", "N/A", "An error was encountered. Ending simulation."}
 _CHAINED = re.compile(r"\n\n(?:The above exception was|During handling of the above)")
-# The last lines of the log, in which the reason is looked for.
+# Number of lines at the end of the log to search for the reason.
 _RECENT_LINES = 500
 _START_SECONDS = 120.0
 _END_SECONDS = 15.0
 _MARK = "CHAMBERS_SIMULATION"
 _COLOUR = re.compile(r"\x1b\[\d+m")
-# The beginning of a record in the log of Flower, or of uvicorn.
+# Start of a record in the log of Flower or uvicorn.
 _RECORD = re.compile(r"^(?:\S+ )?(DEBUG|INFO|WARNING|ERROR|CRITICAL) ?(?::|\[)", re.MULTILINE)
 
 
@@ -48,8 +48,8 @@ class SuperLink:
 
     Attributes:
         address: Host and port.
-        environment: Environment for commands that use the SuperLink and end with it.
-        log: File with its output.
+        environment: Environment for commands that use the SuperLink and are ended with it.
+        log: File with the output of the SuperLink.
 
     """
 
@@ -60,14 +60,14 @@ class SuperLink:
 
 @contextmanager
 def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]:
-    """Start a SuperLink on a free port of this machine, and end it with all its processes.
+    """Start a SuperLink on a free local port; on exit, end it and all its processes.
 
     Args:
         home: FLWR_HOME of the SuperLink; created if it doesn't exist.
-        simulated: Whether it simulates its SuperNodes; otherwise real ones connect to it.
+        simulated: Whether to simulate SuperNodes; otherwise real SuperNodes connect.
 
     Raises:
-        CommandError: It doesn't start; the message has the end of its log.
+        CommandError: The SuperLink doesn't start; the message contains the end of its log.
 
     """
     home.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # The library's own messages would appear between the lines of rounds.
+        # Messages of the library would appear in the output of the run.
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -99,7 +99,7 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         f"--port={port}",
     ]
     with log.open("wb") as output:
-        # In a separate session: Ctrl-C must reach only this process, which ends the others.
+        # Use a separate session, so that Ctrl-C reaches only this process, which ends the others.
         process = subprocess.Popen(
             command,
             env=environment,
@@ -124,23 +124,23 @@ def run_app(
     gpus: int = 0,
     write: Callable[[bytes], None] | None = None,
 ) -> str:
-    """Run the app, streaming its log.
+    """Run the app and stream its log.
 
     Args:
         app: Folder with the app's ``pyproject.toml``.
-        superlink: The SuperLink that runs it.
+        superlink: The SuperLink that runs the app.
         run_config: Settings that differ from the app's own run config.
-        supernodes: Number of simulated SuperNodes; None if they are real.
-        actors: Number of actors that these share; None for one each.
+        supernodes: Number of simulated SuperNodes; None for real SuperNodes.
+        actors: Number of actors that the simulated SuperNodes share; None for one each.
         gpus: Number of GPUs that the actors share.
-        write: Takes the log, line by line; None to print it.
+        write: Called with each line of the log; None to print it.
 
     Returns:
-        ``"finished:completed"``, or the status and, after a colon, the reason of a run that did not
-        complete.
+        ``"finished:completed"``, or the status of a run that did not complete, followed by a colon
+        and the reason.
 
     Raises:
-        CommandError: The SuperLink can't be asked how the run ended.
+        CommandError: The SuperLink doesn't report how the run ended.
 
     """
     config = Path(superlink.environment["FLWR_HOME"]) / "run-config.toml"
@@ -148,8 +148,8 @@ def run_app(
     command = ["flwr", "run", str(app), "--stream", "--run-config", str(config)]
     if supernodes is not None:
         actors = actors or supernodes
-        # One actor per CPU that Ray is told of. By default Flower gives each client 2 CPUs, and
-        # hides the GPUs from all.
+        # Ray starts one actor per CPU, so set the number of CPUs to that of the actors. By
+        # default, Flower assigns 2 CPUs to each client, and hides all GPUs.
         command += [
             "--federation-config",
             f"num-supernodes={supernodes} client-resources-num-cpus=1 "
@@ -182,10 +182,10 @@ def _print(line: bytes) -> None:
 
 
 def _status(superlink: SuperLink, log: str) -> str:
-    """Ask for the run's status; the exit status of ``flwr run --stream`` doesn't show it."""
+    """Query the run's status, which ``flwr run --stream`` doesn't return as its exit status."""
     listing = subprocess.run(
         ["flwr", "ls", "--format", "json"],
-        # Without colours, which FORCE_COLOR asks for in a notebook.
+        # Disable colours: notebooks set FORCE_COLOR.
         env=superlink.environment | {"FORCE_COLOR": ""},
         check=False,
         capture_output=True,
@@ -207,7 +207,7 @@ def _status(superlink: SuperLink, log: str) -> str:
 
 
 def _last_error(log: str) -> str:
-    """Return the last line of the last error in Flower's log, or of what caused it."""
+    """Return the last line of the last error in Flower's log, or of the error that caused it."""
     _, *records = _RECORD.split(log)
     pairs = zip(records[::2], records[1::2], strict=True)
     errors = [words.strip() for level, words in pairs if level in {"ERROR", "CRITICAL"}]
@@ -217,7 +217,7 @@ def _last_error(log: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
+    """Return an unused local port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -237,10 +237,10 @@ def _await(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
-    """End the SuperLink and every process it started, Ray's daemons included."""
+    """End the SuperLink and all processes that it started, including Ray's daemons."""
     if threading.current_thread() is not threading.main_thread():
         return _end_all(process, mark)
-    # Another Ctrl-C would leave processes behind.
+    # Ignore further signals, which would leave processes running.
     ending = (signal.SIGINT, *END_SIGNALS)
     before = {each: signal.signal(each, signal.SIG_IGN) for each in ending}
     try:
@@ -256,7 +256,7 @@ def _end_all(process: "subprocess.Popen[bytes]", mark: str) -> None:
         with suppress(psutil.NoSuchProcess):
             other.terminate()
     _, alive = psutil.wait_procs(left, timeout=_END_SECONDS)
-    # More processes may have been started meanwhile.
+    # Search again, since processes may have been started in the meantime.
     alive += [other for other in _processes_of(mark) if other not in alive]
     for other in alive:
         with suppress(psutil.NoSuchProcess):
@@ -266,9 +266,10 @@ def _end_all(process: "subprocess.Popen[bytes]", mark: str) -> None:
 
 
 def _processes_of(mark: str) -> list[psutil.Process]:
-    """Find the processes with the mark in their environment, and those of their sessions.
+    """Find the processes with the mark in their environment, and all processes in their sessions.
 
-    The daemons of Ray overwrite their environment with their title, and outlive their parents.
+    The environment alone is not sufficient: Ray's daemons overwrite it with their process title,
+    and outlive their parents.
     """
     marked, sessions = [], set()
     everything = [other for other in psutil.process_iter() if other.pid != os.getpid()]

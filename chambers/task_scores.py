@@ -1,4 +1,4 @@
-"""The scores of models on tasks, and their table."""
+"""Score models on tasks, and print a table of the scores."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,26 +18,26 @@ from finetuning.tasks.question import Question
 from finetuning.tasks.scoring import Model, Prepared, answer, majority_class, prepare, score_answers
 from finetuning.tasks.tasks import TASKS, Task
 
-# By task: the number of questions, the metrics of the most frequent answer, and by model its
-# metrics and seconds.
+# By task: the number of questions, the metrics of the most frequent answer, and the metrics and
+# seconds of each model.
 Scores = dict[str, dict[str, Any]]
-# Names of tasks, and the harness's manager of tasks.
+# Task names, and the TaskManager of lm-evaluation-harness.
 Harness = tuple[Sequence[str], Any]
 _MAJORITY = "majority"
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Input of a scoring.
+    """Tasks and limits for ``measure``.
 
     Attributes:
-        questions: Each task and its questions, by name.
+        questions: Each task and its questions, by task name.
         batch_tokens: Maximum number of padded tokens computed at once.
         prompt_length: Maximum length of a prompt to generate from, in tokens.
         new_tokens: Maximum length of a generated answer, in tokens.
-        encoder: Encoder of BERTScore for generated answers; None for no BERTScore.
-        harness: Names and manager of lm-evaluation-harness's tasks, if any.
-        limit: Number of rows of each of those tasks; None for all.
+        encoder: Encoder for BERTScore of generated answers; None for no BERTScore.
+        harness: Names and manager of tasks in lm-evaluation-harness, if any.
+        limit: Maximum number of rows of each harness task; None for all.
 
     """
 
@@ -51,12 +51,12 @@ class Scored:
 
 
 def measure(sources: Mapping[str, Source], scored: Scored, scores: Scores) -> None:
-    """Score models, one after another.
+    """Score models one after another.
 
     Args:
         sources: The models by name.
-        scored: Input of the scoring.
-        scores: Gets each task's scores as soon as a model has them.
+        scored: Tasks and limits.
+        scores: Receives the scores of each task as soon as they are computed.
 
     Raises:
         UserError: A question is too long, or a model can't be used.
@@ -117,7 +117,7 @@ def _harness_scores(
 
 
 def render(scores: Scores) -> None:
-    """Print a table of scores, times 100 as papers do, those of the harness as they are."""
+    """Print a table of scores, multiplied by 100 except for those of the harness."""
     models = list(next(iter(scores.values()))["models"])
     table = Table()
     for column in ("task", "questions", "metric", _MAJORITY, *models):
@@ -135,7 +135,7 @@ def render(scores: Scores) -> None:
 
 
 def _shown(task: str, value: float) -> str:
-    # Not every metric of the harness is within 0..1.
+    # Metrics of the harness may be outside 0..1.
     return f"{100 * value:.1f}" if task in TASKS else f"{value:.4f}"
 
 
@@ -147,7 +147,7 @@ def _bertscore(texts: Sequence[str], references: Sequence[str], encoder: Encoder
 
 
 def _prepare(source: Source, scored: Scored) -> tuple[Any, dict[str, Prepared]]:
-    """Convert questions to tokens, and refuse those that don't fit, before weights are read."""
+    """Tokenize the questions and check their lengths, before loading weights."""
     tokenizer = load_tokenizer(source.directory)
     prepared = {
         name: prepare(

@@ -1,4 +1,4 @@
-"""The estimate of a run's time left, from the rounds and evaluations that are over."""
+"""Estimate the remaining time of a run from its finished rounds and evaluations."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 from federation.run_folder import Event
 from federation.status import RunStatus
 
-# Durations are means over so many rounds.
+# Number of recent rounds over which durations are averaged.
 _RECENT_ROUNDS = 5
-# Progress within a round says little about its duration before this share of its steps.
+# Minimum share of completed steps for estimating a round's duration from its progress.
 _LEAST_SHARE = 0.1
-# Later evaluations measure two models, the first one only the base model; but a part of the time
-# is for loading it.
+# Expected ratio of later evaluations, which measure two models, to the first, which measures one;
+# less than 2, since the first also loads the model.
 _LATER_EVALUATION = 1.5
 
 
 def time_left(
     config: Mapping[str, Any], status: RunStatus, events: Sequence[Event], now: float
 ) -> float | None:
-    """Estimate the seconds until a run ends; None before its first round is over.
+    """Estimate the seconds until a run ends; return None before the end of the first round.
 
     Args:
         config: The run's configuration.
@@ -42,7 +42,7 @@ def time_left(
 
 
 def durations(events: Sequence[Event], kind: str) -> dict[int, float]:
-    """Return the seconds of the events of a kind, by round."""
+    """Return the durations in seconds of all events of a kind, by round."""
     return {e["round"]: e["seconds"] for e in events if e["event"] == kind and "seconds" in e}
 
 
@@ -52,22 +52,22 @@ def _recent_mean(seconds: Mapping[int, float]) -> float:
 
 
 def _left_of_round(status: RunStatus, expected: float, elapsed: float) -> float:
-    """Return the seconds left of the training that goes on."""
+    """Return the estimated remaining seconds of the current training."""
     done = [lane.steps / lane.planned for lane in status.lanes if lane.planned]
     ended = {*status.replied, *status.left_out} - {lane.client for lane in status.lanes}
     share = (len(ended) + sum(done)) / max(1, len(status.asked), len(ended) + len(done))
     if done and share >= _LEAST_SHARE:
-        # The shares are those of when the status was written.
+        # The shares were computed when the status was written.
         whole = (status.updated - status.since) / share
         return max(0.0, whole - elapsed)
     return max(0.0, expected - elapsed)
 
 
 class _Evaluations:
-    """Estimated times of the evaluations after a run's rounds.
+    """Estimated durations of the evaluations after rounds.
 
-    After some rounds (``evaluate.every``) losses are measured; after the others there is a shorter
-    evaluation or none, as the strategy needs it.
+    Losses are measured after every ``evaluate.every`` rounds and after the last one. After other
+    rounds there is a shorter evaluation or none, depending on the strategy.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class _Evaluations:
         finished = sorted(durations(events, "round"))
         self._known: dict[bool, dict[int, float]] = {True: {}, False: {}}
         for number in finished:
-            # A round that has been followed by another one without an evaluation had none.
+            # If the next round has started without an evaluation event, there was no evaluation.
             if number in known or number < status.round:
                 self._known[self._measures(number)][number] = known.get(number, 0.0)
         self._first = known.get(0, 0.0)

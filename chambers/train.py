@@ -1,4 +1,4 @@
-"""``chambers train``: a run in simulation on this machine."""
+"""``chambers train``: run a simulation on this machine."""
 
 import sys
 import tempfile
@@ -34,8 +34,8 @@ _PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume", "initial-adapt
 class Train:
     """Train in simulation on this machine.
 
-    This is a complete run with all clients on this machine. Without settings, three generated
-    clients fine-tune the built-in tiny model.
+    The complete run, with all clients, is on this machine. Without settings, three clients with
+    generated data fine-tune the built-in tiny model.
 
     \b
       chambers train demo
@@ -44,11 +44,12 @@ class Train:
 
     Settings are names of presets, files and single keys; keys take precedence.
     docs/configuration.md describes every key. Relative paths are relative to the current folder.
-    The last lines of the output name the folder with the results, in which log.txt is what Flower,
-    the ServerApp and the clients print. docs/deployment.md describes runs of real institutions.
+    The last lines of the output name the folder with the results. In this folder, log.txt contains
+    the output of Flower, the ServerApp and the clients. docs/deployment.md describes runs with real
+    institutions.
 
-    Flower's SuperLink listens on loopback, without authentication: as long as the command runs,
-    other users of this machine can run code as you.
+    Flower's SuperLink listens on loopback without authentication: while the command runs, other
+    users of this machine can run code as you.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     settings: Annotated[
@@ -66,7 +67,7 @@ class Train:
     )
 
     def __call__(self) -> int:
-        """Train; the exit status is 0 only if the run completed."""
+        """Train; return 0 only if the run completed."""
         values = read_settings(self.settings or [])
         clients = self.clients
         if clients is None:
@@ -82,7 +83,7 @@ class Train:
             )
         _check_model(config)
         check_inputs(config, clients)
-        machine = this_machine()  # imports PyTorch, which takes seconds
+        machine = this_machine()  # slow, since it imports PyTorch
         actors = count_actors(config, clients, machine)
         make_folders(config)
         if actors < clients:
@@ -102,10 +103,10 @@ class Train:
 
 
 def read_settings(settings: list[str]) -> dict[str, Any]:
-    """Merge presets, files and single keys; relative paths become absolute.
+    """Merge presets, files and single keys; convert relative paths to absolute paths.
 
     Raises:
-        CommandError: A setting is neither KEY=VALUE nor a file of settings nor a preset.
+        CommandError: A setting is neither KEY=VALUE, nor a file of settings, nor a preset.
 
     """
     tables: dict[str, Any] = {}
@@ -131,11 +132,11 @@ def read_settings(settings: list[str]) -> dict[str, Any]:
 
 
 def with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings whose relative paths are made absolute, since Flower has its own folder."""
+    """Make relative paths absolute, since Flower runs the app in another folder."""
     values = dict(settings)
     for key in _PATHS & values.keys():
         path = Path(str(values[key])).expanduser()
-        # If no file has this name, it may be on the Hugging Face Hub.
+        # A name that is not an existing file may be an id on the Hugging Face Hub.
         if values[key] and (key not in _PATHS_OR_NAMES or path.exists()):
             values[key] = str(path.absolute())
     if (name := settings.get("model.name")) in BUILT_IN:
@@ -144,7 +145,7 @@ def with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Scalar:
-    """Parse a TOML scalar; text may have lost its quotation marks to the shell."""
+    """Parse a TOML scalar; text needs no quotation marks, since the shell removes them."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -153,7 +154,7 @@ def _parse_value(text: str) -> Scalar:
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Convert sections to dotted keys."""
+    """Convert nested sections to dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= (
@@ -163,7 +164,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def count_clients(settings: Mapping[str, Any]) -> int:
-    """Return how many clients are simulated by default: one for each folder, else three."""
+    """Return the default number of simulated clients: one per client folder, else three."""
     if settings.get("data.pool"):
         return 1
     path = str(settings.get("data.path", ""))
@@ -171,11 +172,11 @@ def count_clients(settings: Mapping[str, Any]) -> int:
 
 
 def check_inputs(config: RunConfig, clients: int) -> None:
-    """Check the data, adapters and the run to resume on this machine, before the run starts.
+    """Check the data, the initial adapter and the run to resume, before the run starts.
 
     Raises:
-        CommandError: Something is missing.
-        ConfigError: The run that is to be resumed can't be, or not with this config.
+        CommandError: A file is missing or can't be used.
+        ConfigError: The run can't be resumed, or not with this config.
         DataError: Rows are malformed; the message names files and lines.
 
     """
@@ -189,10 +190,10 @@ def check_inputs(config: RunConfig, clients: int) -> None:
 
 
 def _check_clients(run: Path, clients: int) -> None:
-    """Check that a run is resumed with its number of clients: rows are divided by it.
+    """Check that a run is resumed with the same number of clients, which determines their rows.
 
     Raises:
-        CommandError: It had another one, or its metrics can't be read.
+        CommandError: The number of clients differs, or the run's metrics can't be read.
 
     """
     try:
@@ -202,7 +203,7 @@ def _check_clients(run: Path, clients: int) -> None:
     rounds = [e for e in events if e["event"] in {"round", "evaluation-missing"}]
     names = {name for event in rounds for name in event.get("participants", [])}
     names |= {left["client"] for event in rounds for left in event.get("left_out", [])}
-    # A run may have ended in its first round, after the base model had been evaluated.
+    # Include evaluations: a run may have ended in round 1, after evaluating the base model.
     names |= {event["client"] for event in events if event["event"] == "evaluate"}
     if names and len(names) != clients:
         raise CommandError(
@@ -212,10 +213,10 @@ def _check_clients(run: Path, clients: int) -> None:
 
 
 def make_folders(config: RunConfig) -> None:
-    """Create the folders that the run writes to; the last check, since the others may refuse it.
+    """Create the folders that the run writes to, after all other checks have passed.
 
     Raises:
-        CommandError: One can't be written to.
+        CommandError: A folder can't be written to.
 
     """
     for key, text in (("output-dir", config.output_dir), ("state-path", config.state_path)):
@@ -224,7 +225,7 @@ def make_folders(config: RunConfig) -> None:
 
 
 def _app_config() -> dict[str, Any]:
-    """Read the run config in ``pyproject.toml``, which Flower completes the settings with."""
+    """Read the run config in ``pyproject.toml``, whose values Flower uses as defaults."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))
     return _flatten(project["tool"]["flwr"]["app"]["config"])
 
@@ -282,9 +283,9 @@ def _check_data(settings: DataSettings, clients: int) -> None:
 
 
 def _check_rows(path: Path, settings: DataSettings) -> int | None:
-    """Read a data set's training and held-out rows; return their number, if it is known.
+    """Read the training and held-out rows of a data set; return their number, if known.
 
-    Parquet needs heavy libraries, so clients check it.
+    Parquet files are checked by clients, since reading them requires heavy libraries.
     """
     names = ("train", held_out_part(settings))
     parts = [path] if path.is_file() else [find_part(path, name) for name in names]

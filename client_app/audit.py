@@ -1,6 +1,6 @@
-"""The audit log: a line for everything that leaves an institution, on its own disk.
+"""The audit log: an append-only local file with a line for all data that leaves an institution.
 
-The file is only appended to. A line is on the disk before what it describes leaves.
+Each line is written to disk before the data that it describes is sent.
 """
 
 import json
@@ -25,16 +25,16 @@ _MAX_LINE_BYTES = 2**20
 
 
 class AuditError(UserError, RuntimeError):
-    """The audit log or the privacy account can't be written, so nothing may leave."""
+    """The audit log or the privacy account can't be written, so no data may be sent."""
 
 
 @dataclass(frozen=True)
 class AuditLog:
-    """An audit log, which processes may share.
+    """An audit log, which several processes may share.
 
     Attributes:
-        path: The file.
-        title: Name of the file in errors.
+        path: Path of the file.
+        title: Name of the file in error messages.
 
     """
 
@@ -46,21 +46,21 @@ class AuditLog:
         event: Mapping[str, Any],
         check: Callable[[Iterator[dict[str, Any]]], None] = lambda _: None,
     ) -> None:
-        """Append a line, and wait until it is on the disk.
+        """Append a line, and wait until it is written to disk.
 
         Args:
             event: Content of the line; the time is added.
-            check: Raises if the line must not be written because of earlier ones, which it is
-                called with. No other process writes in between.
+            check: Called with the earlier lines, while other processes are locked out. Raises an
+                error if the new line must not be written.
 
         Raises:
-            AuditError: The line can't be written; nothing of it is left in the file.
+            AuditError: The line can't be written; no part of it remains in the file.
 
         """
         line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **event}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Whoever can read the lock's file can hold the lock.
+            # Any user who can read the lock file could acquire the lock.
             with FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS, mode=0o600):
                 self.path.touch(mode=0o600)
                 check(self.lines())
@@ -73,7 +73,7 @@ class AuditLog:
 
     def _write(self, data: bytes) -> None:
         with self.path.open("r+b", buffering=0) as file:
-            # A power failure can leave half a line. Drop it: what it announces was never sent.
+            # Drop a partial line left by a power failure: its data was never sent.
             start = max(0, file.seek(0, os.SEEK_END) - _MAX_LINE_BYTES)
             file.seek(start)
             end = start + file.read().rfind(b"\n") + 1
@@ -89,7 +89,7 @@ class AuditLog:
                 raise
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the earlier lines; a damaged one is empty, an incomplete last one is left out."""
+        """Yield the existing lines; damaged lines are empty, an incomplete last line is omitted."""
         if not self.path.exists():
             return
         with self.path.open("rb") as lines:
@@ -104,7 +104,7 @@ class AuditLog:
 
 
 def describe(message: Message, reply: Message) -> dict[str, Any]:
-    """Return what a reply contains: names, sizes and norms, and the text of a problem."""
+    """Describe the content of a reply: names, sizes and norms, or the text of a problem."""
     config, arrays = config_of(reply), reply.content.array_records.get(ARRAYS)
     if "problem" in config:
         return {"problem": config["problem"]}
@@ -126,11 +126,11 @@ def describe(message: Message, reply: Message) -> dict[str, Any]:
 
 
 def _norm(arrays: Mapping[str, Array], origin: Mapping[str, Array]) -> float | str:
-    """Return the L2 norm of all arrays together, or their distance from others of these names."""
+    """Return the joint L2 norm of all arrays, after subtracting arrays of ``origin`` by name."""
     total = 0.0
     for name, array in arrays.items():
         value = array.numpy().astype(np.float64)
         total += float(np.square(value - origin[name].numpy() if name in origin else value).sum())
     norm = math.sqrt(total)
-    # JSON has no other numbers.
+    # JSON can't represent infinite numbers and NaN.
     return norm if math.isfinite(norm) else str(norm)

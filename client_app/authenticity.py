@@ -1,4 +1,4 @@
-"""Whether an instruction is the coordinator's, and a new one."""
+"""Check that an instruction comes from the coordinator and is not a replay."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,10 +13,10 @@ from federation.site_policy import SitePolicy
 def authenticate(
     policy: SitePolicy, message: Message, context: Context, instruction: SignedInstruction | None
 ) -> None:
-    """Check that the coordinator has signed a message for this site, this run and this time.
+    """Check that the coordinator signed a message for this site, this run and this time.
 
     Raises:
-        AuthenticationError: It hasn't.
+        AuthenticationError: The signature is missing, invalid, or for another site, run or time.
         PolicyError: The coordinator's key can't be read.
 
     """
@@ -32,18 +32,18 @@ def authenticate(
 def check_fresh(
     about: Mapping[str, Any], run_id: int, time: float, lines: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Check that an instruction is new, and that none that is newer was received before.
+    """Check that neither an instruction itself nor a newer one was received before.
 
-    A run that is resumed repeats rounds, under another id of Flower's.
+    A resumed run repeats rounds, but with a different Flower run id.
 
     Args:
         about: The instruction's ``client``, ``nonce``, ``run`` (its lineage) and ``round``.
         run_id: Flower's id of the run.
-        time: When it was signed, in seconds since 1970.
-        lines: The audit log so far.
+        time: Unix time of signing, in seconds.
+        lines: Existing lines of the audit log.
 
     Raises:
-        AuthenticationError: It isn't.
+        AuthenticationError: The instruction, or a newer one, was received before.
 
     """
     for line in lines:

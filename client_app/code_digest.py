@@ -1,4 +1,4 @@
-"""The digest of the code that answers messages, by which a worker and a run's app are compared."""
+"""The digest of the code that answers messages, to compare a worker with the app of a run."""
 
 import hashlib
 from pathlib import Path
@@ -10,9 +10,9 @@ import split
 
 
 def code_digest() -> str:
-    """Return the SHA-256 digest of the files that answer messages: code, and data beside it.
+    """Return the SHA-256 digest of the code that answers messages, and of its data files.
 
-    It is the same for a checkout, an installed package and the app as Flower installs it.
+    The digest is the same for a checkout, an installed package and the app installed by Flower.
     """
     state = hashlib.sha256()
     for package in (client_app, federation, finetuning, split):

@@ -1,4 +1,4 @@
-"""A client's private rows: from its own files, a share of a data set, or generated."""
+"""A client's private rows: read from its files, a share of a data set, or generated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 
-# Unequal like the sizes of the paper's clients (table 1), and small enough for a demonstration.
+# Unequal as for the clients in the paper (table 1), but small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
 _GENERATED_TEST = 64
-# Training rows of schools that have some of the matters, which take turns with these; with
-# ``matters-unequal`` data sizes are 3 : 2 : 1. Held-out rows on each matter.
+# Numbers of training rows, assigned to schools in turn; data sizes are 3 : 2 : 1 with
+# ``matters-unequal``. The last constant is the number of held-out rows per matter.
 _TRAINING_QUESTIONS = (160,)
 _UNEQUAL_QUESTIONS = (240, 160, 80)
 _TEST_QUESTIONS = 1
-# Generated clients that `data.pool` chooses from.
+# Number of generated clients that `data.pool` chooses from.
 _POOLED = 3
-# The client that has the rows of several, as the baseline in FedJudge's table 2.
+# Name of the client with the pooled rows of several clients: the baseline in FedJudge, table 2.
 CENTER = "center"
 
 
@@ -54,7 +54,7 @@ def read_client_data(
 
     Args:
         settings: The run's data settings.
-        node: Node config of the SuperNode (``name`` and ``data-path``), or, in simulation, Flower's
+        node: Node config of the SuperNode: ``name`` and ``data-path`` or, in simulation, Flower's
             ``partition-id`` and ``num-partitions``.
         seed: Seed of the run.
 
@@ -85,7 +85,7 @@ def read_client_data(
 
 
 def _style(index: int, seed: int) -> ClientData:
-    """Return a client with one style; clients after the third repeat them with new facts."""
+    """Return a client with one of three styles; further clients reuse a style with new facts."""
     style, copy = STYLES[index % len(STYLES)], index // len(STYLES)
     name = style if copy == 0 else f"{style}-{copy + 1}"
     own_seed = derive_seed("generated", seed, copy)
@@ -95,9 +95,9 @@ def _style(index: int, seed: int) -> ClientData:
 
 
 def _school(kind: str, index: int, count: int, seed: int) -> ClientData:
-    """Return a client with some of the matters, or all (``matters-even``), which is tested on all.
+    """Return a client with a part of the matters (all with ``matters-even``), tested on all.
 
-    The first held-out rows are on the matters of the next client, and the last on its own.
+    The held-out rows start with the matters of the next client, and end with the client's own.
     """
     try:
         divided = matters.divide(count, seed)
@@ -125,7 +125,7 @@ def _client(name: str, train: list[dict[str, str]], test: list[dict[str, str]]) 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads and divides rows by a run's data settings and seed."""
+    """Reads and splits rows, given a run's data settings and seed."""
 
     settings: DataSettings
     seed: int
@@ -137,11 +137,11 @@ class _Reader:
         return _school(self.settings.generated, index, count, self.seed)
 
     def own(self, node: Mapping[str, str | int | float | bool]) -> ClientData:
-        """Read the files that a SuperNode's configuration names."""
+        """Read the files named in a SuperNode's configuration."""
         return self.folder(*name_and_data_path(node))
 
     def one_of(self, folders: list[Path], index: int, count: int) -> ClientData:
-        """Read one of the clients' folders."""
+        """Read the folder of one of the clients."""
         fix = f"run with --federation-config num-supernodes={len(folders)}"
         if count > len(folders):
             names = ", ".join(folder.name for folder in folders)
@@ -156,7 +156,7 @@ class _Reader:
         return self.folder(folders[index].name, folders[index])
 
     def pool(self, count: int) -> ClientData:
-        """Return the rows of several clients as those of one."""
+        """Return one client with the combined rows of several clients."""
         setting = f'data.pool = "{self.settings.pool}"'
         if count != 1:
             raise DataError(
@@ -195,7 +195,7 @@ class _Reader:
     def parts(self, path: Path) -> tuple[list[Row], list[Row] | None]:
         """Read ``path/train.*`` and ``path/test.*``, or the single file ``path``.
 
-        A task may have another name for the held-out part.
+        A task may use another name for the held-out part.
         """
         train, test = find_parts(path, held_out_part(self.settings))
         rows = read_task_rows(train, self.settings)
@@ -219,11 +219,11 @@ class _Reader:
             return partition(rows=rows, parts=count, settings=self.settings, seed=self.seed)[index]
 
         if test is None:
-            # Held out after the division, so that no client trains on another's test rows.
+            # Hold rows out after splitting, so that no client trains on another client's test rows.
             return self.hold_out(name, divide(train))
         if kind in {"iid", "length"}:
             return ClientData(name, divide(train), divide(test))
-        # Both parts are divided together, so that a client is tested on labels that it has.
+        # Split both parts together, so that a client is tested on the labels it was trained on.
         own = divide([*train, *test])
         held_out = {id(row) for row in test}
         parts = ClientData(
@@ -240,9 +240,9 @@ class _Reader:
         return parts
 
     def hold_out(self, name: str, rows: list[Row]) -> ClientData:
-        """Hold out a share of the rows, at least one.
+        """Hold out a share of the rows, at least one row.
 
-        Rows of the same origin, such as a passage with several questions, stay together.
+        Rows with the same origin, such as a passage with several questions, are kept together.
         """
         origins = list(dict.fromkeys(row.origin for row in rows))
         if len(origins) < 2:

@@ -18,11 +18,11 @@ from split.client.split_model import SplitModel
 
 @dataclass
 class Evaluation:
-    """The results of an evaluate message.
+    """The results for an evaluate message.
 
     Attributes:
         metrics: Metrics named ``<model>.<metric>``.
-        answers: Answers that are sent as text.
+        answers: Answers to send as text.
         importance: J at the global adapter, if it was requested.
 
     """
@@ -34,15 +34,14 @@ class Evaluation:
     def measure(
         self, kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Task
     ) -> None:
-        """Measure a model's held-out loss, and score its answers if the run config says so.
+        """Measure a model's held-out loss and, if configured, score its generated answers.
 
-        Answers are kept as text before the first round and after the last, if the run config asks
-        for it.
+        If the run config requests it, answers are also kept as text, but only before the first
+        round and after the last.
 
         Args:
             kind: ``base``, ``global`` or ``personalised``.
-            model: The model, whole or with its middle blocks at the server, with the adapter to
-                measure.
+            model: The model, whole or split, with the adapter to measure.
             tokenizer: Tokenizer of the base model.
             task: The client's held-out data and the run's settings.
 
@@ -82,7 +81,7 @@ class Evaluation:
 
 
 def save_final_adapters(task: Task, adapters: Mapping[str, State], peft_config: Any) -> None:
-    """Save the final adapters of the whole model on the client's disk, in PEFT's format."""
+    """Save the final adapters for the whole model on the client's disk, in PEFT's format."""
     config, institution = task.config, task.institution
     base = reference(config.model.name, institution.directory)
     task.state.describe(config.flat(), base, institution.fingerprint)

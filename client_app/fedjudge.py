@@ -1,4 +1,4 @@
-"""FedJudge at a client, which has the whole model and exchanges only adapters."""
+"""The client side of FedJudge: the client has the whole model and exchanges only adapters."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,7 +36,7 @@ from finetuning.training.loop import LocalRound, Stages, train_round
 from finetuning.training.penalty import Penalty
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
 
-# Made-up rows of different lengths.
+# Artificial rows of different lengths for a trial computation.
 _TRIAL = [
     Example(torch.tensor(tokens), torch.tensor([False] + [True] * (len(tokens) - 1)), 1, "", 0)
     for tokens in ([3, 5, 7, 9], [3, 5])
@@ -57,10 +57,10 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
 
 
 def check(policy: SitePolicy, config: RunConfig) -> None:
-    """Check whether the site trains with its own importance, and computes it from how many rows.
+    """Check the policy's limits on importance: its use in training, and the number of its rows.
 
     Raises:
-        PolicyError: The policy doesn't allow it.
+        PolicyError: The policy doesn't allow these settings.
 
     """
     if config.strategy != "fedjudge-cl":
@@ -80,7 +80,7 @@ def check(policy: SitePolicy, config: RunConfig) -> None:
 
 
 def computes_importance(config: RunConfig, kind: str) -> bool:
-    """Whether messages of this kind may ask for J: to train with it, or to average it."""
+    """Return whether messages of this kind may request J, for training or for averaging."""
     asking = "train" if config.continual.importance == "client" else "evaluate"
     return config.strategy == "fedjudge-cl" and kind == asking
 
@@ -105,10 +105,10 @@ def train_adapter(task: Task, penalty_of: PenaltyOf) -> tuple[State, Metrics, Pe
 
     Args:
         task: Training task.
-        penalty_of: Returns the penalty of the round's training, if there is one.
+        penalty_of: Returns the penalty term of the loss, or None.
 
     Returns:
-        The local adapter, the metrics that all strategies with adapters report, and the penalty.
+        The local adapter, the metrics common to these strategies, and the penalty.
 
     """
     model, _ = _model_of(task)
@@ -144,9 +144,9 @@ def train_adapter(task: Task, penalty_of: PenaltyOf) -> tuple[State, Metrics, Pe
 
 
 def evaluate(task: Task) -> Evaluation:
-    """Evaluate those of the base, global and personalised models that are due.
+    """Evaluate the base, global and personalised models as requested.
 
-    J is computed at the global adapter, if it was requested.
+    If requested, compute J at the global adapter.
     """
     instruction, adapter = task.instruction, task.arrays[ARRAYS]
     model, tokenizer = _model_of(task)
@@ -178,13 +178,13 @@ def _privately(
     model: WholeModel,
     parameters: Mapping[str, torch.nn.Parameter],
 ) -> tuple[LocalRound, Stages]:
-    """Return a round whose draws and gradients have differential privacy, and record its ε.
+    """Return the steps and stages of a differentially private round, and record its ε.
 
-    Rows that are no examples, since none of their output fits, are drawn like others and have no
-    gradient: nothing but the number of rows determines steps and rates.
+    Rows without an example, since no part of their output fits, are sampled like other rows and
+    have a zero gradient, so that steps and sampling rates depend only on the number of rows.
     """
     institution, number = task.institution, task.instruction.round
-    # A computation that is impossible must not cost ε.
+    # Fail before spending ε if the computation is impossible.
     task.steps(institution.size)
     model.row_gradients(collate(_TRIAL, institution.padding))
     spent = task.site.spend(task.config, institution)
@@ -192,7 +192,7 @@ def _privately(
         steps=poisson_steps(len(institution.train), spent.sampling_rate, spent.steps),
         first_step=(number - 1) * spent.steps,
         total_steps=task.config.rounds * spent.steps,
-        seed=0,  # nothing of a private round derives from one
+        seed=0,  # unused: a private round derives no randomness from a seed
         deadline=task.deadline,
     )
     noise = Noise(
@@ -204,9 +204,9 @@ def _privately(
 
 
 def _model_of(task: Task) -> tuple[WholeModel, Any]:
-    """Return the model with an adapter, and its tokenizer; they are loaded once per process.
+    """Return the model with an adapter and its tokenizer, loaded once per process.
 
-    The adapter still has the weights of the previous message: set them before use.
+    The adapter has the weights of the previous message: load new ones before use.
 
     Raises:
         BaseModelError: The model can't be loaded, or the adapter doesn't fit.
@@ -224,10 +224,10 @@ def _load_model(
 
 
 def _importance(model: WholeModel, institution: Institution, config: RunConfig) -> State:
-    """Compute J at the adapter's current weights, on training examples drawn by the run's seed.
+    """Compute J at the adapter's current weights, on training examples sampled by the run's seed.
 
     Returns:
-        J under the adapter's exported names.
+        J, keyed by the adapter's exported names.
 
     """
     examples = institution.drawn(config.seed, config.continual.importance_examples)
@@ -240,7 +240,7 @@ def _importance(model: WholeModel, institution: Institution, config: RunConfig) 
 def global_weights(
     task: Task, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
 ) -> State:
-    """Return the global adapter's weights by the names of the model's parameters."""
+    """Return the global adapter's weights, keyed by the names of the model's parameters."""
     names = exported_names(model.peft_model)
     return {name: task.arrays[ARRAYS][names[name]] for name in parameters}
 
@@ -248,7 +248,7 @@ def global_weights(
 def _penalty(
     task: Task, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
 ) -> Penalty | None:
-    """Return the continual-learning penalty of this round's training, if there is one."""
+    """Return the continual-learning penalty for this round, or None if there is no importance."""
     weights = task.arrays.get(IMPORTANCE)
     if task.instruction.importance:
         weights = _importance(model, task.institution, task.config)

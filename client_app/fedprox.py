@@ -1,4 +1,4 @@
-"""FedProx at a client: as FedJudge's, with the proximal term as the penalty."""
+"""The client side of FedProx: like FedJudge, with the proximal term as the penalty."""
 
 from collections.abc import Mapping
 
@@ -16,11 +16,11 @@ __all__ = ["base_model", "check", "computes_importance", "evaluate", "train"]
 
 
 def check(_policy: SitePolicy, _config: RunConfig) -> None:
-    """Check nothing: what adapters need is checked for every strategy."""
+    """Do nothing: checks for adapters are made for every strategy."""
 
 
 def computes_importance(_config: RunConfig, _kind: str) -> bool:
-    """Whether messages of this kind may ask for J: none may."""
+    """Return False: FedProx doesn't use J."""
     return False
 
 

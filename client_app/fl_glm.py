@@ -1,4 +1,4 @@
-"""FL-GLM at a client, which has head and tail; the body is at the server, behind a lane."""
+"""The client side of FL-GLM: head and tail are local, the body is reached through a lane."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
     """Return the base model's directory, and the fingerprint of head and tail.
 
     Raises:
-        BaseModelError: The base model can't be found, or doesn't equal its split parts.
+        BaseModelError: The base model can't be found, or doesn't match its split parts.
 
     """
     directory = locate_parts(config.model.name, config.split, _PARTS)
@@ -51,10 +51,10 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
 
 
 def check(policy: SitePolicy, config: RunConfig) -> None:
-    """Check whether hidden states may leave, after how many blocks, and to where.
+    """Check whether the policy allows sending hidden states, after how many blocks, and to where.
 
     Raises:
-        PolicyError: The policy doesn't allow it.
+        PolicyError: The policy doesn't allow these settings.
 
     """
     split, allowed = config.split, policy.split
@@ -74,12 +74,12 @@ def check(policy: SitePolicy, config: RunConfig) -> None:
 
 
 def computes_importance(_config: RunConfig, _kind: str) -> bool:
-    """Whether messages of this kind may ask for J: none may."""
+    """Return False: FL-GLM doesn't use J."""
     return False
 
 
 def train(task: Task) -> tuple[State, Metrics]:
-    """Train head and tail for one round, with the body at the server.
+    """Train head and tail for one round; the server computes the body.
 
     Returns:
         The local adapters of head and tail, and the round's metrics.
@@ -117,7 +117,7 @@ def train(task: Task) -> tuple[State, Metrics]:
         model.end()
     traffic = model.lane.traffic
     adapters = {name: p.detach().float().cpu().clone() for name, p in parameters.items()}
-    # The server holds the body of the last adapter that it has counted, not of later ones.
+    # The server has the body only for the last adapter that it included in an average.
     task.save(adapters, optimizer, counted=models_of(task.message).get("personalised"))
     return adapters, training_metrics(report) | {
         "bytes-up": traffic.bytes_up,
@@ -130,9 +130,9 @@ def train(task: Task) -> tuple[State, Metrics]:
 
 
 def evaluate(task: Task) -> Evaluation:
-    """Evaluate models on held-out data, with the body at the server.
+    """Evaluate models on held-out data; the server computes the body.
 
-    After the last round the adapters of the whole model are saved: the message has the body's.
+    After the last round, the message contains the body's adapters; save the complete adapters.
     """
     config, rounds = task.config, models_of(task.message)
     adapters: dict[str, State | None] = {"base": None, "global": task.arrays[ARRAYS]}
@@ -166,9 +166,9 @@ def evaluate(task: Task) -> Evaluation:
 def _load_parts(
     model: ModelSettings, adapter: AdapterSettings, split: SplitSettings, _files: Stamps
 ) -> dict[PartyName, Part]:
-    """Return the head and the tail with adapters; they are loaded once per process.
+    """Return the head and the tail with adapters, loaded once per process.
 
-    The adapters still have the weights of the previous message: set them before use.
+    The adapters have the weights of the previous message: load new ones before use.
 
     Raises:
         BaseModelError: The model can't be loaded.

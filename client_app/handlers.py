@@ -40,14 +40,14 @@ app = ClientApp()
 
 
 class Strategy(Protocol):
-    """The client's half of a strategy, one module each."""
+    """The client side of a strategy, implemented as a module."""
 
     def check(self, policy: SitePolicy, config: RunConfig) -> None:
-        """Check what the site's policy says of this strategy; raise ``PolicyError``."""
+        """Raise ``PolicyError`` if the site's policy doesn't allow this strategy."""
         ...
 
     def computes_importance(self, config: RunConfig, kind: str) -> bool:
-        """Whether messages of this kind may ask for J."""
+        """Return whether messages of this kind may request J."""
         ...
 
     def base_model(self, config: RunConfig) -> tuple[Path, dict[str, str]]:
@@ -59,7 +59,7 @@ class Strategy(Protocol):
         ...
 
     def evaluate(self, task: Task) -> Evaluation:
-        """Measure the models that are due, and compute J if it was requested."""
+        """Evaluate the requested models, and compute J if requested."""
         ...
 
 
@@ -74,10 +74,10 @@ _WITHHELD = "metrics are not sent: the site's policy demands differential privac
 
 
 def _guarded(handler: Callable[[Message, Context, Site], Message]) -> Handler:
-    """Send nothing that the site's policy refuses, or that its audit log has no line for.
+    """Decorate a handler so that every reply complies with the policy and is in the audit log.
 
-    An error is answered too, since Flower would send its text, which may quote private rows. Every
-    reply is authenticated, a refusal too, if the message brings a secret for that.
+    Errors are converted to replies, since Flower would send their text, which may quote private
+    rows. If the message contains a secret, every reply is authenticated, including refusals.
     """
 
     @wraps(handler)
@@ -113,7 +113,7 @@ def _reply_of_site(
 
 
 def _problem(message: Message, context: Context, error: Exception) -> Message:
-    """Log an error, and reply with what the coordinator may know of it."""
+    """Log an error, and reply with the part that may be sent to the coordinator."""
     text = _reason(error)
     log(ERROR, "%s", text, exc_info=None if text == one_line(str(error)) else error)
     name = str(context.node_config.get("name", ""))
@@ -121,10 +121,10 @@ def _problem(message: Message, context: Context, error: Exception) -> Message:
 
 
 def _reason(error: Exception) -> str:
-    """Return the part of an error's text that quotes no row."""
+    """Return an error text that quotes no private rows."""
     if isinstance(error, UserError):
-        return one_line(error.public)  # it may quote the server
-    if isinstance(error, FloatingPointError):  # of training
+        return one_line(error.public)  # the text may quote the server
+    if isinstance(error, FloatingPointError):  # raised in training
         return one_line(str(error))
     about = f": {os.strerror(error.errno)}" if isinstance(error, OSError) and error.errno else ""
     return f"{type(error).__name__}{about}; this SuperNode's log has the details"
@@ -133,7 +133,7 @@ def _reason(error: Exception) -> str:
 @app.query()
 @_guarded
 def query(message: Message, context: Context, site: Site) -> Message:
-    """Check all data; reply with the client's name, data size and base model."""
+    """Check all data; reply with the client's name, data size and the base model's digests."""
     config, institution = _open(context, site)
     site.check_budget(config, institution, Instruction.of(message).round)
     withheld = {"withheld": _WITHHELD} if site.privacy else {}
@@ -153,7 +153,7 @@ def query(message: Message, context: Context, site: Site) -> Message:
 @app.train()
 @_guarded
 def train(message: Message, context: Context, site: Site) -> Message:
-    """Train from the global adapter on private data, and reply with the local adapter."""
+    """Train the global adapter on private data, and reply with the local adapter."""
     task = _task(message, context, site)
     adapter, metrics = _STRATEGIES[task.config.strategy].train(task)
     return _reply(task, metrics, adapter)
@@ -162,7 +162,7 @@ def train(message: Message, context: Context, site: Site) -> Message:
 @app.evaluate()
 @_guarded
 def evaluate(message: Message, context: Context, site: Site) -> Message:
-    """Evaluate models on held-out data, and compute J if the message requests it."""
+    """Evaluate models on held-out data, and compute J if requested."""
     task = _task(message, context, site)
     result = _STRATEGIES[task.config.strategy].evaluate(task)
     reply = _reply(task, result.metrics, result.importance)
@@ -183,10 +183,10 @@ def _open(context: Context, site: Site) -> tuple[RunConfig, Institution]:
 
 
 def _task(message: Message, context: Context, site: Site) -> Task:
-    """Prepare for a train or evaluate message.
+    """Prepare the task of a train or evaluate message.
 
     Raises:
-        BaseModelError: The base model here is not the run's.
+        BaseModelError: The local base model differs from the run's.
         PolicyError: The site's policy doesn't allow what the message requests.
 
     """
@@ -214,7 +214,7 @@ def _task(message: Message, context: Context, site: Site) -> Task:
         site=site,
         state=ClientState(config.state_path, instruction.lineage, institution.name),
         arrays={name: from_arrays(a) for name, a in message.content.array_records.items()},
-        # Reading and tokenizing also count towards the client's time.
+        # Reading and tokenizing count towards the client's time limit.
         deadline=started + instruction.time_limit,
     )
 
@@ -222,12 +222,12 @@ def _task(message: Message, context: Context, site: Site) -> Task:
 def _reply(task: Task, metrics: Metrics, arrays: State | None) -> Message:
     config = {"name": task.institution.name, "base": task.instruction.base}
     if task.site.privacy:
-        # Metrics are computed from rows without noise.
+        # Metrics are computed from private rows without noise.
         metrics, config["withheld"] = {}, _WITHHELD
     elif task.instruction.losses != Instruction.of(task.message).losses:
         config["withheld"] = "the site's policy refuses evaluation (evaluation = false)"
     if task.site.policy and task.site.policy.min_examples > 1:
-        # A step has fewer rows than a round, whose rows are those that are counted.
+        # These losses are of single steps, which may have fewer rows than the policy's minimum.
         metrics = {k: v for k, v in metrics.items() if k not in {"loss-first", "loss-last"}}
     return answer(
         message=task.message,

@@ -1,4 +1,4 @@
-"""An institution: its name and its tokenized data, cached in a ClientApp process."""
+"""An institution: its name and tokenized data, cached in a ClientApp process."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from finetuning.model.names import resolve
 from finetuning.model.positions import check_positions
 from finetuning.randomness import derive_seed
 
-# Returns the directory and the fingerprint of the client's part of the base model.
+# Function that returns the directory and the fingerprint of the client's part of the base model.
 BaseModel = Callable[[RunConfig], tuple[Path, dict[str, str]]]
 
 
@@ -29,19 +29,19 @@ class Institution:
 
     Attributes:
         name: Name chosen by the institution.
-        size: Number of training rows, |Dᵢ| of FedJudge Eq. 2.
+        size: Number of training rows, |Dᵢ| in FedJudge Eq. 2.
         train: Tokenized training examples.
         test: Tokenized held-out examples.
-        asked: Prompts of the held-out rows that are answered; none without ``evaluate.generate``.
-        lines: Number of lines of files that the training rows were read from; a task can make
-            several rows of a line.
-        rows_divided: Number of training rows that are several examples each.
+        asked: Prompts of the held-out rows to generate answers for; empty without
+            ``evaluate.generate``.
+        lines: Number of input lines of the training rows; a task may split a line into rows.
+        rows_divided: Number of training rows that were split into several examples.
         padding: Id of the padding token.
         directory: Directory of the base model.
-        fingerprint: Fingerprint of the base model, or of the parts that are held here, as computed
-            here.
-        model_files: Stamps of the base model's files, and of the GGUF file that they come from.
-        data_files: Stamps of the institution's own files.
+        fingerprint: Fingerprint of the base model, or of the client's parts, as computed by the
+            client.
+        model_files: Stamps of the base model's files and of the GGUF file they were made from.
+        data_files: Stamps of the institution's data files.
 
     """
 
@@ -59,7 +59,7 @@ class Institution:
     data_files: Stamps
 
     def drawn(self, seed: int, count: int) -> list[Example]:
-        """Return ``count`` training examples, or all if there are fewer, drawn by a run's seed."""
+        """Return a random sample of at most ``count`` training examples, given a run's seed."""
         generator = torch.Generator().manual_seed(derive_seed("importance", seed, self.name))
         order = torch.randperm(len(self.train), generator=generator)
         return [self.train[i] for i in order[:count]]
@@ -68,7 +68,7 @@ class Institution:
 def open_institution(
     config: RunConfig, node: Mapping[str, Scalar], base_model: BaseModel
 ) -> Institution:
-    """Read and tokenize a client's data, once for each client in a process, or after a change.
+    """Read and tokenize a client's data; cache it per client until a file changes.
 
     Raises:
         DataError: The data is missing or malformed.
@@ -85,7 +85,7 @@ def open_institution(
 
 
 def release_data() -> None:
-    """Release the data of all clients."""
+    """Release the cached data of all clients."""
     _open.cache_clear()
 
 
@@ -95,18 +95,18 @@ def _model_files(config: RunConfig, directory: Path) -> Stamps:
 
 
 def _data_files(node: Mapping[str, Scalar]) -> Stamps:
-    """Return the stamps of an institution's own files; simulated clients have none."""
+    """Return the stamps of an institution's data files; simulated clients have none."""
     path = str(node.get("data-path", ""))
     return stamps(Path(path).expanduser()) if path else ()
 
 
-# A simulation's actor serves several clients in turn.
+# An actor of a simulation runs several clients in turn.
 @lru_cache(maxsize=16)
 def _open(
     config: RunConfig, node: tuple[tuple[str, Scalar], ...], base_model: BaseModel
 ) -> Institution:
     directory, digests = base_model(config)
-    # Before the files are read: a change from now on is noticed.
+    # Record the stamps before reading the files, so that later changes are detected.
     model_files, data_files = _model_files(config, directory), _data_files(dict(node))
     data = read_client_data(config.data, dict(node), config.seed)
     check_positions(directory, config.row_with_answer)

@@ -1,4 +1,4 @@
-"""The loaded model, kept between the messages that a process answers."""
+"""A cache that keeps the loaded model in a process between messages."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -16,9 +16,9 @@ _kept: ContextVar[Kept] = ContextVar("kept", default=_of_process)
 
 
 def keep_one(load: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Keep what a function has loaded until one with this decorator loads something else.
+    """Cache only the most recent result across all functions with this decorator.
 
-    The old is released before the new is loaded, so that memory holds one model.
+    The old result is released before a new one is loaded, so that only one model is in memory.
     """
 
     @wraps(load)
@@ -27,7 +27,7 @@ def keep_one(load: Callable[_P, _T]) -> Callable[_P, _T]:
         key = (load, args, tuple(sorted(kwargs.items())))
         if key not in kept:
             kept.clear()
-            gc.collect()  # modules refer to each other
+            gc.collect()  # modules contain reference cycles
             kept[key] = load(*args, **kwargs)
         return kept[key]  # type: ignore[return-value]
 
@@ -36,7 +36,7 @@ def keep_one(load: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def keeping_in(kept: Kept) -> Iterator[None]:
-    """Keep this thread's model in ``kept``, for clients that train at once in one process."""
+    """Use ``kept`` as this thread's cache, for clients that train concurrently in one process."""
     token = _kept.set(kept)
     try:
         yield

@@ -1,7 +1,7 @@
-"""The ClientApp: hands messages to the institution's resident worker, or answers them itself.
+"""The ClientApp: pass messages to the institution's resident worker, or answer them directly.
 
-A deployment starts a process for each message. This module imports no PyTorch, so that such a
-process takes no longer than Flower itself if a worker answers the message.
+A deployment starts a process for each message. This module doesn't import PyTorch, so that such a
+process starts quickly if a worker answers the message.
 """
 
 from contextlib import suppress
@@ -34,13 +34,14 @@ app = ClientApp()
 
 
 class FailedInWorkerError(Exception):
-    """The worker raised an exception; only its class's name leaves the worker."""
+    """The worker raised an exception; the worker reports only the name of its class."""
 
 
 class WorkerEndedError(Exception):
-    """The worker ended while it answered a message, which isn't answered a second time.
+    """The worker ended while answering a message.
 
-    Its invitation to a lane may have been used, and the site has counted it.
+    The message is not answered again, since its invitation to a lane may have been used, and the
+    site has already counted it.
     """
 
 
@@ -48,7 +49,7 @@ class WorkerEndedError(Exception):
 @app.train()
 @app.evaluate()
 def answer(message: Message, context: Context) -> Message:
-    """Answer a message by the worker that the SuperNode's configuration names, or here."""
+    """Answer a message through the worker in the SuperNode's configuration, or in this process."""
     path = str(context.node_config.get("worker", ""))
     if path:
         try:
@@ -61,18 +62,18 @@ def answer(message: Message, context: Context) -> Message:
 
 
 def _ask_worker(path: Path, message: Message, context: Context) -> Message:
-    """Hand a message to the worker and wait for the reply.
+    """Send a message to the worker and wait for the reply.
 
     Raises:
-        WorkerError: There is no worker, or it refuses the message or can't be given it.
-        WorkerEndedError: It has been given the message and then ended.
+        WorkerError: There is no worker, or it refused or could not receive the message.
+        WorkerEndedError: The worker ended after receiving the message.
         FailedInWorkerError: The message's handler raised an exception.
-        TimeoutError: The worker didn't answer in the time that a client has.
+        TimeoutError: The worker didn't answer within the client's time limit.
 
     """
     with connected_worker(path) as connection:
         try:
-            with suppress(BrokenPipeError):  # it may already have refused
+            with suppress(BrokenPipeError):  # the worker may already have refused
                 send(connection, code_digest().encode())
             refusal = receive(connection, MAX_TEXT).decode(errors="replace")
             if refusal:
@@ -96,8 +97,8 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
 
 
 def _time_limit(context: Context) -> float:
-    """Return the seconds after which the server no longer waits for a reply."""
+    """Return the seconds after which the server stops waiting for a reply."""
     try:
         return parse_run_config(context.run_config).reply_timeout
-    except ConfigError:  # the worker only replies what is wrong with it
+    except ConfigError:  # the worker replies with the error at once
         return TRANSFER_SECONDS

@@ -1,7 +1,8 @@
-"""Refuse what the site's policy doesn't allow.
+"""Refuse requests that the site's policy doesn't allow.
 
-The coordinator writes the run config and every message, and can change them at any time. All
-checks are therefore repeated for each message, and answers are counted in the site's audit log.
+The coordinator controls the run config and every message, and can change them at any time. All
+checks are therefore repeated for each message, and accepted messages are counted in the site's
+audit log.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,10 +21,10 @@ from finetuning.model.names import TINY, hub_id
 
 
 def check_run(policy: SitePolicy, config: RunConfig) -> None:
-    """Check a run config before anything that it names is looked at.
+    """Check a run config before accessing any file or model that it names.
 
     Raises:
-        PolicyError: The policy doesn't allow it.
+        PolicyError: The policy doesn't allow these settings.
 
     """
     if policy.strategies is not None:
@@ -56,10 +57,10 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
 
 
 def check_institution(policy: SitePolicy, config: RunConfig, institution: Institution) -> None:
-    """Check the base model, and a round's size, which follows from the institution's own data.
+    """Check the base model and the size of a round, which depends on the institution's data.
 
     Raises:
-        PolicyError: The policy doesn't allow it.
+        PolicyError: The policy doesn't allow these settings.
 
     """
     base = digest(institution.fingerprint)
@@ -67,7 +68,7 @@ def check_institution(policy: SitePolicy, config: RunConfig, institution: Instit
         require(base in policy.base_models, f"the base model {base}", "not in its base-models")
     count, rows = len(institution.train), _rows(institution.train)
     if policy.privacy.epsilon is not None:
-        # How many rows are examples would tell something about their contents.
+        # Count all rows: the number of rows that yield examples would reveal private information.
         count = rows = institution.size
         require(
             not institution.rows_divided,
@@ -80,7 +81,7 @@ def check_institution(policy: SitePolicy, config: RunConfig, institution: Instit
             "privacy.epsilon: it protects single rows",
         )
         delta = policy.privacy.delta
-        # With δ = 1 / rows, publishing a row as it is would be allowed.
+        # With δ = 1 / rows, publishing a row unchanged would satisfy the definition.
         require(delta * count < 1, "training with so many rows", f"privacy.delta = {delta:g}")
     most = config.train.local_steps * config.train.batch_size * config.train.accumulation
     _check_rows("training", min(rows, most or rows), policy)
@@ -100,7 +101,7 @@ def check_request(
     institution: Institution,
     computes_importance: bool,
 ) -> None:
-    """Check what a message asks for, and how many rows that is computed from.
+    """Check the values requested by a message, and the number of rows they are computed from.
 
     Args:
         policy: The policy.
@@ -108,10 +109,10 @@ def check_request(
         instruction: Instruction of the message.
         config: The run's configuration.
         institution: The institution's data.
-        computes_importance: Whether the run's strategy asks for importance in such messages.
+        computes_importance: Whether the run's strategy requests importance in such messages.
 
     Raises:
-        PolicyError: The policy doesn't allow it.
+        PolicyError: The policy doesn't allow these settings.
 
     """
     limit = instruction.time_limit
@@ -141,16 +142,16 @@ def check_steps(
     steps: Sequence[Sequence[int]],
     average_every: int,
 ) -> None:
-    """Check how many rows an adapter is trained on before it leaves, at a round's end or within.
+    """Check that an adapter is trained on enough rows each time before it is sent.
 
     Args:
         policy: The policy.
         examples: The institution's training examples.
-        steps: Indices of the examples of each step of the round.
-        average_every: Steps after which adapters leave within the round; 0 if they don't.
+        steps: Indices of the examples in each step of the round.
+        average_every: Steps after which adapters are sent within the round; 0 for never.
 
     Raises:
-        PolicyError: They are too few.
+        PolicyError: There are too few rows or too many steps.
 
     """
     _at_most(name="steps", value=len(steps), key="max-steps", limit=policy.max_steps)
@@ -164,7 +165,7 @@ def check_address(policy: SitePolicy, address: str) -> None:
     """Check the address of a block server.
 
     Raises:
-        PolicyError: The policy doesn't allow a lane to it.
+        PolicyError: The policy doesn't allow a lane to the address.
 
     """
     known = {entry.lower() for entry in policy.coordinators or ()}
@@ -176,15 +177,15 @@ def check_address(policy: SitePolicy, address: str) -> None:
 def check_counts(
     policy: SitePolicy, about: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Check how often this site has already been asked.
+    """Check the number of runs and messages that this site has accepted.
 
     Args:
         policy: The policy.
         about: ``kind``, ``run`` and ``client`` of the message.
-        lines: The audit log so far.
+        lines: Existing lines of the audit log.
 
     Raises:
-        PolicyError: It is too often.
+        PolicyError: The message exceeds ``max-runs`` or ``max-rounds``.
 
     """
     if policy.max_runs is None and policy.max_rounds is None:
@@ -197,7 +198,7 @@ def check_counts(
     runs = {run for run, _ in accepted} | {about["run"]}
     _at_most(name="runs", value=len(runs), key="max-runs", limit=policy.max_runs)
     number = accepted.count((about["run"], about["kind"])) + 1
-    # A run evaluates after each round, and once before the first.
+    # Allow one more evaluation than rounds, since a run also evaluates before the first round.
     spare = about["kind"] == "evaluate"
     _at_most(
         name=f"{about['kind']} messages",
@@ -208,7 +209,7 @@ def check_counts(
 
 
 def _check_privacy(config: RunConfig) -> None:
-    """Refuse settings for which differential privacy doesn't hold, whatever the strategy."""
+    """Refuse settings that violate differential privacy with any strategy."""
     require(
         not config.evaluate.shown,
         f"evaluate.show-answers = {config.evaluate.show_answers}",
@@ -244,30 +245,30 @@ def _is_within(path: str, folders: Iterable[str]) -> bool:
             return False
         resolved = resolved.resolve()
         return any(resolved.is_relative_to(Path(folder).resolve()) for folder in folders)
-    except (OSError, RuntimeError, ValueError):  # a loop of links, no such user, a null character
+    except (OSError, RuntimeError, ValueError):  # symlink loop, unknown user, null character
         return False
 
 
 def _rows(examples: Iterable[Example | Prompt]) -> int:
-    """Return the number of lines that examples are made of: a policy's rows.
+    """Return the number of input lines of the examples; a policy counts these as rows.
 
-    A task can make several rows of a line, and a template several examples of a row.
+    A task can split a line into several rows, and a template a row into several examples.
     """
     return len({example.origin for example in examples})
 
 
 def _check_rows(what: str, rows: int, policy: SitePolicy) -> None:
-    # Without their number, which would tell how few the institution has.
+    # Omit the number of rows, which would reveal how few rows the institution has.
     fewest = policy.min_examples
     require(rows >= fewest, f"{what} with too few of its rows", f"min-examples = {fewest}")
 
 
 def _at_most(name: str, value: float, key: str, limit: float | None) -> None:
-    # Not `value > limit`: NaN is not at most anything.
+    # `value > limit` would accept NaN.
     require(limit is None or value <= limit, f"{name} = {value}", f"{key} = {limit}")
 
 
 def require(allowed: bool, asked: str, reason: str) -> None:
-    """Raise ``PolicyError`` unless what is asked is allowed."""
+    """Raise ``PolicyError`` unless the request is allowed."""
     if not allowed:
         raise PolicyError(f"the site's policy refuses {asked} ({reason})")

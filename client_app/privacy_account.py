@@ -1,7 +1,8 @@
-"""The privacy account: what private training has spent of an institution's ε, on its own disk.
+"""The privacy account: a local file that records the privacy loss ε of an institution's rows.
 
-Every step of every run that trains on the same rows counts, whichever coordinator asked for it. The
-file is only appended to, before a round is trained: a crash costs budget and never gives any back.
+The account includes every training step on the same rows, for all runs and coordinators. The file
+is append-only, and is written before a round is trained: a crash may overstate the privacy loss,
+but never understates it.
 """
 
 from bisect import bisect_right
@@ -21,7 +22,7 @@ class PrivateSteps:
     """Steps of training with differential privacy.
 
     Attributes:
-        sampling_rate: q: the probability of each row in each step.
+        sampling_rate: q: the probability that a row is sampled in a step.
         noise_multiplier: σ, as a multiple of the policy's ``row-norm``.
         steps: Number of steps.
 
@@ -35,16 +36,16 @@ class PrivateSteps:
 def private_steps(
     policy: PrivacyPolicy, settings: TrainSettings, rows: int, rounds: int = 1
 ) -> PrivateSteps:
-    """Return the steps of rounds of training on a number of rows, examples or not."""
+    """Return the training steps of ``rounds`` rounds on ``rows`` rows, with or without examples."""
     rate = min(1.0, settings.batch_size * settings.accumulation / rows)
     return PrivateSteps(rate, policy.noise_multiplier, rounds * steps_per_round(rows, settings))
 
 
 def epsilon(spent: Iterable[PrivateSteps], delta: float) -> float:
-    """Return ε at δ of all steps together, by Rényi differential privacy.
+    """Return the total ε of all steps at δ, computed with Rényi differential privacy.
 
-    The bound holds for Poisson sampling and for rows that are added, removed, or replaced by one
-    without a gradient (Mironov, Talwar and Zhang, 2019).
+    The bound holds for Poisson sampling, and for datasets that differ in a row that is added,
+    removed, or replaced by a row with zero gradient (Mironov, Talwar and Zhang, 2019).
     """
     from opacus.accountants import RDPAccountant
 
@@ -58,10 +59,10 @@ def epsilon(spent: Iterable[PrivateSteps], delta: float) -> float:
 
 
 class PrivacyAccount:
-    """The account of one institution's rows.
+    """The privacy account of one institution's rows.
 
     Args:
-        policy: The site's ε, δ and account file.
+        policy: The site's ε, δ and path of the account.
 
     """
 
@@ -71,10 +72,10 @@ class PrivacyAccount:
         self._log = AuditLog(policy.account_file, "privacy account")
 
     def spend(self, steps: PrivateSteps, about: Mapping[str, Any]) -> float:
-        """Record steps before they are trained; return ε of everything so far.
+        """Record steps before they are trained; return the total ε including them.
 
         Raises:
-            PolicyError: ε would exceed the policy's; nothing is recorded.
+            PolicyError: ε would exceed the policy's limit; the steps are not recorded.
             AuditError: The account can't be written.
 
         """
@@ -88,10 +89,10 @@ class PrivacyAccount:
         return spent
 
     def check(self, steps: PrivateSteps) -> None:
-        """Check whether steps could be trained.
+        """Check whether the policy's ε allows these steps, without recording them.
 
         Raises:
-            PolicyError: ε would exceed the policy's.
+            PolicyError: ε would exceed the policy's limit.
 
         """
         self._check(_read(self._log.lines()), steps)
@@ -117,7 +118,7 @@ class PrivacyAccount:
 
 
 def account_line(steps: PrivateSteps) -> dict[str, Any]:
-    """Return what a line of the account says of steps."""
+    """Return the fields with which a line of the account describes steps."""
     return {key.replace("_", "-"): value for key, value in asdict(steps).items()}
 
 

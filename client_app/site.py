@@ -1,4 +1,4 @@
-"""An institution's own decisions about a message: what its policy refuses, and what it records."""
+"""Apply an institution's policy to a message, and record the message in the audit log."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +23,12 @@ from finetuning.data.tokenization import Example
 
 @dataclass(frozen=True)
 class Site:
-    """The policy, applied to one message; without one nothing is refused or recorded.
+    """An institution's policy for one message; without a policy, nothing is refused or recorded.
 
     Attributes:
         policy: The institution's policy, if it has one.
         about: Client, kind of message, run and round, for the audit log.
-        is_simulated: Whether this is one of the clients of a simulation.
+        is_simulated: Whether the client is simulated.
 
     """
 
@@ -37,10 +37,10 @@ class Site:
     is_simulated: bool
 
     def check_run(self, config: RunConfig) -> None:
-        """Check a run config before anything that it names is looked at.
+        """Check a run config before accessing any file or model that it names.
 
         Raises:
-            PolicyError: The policy doesn't allow it.
+            PolicyError: The policy doesn't allow these settings.
 
         """
         if self.policy:
@@ -53,10 +53,10 @@ class Site:
             )
 
     def check_institution(self, config: RunConfig, institution: Institution) -> None:
-        """Check the base model and a round's size.
+        """Check the base model and the size of a round.
 
         Raises:
-            PolicyError: The policy doesn't allow it.
+            PolicyError: The policy doesn't allow these settings.
 
         """
         if self.policy:
@@ -64,15 +64,15 @@ class Site:
 
     @property
     def privacy(self) -> PrivacyPolicy | None:
-        """The terms of differential privacy, if the policy demands it."""
+        """The settings of differential privacy, or None if the policy doesn't require it."""
         terms = self.policy.privacy if self.policy else None
         return terms if terms and terms.epsilon is not None else None
 
     def check_budget(self, config: RunConfig, institution: Institution, finished: int) -> None:
-        """Check that ε suffices for the rounds of a run that are not finished.
+        """Check that the policy's ε is sufficient for the remaining rounds of a run.
 
         Raises:
-            PolicyError: It doesn't.
+            PolicyError: ε is not sufficient.
 
         """
         if self.privacy:
@@ -83,27 +83,27 @@ class Site:
             PrivacyAccount(self.privacy).check(steps)
 
     def spend(self, config: RunConfig, institution: Institution) -> PrivateSteps:
-        """Record that a round is trained with differential privacy, before it is.
+        """Record the privacy loss of a round before it is trained; return its steps.
 
         Raises:
-            PolicyError: ε doesn't suffice.
-            AuditError: It can't be recorded.
+            PolicyError: ε is not sufficient.
+            AuditError: The privacy loss can't be recorded.
 
         """
         assert self.privacy is not None
         steps = private_steps(self.privacy, config.train, institution.size)
         spent = PrivacyAccount(self.privacy).spend(steps, self.about)
-        # With everything that the account says, which can so be restored.
+        # Include all fields of the account, so that it can be restored from the audit log.
         self.record("privacy", epsilon=spent, delta=self.privacy.delta, **account_line(steps))
         return steps
 
     def check_steps(
         self, examples: Sequence[Example], steps: Sequence[Sequence[int]], average_every: int
     ) -> None:
-        """Check the rows that a round trains on; see ``policy.check_steps``.
+        """Check the number of rows used in a round; see ``policy.check_steps``.
 
         Raises:
-            PolicyError: They are too few.
+            PolicyError: There are too few rows or too many steps.
 
         """
         if self.policy:
@@ -118,17 +118,17 @@ class Site:
         institution: Institution,
         computes_importance: bool,
     ) -> Instruction:
-        """Check and count a train or evaluate message; return the part that the policy permits.
+        """Check and count a train or evaluate message; return the instruction that is permitted.
 
         Raises:
-            PolicyError: The policy doesn't allow it.
-            AuditError: It can't be recorded.
+            PolicyError: The policy doesn't allow the message.
+            AuditError: The message can't be recorded.
 
         """
         if self.policy is None:
             return instruction
         policy, kind = self.policy, self.about["kind"]
-        # Held-out rows that are not used needn't be many.
+        # If held-out rows are not used, their number need not be checked.
         measured = policy.evaluation and self.privacy is None
         instruction = replace(instruction, losses=instruction.losses and measured)
         checks.check_request(
@@ -146,15 +146,15 @@ class Site:
         return instruction
 
     def receive(self, run_id: int, time: float) -> None:
-        """Record a signed instruction, before anything is done about it.
+        """Record a signed instruction before it is carried out.
 
         Args:
             run_id: Flower's id of the run.
-            time: When the instruction was signed, in seconds since 1970.
+            time: Unix time at which the instruction was signed, in seconds.
 
         Raises:
-            AuthenticationError: It was received before, or a newer one was.
-            AuditError: It can't be recorded.
+            AuthenticationError: The instruction, or a newer one, was received before.
+            AuditError: The instruction can't be recorded.
 
         """
         assert self.policy is not None
@@ -164,11 +164,11 @@ class Site:
         )
 
     def check_lane(self, address: str) -> None:
-        """Check the address of a block server, and record that a lane to it is opened.
+        """Check the address of a block server, and record that a lane is opened.
 
         Raises:
-            PolicyError: The policy doesn't allow it.
-            AuditError: It can't be recorded.
+            PolicyError: The policy doesn't allow the address.
+            AuditError: The lane can't be recorded.
 
         """
         if self.policy:
@@ -179,17 +179,17 @@ class Site:
         """Append a line about this message to the audit log.
 
         Raises:
-            AuditError: It can't be written.
+            AuditError: The line can't be written.
 
         """
         if self.policy:
             AuditLog(self.policy.audit_file).append({"event": event, **self.about, **facts})
 
     def record_reply(self, message: Message, reply: Message) -> None:
-        """Append a line with what a reply contains.
+        """Append a line that describes the content of a reply.
 
         Raises:
-            AuditError: It can't be written.
+            AuditError: The line can't be written.
 
         """
         if self.policy:
@@ -197,26 +197,26 @@ class Site:
 
 
 def open_site(message: Message, context: Context, instruction: SignedInstruction | None) -> Site:
-    """Read the policy that the SuperNode's configuration names, and open the message.
+    """Read the policy named in the SuperNode's configuration, and authenticate the message.
 
     Args:
-        message: The message; its content is replaced by what a signed instruction contains.
+        message: The message; its content is replaced with that of the signed instruction.
         context: Flower's context of the message.
-        instruction: The signed instruction in it, if it has one.
+        instruction: The signed instruction in the message, if there is one.
 
     Raises:
-        PolicyError: The policy is named, and missing or malformed; or the configuration has other
+        PolicyError: The named policy is missing or malformed, or the configuration has unknown
             keys.
-        AuthenticationError: The policy names the coordinator's key, and the coordinator hasn't
-            signed the message for this site and this time; or it was answered before.
-        AuditError: That it was received can't be recorded.
+        AuthenticationError: The policy requires a signature, and the message has no valid one for
+            this site and time, or was received before.
+        AuditError: The message can't be recorded.
 
     """
     node = context.node_config
     check_keys(node)
     about: dict[str, Any] = {
         "client": str(node.get("name", "")),
-        # Flower calls the same handler for "train" and "train.default".
+        # Flower uses the same handler for "train" and "train.default".
         "kind": message.metadata.message_type.partition(".")[0],
     }
     site = Site(_policy_of(node), about, is_simulation(node))
@@ -230,7 +230,7 @@ def open_site(message: Message, context: Context, instruction: SignedInstruction
 def _opened(
     site: Site, message: Message, context: Context, instruction: SignedInstruction | None
 ) -> Site:
-    """Authenticate and open a message; return the site with what it says of run and round."""
+    """Authenticate and unpack a message; return the site with the message's run and round."""
     policy, about = site.policy, dict(site.about)
     if policy and policy.instruction_key:
         authenticate(policy, message, context, instruction)
@@ -242,7 +242,7 @@ def _opened(
         asked = Instruction.of(message)
         about |= {"run": asked.lineage, "round": asked.round}
     except InstructionError:
-        pass  # it is refused later, with a line in the log
+        pass  # the handler refuses and records it later
     site = replace(site, about=about)
     if policy and policy.instruction_key and instruction:
         site.receive(context.run_id, instruction.statement.time)

@@ -1,9 +1,9 @@
-"""A client's state between messages, on its own disk.
+"""A client's state between messages, stored on its own disk.
 
-Flower's ``context.state`` is lost when a SuperNode restarts, and drops states of 200 MB without an
-error. ``<state-path>/<lineage>/<client>/round-0002/`` holds the personalised adapter and the
-optimizer's state after that round. Two rounds are kept, so that a run that lost its last round can
-resume from the previous one, and the last round whose adapter the server has counted.
+Flower's ``context.state`` is lost when a SuperNode restarts, and silently drops states of 200 MB.
+``<state-path>/<lineage>/<client>/round-0002/`` contains the personalised adapter and the optimizer
+state after that round. The last two rounds are kept, so that a run that lost its last round can
+resume from the previous one, and so is the last round whose adapter the server averaged.
 """
 
 import shutil
@@ -22,7 +22,7 @@ State = dict[str, torch.Tensor]
 
 
 class ClientState:
-    """The state of one client in one run; an empty ``state_path`` is the user's state folder."""
+    """The state of a client in a run; by default, it is in the user's state folder."""
 
     def __init__(self, state_path: str, lineage: str, client: str) -> None:
         root = (
@@ -35,23 +35,23 @@ class ClientState:
     def save(
         self, round_number: int, adapter: State, optimizer: State, counted: int | None = None
     ) -> None:
-        """Save the adapter and the optimizer's state after a round; keep the last two rounds.
+        """Save the adapter and the optimizer state after a round; keep the last two rounds.
 
         Args:
             round_number: Number of the round.
-            adapter: The adapter after it.
-            optimizer: The optimizer's state after it.
-            counted: An earlier round that is kept too: the server has counted its adapter.
+            adapter: The adapter after the round.
+            optimizer: The optimizer state after the round.
+            counted: An additional round to keep, whose adapter the server averaged.
 
         Raises:
-            DiskFullError: They don't fit on the disk; nothing of them is left there.
+            DiskFullError: The disk is full; no partial files remain.
 
         """
         with replacing(self._round(round_number)) as aside:
             aside.mkdir(parents=True)
             save_file(adapter, aside / "adapter.safetensors")
             save_file(optimizer, aside / "optimizer.safetensors")
-        # Those that exist: after a round without this client, an older one is the last but one.
+        # Count existing rounds, since rounds in which the client didn't take part have no folder.
         for old in sorted(self._rounds())[:-_KEPT_ROUNDS]:
             if old != counted:
                 shutil.rmtree(self._round(old))
@@ -59,24 +59,24 @@ class ClientState:
     def describe(
         self, config: Mapping[str, Any], base: str, fingerprint: Mapping[str, str]
     ) -> None:
-        """Write which run and base model the adapters belong to, as in a run's folder."""
+        """Write the run config and base model of the adapters, in the format of a run's folder."""
         content = {"loaded from": base, "digests": dict(fingerprint)}
         write_json(self.directory / "config.json", dict(config))
         write_json(self.directory / "base-model.json", content)
 
     def forget_from(self, round_number: int) -> None:
-        """Remove the state of this round and later ones, and what killed processes have left."""
+        """Remove the state of this and later rounds, and unfinished files of killed processes."""
         remove_unfinished(self.directory)
         for number in self._rounds():
             if number >= round_number:
                 shutil.rmtree(self._round(number))
 
     def adapter(self, round_number: int) -> State | None:
-        """Return the personalised adapter of the last round up to this one, or None."""
+        """Return the newest personalised adapter up to and including this round, or None."""
         return self._load(round_number, "adapter.safetensors")
 
     def optimizer(self, round_number: int) -> State | None:
-        """Return the optimizer's state of the last round up to this one, or None."""
+        """Return the newest optimizer state up to and including this round, or None."""
         return self._load(round_number, "optimizer.safetensors")
 
     def _load(self, round_number: int, file: str) -> State | None:

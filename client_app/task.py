@@ -1,4 +1,4 @@
-"""A train or evaluate message at a client, and the local round that it requests."""
+"""A train or evaluate message at a client, and the local round it requests."""
 
 from dataclasses import dataclass
 from logging import WARNING
@@ -20,23 +20,23 @@ from finetuning.training.optimization import OptimizerState
 
 Metrics = dict[str, int | float]
 
-# More than any machine does.
+# Upper bound for the speed of any machine.
 _MAX_STEPS_A_SECOND = 1000
 
 
 @dataclass(frozen=True)
 class Task:
-    """A train or evaluate message, with everything needed to carry it out.
+    """A train or evaluate message, with all data needed to carry it out.
 
     Attributes:
         message: The message itself.
-        instruction: Number of the round, and what to do.
+        instruction: The instruction that the site's policy permits.
         config: The run's configuration.
         institution: The client's data.
         site: The institution's policy and audit log.
         state: The client's files from earlier rounds.
         arrays: The message's adapters by record name.
-        deadline: Deadline on ``time.monotonic``'s clock.
+        deadline: Deadline as a value of ``time.monotonic``.
 
     """
 
@@ -51,18 +51,18 @@ class Task:
 
     @property
     def title(self) -> str:
-        """Text before the progress bar."""
+        """Label of the progress bar."""
         return f"{self.institution.name}, round {self.instruction.round}"
 
     def local_round(self, average_every: int = 0) -> LocalRound:
-        """Return the examples of this round in order, and the deadline.
+        """Return the steps of this round with their examples, and the deadline.
 
         Args:
-            average_every: Steps after which adapters leave within the round; 0 if they don't.
+            average_every: Steps after which adapters are sent within the round; 0 for never.
 
         Raises:
-            PolicyError: They are fewer than the site's policy allows.
-            DeadlineError: They are more than can be trained on in time.
+            PolicyError: The site's policy doesn't allow these steps.
+            DeadlineError: There are too many steps for the time limit.
 
         """
         settings, name, number = self.config.train, self.institution.name, self.instruction.round
@@ -84,10 +84,10 @@ class Task:
         )
 
     def steps(self, examples: int) -> int:
-        """Return the number of steps of a round, before as many are listed in memory.
+        """Return the number of steps of a round; check it before allocating the list of steps.
 
         Raises:
-            DeadlineError: They can't be done in the client's time.
+            DeadlineError: There are too many steps for the time limit.
 
         """
         steps, seconds = steps_per_round(examples, self.config.train), self.instruction.time_limit
@@ -99,9 +99,9 @@ class Task:
         return steps
 
     def saved_optimizer(self) -> OptimizerState | None:
-        """Return the previous round's optimizer state if the run config keeps it.
+        """Return the optimizer state of the previous round if the run config keeps it.
 
-        State of this and later rounds is removed: a resumed run repeats them.
+        Remove the state of this and later rounds, which a resumed run repeats.
         """
         number = self.instruction.round
         self.state.forget_from(number)
@@ -113,12 +113,12 @@ class Task:
         return optimizer
 
     def save(self, adapter: State, optimizer: OptimizerState, counted: int | None = None) -> None:
-        """Save the local adapter, and the optimizer's state if the run config keeps it.
+        """Save the local adapter, and the optimizer state if the run config keeps it.
 
         Args:
             adapter: The local adapter.
-            optimizer: The optimizer's state.
-            counted: The last round whose adapter the server has counted, if it is needed.
+            optimizer: The optimizer state.
+            counted: The last round whose adapter the server averaged, if it must be kept.
 
         """
         keeps = self.config.train.optimizer_state == "keep"
@@ -126,7 +126,7 @@ class Task:
 
 
 def training_metrics(report: TrainingReport) -> Metrics:
-    """Return the metrics of a round that all strategies report."""
+    """Return the training metrics that all strategies report."""
     return {
         "loss": sum(report.losses) / len(report.losses),
         "loss-first": report.losses[0],

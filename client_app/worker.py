@@ -1,11 +1,11 @@
-"""The resident worker: answers an institution's messages in one process that keeps model and data.
+"""The resident worker: a process that answers messages and keeps the model and data in memory.
 
     python -m client_app.worker SOCKET [--allow-uid UID]
 
-``chambers site worker`` starts it. It answers one message at a time, and refuses others meanwhile:
-their processes then answer them. If the caller ends before it has its reply, the worker ends too,
-with status 75, because nothing else stops every computation that a message may have started; a
-supervisor, such as systemd, then starts it again.
+``chambers site worker`` starts it. The worker answers one message at a time. Meanwhile it refuses
+other messages, which their ClientApp processes then answer themselves. If the caller ends before
+receiving its reply, the worker exits with status 75, since this is the only reliable way to stop
+all computations of a message; a supervisor such as systemd then restarts the worker.
 """
 
 import argparse
@@ -42,16 +42,16 @@ from federation.worker_socket import (
     send,
 )
 
-# Exit status after the caller's end: "temporary failure" of sysexits.h.
+# Exit status if the caller ended early: EX_TEMPFAIL in sysexits.h.
 CALLER_ENDED = 75
 
 
 class Worker:
-    """Answers messages that arrive at a socket, one at a time.
+    """Server that answers messages on a socket, one at a time.
 
     Args:
         listener: The listening socket.
-        uids: Users whose processes are answered.
+        uids: Ids of the users whose processes may connect.
 
     """
 
@@ -62,7 +62,7 @@ class Worker:
         self._run: int | None = None
 
     def serve(self) -> NoReturn:
-        """Answer callers until the process ends."""
+        """Serve callers until the process ends."""
         from client_app.handlers import app
 
         log(INFO, "the worker answers with code %.16s", self._code)
@@ -72,9 +72,9 @@ class Worker:
                 caller.settimeout(TRANSFER_SECONDS)
                 try:
                     self._answer(caller, app)
-                except ConnectionError as error:  # chambers site check sends nothing
+                except ConnectionError as error:  # `chambers site check` sends nothing
                     log(INFO, "a caller has gone before its message was complete: %s", error)
-                except Exception as error:  # the next caller is answered all the same
+                except Exception as error:  # continue with the next caller
                     log(ERROR, "a message could not be received or answered", exc_info=error)
 
     def _answer(self, caller: socket.socket, app: ClientApp) -> None:
@@ -97,7 +97,7 @@ class Worker:
         send(caller, reply)
 
     def _refusal(self, caller: socket.socket) -> str:
-        """Return why a caller is refused; empty if it isn't."""
+        """Return the reason for refusing a caller; empty if it is accepted."""
         uid = peer_uid(caller)
         if uid not in self._uids:
             return f"doesn't answer user {uid}: start it with --allow-uid {uid}"
@@ -110,7 +110,7 @@ class Worker:
         return ""
 
     def _release_data(self, run: int) -> None:
-        """Release the data of earlier runs, whose settings differ."""
+        """Release data cached for an earlier run, whose settings may differ."""
         from client_app.institution import release_data
 
         if run != self._run:
@@ -119,7 +119,7 @@ class Worker:
 
     @contextmanager
     def _ending_with(self, caller: socket.socket) -> Iterator[None]:
-        """End this process if the caller ends within the block; refuse other callers."""
+        """Within the context, exit the process if the caller ends, and refuse other callers."""
         done, finish = socket.socketpair()
         thread = Thread(target=self._watch, args=(caller, done), name="caller", daemon=True)
         thread.start()
@@ -149,17 +149,17 @@ class Worker:
 
 @contextmanager
 def listening(path: Path, shared: bool) -> Iterator[socket.socket]:
-    """Listen at a path, which only this user, or this user and the folder's group, can reach.
+    """Listen on a socket that only this user or, if ``shared``, also the folder's group can use.
 
     Raises:
-        WorkerError: Every user can write to the folder, another worker listens there, or there is
-            another kind of file.
-        OSError: The socket can't be made.
+        WorkerError: The folder is writable by every user, another worker is listening, or the path
+            is not a socket.
+        OSError: The socket can't be created.
 
     """
     refuse_open_folder(path)
     try:
-        # A socket's file stays when its process ends; the lock doesn't.
+        # Unlike a lock, a socket file remains after its process has ended.
         with (
             FileLock(f"{path}.lock", timeout=0, mode=0o600),
             socket.socket(socket.AF_UNIX) as listener,
@@ -181,7 +181,7 @@ def listening(path: Path, shared: bool) -> Iterator[socket.socket]:
 
 
 def main() -> None:
-    """Serve until the process is ended."""
+    """Run the worker until the process ends."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("socket", type=Path, help="path of the socket")
     parser.add_argument(

@@ -1,1 +1,1 @@
-"""Everything about a run that the coordinator's and the institutions' apps share."""
+"""Configuration, messages and status shared by the ServerApp and the ClientApps."""

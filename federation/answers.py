@@ -1,4 +1,4 @@
-"""Answers to held-out questions, which clients send as text if run config and policy allow it."""
+"""Answers to held-out questions: sent as text only if run config and policy both allow it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Answer:
         model: ``base``, ``global`` or ``personalised``.
         question: The question.
         reference: The reference answer.
-        text: The answer that was generated.
+        text: The generated answer.
 
     """
 
@@ -43,7 +43,7 @@ def answers_problem(reply: Message, most: int) -> str | None:
 
     Args:
         reply: Reply to a train or evaluate message.
-        most: Maximum number of answers of each model.
+        most: Maximum number of answers per model.
 
     """
     record = _record(reply)
@@ -62,7 +62,7 @@ def answers_problem(reply: Message, most: int) -> str | None:
 
 
 def answers_of(reply: Message) -> list[Answer]:
-    """Read the answers from a reply that has been checked; empty if it has none."""
+    """Return the answers in a checked reply; the list is empty if there are none."""
     record = _record(reply)
     if record is None:
         return []
@@ -71,7 +71,7 @@ def answers_of(reply: Message) -> list[Answer]:
 
 
 def answer_events(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Return one event of ``metrics.jsonl`` for each model that answered."""
+    """Return one ``metrics.jsonl`` event per model that generated answers."""
     return [
         {
             "event": "answers",

@@ -1,9 +1,9 @@
-"""Instructions that the coordinator signs, and replies that their recipients authenticate.
+"""Signed instructions from the coordinator, and authenticated replies from the clients.
 
-Flower authenticates the SuperNode that sends a request, and not the message in the request: any
-registered SuperNode can store a message for another one, with the coordinator as its sender. So an
-instruction carries an Ed25519 signature, and a secret under which its recipient authenticates the
-reply (HMAC-SHA-256). Both cover everything that a message contains.
+Flower authenticates the SuperNode that sends a request, but not the message in the request: any
+registered SuperNode can store a message for another SuperNode and name the coordinator as its
+sender. An instruction therefore carries an Ed25519 signature, and a secret key with which its
+recipient authenticates the reply (HMAC-SHA-256). Both cover the complete content of a message.
 """
 
 import hmac
@@ -20,29 +20,29 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from federation.packed_content import EncryptedArrays, digest_of, pack, unpack
 from finetuning.errors import UserError
 
-# The records of authenticated messages: one of these, and encrypted ArrayRecords.
+# Record names: an authenticated message has one of the two, and encrypted ArrayRecords.
 INSTRUCTION, REPLY = "signed-instruction", "authenticated-reply"
 _SIGNED, _AUTHENTICATED = b"Chambers instruction 1\n", b"Chambers reply 1\n"
 _NONCE_BYTES, _SECRET_BYTES = 16, 32
-# Clocks of coordinator and institutions may differ by so much.
+# Maximum difference between the clocks of the coordinator and an institution.
 CLOCK_SECONDS = 300.0
 
 
 class AuthenticationError(UserError, ValueError):
-    """A message isn't from whom it should be, or it isn't for this recipient, or not for now."""
+    """A message has the wrong sender or recipient, or is not valid at this time."""
 
 
 class Statement(BaseModel):
     """Statement that the coordinator signs.
 
     Attributes:
-        run: Flower's id of the run. The run's lineage and the round are in the content.
+        run: Flower's id of the run. The content holds the lineage of the run and the round.
         kind: Flower's type of the message.
         node: Flower's id of the recipient's SuperNode.
         nonce: Random, in hexadecimal; different in every instruction.
-        time: When it was signed, in seconds since 1970; later in every instruction of a run.
-        expires: Until when it may be carried out.
-        secret: Secret of the reply, in hexadecimal.
+        time: Unix time of signing, in seconds; strictly increasing within a run.
+        expires: Unix time after which the instruction must not be carried out.
+        secret: Key that authenticates the reply, in hexadecimal.
         digest: Digest of the content, in hexadecimal.
 
     """
@@ -72,15 +72,15 @@ class Signer:
         self._last = 0.0
 
     def sign(self, message: Message, shared: EncryptedArrays) -> Statement:
-        """Replace a message's content by one that is signed; return the statement about it.
+        """Replace a message's content with a signed version; return the statement about it.
 
         Args:
-            message: An instruction; its metadata doesn't change.
-            shared: ArrayRecords that are encrypted once for several messages.
+            message: An instruction; its metadata is not modified.
+            shared: Encrypts each ArrayRecord only once for several messages.
 
         """
         packed = pack(message.content, shared)
-        # Clocks are set back at times, and have steps.
+        # The system clock may be set back, or have a coarse resolution.
         self._last = max(time.time(), self._last + 1e-3)
         statement = Statement(
             run=message.metadata.run_id,
@@ -101,7 +101,7 @@ class Signer:
 
 @dataclass(frozen=True)
 class SignedInstruction:
-    """A signed instruction as it was received; nothing of it is checked yet.
+    """A received signed instruction that has not been verified yet.
 
     Attributes:
         text: The statement as it was signed.
@@ -120,10 +120,10 @@ class SignedInstruction:
 
     @classmethod
     def of(cls, message: Message) -> "SignedInstruction | None":
-        """Return the signed instruction in a message; None if it isn't signed.
+        """Return the signed instruction in a message, or None if the message is not signed.
 
         Raises:
-            AuthenticationError: It is malformed.
+            AuthenticationError: The signed instruction is malformed.
 
         """
         record = message.content.config_records.get(INSTRUCTION)
@@ -137,16 +137,16 @@ class SignedInstruction:
         return cls(text, statement, signature, body, dict(message.content.array_records))
 
     def verify(self, key: Ed25519PublicKey, message: Message, node: int, run: int) -> None:
-        """Check that the coordinator has signed this content, for this recipient and this time.
+        """Verify that the coordinator signed this content for this recipient and this time.
 
         Args:
             key: The coordinator's key.
-            message: The message that it came in.
+            message: The message that contained the instruction.
             node: Id of this SuperNode.
             run: Id of the run.
 
         Raises:
-            AuthenticationError: It hasn't.
+            AuthenticationError: The verification failed.
 
         """
         statement, now = self.statement, time.time()
@@ -178,13 +178,13 @@ class SignedInstruction:
         """Return the content.
 
         Raises:
-            AuthenticationError: It is malformed.
+            AuthenticationError: The content is malformed.
 
         """
         return _opened(self.body, self.arrays)
 
     def authenticate(self, reply: Message) -> None:
-        """Replace a reply's content by one that only the recipient can have made."""
+        """Replace a reply's content with a version that is authenticated by the shared secret."""
         if reply.has_error():
             return
         packed = pack(reply.content, EncryptedArrays())
@@ -193,14 +193,14 @@ class SignedInstruction:
 
 
 def open_reply(reply: Message, statement: Statement) -> None:
-    """Replace an authenticated reply's content by what it contains.
+    """Verify an authenticated reply, and replace its content with the unpacked records.
 
     Args:
-        reply: A reply without error.
-        statement: The coordinator's statement for the client that should have made the reply.
+        reply: A reply without an error.
+        statement: The coordinator's signed statement for the client that was asked.
 
     Raises:
-        AuthenticationError: Someone else has made it, or it is malformed.
+        AuthenticationError: The reply was not made by that client, or it is malformed.
 
     """
     record = reply.content.config_records.get(REPLY)
@@ -226,10 +226,10 @@ def _mac(statement: Statement, digest: str) -> bytes:
 
 
 def _bytes_of(record: ConfigRecord, *names: str) -> list[bytes]:
-    """Return the values of a record that has exactly these names.
+    """Return the bytes values of a record that must have exactly these names.
 
     Raises:
-        AuthenticationError: It has others, or values of other types.
+        AuthenticationError: The record has other names, or values of other types.
 
     """
     values = [record.get(name) for name in names]

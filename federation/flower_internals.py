@@ -1,22 +1,22 @@
-"""Names from Flower that aren't part of its documented interface.
+"""Imports from Flower that aren't part of its documented interface.
 
-A new version of Flower may change any of it: read and test this list before the bounds of ``flwr``
-in ``pyproject.toml`` are widened. Other modules import only what ``flwr.app``, ``flwr.clientapp``,
-``flwr.common``, ``flwr.serverapp`` and ``flwr.serverapp.strategy`` export.
+A new version of Flower may change any of them: review and test them before widening the bounds of
+``flwr`` in ``pyproject.toml``. Other modules import only names exported by ``flwr.app``,
+``flwr.clientapp``, ``flwr.common``, ``flwr.serverapp`` and ``flwr.serverapp.strategy``.
 ``strategies/bounded_pull.py`` also replaces the private client of an ``HttpGrid``.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
-# chambers site sign names the app in a release; chambers site check reads a node config as a
-# SuperNode does.
+# `chambers site sign` reads an app's name from a release; `chambers site check` parses a node
+# config in the same way as a SuperNode.
 from flwr.common.config import get_fab_config, get_metadata_from_config, parse_config_args
 
-# Flower's limits to the sizes of a release and of a piece of an array, and its codes of errors.
+# Flower's size limits for a release and for a chunk of an array, and its error codes.
 from flwr.common.constant import FAB_MAX_SIZE, FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, ErrorCode
 
-# A resident worker, and a signed message, get messages and records as bytes in Flower's format.
+# Serialisation of messages for the resident worker, and of records in signed messages.
 from flwr.common.serde import (
     context_from_proto,
     context_to_proto,
@@ -26,44 +26,44 @@ from flwr.common.serde import (
     recorddict_to_proto,
 )
 
-# chambers site check asks a SuperLink whether a node key is registered; no command of Flower does.
+# `chambers site check` asks a SuperLink whether a node key is registered; Flower can't.
 from flwr.proto.fleet_pb2 import ActivateNodeRequest
 
-# The formats of a resident worker's messages.
+# Serialisation formats for the resident worker.
 from flwr.proto.message_pb2 import Context as ContextProto
 from flwr.proto.message_pb2 import Message as MessageProto
 
-# Flower reads a reply whole before the app sees it; Chambers limits the memory that one takes.
+# Flower loads a complete reply before passing it to the app; Chambers limits its memory.
 from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 
-# The type of what a grid says of a node.
+# Type of the node information that a grid returns.
 from flwr.proto.node_pb2 import NodeInfo
 
-# The format of a signed message's records.
+# Serialisation format of the records in a signed message.
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 
-# A SuperLink hands out other messages with a reply; Chambers drops them.
+# A SuperLink may return other messages together with a reply; Chambers drops them.
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 
-# The strategies' mean of metrics, weighted as in Flower's own.
+# Weighted mean of metrics, as in Flower's own strategies.
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
-# A SuperLink's answer about a node key.
+# Errors that a SuperLink returns for a node key.
 from flwr.supercore.error import ApiErrorCode, FlowerError
 
-# The pieces of a reply, for the limit to its memory.
+# Parsing of the objects in a reply, to limit its memory.
 from flwr.supercore.inflatable.inflatable_object import (
     get_object_body,
     get_object_type_from_object_content,
 )
 
-# A node key in the form in which a SuperLink is asked about it.
+# Encoding of a node key in requests to a SuperLink.
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-# They differ in whether the institutions are simulated, which nothing else says.
+# The class of the grid is the only sign of whether the institutions are simulated.
 from flwr.superlink.grid import HttpGrid, InMemoryGrid
 
-# The question about a node key goes where a SuperNode's requests go, and is signed as they are.
+# Requests about a node key use a SuperNode's endpoint, and are signed like a SuperNode's.
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
@@ -104,13 +104,13 @@ __all__ = [
 
 
 def build_release(files: Mapping[str, Path]) -> bytes:
-    """Build a release as ``flwr build`` does, which only takes a folder.
+    """Build a release from individual files; ``flwr build`` accepts only a folder.
 
     Args:
-        files: The app's files, by their paths in the release.
+        files: The app's files, keyed by their paths in the release.
 
     """
-    # Flower's command line takes a while to import, and only chambers site sign needs it.
+    # Importing Flower's command line is slow, and only `chambers site sign` needs it.
     from flwr.cli.build import build_fab_from_files
 
     return build_fab_from_files(files)[0]

@@ -1,4 +1,4 @@
-"""The coordinator's key that signs instructions, and its public half in OpenSSH's format."""
+"""The coordinator's private key for signing instructions, and the public key (OpenSSH format)."""
 
 from logging import WARNING
 from pathlib import Path
@@ -16,10 +16,10 @@ from federation.site_policy import PolicyError
 
 
 def signer_of(config: RunConfig, grid: Grid) -> Signer | None:
-    """Return what signs a run's instructions; None in simulation, and if the run config says so.
+    """Return the signer of a run's instructions; None if signing is disabled, or in simulation.
 
     Raises:
-        ConfigError: A deployment's run config names no key, or one that can't be used.
+        ConfigError: The run config of a deployment names no key, or an unusable one.
 
     """
     if not isinstance(grid, HttpGrid):
@@ -43,10 +43,10 @@ def signer_of(config: RunConfig, grid: Grid) -> Signer | None:
 
 
 def read_private_key(file: Path) -> Ed25519PrivateKey:
-    """Read the coordinator's key.
+    """Read the coordinator's private key.
 
     Raises:
-        ConfigError: It can't be read, is of another kind, or has a passphrase.
+        ConfigError: The key can't be read, is not an Ed25519 key, or has a passphrase.
 
     """
     key: object = None
@@ -56,7 +56,7 @@ def read_private_key(file: Path) -> Ed25519PrivateKey:
         raise ConfigError(
             f"instruction-key = {str(file)!r} can't be read: {error.strerror}"
         ) from error
-    except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: it has a passphrase
+    except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: the key has a passphrase
         pass
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(
@@ -67,10 +67,10 @@ def read_private_key(file: Path) -> Ed25519PrivateKey:
 
 
 def read_public_key(file: str) -> Ed25519PublicKey:
-    """Read the public half, which a site's policy names.
+    """Read the coordinator's public key from the file named in a site's policy.
 
     Raises:
-        PolicyError: It can't be read, or is of another kind.
+        PolicyError: The key can't be read, or is not an Ed25519 key.
 
     """
     key: object = None

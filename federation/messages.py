@@ -1,7 +1,7 @@
 """The Flower messages between server and clients: their records and keys.
 
-Every message has a ConfigRecord ``config``; adapters travel as float32 ArrayRecords. A client that
-can't carry out a message replies with a ``problem``, the text of its error.
+Every message has a ConfigRecord ``config``; adapters are sent as float32 ArrayRecords. A client
+that can't carry out a message replies with a ``problem``: the text of its error.
 """
 
 import re
@@ -29,28 +29,28 @@ from split.protocol.tickets import Identity, Ticket
 
 ARRAYS = "arrays"
 IMPORTANCE = "importance"
-# The body's adapters, sent to the clients after the last round of split learning.
+# Record names of the body's adapters, sent to clients after the last round of split learning.
 BODY = {"global": "body", "personalised": "personalised-body"}
 CONFIG = "config"
 LANE = "lane"
 METRICS = "metrics"
 SIZE = "num-examples"
-# The examples that the rows give, more than one each if a chat template divides conversations.
+# Number of training examples; exceeds the number of rows if a chat template splits conversations.
 TRAIN_EXAMPLES = "train-examples"
 
-# Larger metrics could overflow in averages and plots; TensorBoard holds them as float32.
+# Larger metrics could overflow in averages and plots; TensorBoard stores them as float32.
 LARGEST_METRIC = 1e30
 
-# A client's name, which becomes the name of a folder.
+# Pattern of a client's name, which is also used as a folder name.
 NAME = re.compile(r"\w[\w .-]{0,62}\w|\w")
-# File systems allow 255 bytes for a folder's name; temporary names are a few longer.
+# File systems limit a folder name to 255 bytes; temporary names are a few bytes longer.
 _MAX_NAME_BYTES = 200
 
 State = dict[str, torch.Tensor]
 
 
 class InstructionError(UserError, ValueError):
-    """A message does not say in the right form what to do."""
+    """A message has no instruction, or a malformed one."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Instruction:
         lineage: Name of the run across its resumptions; clients keep their state in a folder of
             this name.
         base: Digest of the base model's fingerprint.
-        time_limit: Seconds that the client has.
+        time_limit: Seconds in which the client must carry out the request.
         losses: In evaluate messages: measure held-out loss (and generate, if the run config sets
             it).
-        importance: In evaluate messages: compute J at these weights. In train messages: use the
-            client's own J.
-        final: In evaluate messages: these are the run's last weights; save them.
+        importance: In evaluate messages: compute J at the weights sent. In train messages: use
+            the client's own J.
+        final: In evaluate messages: the weights sent are the final ones of the run; save them.
 
     """
 
@@ -88,7 +88,7 @@ class Instruction:
         """Read the instruction from a message.
 
         Raises:
-            InstructionError: There is none, or one with a wrong value.
+            InstructionError: The instruction is missing, or one of its values is invalid.
 
         """
         record = message.content.config_records.get(CONFIG, ConfigRecord())
@@ -104,22 +104,22 @@ _INSTRUCTION = TypeAdapter(Instruction)
 
 
 def is_name(text: str) -> bool:
-    """Return whether a text can be a client's name."""
+    """Return whether a text is a valid client name."""
     return NAME.fullmatch(text) is not None and len(text.encode()) <= _MAX_NAME_BYTES
 
 
 def one_line(text: str) -> str:
-    """Return a peer's text, or an error that may quote one, as one line of bounded length."""
+    """Return text that may come from a peer as one line of bounded length."""
     return printable(" ".join(text[:10_000].split()))
 
 
 def lane_record(invitation: Invitation, models: Mapping[str, int]) -> ConfigRecord:
-    """Return an invitation to a lane as a ConfigRecord; it holds the secret of a ticket.
+    """Return an invitation to a lane as a ConfigRecord; it contains the secret of a ticket.
 
     Args:
         invitation: Invitation to train, or to evaluate models.
-        models: Models to evaluate, or in train messages to keep, each with the round of the
-            server's part.
+        models: Models to evaluate or, in train messages, to keep. The values are the rounds of
+            the server's parts.
 
     """
     return ConfigRecord(
@@ -151,7 +151,7 @@ def invitation_of(message: Message) -> Invitation:
 
 
 def models_of(message: Message) -> dict[str, int]:
-    """Read the models that a client evaluates or keeps, and the round of each."""
+    """Read the models that a client evaluates or keeps, with their rounds."""
     record: Any = message.content.config_records[LANE]
     return dict(zip(record["models"], record["rounds"], strict=True))
 
@@ -165,7 +165,7 @@ def to_arrays(state: Mapping[str, torch.Tensor]) -> ArrayRecord:
 
 def from_arrays(record: ArrayRecord) -> State:
     """Copy an ArrayRecord into tensors that share no storage with it."""
-    # A reply's arrays may be in Fortran's order, in which safetensors can't write them.
+    # A reply's arrays may be in Fortran order, which safetensors can't write.
     return {
         name: torch.from_numpy(np.array(array.numpy(), order="C")) for name, array in record.items()
     }
@@ -177,7 +177,7 @@ def answer(
     metrics: Mapping[str, int | float] | None = None,
     arrays: ArrayRecord | None = None,
 ) -> Message:
-    """Make a reply.
+    """Create a reply.
 
     ``config`` contains at least the client's ``name``; the metrics of replies to train and evaluate
     messages include ``num-examples``; ``arrays`` is the adapter, or J.
@@ -191,7 +191,7 @@ def answer(
 
 
 def withheld_of(message: Message) -> str | None:
-    """Return what a client has left out of a valid reply and why, as one line, if anything."""
+    """Return one line on what a client withheld from a valid reply and why, or None."""
     withheld = config_of(message).get("withheld")
     return one_line(str(withheld)) if withheld else None
 
@@ -199,7 +199,7 @@ def withheld_of(message: Message) -> str | None:
 def problem_of(message: Message) -> str | None:
     """Return the error that a reply reports, as one line, or None if there is none."""
     if message.has_error():
-        # Flower writes <class 'X'>:<'…'>, in simulation around its own exception's text.
+        # Flower writes <class 'X'>:<'…'>; in simulation, this wraps the text of its own exception.
         reason = str(message.error.reason).rpartition("Message: ")[2].strip()
         return one_line(reason.removesuffix("'>")) or f"error {message.error.code}"
     problem = config_of(message).get("problem")
@@ -207,10 +207,10 @@ def problem_of(message: Message) -> str | None:
 
 
 def config_of(message: Message) -> Mapping[str, Any]:
-    """Return a reply's config; empty if it has none."""
+    """Return a reply's ``config`` record; empty if there is none."""
     return {} if message.has_error() else message.content.config_records.get(CONFIG) or {}
 
 
 def metrics_of(message: Message) -> Mapping[str, Any]:
-    """Return a reply's metrics; empty if it has none."""
+    """Return a reply's metrics; empty if there are none."""
     return {} if message.has_error() else message.content.metric_records.get(METRICS) or {}

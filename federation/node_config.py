@@ -1,4 +1,4 @@
-"""A SuperNode's configuration: the institution's name, and the paths of its files."""
+"""A SuperNode's configuration: the name of the institution and the paths of its files."""
 
 import sys
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ from federation.site_policy import PolicyError
 from finetuning.data.formats import DataError
 
 _KEYS = ("name", "data-path", "policy", "worker")
-# Flower's own, in simulations.
+# Keys that Flower sets in simulations.
 _PARTITION_KEYS = {"partition-id", "num-partitions"}
-# The program in which a SuperNode, or its SuperExec, runs a ClientApp.
+# Name of the program with which a SuperNode, or its SuperExec, runs a ClientApp.
 _DEPLOYED = "flwr-clientapp"
 
 
 def check_keys(node: Mapping[str, Scalar]) -> None:
-    """Check that all keys are known: a policy whose key is misspelled would be ignored.
+    """Check that all keys are known, since a misspelled ``policy`` key would be ignored.
 
     Raises:
-        PolicyError: Some aren't.
+        PolicyError: A key is unknown.
 
     """
     unknown = sorted(node.keys() - {*_KEYS, *_PARTITION_KEYS})
@@ -32,9 +32,9 @@ def check_keys(node: Mapping[str, Scalar]) -> None:
 
 
 def is_simulation(node: Mapping[str, Scalar]) -> bool:
-    """Whether a client is simulated, and has no rows of its own.
+    """Return whether a client is simulated, and has no rows of its own.
 
-    Flower's examples start SuperNodes with a simulation's keys, too, which must not pass for one.
+    Flower's examples pass these keys to real SuperNodes too, which don't count as simulated.
     """
     return node.keys() == _PARTITION_KEYS and Path(sys.argv[0]).name != _DEPLOYED
 
@@ -43,7 +43,7 @@ def name_and_data_path(node: Mapping[str, Scalar]) -> tuple[str, Path]:
     """Return an institution's ``name`` and ``data-path``.
 
     Raises:
-        DataError: One is missing or can't be used.
+        DataError: A value is missing or invalid.
 
     """
     missing = [key for key in ("name", "data-path") if not node.get(key)]

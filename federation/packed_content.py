@@ -1,10 +1,10 @@
 """The content of an authenticated message: records as bytes, encrypted arrays, and their digest.
 
-Flower stores messages as objects whose ids are digests of their contents, and refuses an object
-that was announced before with other children. An object that can be predicted can thus be blocked.
-So records without arrays travel as bytes, beside random values, and arrays are encrypted
-(AES-256-CTR) with random keys that are among these records. The keys hide nothing from whoever
-receives the message.
+Flower stores messages as objects whose ids are digests of their contents, and rejects an object
+that was announced before with other children. An attacker who can predict an object can therefore
+block it. To prevent this, records without arrays are sent as bytes together with random values,
+and arrays are encrypted (AES-256-CTR) with random keys. The keys are stored in the records, so
+that encryption does not hide the arrays from the recipient.
 """
 
 import hashlib
@@ -20,23 +20,23 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from federation.flower_internals import RecordDictProto, recorddict_from_proto, recorddict_to_proto
 
-# Among the records in the bytes: the keys of the ArrayRecords, by name.
+# Name of the record that contains the keys of the ArrayRecords, by name.
 _ARRAY_KEYS = "array-keys"
 _KEY_BYTES = 32
 
 
 class EncryptedArrays:
-    """ArrayRecords that are encrypted, each with a random key and only once.
+    """Encrypts ArrayRecords, each with a random key and only once.
 
     Recipients of the same adapter receive the same objects, which a SuperLink stores once.
     """
 
     def __init__(self) -> None:
-        # With the record itself, so that no other one can have its id.
+        # Keep a reference to the record, so that Python can't reuse its id().
         self._known: dict[int, tuple[ArrayRecord, bytes, ArrayRecord, str]] = {}
 
     def encrypt(self, record: ArrayRecord) -> tuple[bytes, ArrayRecord, str]:
-        """Return the key, the encrypted record, and its digest."""
+        """Return the key, the encrypted record, and the digest of the encrypted record."""
         if id(record) not in self._known:
             key = secrets.token_bytes(_KEY_BYTES)
             encrypted = _applied(key, record)
@@ -47,12 +47,12 @@ class EncryptedArrays:
 
 @dataclass(frozen=True)
 class PackedContent:
-    """The content of a message as it travels.
+    """The content of a message in the form in which it is sent.
 
     Attributes:
-        body: The records without arrays, and the arrays' keys.
+        body: The records without arrays, and the keys of the arrays, serialised.
         arrays: The encrypted ArrayRecords.
-        digest: Digest of both, in hexadecimal.
+        digest: Digest of ``body`` and ``arrays``, in hexadecimal.
 
     """
 
@@ -62,11 +62,11 @@ class PackedContent:
 
 
 def pack(content: RecordDict, shared: EncryptedArrays) -> PackedContent:
-    """Return the content of a message as it travels."""
+    """Convert the content of a message to the form in which it is sent."""
     keys, others = ConfigRecord(), RecordDict()
     arrays, digests = dict[str, ArrayRecord](), dict[str, str]()
     for name, record in content.items():
-        # An empty record's id can be predicted.
+        # The object id of an empty ArrayRecord is predictable.
         if isinstance(record, ArrayRecord) and record:
             keys[name], arrays[name], digests[name] = shared.encrypt(record)
         else:
@@ -77,10 +77,10 @@ def pack(content: RecordDict, shared: EncryptedArrays) -> PackedContent:
 
 
 def unpack(body: bytes, arrays: Mapping[str, ArrayRecord]) -> RecordDict:
-    """Return the content of a message.
+    """Reverse ``pack``: return the content of a message.
 
     Raises:
-        ValueError: It is malformed.
+        ValueError: The content is malformed.
 
     """
     try:
@@ -97,7 +97,7 @@ def unpack(body: bytes, arrays: Mapping[str, ArrayRecord]) -> RecordDict:
 
 
 def _applied(key: bytes, record: ArrayRecord) -> ArrayRecord:
-    """Encrypt or decrypt arrays, each with a part of the key's stream that is its own."""
+    """Encrypt or decrypt arrays; each uses a separate range of the counter."""
     changed = {}
     for index, (name, array) in enumerate(record.items()):
         cipher = Cipher(AES(key), CTR(index.to_bytes(8, "big") + bytes(8)))
@@ -107,18 +107,18 @@ def _applied(key: bytes, record: ArrayRecord) -> ArrayRecord:
 
 
 def digest_of(body: bytes, arrays: Mapping[str, ArrayRecord]) -> str:
-    """Return the digest of a content that was received."""
+    """Return the digest of received content."""
     return _digest(body, {name: _record_digest(record) for name, record in arrays.items()})
 
 
 def _digest(body: bytes, arrays: Mapping[str, str]) -> str:
-    """Return the digest of a content, from those of its encrypted ArrayRecords."""
+    """Return the digest of content, given the digests of its encrypted ArrayRecords."""
     parts = [part.encode() for name in sorted(arrays) for part in (name, arrays[name])]
     return _hash([body, *parts])
 
 
 def _record_digest(record: ArrayRecord) -> str:
-    """Return the digest of an ArrayRecord; the order of its arrays counts."""
+    """Return the digest of an ArrayRecord; it depends on the order of the arrays."""
     return _hash(
         part
         for name, array in record.items()
@@ -131,7 +131,7 @@ def _record_digest(record: ArrayRecord) -> str:
 
 
 def _hash(parts: Iterable[bytes]) -> str:
-    """Return the digest of a sequence of parts, each with its length."""
+    """Return the digest of a sequence of length-prefixed parts."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big"))

@@ -1,13 +1,13 @@
-"""Whether a run can be resumed: it has a checkpoint, and its run config is the original one."""
+"""Check whether a run can be resumed: it needs a checkpoint and an unchanged run config."""
 
 import json
 from pathlib import Path
 
 from federation.run_config import ConfigError, RunConfig
 
-# May differ between a run and its resumption, since they don't change how adapters are trained.
-# (Other devices round differently and draw other dropout masks, but runs may move to another
-# machine. Time limits decide who takes part, as the network does.)
+# Keys that may change when a run is resumed, since they don't affect how adapters are trained.
+# (A different device rounds differently and draws different dropout masks, but a run may move to
+# another machine. Time limits, like network failures, only affect which clients take part.)
 _MAY_CHANGE = {
     "min-nodes",
     "node-timeout",
@@ -34,8 +34,8 @@ _MAY_CHANGE = {
     "split.resume-timeout",
     "split.frame-timeout",
 }
-# With ``client-batch`` the budget divides stacks into passes, which have dropout masks of their
-# own, and the cap scales gradients.
+# With ``client-batch`` the budget splits stacks into passes with separate dropout masks, and the
+# cap scales gradients.
 _CHANGE_STACKS = {"split.activation-budget", "split.share-cap"}
 FOLDER = "checkpoints"
 
@@ -43,14 +43,14 @@ FOLDER = "checkpoints"
 def checkpoint_files(directory: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, oldest first."""
     files = (directory / FOLDER).glob("round-*.safetensors")
-    # By the number: the name of round 10000 comes before that of round 9999.
+    # Sort by number: as text, round-10000 would come before round-9999.
     return sorted(files, key=lambda file: int(file.stem.removeprefix("round-")))
 
 
 def check_resumable(directory: Path, config: RunConfig) -> None:
-    """Check that a run has a checkpoint, and that its config agrees with the one to resume it with.
+    """Check that a run has a checkpoint, and that its config matches the one given to resume it.
 
-    A key that was added after the run began had its default then.
+    A key that didn't exist when the run began is treated as if it had its default value.
 
     Raises:
         ConfigError: There is no checkpoint, or the configs differ.
@@ -67,7 +67,7 @@ def check_resumable(directory: Path, config: RunConfig) -> None:
         raise ConfigError(f'resume = "{directory}": config.json can\'t be read: {error}') from error
     may_change = set(_MAY_CHANGE)
     if config.train.schedule == "constant" and config.train.warmup_ratio == 0:
-        may_change.add("rounds")  # all other schedules depend on the number of rounds
+        may_change.add("rounds")  # other schedules depend on the number of rounds
     if config.split.schedule != "client-batch":
         may_change |= _CHANGE_STACKS
     changed = [

@@ -1,4 +1,4 @@
-"""The run configuration: everything in ``[tool.flwr.app.config]``, validated together."""
+"""The run configuration: validation of all settings in ``[tool.flwr.app.config]``."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -31,19 +31,19 @@ from split.settings import SplitSettings
 
 Scalar = str | int | float | bool
 
-# As ``instruction-key``: instructions of a deployment aren't signed.
+# Value of ``instruction-key`` that disables the signing of instructions in a deployment.
 UNSIGNED = "none"
 
-# Added to a client's time: starting a process, loading the model, transferring messages.
+# Added to a client's time limit to start a process, load the model, and transfer messages.
 _GRACE_SECONDS = 60.0
 
 
 class ConfigError(UserError, ValueError):
-    """The run configuration is wrong; the message lists every mistake."""
+    """The run configuration is invalid; the message lists all errors."""
 
 
 class RunConfig(Section):
-    """Settings of a run; all that don't concern federation are in sections."""
+    """Settings of a run; settings unrelated to federation are in sections."""
 
     strategy: Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"] = Field(
         "fedjudge-cl",
@@ -121,7 +121,7 @@ class RunConfig(Section):
     @field_validator("output_dir", "state_path", "resume", "initial_adapter")
     @classmethod
     def _is_absolute(cls, value: str) -> str:
-        # A Flower app runs in Flower's own folder, to which a relative path would refer.
+        # A Flower app runs in Flower's own folder, so a relative path would refer to that folder.
         try:
             is_absolute = Path(value).expanduser().is_absolute()
         except RuntimeError as error:
@@ -212,36 +212,36 @@ class RunConfig(Section):
 
     @property
     def row(self) -> dict[str, int]:
-        """Positions of the longest row, prefix included, by the settings that determine them."""
+        """Maximum positions of a row, prefix included, keyed by the setting that limits them."""
         before = self.adapter.columns_before
         prefix = {"adapter.prefix-length": before} if before else {}
         return prefix | {"data.max-length": self.data.max_length}
 
     @property
     def row_with_answer(self) -> dict[str, int]:
-        """Positions of the longest prompt and its answer, if answers are generated."""
+        """Like ``row``, but including the generated answer, if there is one."""
         answer = {"evaluate.max-new-tokens": self.evaluate.max_new_tokens}
         return self.row | (answer if self.evaluate.generate else {})
 
     @property
     def longest(self) -> int:
-        """Padded tokens of a client's largest micro-batch, prefixes included."""
+        """Maximum number of padded tokens in a client's micro-batch, prefixes included."""
         return max(self.train.batch_size, self.evaluate.batch_size) * sum(self.row.values())
 
     @property
     def max_generated_tokens(self) -> int:
-        """Padded tokens of the largest batch of prompts and answers; 0 if none are generated."""
+        """Maximum number of padded tokens in a generation batch; 0 without generation."""
         if not self.evaluate.generate:
             return 0
         return self.evaluate.batch_size * sum(self.row_with_answer.values())
 
     @property
     def reply_timeout(self) -> float:
-        """Seconds the server waits for a reply: a client's time and a process's start."""
+        """Seconds the server waits for a reply: a client's time limit plus ``_GRACE_SECONDS``."""
         return self.round_timeout + _GRACE_SECONDS
 
     def flat(self) -> dict[str, Scalar]:
-        """Return the configuration as Flower writes it: dotted kebab-case keys to scalars."""
+        """Return the configuration in Flower's flat form: scalars by dotted kebab-case key."""
         return {key: value for key, _, value in leaves(self)}
 
 
@@ -249,11 +249,11 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
     """Validate Flower's flat run configuration.
 
     Args:
-        values: Scalars by dotted kebab-case key; missing keys take their defaults.
+        values: Scalars by dotted kebab-case key; missing keys get their default values.
 
     Raises:
-        ConfigError: The configuration is wrong; the message names every unknown key and every bad
-            value, and what is allowed.
+        ConfigError: The configuration is invalid; the message names every unknown key and every
+            invalid value, and what is allowed.
 
     """
     fields = {key: field for key, field, _ in leaves(RunConfig())}
@@ -272,7 +272,7 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
 
 
 def configuration_table() -> str:
-    """Return ``docs/configuration.md``: every key, default, allowed values and meaning."""
+    """Return ``docs/configuration.md``: all keys with defaults, allowed values and meanings."""
     lines = [
         "# Run configuration",
         "",
@@ -294,7 +294,7 @@ def configuration_table() -> str:
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield dotted key, field and value of every setting, sections last."""
+    """Yield the dotted key, field and value of every setting; sections come last."""
     for name, field in type(section).model_fields.items():
         key, value = prefix + str(field.alias), getattr(section, name)
         if isinstance(value, BaseModel):
@@ -306,7 +306,7 @@ def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInf
 def _explain(
     problem: dict[str, Any], values: Mapping[str, Scalar], fields: Mapping[str, FieldInfo]
 ) -> str:
-    """Return a line with key, value and what is allowed, for one pydantic error."""
+    """Return a line with the key, the value and the allowed values for one pydantic error."""
     key = ".".join(str(part) for part in problem["loc"])
     reason = problem["msg"].removeprefix("Value error, ")
     if key not in fields:

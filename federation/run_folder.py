@@ -1,4 +1,4 @@
-"""A run's folder while the run is going on: its events, its status, and whether it is alive."""
+"""The folder of an active run: its events, its status, and whether a process is running."""
 
 import json
 import os
@@ -20,15 +20,15 @@ METRICS = "metrics.jsonl"
 STATUS = "status.json"
 SUMMARY = "summary.txt"
 LOG = "log.txt"
-# Environment variable of a ServerApp: the path of a link to the run's folder.
+# Environment variable with the path at which a ServerApp creates a link to the run's folder.
 LINK = "CHAMBERS_RUN_LINK"
 _LOCK = "running.lock"
-# ``is_running`` holds the lock for an instant.
+# Timeout for acquiring the lock, since ``is_running`` also acquires it briefly.
 _LOCK_SECONDS = 2.0
 
-Event = dict[str, Any]  # a line of metrics.jsonl
+Event = dict[str, Any]  # one line of metrics.jsonl
 
-# Keys that an event must have; events that aren't listed may have any.
+# Required keys by type of event; other types of events have no required keys.
 _NEEDS = {
     "train": {"client", "round"},
     "evaluate": {"client", "round", "model"},
@@ -41,17 +41,17 @@ _NEEDS = {
 
 
 def results_folder(output_dir: str) -> Path:
-    """Return the folder for the folders of runs: ``output-dir``, or one of the user's."""
+    """Return the parent of all run folders: ``output-dir``, or a default folder of the user."""
     if output_dir:
         return Path(output_dir).expanduser()
     return platformdirs.user_data_path("chambers") / "runs"
 
 
 def announce(directory: Path) -> None:
-    """Link to a run's folder from the path in the environment, if whoever started it waits there.
+    """Create the link to a run's folder that the environment variable ``LINK`` requests, if any.
 
     Raises:
-        OSError: The link can't be made.
+        OSError: The link can't be created.
 
     """
     if link := os.environ.get(LINK):
@@ -60,18 +60,18 @@ def announce(directory: Path) -> None:
 
 
 class RunningError(RuntimeError):
-    """Another process writes to the run's folder."""
+    """Another process is writing to the run's folder."""
 
 
 @contextmanager
 def running(directory: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder; the system releases it however the process ends.
+    """Hold the lock of a run's folder; the operating system releases it when the process ends.
 
     Raises:
-        RunningError: Another process holds it.
+        RunningError: Another process holds the lock.
 
     """
-    # Whoever can read the lock's file can hold the lock.
+    # Any user who can read the lock file could acquire the lock.
     lock = FileLock(directory / _LOCK, timeout=_LOCK_SECONDS, mode=0o600)
     try:
         lock.acquire()
@@ -100,10 +100,10 @@ def is_running(directory: Path) -> bool:
 
 
 def read_status(directory: Path) -> RunStatus:
-    """Read ``status.json``; a run that has not written it yet registers clients.
+    """Read ``status.json``; if it doesn't exist yet, the run is registering clients.
 
     Raises:
-        ValueError: It is malformed.
+        ValueError: The file is malformed.
 
     """
     with suppress(FileNotFoundError):
@@ -116,25 +116,25 @@ def read_status(directory: Path) -> RunStatus:
 
 
 def end_status(directory: Path, problem: str = "") -> None:
-    """Show that a run has ended, because of a problem or without one."""
+    """Write the final status: ``failed`` if there is a problem, else ``completed``."""
     changes = {"phase": "failed" if problem else "completed", "problem": printable(problem)}
     write_status(directory, read_status(directory).model_copy(update=changes | {"lanes": []}))
 
 
 def write_status(directory: Path, status: RunStatus) -> None:
-    """Replace ``status.json``, so that a reader never sees a part of it."""
+    """Replace ``status.json`` atomically, so that readers never see a partial file."""
     current = status.model_copy(update={"updated": time.time()})
     with replacing(directory / STATUS) as aside:
         aside.write_text(current.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read ``metrics.jsonl``; without a file there are no events.
+    """Read ``metrics.jsonl``; return no events if the file doesn't exist.
 
-    An incomplete last line is ignored: a killed run may leave one.
+    An incomplete last line is ignored, since a killed run may leave one.
 
     Raises:
-        ValueError: Any other line is malformed; the message names file and line.
+        ValueError: Another line is malformed; the message names the file and the line.
 
     """
     if not path.exists():

@@ -1,7 +1,7 @@
-"""The site policy: what an institution lets a coordinator ask of it, in a TOML file of its own.
+"""The site policy: an institution's TOML file that limits what a coordinator may request.
 
-``client_app/policy.py`` applies it. Every key has its description here and nowhere else; the table
-in ``docs/policy.md`` is generated from these models.
+``client_app/policy.py`` applies the policy. All keys are described only here; the table in
+``docs/policy.md`` is generated from these models.
 """
 
 import tomllib
@@ -29,11 +29,11 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class PolicyError(UserError, ValueError):
-    """The site's policy refuses a request, or can't be read; the message says which key it is."""
+    """The site's policy refuses a request, or can't be read; the message names the key."""
 
 
 class _Table(BaseModel):
-    """A table of the policy: immutable, without unknown keys, and without conversion of types."""
+    """A table of the policy: immutable, with no unknown keys and no type conversion."""
 
     model_config = ConfigDict(
         alias_generator=kebab_case,
@@ -45,7 +45,7 @@ class _Table(BaseModel):
 
 
 class SplitPolicy(_Table):
-    """Split learning, where hidden states of the institution's text leave it."""
+    """Limits for split learning, which sends hidden states of private text to a block server."""
 
     allowed: bool = Field(
         False,
@@ -68,10 +68,10 @@ class SplitPolicy(_Table):
 
 
 class PrivacyPolicy(_Table):
-    """Differential privacy for single rows, in training that sends adapters.
+    """Row-level differential privacy for training that sends adapters.
 
     Raises:
-        ValueError: Other keys are set, and ``epsilon`` is not: nothing would be private.
+        ValueError: Other keys are set but not ``epsilon``, without which training isn't private.
 
     """
 
@@ -105,7 +105,7 @@ class PrivacyPolicy(_Table):
 
     @property
     def account_file(self) -> Path:
-        """The file of the account."""
+        """Path of the privacy account."""
         if self.account:
             return Path(self.account)
         return platformdirs.user_state_path("chambers") / "privacy.jsonl"
@@ -118,7 +118,7 @@ class PrivacyPolicy(_Table):
 
 
 class SitePolicy(_Table):
-    """Limits to what a coordinator may ask of this institution."""
+    """Limits on what a coordinator may request from this institution."""
 
     strategies: list[Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"]] | None = Field(
         None, description="Allowed values of `strategy`. Absent: all; `fl-glm` needs `[split]` too."
@@ -218,7 +218,7 @@ class SitePolicy(_Table):
 
     @property
     def audit_file(self) -> Path:
-        """The file of the audit log."""
+        """Path of the audit log."""
         if self.audit_log:
             return Path(self.audit_log)
         return platformdirs.user_state_path("chambers") / "audit.jsonl"
@@ -228,8 +228,8 @@ def read_policy(path: str) -> SitePolicy:
     """Read a policy.
 
     Raises:
-        PolicyError: The file is missing or malformed, or what it demands isn't installed; the
-            message names file and key.
+        PolicyError: The file is missing or malformed, or requires a package that isn't installed;
+            the message names the file and the key.
 
     """
     if not Path(path).is_absolute():
@@ -253,7 +253,7 @@ def read_policy(path: str) -> SitePolicy:
 
 
 def policy_table() -> str:
-    """Return the table of all keys in ``docs/policy.md``."""
+    """Return the table of all keys for ``docs/policy.md``."""
     lines = ["| key | default | meaning |", "|---|---|---|"]
     lines += [
         f"| `{key}` | {_shown(value)} | {field.description} |"
@@ -269,7 +269,7 @@ def _shown(value: Any) -> str:
 
 
 def _explain(problem: dict[str, Any]) -> str:
-    """Return a key and what is wrong with it; without its value, which is the site's own."""
+    """Return a key and its error, without the value, which is private to the site."""
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"{key}: unknown key; docs/policy.md lists all keys"

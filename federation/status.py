@@ -1,4 +1,4 @@
-"""Current phase of a run: the file ``status.json`` in its folder."""
+"""The status of a run, stored in the file ``status.json`` in its folder."""
 
 from typing import Literal
 
@@ -12,9 +12,9 @@ class LaneStatus(BaseModel):
 
     Attributes:
         client: Name of the client.
-        steps: Finished optimizer steps.
-        planned: Optimizer steps of the client's round.
-        tokens: Padded tokens whose forward pass was computed.
+        steps: Number of completed optimizer steps.
+        planned: Number of optimizer steps in the client's round.
+        tokens: Number of padded tokens processed by forward passes.
 
     """
 
@@ -25,20 +25,20 @@ class LaneStatus(BaseModel):
 
 
 class RunStatus(BaseModel):
-    """The current phase of a run. Times are seconds since the epoch.
+    """The status of a run. Times are in seconds since the epoch.
 
     Attributes:
-        phase: Current phase; a run that has ended is ``completed`` or ``failed``.
+        phase: Current phase; ``completed`` or ``failed`` after the run has ended.
         round: Number of the round, from 1; 0 before the first round.
         rounds: Number of rounds of the run.
-        since: Start of the phase.
-        until: Time at which clients that haven't replied are left out.
-        updated: When this was written.
-        asked: Clients that work in this phase.
-        replied: Those of them whose replies are valid.
-        left_out: Reasons for leaving clients out in this phase, by name.
+        since: Start time of the phase.
+        until: Deadline after which clients that haven't replied are left out.
+        updated: Time at which this status was written.
+        asked: Clients that received a message in this phase.
+        replied: Clients that sent a valid reply.
+        left_out: Reasons for leaving out clients in this phase, by client name.
         lanes: Progress of the clients with open lanes.
-        problem: Why the run has failed.
+        problem: Reason why the run failed; empty otherwise.
 
     """
 

@@ -1,9 +1,9 @@
-"""The Unix socket between a message's process and the resident worker, as both ends use it.
+"""The protocol of the Unix socket between a ClientApp process and the resident worker.
 
-A caller sends the digest of its code. The worker answers with an empty frame, or with the reason
-why it refuses. Then the caller sends Flower's Message and Context, and the worker answers with two
-frames: the name of an exception, or nothing, and the reply. A frame is its length in 8 bytes,
-big-endian, and as many bytes of text or of protobuf. Nothing is pickled.
+The caller sends the digest of its code. The worker answers with an empty frame, or with a reason
+for refusal. The caller then sends Flower's Message and Context, and the worker answers with two
+frames: the name of an exception (or an empty frame), and the reply. A frame consists of its length
+(8 bytes, big-endian) and its content (text or protobuf). Nothing is pickled.
 """
 
 import os
@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# The largest message that protobuf can serialise; also the limit of a frame.
+# Largest message that protobuf can serialise; also the limit for a frame.
 MAX_BYTES = 2**31 - 1
 MAX_TEXT = 1000
-# Seconds in which the other end must accept a connection, and continue a frame.
+# Timeout for the other end to accept a connection, and to continue a frame.
 TRANSFER_SECONDS = 30.0
 _LENGTH = struct.Struct(">Q")
 _CREDENTIALS = struct.Struct("3i")
@@ -28,10 +28,10 @@ class WorkerError(Exception):
 
 
 def refuse_open_folder(path: Path) -> None:
-    """Check that not every user can put another socket at a path.
+    """Check that a socket's folder is not writable by every user.
 
     Raises:
-        WorkerError: Every user can, or the folder doesn't exist.
+        WorkerError: The folder is writable by every user, or doesn't exist.
 
     """
     try:
@@ -45,18 +45,18 @@ def refuse_open_folder(path: Path) -> None:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return the id of the user whose process is at the other end, as the kernel knows it."""
+    """Return the user id of the process at the other end, as reported by the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def _refuse_other_users(connection: socket.socket, path: Path) -> None:
-    """Check that the process at the other end is of this user, of the folder's owner, or of root.
+    """Check that the process at the other end belongs to this user, the folder's owner, or root.
 
-    Others who may write to the folder could put a socket of their own there.
+    Other users with write access to the folder could create their own socket there.
 
     Raises:
-        WorkerError: It is another user's.
+        WorkerError: The process belongs to another user.
 
     """
     uid = peer_uid(connection)
@@ -66,10 +66,10 @@ def _refuse_other_users(connection: socket.socket, path: Path) -> None:
 
 @contextmanager
 def connected_worker(path: Path) -> Iterator[socket.socket]:
-    """Connect to the worker at a path, which may not be another user's.
+    """Connect to the worker at a path, after checking which user runs it.
 
     Raises:
-        WorkerError: There is none, or it is not to be trusted.
+        WorkerError: There is no worker, or it is run by an untrusted user.
 
     """
     refuse_open_folder(path)
@@ -89,7 +89,7 @@ def send(connection: socket.socket, content: bytes) -> None:
     """Send a frame.
 
     Raises:
-        OSError: The other end has closed the connection, or doesn't read.
+        OSError: The other end has closed the connection, or has stopped reading.
 
     """
     connection.sendall(_LENGTH.pack(len(content)))
@@ -100,7 +100,7 @@ def receive(connection: socket.socket, most: int = MAX_BYTES) -> bytes:
     """Receive a frame of at most ``most`` bytes.
 
     Raises:
-        OSError: The frame is longer, or it didn't arrive completely.
+        OSError: The frame is too long, or was not received completely.
 
     """
     (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))

@@ -1,4 +1,4 @@
-"""The answers that clients have sent as text, by question."""
+"""Answers that clients sent as text, grouped by question."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ class Question:
     Attributes:
         text: The question.
         reference: The reference answer.
-        answers: Each model's last known answer.
+        answers: The latest answer of each model.
 
     """
 
@@ -23,7 +23,7 @@ class Question:
 
 
 def questions(events: Iterable[Event]) -> dict[str, list[Question]]:
-    """Return the questions of every client that has sent some, in the order of names."""
+    """Return the questions of each client that sent answers, sorted by client name."""
     found: dict[str, dict[tuple[str, str], Question]] = {}
     for event in events:
         if event["event"] == "answers":

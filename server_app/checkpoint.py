@@ -1,4 +1,4 @@
-"""Checkpoints, from which a run is resumed: one file per round."""
+"""Checkpoints for resuming a run: one file per round."""
 
 import json
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ class Checkpoint:
     Attributes:
         progress: Progress of the run.
         state: The global adapter.
-        sizes: Numbers of training examples of all clients that have taken part.
-        rounds: Rounds of their personalised adapters, which differ if a client was left out.
-        metrics_bytes: Length of ``metrics.jsonl`` at that time.
+        sizes: Number of training examples of each client that has taken part.
+        rounds: Round of each client's personalised adapter; lower if the client was left out.
+        metrics_bytes: Length of ``metrics.jsonl`` when the checkpoint was saved.
 
     """
 
@@ -39,7 +39,7 @@ class Checkpoint:
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
-    """Write ``checkpoints/round-0002.safetensors`` atomically; keep the last two."""
+    """Write ``checkpoints/round-0002.safetensors`` atomically; keep the last two checkpoints."""
     progress = checkpoint.progress
     groups = {
         "adapter": checkpoint.state,
@@ -62,7 +62,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def discard_checkpoint(directory: Path, round_number: int) -> None:
-    """Remove a round's checkpoint, if there is an earlier one."""
+    """Remove a round's checkpoint if an earlier one exists."""
     file = _path(directory, round_number)
     if file in checkpoint_files(directory)[1:]:
         file.unlink()
@@ -72,7 +72,7 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     """Read the newest checkpoint of a run's folder.
 
     Raises:
-        ConfigError: There is no readable checkpoint, or ``config`` differs from that run's.
+        ConfigError: There is no readable checkpoint, or ``config`` differs from the run's config.
 
     """
     check_resumable(directory, config)
@@ -99,7 +99,7 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
 
 
 def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
-    """Compare the base model with that of the run that is resumed.
+    """Compare the base model with that of the run to resume.
 
     Raises:
         ConfigError: The base models differ, or ``base-model.json`` can't be read.
@@ -112,7 +112,7 @@ def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
         raise ConfigError(
             f'resume = "{directory}": base-model.json can\'t be read: {error}'
         ) from error
-    # Files with other parties' tensors may have been added to the folder since.
+    # Ignore added tensors: files of other parties may have been added to the folder.
     changed = [name for name in differences(before, fingerprint) if name in before]
     if changed:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The ServerApp: reads the config, creates the strategy, and keeps the results."""
+"""The ServerApp: read the config, run the strategy, and save the results."""
 
 import shutil
 import uuid
@@ -42,11 +42,11 @@ STRATEGIES = {
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run all remaining rounds; Flower marks a run as failed only after an exception."""
+    """Run all remaining rounds; raise an exception on failure, so that Flower reports it."""
     config = parse_run_config(context.run_config)
     directory = open_directory(config)
     with running(directory):
-        # Only now: the run that is resumed may have ended a moment ago.
+        # Read it while holding the lock: the run to resume may have ended just before.
         checkpoint = checkpoint_of(config, directory)
         log(INFO, "Results: %s", directory)
         try:
@@ -57,7 +57,7 @@ def main(grid: Grid, context: Context) -> None:
                 if checkpoint_files(directory):
                     log(INFO, 'To continue: resume = "%s"', directory)
                 _show_end(directory, f"{type(error).__name__}: {error}")
-            elif not config.resume:  # it was refused before anything was computed
+            elif not config.resume:  # the run was refused before any computation
                 shutil.rmtree(directory)
             raise
         _show_end(directory)
@@ -102,11 +102,11 @@ def first_adapter(config: RunConfig, base: Path, with_initial: bool = True) -> t
     Args:
         config: The run's configuration.
         base: Directory of the base model.
-        with_initial: Whether to read ``initial-adapter``, which a resumed run doesn't need.
+        with_initial: Whether to read ``initial-adapter``; a resumed run doesn't need it.
 
     Raises:
         AdapterError: ``initial-adapter`` can't be used.
-        BaseModelError: The adapter's settings don't fit the base model in the directory ``base``.
+        BaseModelError: The adapter settings are incompatible with the base model.
 
     """
     seed = derive_seed("adapter", config.seed)
@@ -120,7 +120,7 @@ def first_adapter(config: RunConfig, base: Path, with_initial: bool = True) -> t
 
 
 def _show_end(directory: Path, problem: str = "") -> None:
-    """Write the run's last status; a full disk changes nothing about how the run has ended."""
+    """Write the run's final status; ignore a full disk."""
     try:
         end_status(directory, problem)
     except (OSError, ValueError) as error:
@@ -128,7 +128,7 @@ def _show_end(directory: Path, problem: str = "") -> None:
 
 
 def _show_summary(directory: Path) -> None:
-    """Write and log the tables of a completed run, whether or not the disk is full."""
+    """Log the tables of a completed run and write them to a file; ignore a full disk."""
     text = summary(directory)
     log(INFO, "%s", text)
     try:
@@ -139,7 +139,7 @@ def _show_summary(directory: Path) -> None:
 
 
 def open_directory(config: RunConfig) -> Path:
-    """Return the results folder: a new one, or that of the run that is resumed.
+    """Return the results folder: a new one, or that of the run to resume.
 
     Raises:
         ConfigError: The folder can't be written to, or the run can't be resumed.
@@ -153,10 +153,10 @@ def open_directory(config: RunConfig) -> Path:
 
 
 def checkpoint_of(config: RunConfig, directory: Path) -> Checkpoint | None:
-    """Return the checkpoint if a run is resumed.
+    """Return the checkpoint to resume from, or None for a new run.
 
     Raises:
-        ConfigError: The run has finished its rounds.
+        ConfigError: The run has already finished its rounds.
 
     """
     if not config.resume:

@@ -1,4 +1,4 @@
-"""The template of a run's report; it escapes all values."""
+"""The HTML template of a run's report; all values are escaped."""
 
 from jinja2 import Environment
 

@@ -1,8 +1,8 @@
 """The report of a run: one self-contained HTML page.
 
-It is generated from the two files that every run writes, ``metrics.jsonl`` and ``config.json``,
-even during a run or after one that was killed. Clients' names are not trusted: the template escapes
-all values, and no name is drawn into a plot.
+The report is generated from ``metrics.jsonl`` and ``config.json``, which every run writes. It can
+be generated during a run, or after a run was killed. Client names are not trusted: the template
+escapes all values, and plots contain no names.
 """
 
 import io
@@ -26,13 +26,13 @@ from finetuning.files import replacing
 from server_app.answers import questions
 from server_app.page import PAGE
 
-Curve = dict[int, float]  # a value per round
-Looks = Mapping[str, tuple[str, str, str]]  # client: colour, marker, marker as a character
+Curve = dict[int, float]  # values by round
+Looks = Mapping[str, tuple[str, str, str]]  # by client: colour, marker, marker as a character
 
 
 @dataclass(frozen=True)
 class ClientSummary:
-    """A client's last known held-out loss (nats per token) and ROUGE-L (0 to 1); None: unknown."""
+    """A client's latest held-out loss (nats per token) and ROUGE-L (0 to 1); None if unknown."""
 
     client: str
     base_loss: float | None
@@ -44,7 +44,7 @@ class ClientSummary:
 
 
 def write_report(directory: Path) -> Path:
-    """Write ``report.html`` into a run's folder, from its metrics and configuration.
+    """Write ``report.html`` to a run's folder, based on its metrics and configuration.
 
     Raises:
         ValueError: The metrics are malformed.
@@ -60,7 +60,7 @@ def write_report(directory: Path) -> Path:
 
 
 def summary_rows(events: Iterable[Event]) -> list[ClientSummary]:
-    """Return the last known losses and ROUGE-L of every client, in the order of names."""
+    """Return the latest losses and ROUGE-L of each client, sorted by client name."""
     return [
         ClientSummary(client, *(models[m].get(key) for key in ("loss", "rougeL") for m in MODELS))
         for client, models in _latest(events).items()
@@ -68,19 +68,19 @@ def summary_rows(events: Iterable[Event]) -> list[ClientSummary]:
 
 
 def _latest(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
-    """Return the last known values by client and model, with clients in the order of names."""
+    """Return the latest values by client and model, sorted by client name."""
     latest: dict[str, dict[str, Event]] = {}
     for event in events:
         if event["event"] in ("train", "evaluate"):
             models = latest.setdefault(event["client"], {model: {} for model in MODELS})
-            # Text isn't generated in every round: show an older score rather than none.
+            # Text isn't generated in every round: keep the previous score if there is no new one.
             known = {key: value for key, value in event.items() if value is not None}
             models.get(event.get("model", ""), {}).update(known)
     return dict(sorted(latest.items()))
 
 
 def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
-    """Return the page for the events so far."""
+    """Render the page for the given events."""
     latest = _latest(events)
     looks = {client: _LOOKS[i % len(_LOOKS)] for i, client in enumerate(latest)}
     rounds = {event["round"]: event for event in events if event["event"] == "round"}
@@ -110,7 +110,7 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
     )
 
 
-# Columns of the two result tables: the smallest loss and the largest score are the best.
+# Columns of the two result tables; lower losses and higher scores are better.
 _LOSSES = {"loss": "Loss", "perplexity": "Perplexity"}
 _SCORES = {"rougeL": "ROUGE-L", "bleu4": "BLEU-4", "bleu_n": "BLEU-N"}
 
@@ -121,14 +121,14 @@ def _known(rows: Iterable[Event], key: str) -> list[float]:
 
 
 def _cells(models: Mapping[str, Event], key: str) -> list[tuple[str, bool]]:
-    """Return for each model the text of its table cell and whether it is the best one."""
+    """Return, for each model, the text of its table cell and whether it is the best value."""
     known = _known(models.values(), key)
     best = (min if key in _LOSSES else max)(known) if len(known) > 1 else None
     values = (models[model].get(key) for model in MODELS)
     return [("-", False) if v is None else (f"{v:,.3f}", v == best) for v in values]
 
 
-# Columns of the lanes' table: key, heading, unit.
+# Columns of the table of lanes: key, heading, unit.
 _LANES = (
     ("steps", "Steps", 1),
     ("tokens", "Padded tokens", 1),
@@ -143,7 +143,7 @@ _LANES = (
 
 
 def _lanes(events: Iterable[Event]) -> list[tuple[str, list[str], list[str]]]:
-    """Return each client, the sums over its training lanes, and why some ended early."""
+    """Return each client's totals over its training lanes, and why lanes ended early."""
     lanes = [e for e in events if e["event"] == "lane" and e["purpose"] == "train"]
     rows = []
     for client in sorted({lane["client"] for lane in lanes}):
@@ -158,10 +158,10 @@ def _lanes(events: Iterable[Event]) -> list[tuple[str, list[str], list[str]]]:
 
 
 _INK = "#010203"  # replaced by the page's text colour, so that plots follow its colour scheme
-# Petroff's ten colours are distinguishable with any colour vision; markers help in print.
+# Petroff's ten colours are accessible with colour-vision deficiencies; markers help in print.
 _COLOURS = "#3f90da #bd1f01 #ffa90e #832db6 #94a4a2 #a96b59 #e76300 #717581 #b9ac70 #92dadd"
 _LOOKS = list(zip(_COLOURS.split(), "os^DvPX<>*", "●■▲◆▼✚✖◀▶★", strict=True))
-_LINES: dict[str, dict[str, Any]] = {  # by model; the base has no rounds and is a horizontal line
+_LINES: dict[str, dict[str, Any]] = {  # by model; the base model's value is a horizontal line
     "base": {"linestyle": ":", "linewidth": 1.2},
     "global": {"linestyle": "-"},
     "personalised": {"linestyle": "--", "fillstyle": "none"},
@@ -175,8 +175,8 @@ _PLOTS = (
     ("penalty_gradient_share", "Penalty's share of the gradient norm", "At 1, no data is learnt."),
 )
 _RC = {
-    "svg.fonttype": "none",  # text stays text, in the page's font
-    "svg.hashsalt": "report",  # the same run yields the same page
+    "svg.fonttype": "none",  # keep text as text, in the page's font
+    "svg.hashsalt": "report",  # make the output reproducible
     "font.size": 9,
     "axes.grid": True,
     "grid.alpha": 0.15,
@@ -186,13 +186,13 @@ _RC = {
 
 
 def _curve(events: Iterable[Event], key: str, **which: str) -> Curve:
-    """Return the values of ``key`` by round, of the events that have all of ``which``."""
+    """Return the values of ``key`` by round, for events that match all items of ``which``."""
     chosen = (e for e in events if e.items() >= which.items() and e.get(key) is not None)
     return dict(sorted({event["round"]: event[key] for event in chosen}.items()))
 
 
 def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict[str, Markup]:
-    """Plot each client's three models in a panel of its own, all on one scale."""
+    """Plot the three models of each client in a separate panel, with a common scale."""
     evaluated = [event for event in events if event["event"] == "evaluate"]
     values = _known(evaluated, key)
     if not values or all(event["model"] == "base" for event in evaluated):
@@ -215,7 +215,7 @@ def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict
 def _plot(
     title: str, curves: Mapping[str, Curve], looks: Looks, limits: tuple[float, float] | None = None
 ) -> Markup:
-    """Plot curves over rounds; their names, first and last values are the text alternative."""
+    """Plot curves over rounds; the text alternative lists names, first and last values."""
     figure = Figure(figsize=(3.6, 2.3) if limits else (5.4, 2.9), layout="constrained")
     axes = figure.add_subplot(xlabel="round", **({"ylim": limits} if limits else {}))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -240,7 +240,7 @@ def _svg(figure: Figure, label: str) -> Markup:
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    own = f"{zlib.crc32(label.encode()):08x}-"  # plots of one page must not share ids
+    own = f"{zlib.crc32(label.encode()):08x}-"  # ids must be unique within the page
     svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{own}", file.getvalue().partition("<svg ")[2])
     start = Markup('<svg role="img" aria-label="{}" ').format(label)
     return start + Markup(svg.replace(_INK, "currentColor"))

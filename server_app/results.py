@@ -1,4 +1,4 @@
-"""A run's folder of results: adapters, metrics, checkpoints and report."""
+"""The results folder of a run: adapters, metrics, checkpoints and report."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from server_app.tensorboard_file import TensorBoardFile
 from split.protocol.errors import printable
 from strategies.journal import Progress
 
-# Folder of personalised adapters of a round whose global adapter has not been evaluated yet.
+# Folder for personalised adapters of a round that has not been evaluated yet.
 _TRAINED = ".trained"
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizers", "safetensors")
 
@@ -37,7 +37,7 @@ class Results:
     """Writes a run's results; the strategy's ``Journal``.
 
     Args:
-        directory: Folder of the run, created by ``new_directory`` or by the run that is resumed.
+        directory: Folder of the run, created by ``new_directory`` or by the run to resume.
         config: The run's configuration.
         base: Id or directory of the base model.
         peft_config: PEFT's configuration of the adapters.
@@ -51,13 +51,13 @@ class Results:
         self._peft_config = peft_config
         self._sizes: dict[str, int] = {}
         self._rounds: dict[str, int] = {}
-        self._global_round = 0  # whose global adapter has been saved
+        self._global_round = 0  # round of the saved global adapter
         self._metrics = directory / METRICS
         with filling(directory):
             self._tensorboard = TensorBoardFile(directory / "tensorboard")
 
     def describe(self, fingerprint: Mapping[str, str]) -> None:
-        """Write the resolved config, the versions and the base model's fingerprint."""
+        """Write the resolved config, the package versions and the base model's fingerprint."""
         origin = origin_of(Path(self._base))
         base = {"loaded from": self._base} | ({"gguf": asdict(origin)} if origin else {})
         versions = {"python": platform.python_version()} | {p: version(p) for p in _PACKAGES}
@@ -67,23 +67,23 @@ class Results:
 
     @property
     def scratch(self) -> Path:
-        """Folder for files that are deleted when a round ends, on the same disk as the results."""
+        """Folder for temporary files of a round, on the same disk as the results."""
         return self.directory / ".replies"
 
     def show(self, status: RunStatus) -> None:
-        """Replace ``status.json``; a disk that is full for a while doesn't end the run."""
+        """Replace ``status.json``; ignore a full disk, which may be temporary."""
         try:
             write_status(self.directory, status)
         except OSError as error:
             log(WARNING, "The run's status can't be written: %s", error)
 
     def record(self, event: Mapping[str, Any]) -> None:
-        """Append an event to ``metrics.jsonl`` and its numbers to TensorBoard.
+        """Append an event to ``metrics.jsonl``, and its numbers to TensorBoard.
 
-        Texts are escaped and shortened, since some come from peers and must not end the run.
+        Texts are escaped and shortened, since texts from peers must not make the run fail.
 
         Raises:
-            DiskFullError: It doesn't fit on the disk.
+            DiskFullError: The disk is full.
 
         """
         event = _printable(event)
@@ -106,10 +106,10 @@ class Results:
     def keep_personalised(
         self, client: str, state: State, round_number: int, size: int, file: Path | None = None
     ) -> None:
-        """Save a client's personalised adapter; ``checkpoint`` copies it to ``adapters/clients``.
+        """Save a client's personalised adapter, which ``checkpoint`` later publishes.
 
-        So the adapters there are always those of an evaluated checkpoint's rounds: if the run ends
-        before that and is resumed, the round may be repeated, perhaps without this client.
+        ``adapters/clients`` contains only adapters of evaluated rounds: if the run ends earlier and
+        is resumed, the round may be repeated without this client.
         """
         self._sizes[client], self._rounds[client] = size, round_number
         title = f"Personalised adapter of {client}"
@@ -122,7 +122,7 @@ class Results:
         )
 
     def personalised(self, client: str) -> tuple[int, State] | None:
-        """Return the round and the adapter of a client that were saved last, or None."""
+        """Return the round and the adapter last saved for a client, or None."""
         if client not in self._rounds:
             return None
         folder = self._trained(self._rounds[client]) / client
@@ -131,10 +131,10 @@ class Results:
         return self._rounds[client], dict(load_file(folder / "adapter_model.safetensors"))
 
     def checkpoint(self, progress: Progress, state: State) -> None:
-        """Save a checkpoint to resume from, the report so far, and adapters that were evaluated.
+        """Save a checkpoint, the current report, and the evaluated adapters.
 
         Raises:
-            DiskFullError: They don't fit on the disk; the checkpoint before is kept.
+            DiskFullError: The disk is full; the previous checkpoint is kept.
 
         """
         rounds = progress.finished_rounds
@@ -148,7 +148,7 @@ class Results:
             )
             self._global_round = rounds
         with filling(self.directory), self._metrics.open("ab") as metrics:
-            # A power failure must not take events of which the checkpoint says that they are there.
+            # Events that the checkpoint refers to must survive a power failure.
             os.fsync(metrics.fileno())
             recorded = metrics.tell()
         checkpoint = Checkpoint(
@@ -166,7 +166,7 @@ class Results:
         write_report(self.directory)
 
     def discard(self, round_number: int) -> None:
-        """Drop a round's checkpoint, if there is an earlier one: its adapter is unusable."""
+        """Delete a round's checkpoint, whose adapter is unusable, if an earlier one exists."""
         discard_checkpoint(self.directory, round_number)
         remove_whole(self._trained(round_number))
 
@@ -188,11 +188,11 @@ class Results:
         return self.directory / "adapters" / "clients"
 
     def _trained(self, round_number: int) -> Path:
-        """Return the folder of a round's personalised adapters until it has been evaluated."""
+        """Return the folder for a round's personalised adapters until the round is evaluated."""
         return self.directory / _TRAINED / str(round_number)
 
     def _publish(self, finished_rounds: int) -> None:
-        """Copy the finished round's personalised adapters; drop those of one that broke off."""
+        """Publish the finished round's personalised adapters; delete those of unfinished rounds."""
         trained = self._trained(finished_rounds)
         for folder in sorted(trained.glob("*")):
             with replacing(self._clients / folder.name) as aside:
@@ -200,9 +200,9 @@ class Results:
         remove_whole(trained.parent)
 
     def rewind_to(self, checkpoint: Checkpoint) -> None:
-        """Drop what was written after a checkpoint: the resumed run writes it again.
+        """Delete data written after a checkpoint, which the resumed run writes again.
 
-        TensorBoard's files stay as they are: a round that is repeated is in them twice.
+        TensorBoard's files are not changed, so they contain repeated rounds twice.
         """
         remove_unfinished(self.directory)
         if checkpoint.progress.evaluated:
@@ -218,7 +218,7 @@ class Results:
             metrics.truncate(len(events))
 
     def close(self) -> None:
-        """Flush and close the files; a full disk changes nothing about how the run ends."""
+        """Flush and close the files; ignore a full disk."""
         try:
             self._tensorboard.close()
         except OSError as error:
@@ -226,7 +226,7 @@ class Results:
 
 
 def _printable(value: Any) -> Any:
-    """Return a JSON value in which all texts are printable."""
+    """Return a JSON value with all texts made printable."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
@@ -237,7 +237,7 @@ def _printable(value: Any) -> Any:
 
 
 def new_directory(config: RunConfig) -> Path:
-    """Create a new folder for a run, named by time and strategy.
+    """Create a new folder for a run, named after the time and the strategy.
 
     Raises:
         ConfigError: ``output-dir`` can't be written to.

@@ -1,4 +1,4 @@
-"""The last lines of a run: tables of its answers and results, and where they are."""
+"""The final output of a run: tables of answers and results, and the path of the folder."""
 
 import io
 import json
@@ -16,12 +16,12 @@ from server_app.answers import questions
 from server_app.report import ClientSummary, summary_rows
 from split.protocol.errors import printable
 
-_CHARACTERS = 80  # that are shown of a text in the terminal
+_CHARACTERS = 80  # maximum length of a text in the terminal
 _ANSWERING = ("base", "global")
 
 
 def summary(directory: Path) -> str:
-    """Return a run's tables: answers if there are any, and losses per client and model."""
+    """Return the tables of a run: answers, if there are any, and losses per client and model."""
     events = read_events(directory / METRICS)
     config = json.loads((directory / "config.json").read_bytes())
     matters = not config.get("data.path") and config.get("data.generated") == "matters"
@@ -35,7 +35,7 @@ def summary(directory: Path) -> str:
 
 
 def _answers(events: Sequence[Event], matters: bool) -> list[Table]:
-    """Return a table of the held-out questions, with two models' answers; the report has all."""
+    """Return a table of held-out questions with the answers of two models."""
     title = "Held-out questions" + ", first on matters that only other clients have" * matters
     table = Table(title=title, show_header=False, box=box.SIMPLE_HEAD)
     table.add_column(width=12, no_wrap=True)
@@ -45,14 +45,14 @@ def _answers(events: Sequence[Event], matters: bool) -> list[Table]:
             rows = {client: question.text, "reference": question.reference}
             rows |= {name: question.answers.get(name, "-") for name in _ANSWERING}
             for name, text in rows.items():
-                # As Text, since plain strings are markup.
+                # Use Text, since rich parses plain strings as markup.
                 table.add_row(Text(name), Text(printable(text, _CHARACTERS)))
             table.add_section()
     return [table] if table.rows else []
 
 
 def _results(rows: Sequence[ClientSummary]) -> Table:
-    """Return the table of held-out loss per client and model, and of ROUGE-L if known."""
+    """Return the table of held-out losses per client and model, with ROUGE-L if known."""
     scored = any(score is not None for row in rows for score in _scores(row))
     what = "Held-out loss and ROUGE-L" if scored else "Held-out loss"
     table = Table(title=f"{what} (the lowest loss of a client is in brackets)", box=box.SIMPLE_HEAD)

@@ -1,4 +1,4 @@
-"""TensorBoard's file of a run, which is written if TensorBoard is installed."""
+"""TensorBoard output of a run, written if TensorBoard is installed."""
 
 import time
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class TensorBoardFile:
-    """Writes numbers for TensorBoard; without the extra ``tensorboard`` it writes nothing.
+    """Writes numbers for TensorBoard; does nothing without the extra ``tensorboard``.
 
-    ``metrics.jsonl`` and the report have the same numbers, so a run doesn't need it.
+    The output is optional: ``metrics.jsonl`` and the report contain the same numbers.
 
     Args:
         folder: Folder for the file.
@@ -25,7 +25,7 @@ class TensorBoardFile:
             self._writer = EventFileWriter(str(folder))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step, by their names."""
+        """Add the values of a step by name."""
         if self._writer is None:
             return
         from tensorboard.compat.proto.event_pb2 import Event
@@ -35,11 +35,11 @@ class TensorBoardFile:
         self._writer.add_event(Event(step=step, wall_time=time.time(), summary=summary))
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write buffered values."""
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write what is buffered, and close the file."""
+        """Write buffered values, and close the file."""
         if self._writer is not None:
             self._writer.close()

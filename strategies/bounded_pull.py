@@ -1,10 +1,10 @@
-"""Pull replies from a SuperLink, nothing else, and within a limit to the memory that they take.
+"""Pull replies from a SuperLink within a memory limit, and ignore all other messages.
 
-With a reply, the SuperLink hands out all messages that are addressed to the ServerApp itself. Any
-SuperNode can store some, and they would be taken for replies.
+Together with a reply, the SuperLink returns all messages that are addressed to the ServerApp. Any
+SuperNode can store such messages, and Flower would treat them as replies.
 
-Flower reads a reply as a whole before the app sees it, and in its format an array can name the same
-piece any number of times: a few megabytes that an institution stores could fill all memory.
+Flower loads a complete reply before passing it to the app, and its format allows an array to repeat
+the same chunk any number of times: a stored reply of a few megabytes could exhaust the memory.
 """
 
 import copy
@@ -30,7 +30,7 @@ _HEADER_BYTES = 1024
 
 
 class LargeReplyError(ValueError):
-    """A reply takes more memory than the answer to the request can."""
+    """A reply exceeds the memory limit of its request."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(f"is larger than {max_bytes / 2**20:.0f} MiB")
@@ -42,10 +42,10 @@ def pull(grid: HttpGrid, identifier: str, max_bytes: int) -> Iterable[Message]:
     Args:
         grid: Connects to the SuperLink.
         identifier: Id of the message.
-        max_bytes: Memory that the reply may take.
+        max_bytes: Maximum memory for the reply.
 
     Raises:
-        LargeReplyError: It would take more; not all of it has been fetched.
+        LargeReplyError: The reply exceeds the limit; it was not fetched completely.
 
     """
     bounded = copy.copy(grid)
@@ -54,10 +54,10 @@ def pull(grid: HttpGrid, identifier: str, max_bytes: int) -> Iterable[Message]:
 
 
 def check_size(reply: Message, max_bytes: int) -> None:
-    """Check the arrays of a reply by the names that they have: one can have many.
+    """Check the total size of a reply's arrays; data stored under several names counts repeatedly.
 
     Raises:
-        LargeReplyError: They are larger than that together.
+        LargeReplyError: The total size exceeds the limit.
 
     """
     records: Iterable[ArrayRecord] = reply.content.array_records.values()
@@ -66,7 +66,7 @@ def check_size(reply: Message, max_bytes: int) -> None:
 
 
 class _BoundedClient:
-    """A SuperLink's client that fetches the objects of one reply, up to a number of bytes."""
+    """A SuperLink client that fetches the objects of one reply, up to a maximum size."""
 
     def __init__(self, client: Any, max_bytes: int) -> None:
         self._client = client
@@ -77,7 +77,7 @@ class _BoundedClient:
         return getattr(self._client, name)
 
     def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802
-        """Fetch the envelope of the reply, without the messages that aren't one."""
+        """Fetch the reply's metadata, and drop messages that aren't replies to the request."""
         response: PullAppMessagesResponse = self._client.PullMessages(request)
         found = [
             (message, tree)
@@ -102,7 +102,7 @@ class _BoundedClient:
 
 
 def _memory_of(content: bytes, max_bytes: int) -> int:
-    """Return the bytes that an object takes, with the pieces that an array repeats."""
+    """Return the size of an object in bytes, including repeated chunks of an array."""
     size = len(content)
     if not content:
         return size

@@ -1,4 +1,4 @@
-"""Collect the replies to the messages of one phase: checked, kept, and who is left out and why."""
+"""Collect and check the replies of one phase; record which clients are left out, and why."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -23,15 +23,15 @@ def collect(
     reference: ArrayRecord | None,
     minimum: float = -math.inf,
 ) -> None:
-    """Check replies as they arrive; one that can't be used is released immediately.
+    """Check replies as they arrive; release an invalid reply immediately.
 
     Args:
-        collected: Gets the valid replies, and the reasons for leaving others out.
+        collected: Receives the valid replies, and the reasons for leaving out other clients.
         replies: The replies.
-        participants: The clients that were asked.
-        status: Shows who has answered.
-        reference: Names and shapes of the arrays that each must have; None if they have none.
-        minimum: Smallest value that the arrays may have.
+        participants: The clients of the run.
+        status: Status in which received replies are shown.
+        reference: Required names and shapes of the arrays; None for replies without arrays.
+        minimum: Smallest allowed value in the arrays.
 
     """
     for reply in replies:
@@ -45,7 +45,7 @@ def collect(
                 if says_not_finite(reply, reason):
                     collected.not_finite.append(name)
             status.add(name, reason)
-        del reply  # before the next one is pulled
+        del reply  # release its memory before the next reply is pulled
     collected.left_out |= participants.missing({*collected.metrics, *collected.left_out})
     collected.sort()
     for name, reason in collected.left_out.items():
@@ -69,12 +69,12 @@ def require_enough(phase: str, collected: Replies, minimum: int) -> None:
 
 
 def reasons(left_out: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return who is left out and why, as ``metrics.jsonl`` has it."""
+    """Return the clients left out and the reasons, in the format of ``metrics.jsonl``."""
     return [{"client": name, "reason": reason} for name, reason in left_out.items()]
 
 
 def _add(collected: Replies, name: str, reply: Message, has_arrays: bool) -> None:
-    # Arrays that were not requested have not been checked either.
+    # Arrays that were not requested have not been checked, so they are ignored.
     arrays = reply.content.array_records[ARRAYS] if has_arrays else None
     collected.add(name, metrics_of(reply), arrays)
     collected.answers[name] = answers_of(reply)

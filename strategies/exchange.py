@@ -1,4 +1,4 @@
-"""Send messages to SuperNodes, and receive what comes from them, whatever it is."""
+"""Send messages to SuperNodes and receive the replies, which may be malformed or malicious."""
 
 import threading
 import time
@@ -22,24 +22,24 @@ from federation.messages import problem_of
 from federation.packed_content import EncryptedArrays
 from strategies.bounded_pull import LargeReplyError, check_size, pull
 
-# By whether the clients are simulated, as Flower's own grids poll.
+# Polling interval, by whether the clients are simulated; the values are those of Flower's grids.
 _PULL_SECONDS = {False: 3.0, True: 0.1}
-# For a reply that the SuperLink has, whatever its size, before the other clients are polled.
+# Time to wait for a reply to be pulled before polling the other clients.
 _PATIENCE_SECONDS = 5.0
-# Of a message that the SuperLink refuses; each time with other objects.
+# Attempts to push a message that the SuperLink refuses; each attempt uses different objects.
 _MAX_PUSHES = 3
-# Of a reply without arrays: names, digests of tensors, answers as text.
+# Size limit of a reply without arrays: names, digests of tensors, answers as text.
 _MAX_REPLY_BYTES = 2**26
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A message that was sent.
+    """A sent message.
 
     Attributes:
-        metadata: Its metadata.
-        statement: The signed statement about it, if it was signed.
-        max_bytes: Memory that the reply may take.
+        metadata: Metadata of the message.
+        statement: The signed statement about the message, if it was signed.
+        max_bytes: Maximum memory for the reply.
 
     """
 
@@ -56,21 +56,21 @@ def exchange(
     array_bytes: int = 0,
     on_poll: Callable[[], None] = lambda: None,
 ) -> Iterator[Message]:
-    """Send messages, and yield each reply as it arrives, as from the client that was asked.
+    """Send messages, and yield each reply as it arrives, with the addressed client as its sender.
 
-    An error takes the place of a reply that can't be read, or that someone else has made, and of
-    one to a message that could not be sent. Replies are pulled one at a time, and no reference to
-    them is kept: if the caller keeps none either, only one is in memory. Only a reply that is still
-    on its way to the SuperLink is pulled beside others, so that a client that doesn't finish
-    sending it delays nobody.
+    If a message can't be sent, or its reply can't be read or has the wrong sender, an error is
+    yielded instead of the reply. Replies are pulled one at a time, and no references to them are
+    kept: if the caller keeps none either, only one reply is in memory. A reply that the SuperLink
+    has not completely received is pulled in the background, so that a client that never finishes
+    sending doesn't delay the others.
 
     Args:
         grid: Connects to the SuperNodes.
-        messages: Messages, at most one to each client.
-        timeout: Seconds that each client has.
-        signer: Signs the messages, whose replies must then be authenticated; None if they aren't.
-        array_bytes: Bytes of the arrays that each reply has.
-        on_poll: Called after each time that all clients were polled.
+        messages: Messages, at most one per client.
+        timeout: Seconds that each client has to reply.
+        signer: Signs the messages, and requires authenticated replies; None for neither.
+        array_bytes: Expected size of the arrays in a reply, in bytes.
+        on_poll: Called each time all clients have been polled.
 
     """
     sent = list(messages)
@@ -107,10 +107,11 @@ def exchange(
 def _push_all(
     grid: Grid, messages: list[Message], signer: Signer | None, max_bytes: int
 ) -> Iterator[tuple[str | None, _Request]]:
-    """Push messages; yield the id of each, or None if it could not be pushed.
+    """Push messages; yield each message's id (None if it could not be pushed) and its request.
 
-    A SuperLink gets them one by one: if it refuses one, it has stored the others of the same
-    request without their content, for which their recipients would wait.
+    Each message is pushed to a SuperLink in a separate request: if one message is refused, the
+    SuperLink has stored the others of the same request without their content, and their recipients
+    would wait for it.
     """
     shared = EncryptedArrays()
     groups = [[each] for each in messages] if isinstance(grid, HttpGrid) else [messages]
@@ -126,7 +127,7 @@ def _push_all(
             except httpx.HTTPStatusError as error:
                 pushed = set()
                 log(WARNING, "A message could not be pushed (attempt %d): %s", attempt, error)
-                # Someone may have announced its objects, with other children.
+                # A peer may have announced the same objects with other children.
                 shared = EncryptedArrays()
         for message, statement in zip(group, statements, strict=True):
             identifier = message.metadata.message_id
@@ -137,10 +138,10 @@ def _push_all(
 
 
 class _Pull(threading.Thread):
-    """Pulls the reply to a request, if there is one.
+    """Thread that pulls the reply to a request, if there is one.
 
-    The SuperLink announces a reply before it has all of its objects, and Flower waits for them for
-    as long as the client sends any.
+    The SuperLink announces a reply before it has received all of its objects, and Flower waits for
+    the rest as long as the client keeps sending objects.
     """
 
     def __init__(self, grid: Grid, identifier: str, request: _Request) -> None:
@@ -152,7 +153,7 @@ class _Pull(threading.Thread):
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        """Pull, and wait a little for the end; other grids than Flower's own never wait."""
+        """Start to pull, and wait briefly; grids other than ``HttpGrid`` pull without a thread."""
         if isinstance(self._grid, HttpGrid):
             self.start()
             self.join(_PATIENCE_SECONDS)
@@ -160,14 +161,14 @@ class _Pull(threading.Thread):
             self.run()
 
     def run(self) -> None:
-        """Pull."""
+        """Pull the reply, and store it or the error."""
         try:
             self._replies = _pull(self._grid, self._identifier, self._request)
         except Exception as error:
             self._error = error
 
     def take(self) -> list[Message]:
-        """Return what was pulled, or raise the error."""
+        """Return the pulled replies, or raise the stored error."""
         if self._error is not None:
             raise self._error
         return self._replies
@@ -182,7 +183,7 @@ def _pull(grid: Grid, identifier: str, request: _Request) -> list[Message]:
             else grid.pull_messages([identifier])
         )
         return [_from_client(reply, request) for reply in replies]
-    except httpx.HTTPError:  # the SuperLink's, not the client's
+    except httpx.HTTPError:  # an error of the SuperLink, not of the client
         raise
     except LargeReplyError as error:
         return [_failed(request.metadata, f"its reply {error}")]
@@ -192,10 +193,10 @@ def _pull(grid: Grid, identifier: str, request: _Request) -> list[Message]:
 
 
 def _from_client(reply: Message, request: _Request) -> Message:
-    """Return a reply; an error that the SuperLink has sent in a client's place, as the client's.
+    """Check the sender of a reply; attribute an error from the SuperLink to the addressed client.
 
-    The SuperLink compares the sender with the client that was asked only on the envelope, which the
-    grid drops; the client has written the one inside.
+    The SuperLink checks only the sender in the envelope, which the grid drops. The sender inside
+    the reply is written by the client, and must be checked here.
     """
     asked = request.metadata
     if reply.metadata.src_node_id == asked.dst_node_id:
@@ -209,7 +210,7 @@ def _from_client(reply: Message, request: _Request) -> Message:
 
 
 def _authentic(reply: Message, request: _Request) -> Message:
-    """Return a reply that the client has authenticated, or an error; if that is required."""
+    """Return the reply, or an error if it lacks a required authentication."""
     if reply.has_error():
         return reply
     check_size(reply, request.max_bytes)
@@ -225,16 +226,16 @@ def _authentic(reply: Message, request: _Request) -> Message:
 
 
 def _failed(request: Metadata, reason: str, code: int = ErrorCode.UNKNOWN) -> Message:
-    """Return an error as the reply of the client that was asked."""
+    """Return an error in the form of a reply from the addressed client."""
     asked = Message(RecordDict(), request.dst_node_id, request.message_type)
     return Message(Error(code, reason), reply_to=asked)
 
 
 def turns(grid: Grid, clients: int) -> int:
-    """Return the largest number of clients that may have to work one after another.
+    """Return the maximum number of clients that may have to run one after another.
 
-    A simulation may have fewer actors than clients: messages then wait in Flower's queue, and a
-    client's own time begins when its message is taken from the queue. Flower doesn't expose the
-    number of actors, so one is assumed. In a deployment each client has its own machine.
+    A simulation may have fewer actors than clients. Messages then wait in Flower's queue, and a
+    client's time limit begins when its message is taken from the queue. Flower doesn't expose the
+    number of actors, so this assumes one. In a deployment each client has its own machine.
     """
     return max(1, clients) if isinstance(grid, InMemoryGrid) else 1

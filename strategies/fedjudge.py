@@ -1,4 +1,4 @@
-"""FedJudge: federated LoRA by weighted averaging, and with the continual-learning penalty."""
+"""FedJudge: federated LoRA with weighted averaging, and with a continual-learning penalty."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,15 +20,15 @@ class FedJudgeBase(Rounds):
 
 
 class FedJudgeCL(FedJudgeBase):
-    """FedJudge-CL: from round 2 on clients add λ·(s + s²) to their loss (Eq. 3 and 4)."""
+    """FedJudge-CL: from round 2 on, clients add λ·(s + s²) to their loss (Eq. 3 and 4)."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every connected client to train, with the importance J of the global weights.
+        """Create a train message for every connected client, with J if the server averages it.
 
         Raises:
-            RefusedError: No client would compute it for the next round.
+            RefusedError: All clients withhold J, which the next round needs.
 
         """
         messages = list(super().configure_train(server_round, arrays, config, grid))
@@ -40,7 +40,7 @@ class FedJudgeCL(FedJudgeBase):
         if server_round == 1:
             return messages
         own = self.config.continual.importance == "client"
-        # Otherwise ``_use_importance`` has set it.
+        # Unless clients use their own J, ``_use_importance`` has set the average.
         averaged = None if own else to_arrays(self.progress.importance or {})
         for message in messages:
             message.content.config_records[CONFIG]["importance"] = own
@@ -56,7 +56,7 @@ class FedJudgeCL(FedJudgeBase):
         return replace(instruction, importance=wanted)
 
     def _use_importance(self, replies: Replies) -> None:
-        """Average J over the clients by data size, with what exaggerates it capped."""
+        """Average J over the clients by data size, with outliers capped by ``ImportanceCap``."""
         server_round = self.progress.finished_rounds
         if not self._evaluation(server_round).importance:
             return

@@ -4,4 +4,4 @@ from strategies.rounds import Rounds
 
 
 class FedProx(Rounds):
-    """The server's part is FedAvg's; clients add μ/2 · ‖W − Ŵ‖² to their loss in every round."""
+    """The server averages as in FedAvg; clients add μ/2 · ‖W − Ŵ‖² to their loss in every round."""

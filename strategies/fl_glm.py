@@ -35,8 +35,8 @@ from strategies.scaling import record_scaled
 class FLGLM(Rounds):
     """FL-GLM with serial, client-batch or hierarchical training (section 3.3).
 
-    Flower's messages carry the adapters of heads and tails, once per round, and invitations to
-    lanes; the adapters of the middle blocks stay at the server.
+    Once per round, Flower messages carry the adapters of heads and tails, and invitations to
+    lanes. The adapters of the middle blocks remain at the server.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FLGLM(Rounds):
         self._directory = self.locate_base_model(config)
         self._partition = partition_of(self._directory, config.split)
         theirs = tensors_of(self._directory, self._partition, ("head", "tail"))
-        # Tensors that the server has no file of are compared between clients.
+        # Tensors that the server doesn't have are compared between clients.
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
         super().__init__(
@@ -63,7 +63,7 @@ class FLGLM(Rounds):
         self._server: BlockServer
         self._body: State = {}
         self._bodies: dict[str, tuple[int, State | None]] = {}
-        # Why the lanes of the round's training ended early, by client; empty if they didn't.
+        # Reason why a training lane of the round ended early, by client; empty if it didn't.
         self._ends: dict[str, str] = {}
 
     @staticmethod
@@ -81,7 +81,7 @@ class FLGLM(Rounds):
         """Serve the body during a run; yield the adapters of head and tail.
 
         Raises:
-            RefusedError: Tickets would travel in clear text.
+            RefusedError: Tickets would be sent unencrypted.
 
         """
         parts = take_apart(from_arrays(arrays), self._partition)
@@ -98,9 +98,9 @@ class FLGLM(Rounds):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Make a train message to every connected client, each with its own invitation.
+        """Create a train message with an invitation for every connected client.
 
-        With the serial schedule, messages must be sent one at a time, as they are made.
+        With the serial schedule, each message must be sent before the next one is created.
         """
         messages = super().configure_train(server_round, arrays, config, grid)
         if server_round > 1 and (server_round - 1) % self.config.split.rotate_keys_every == 0:
@@ -118,7 +118,7 @@ class FLGLM(Rounds):
                 lifetime=message.metadata.ttl,
                 examples=client.train_examples,
             )
-            # The client keeps the other parts of its personalised adapter, however old.
+            # The client must keep the head and tail that match this body, even if they are old.
             own = self._personalised_body(client.name)
             message.content[LANE] = lane_record(invitation, {"personalised": own[0]} if own else {})
             yield message
@@ -126,7 +126,7 @@ class FLGLM(Rounds):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Make an evaluate message to every connected client, each with its own invitation.
+        """Create an evaluate message with an invitation for every connected client.
 
         After the last round, messages also contain the adapters of the body.
         """
@@ -151,19 +151,19 @@ class FLGLM(Rounds):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average heads and tails by data size, and the body by the schedule."""
+        """Average heads and tails by data size, and the body as the schedule requires."""
         return super().aggregate_train(server_round, self._until_lanes_end(server_round, replies))
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Record each client's metrics; return their averages by data size."""
+        """Record each client's metrics; return the averages weighted by data size."""
         return super().aggregate_evaluate(
             server_round, self._until_lanes_end(server_round, replies)
         )
 
     def _serve_body(self, parts: Mapping[PartyName, State]) -> BlockServer:
-        """Load the body, and start the block server."""
+        """Load the body and start the block server."""
         started = time.monotonic()
         config = self.config
         prefixes = config.adapter.kind == "prefix"
@@ -208,24 +208,24 @@ class FLGLM(Rounds):
     def _exchange_training(
         self, messages: Iterable[Message], grid: Grid, timeout: float
     ) -> Iterator[Message]:
-        """Send messages; with the serial schedule, each after the reply to the previous one."""
+        """Send messages; the serial schedule waits for each reply before sending the next one."""
         if self.config.split.schedule != "serial":
             yield from self._exchange(messages, grid, timeout)
             return
         for message in messages:
             self._status.extend(timeout)
             yield from self._exchange([message], grid, timeout)
-            # A late client can't delay the next turn.
+            # End the lane of a late client, so that it can't delay the next client.
             self._end_lanes(self.progress.finished_rounds + 1)
 
     def _until_lanes_end(self, server_round: int, replies: Iterable[Message]) -> Iterator[Message]:
-        """Yield replies; when the last one has come, end the lanes that are still open."""
+        """Yield replies; after the last one, end the lanes that are still open."""
         for reply in replies:
             if sender := self._participants.sender_of(reply):
-                # Where clients begin together, the others wait for it unless it has trained.
+                # If clients start together, the others would wait for a client that doesn't train.
                 self._server.mark_absent(sender.name)
             yield reply
-            del reply  # before the next one is pulled
+            del reply  # release its memory before the next reply is pulled
         self._end_lanes(server_round)
 
     def _lanes(self) -> list[LaneStatus]:
@@ -243,7 +243,7 @@ class FLGLM(Rounds):
             self._journal.record({"event": "lane", "round": server_round, **event})
 
     def _bodies_of(self, client: str, server_round: int) -> dict[str, tuple[int, State | None]]:
-        """Return the body's adapters of each model that a client evaluates, and their rounds."""
+        """Return the round and the body's adapter of each model that a client evaluates."""
         if server_round == 0:
             bodies: dict[str, tuple[int, State | None]] = {"base": (0, None)}
             return bodies | ({"global": (0, self._body)} if self.config.initial_adapter else {})
@@ -251,7 +251,7 @@ class FLGLM(Rounds):
         return {"global": (server_round, self._body), **({"personalised": own} if own else {})}
 
     def _personalised_body(self, client: str) -> tuple[int, State | None] | None:
-        """Return the round of a client's personalised adapter, and the adapter of the body."""
+        """Return the round of a client's personalised adapter, and its part for the body."""
         if client not in self._bodies and (kept := self._journal.personalised(client)):
             number, state = kept
             self._bodies[client] = (number, take_apart(state, self._partition)["body"])
@@ -283,10 +283,10 @@ class FLGLM(Rounds):
 
 
 def _refuse_clear_text(grid: Grid, address: str) -> None:
-    """Refuse to send tickets over an unencrypted connection, except within one machine.
+    """Raise an error if tickets would be sent unencrypted to other machines.
 
-    All of a SuperLink's interfaces share one port, so the ServerApp's connection to it is encrypted
-    if and only if the SuperNodes' are.
+    All APIs of a SuperLink share one port, so the ServerApp's connection is encrypted if and only
+    if the SuperNodes' connections are.
     """
     host = address.rpartition(":")[0].strip("[]")
     try:

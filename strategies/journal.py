@@ -1,4 +1,4 @@
-"""The records that a strategy keeps of a run; the server app writes the files."""
+"""The interface with which a strategy records a run; the ServerApp implements it with files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Progress:
         finished_rounds: Number of rounds whose adapters have been averaged.
         evaluated: Whether the current global adapter has been evaluated.
         importance: J at the current global adapter, if it has been computed.
-        optimizers: States of the optimizers that the server itself uses, if any.
+        optimizers: States of the server's optimizers, if any.
 
     """
 
@@ -30,15 +30,15 @@ class Progress:
 
 
 class Journal(Protocol):
-    """Records of a run."""
+    """Interface for recording a run."""
 
     @property
     def scratch(self) -> Path:
-        """Folder for files that are deleted when a round ends."""
+        """Folder for temporary files that are deleted when a round ends."""
         ...
 
     def show(self, status: RunStatus) -> None:
-        """Replace the run's status."""
+        """Replace the status of the run."""
         ...
 
     def record(self, event: Mapping[str, Any]) -> None:
@@ -48,27 +48,27 @@ class Journal(Protocol):
     def keep_personalised(
         self, client: str, state: State, round_number: int, size: int, file: Path | None = None
     ) -> None:
-        """Save a client's personalised adapter: its local adapter after the round's training.
+        """Save a client's personalised adapter, which is its local adapter after training.
 
         Args:
             client: Name of the client.
             state: The adapter.
             round_number: Number of the round, from 1.
             size: Number of the client's training examples.
-            file: A safetensors file below ``scratch`` that has the adapter already, if there is
-                one; it may be moved.
+            file: An existing safetensors file below ``scratch`` with the same adapter, if any;
+                it may be moved.
 
         """
         ...
 
     def personalised(self, client: str) -> tuple[int, State] | None:
-        """Return the round and the adapter that were saved last for a client, or None."""
+        """Return the round and the adapter last saved for a client, or None."""
         ...
 
     def checkpoint(self, progress: Progress, state: State) -> None:
-        """Save the global adapter after a round, and everything needed to resume the run."""
+        """Save the global adapter after a round, and all state needed to resume the run."""
         ...
 
     def discard(self, round_number: int) -> None:
-        """Drop a round's checkpoint, if there is an earlier one: its adapter is unusable."""
+        """Delete a round's checkpoint, whose adapter is unusable, if an earlier one exists."""
         ...

@@ -1,4 +1,4 @@
-"""Keeps the status of a run up to date while clients work."""
+"""Update the status of a run while clients work."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from federation.status import LaneStatus, Phase, RunStatus
 from strategies.journal import Journal
 
-# How often the progress within a round is written to the disk.
+# Interval at which the progress within a round is written to disk.
 _REFRESH_SECONDS = 10.0
 
 
@@ -14,7 +14,7 @@ class LiveStatus:
     """The current status of a run.
 
     Args:
-        journal: Shows the status.
+        journal: Journal that writes the status.
         rounds: Number of rounds of the run.
 
     """
@@ -32,14 +32,14 @@ class LiveStatus:
         asked: Collection[str] = (),
         absent: Mapping[str, str] | None = None,
     ) -> None:
-        """Show that a phase begins.
+        """Start a phase, and write it to the status.
 
         Args:
-            phase: Current phase.
+            phase: The new phase.
             round_number: Number of the round.
-            seconds: Time that clients have to reply.
-            asked: Clients that work in this phase.
-            absent: Reasons why others don't, by client.
+            seconds: Seconds that clients have to reply.
+            asked: Clients that are sent a message in this phase.
+            absent: Reasons why other clients don't take part, by client.
 
         """
         now = time.time()
@@ -56,12 +56,12 @@ class LiveStatus:
         self._show()
 
     def extend(self, seconds: float) -> None:
-        """Show that the next clients have some seconds from now."""
+        """Set the deadline to a number of seconds from now."""
         self._status.until = time.time() + seconds
         self._show()
 
     def add(self, client: str, reason: str | None) -> None:
-        """Show that a client has replied, or why it is left out."""
+        """Record that a client has replied, or the reason why it is left out."""
         if reason is None:
             self._status.replied.append(client)
         else:
@@ -71,14 +71,14 @@ class LiveStatus:
         self._show()
 
     def refresh(self, lanes: Callable[[], list[LaneStatus]]) -> None:
-        """Show the progress within a round, if it was last shown a while ago."""
+        """Write the progress within a round, at most once per interval."""
         if time.monotonic() - self._shown >= _REFRESH_SECONDS:
             self._status.lanes = lanes()
             self._show()
 
     @property
     def seconds(self) -> float:
-        """Seconds since the phase began."""
+        """Seconds since the start of the phase."""
         return round(time.monotonic() - self._started, 3)
 
     def _show(self) -> None:

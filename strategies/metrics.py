@@ -1,4 +1,4 @@
-"""Clients' metrics: averages, and their form in ``metrics.jsonl``."""
+"""Metrics of clients: averages, and their format in ``metrics.jsonl``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from federation.messages import METRICS, SIZE
 
 
 def averages(metrics: list[Mapping[str, Any]]) -> MetricRecord:
-    """Average by data size the metrics that all replies have."""
+    """Average the metrics that all replies contain, weighted by data size."""
     shared = sorted(set.intersection(*(set(own) for own in metrics)))
     return aggregate_metricrecords(
         [RecordDict({METRICS: MetricRecord({key: own[key] for key in shared})}) for own in metrics],
@@ -31,5 +31,5 @@ def evaluation_events(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def underscored(key: str) -> str:
-    """Return a key as it is spelled in ``metrics.jsonl``."""
+    """Return the spelling of a key in ``metrics.jsonl``: with underscores."""
     return key.replace("-", "_")

@@ -1,4 +1,4 @@
-"""Whether clients find the global adapter unusable: its loss or gradient is no finite number."""
+"""Detect an unusable global adapter: most clients report a loss or gradient that isn't finite."""
 
 import re
 
@@ -9,18 +9,18 @@ from strategies.journal import Journal
 from strategies.refusals import NOT_FINITE
 from strategies.replies import Replies
 
-# Losses of the models that all clients have in common.
+# Losses of the models that are the same at all clients.
 _LOSSES = ("base.loss", "global.loss")
-# In errors of the training loop and of a lane.
+# Matches error messages of the training loop and of a lane.
 _NOT_FINITE = re.compile(r"\b(not finite|nan|inf|infinite)\b", re.IGNORECASE)
 
 
 class NotFiniteError(RuntimeError):
-    """Most clients find the global adapter unusable."""
+    """Most clients report that the global adapter is unusable."""
 
 
 def says_not_finite(reply: Message, reason: str) -> bool:
-    """Return whether a reply that is refused for a reason says so."""
+    """Return whether a refused reply reports or contains values that aren't finite."""
     if problem_of(reply) is not None:
         return _NOT_FINITE.search(reason) is not None
     metrics = metrics_of(reply)
@@ -29,13 +29,13 @@ def says_not_finite(reply: Message, reason: str) -> bool:
 
 
 def require_finite(journal: Journal, adapter_round: int, collected: Replies, asked: int) -> None:
-    """Drop the checkpoint of a global adapter that most of the clients find unusable.
+    """Delete the checkpoint of a global adapter that most clients report as unusable.
 
-    These are most of those that were asked, so one alone can't veto an adapter. Where metrics are
-    withheld, a valid reply doesn't say that an adapter is unusable.
+    A majority of all queried clients is required, so that one client alone can't reject an adapter.
+    If a client withholds its metrics, its valid replies never report an unusable adapter.
 
     Raises:
-        NotFiniteError: They do.
+        NotFiniteError: Most clients report that the adapter is unusable.
 
     """
     if 2 * len(collected.not_finite) <= asked:

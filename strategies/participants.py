@@ -1,4 +1,4 @@
-"""The clients of a run: wait for SuperNodes, register them by name, and address messages."""
+"""The clients of a run: wait for SuperNodes, register clients by name, and address messages."""
 
 import math
 import time
@@ -30,16 +30,16 @@ from strategies.exchange import exchange, turns
 from strategies.refusals import agreed, reason_to_refuse, reason_to_refuse_registration
 
 _POLL_SECONDS = 1.0
-# To one SuperNode that doesn't answer; each costs the round node-timeout.
+# Maximum number of queries to a silent SuperNode; each one delays a round by node-timeout.
 _MAX_QUERIES = 3
 
 
 class TooFewClientsError(RuntimeError):
-    """Fewer clients than ``min-nodes`` are connected, or sent valid replies."""
+    """Fewer than ``min-nodes`` clients are connected or have sent valid replies."""
 
 
 class RefusedError(RuntimeError):
-    """Clients can't take part; the message names each, with the reason and what to do."""
+    """Clients can't take part; the message names each client, the reason, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Participant:
     """A registered client.
 
     Attributes:
-        node_id: Flower's id of its SuperNode; it changes from run to run in simulation.
+        node_id: Flower's id of the client's SuperNode; it changes between simulated runs.
         name: Name chosen by the institution; unique in a run.
-        examples: Number of its training rows, |Dᵢ| of FedJudge Eq. 2.
-        train_examples: Number of examples made of them, more if a chat template divides
-            conversations; it bounds the steps.
-        withholds: Whether its policy withholds metrics and importance.
+        examples: Number of training rows, |Dᵢ| in FedJudge Eq. 2.
+        train_examples: Number of training examples, which limits the number of steps; exceeds
+            ``examples`` if a chat template splits conversations.
+        withholds: Whether the client's policy withholds metrics and importance.
 
     """
 
@@ -64,10 +64,10 @@ class Participant:
 
 
 def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, NodeInfo]:
-    """Wait until ``minimum`` SuperNodes are connected; return all that are, by id.
+    """Wait until ``minimum`` SuperNodes are connected; return all connected ones by id.
 
     Raises:
-        TooFewClientsError: Fewer are connected after ``timeout`` seconds.
+        TooFewClientsError: Fewer SuperNodes are connected after ``timeout`` seconds.
 
     """
     end = time.monotonic() + timeout
@@ -89,8 +89,8 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, NodeIn
 class Participants:
     """The registered clients of a run, and the recipients of the last messages.
 
-    ``fingerprint`` is that of the tensors which clients must hold, as the server computed it. An
-    empty digest is unknown, and is set to the one that most clients report.
+    ``fingerprint`` contains the digests of the tensors that clients must have, as computed by the
+    server. Empty digests are unknown, and are set to the ones that most clients report.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class Participants:
         self._registered: dict[int, Participant] = {}
         self._asked: dict[int, Participant] = {}
         self._absent: list[str] = []
-        # When the SuperNodes that were queried had connected; None for one to be queried again.
+        # Time at which each queried SuperNode connected; None to query it again.
         self._queried: dict[int, str | None] = {}
-        # How many queries each SuperNode left unanswered.
+        # Number of unanswered queries of each SuperNode.
         self._unanswered: Counter[int] = Counter()
-        # Names under which the coordinator has registered keys, of all that have been connected.
+        # Names under which the coordinator registered the keys of the SuperNodes seen so far.
         self._assigned: dict[int, str] = {}
 
     @property
@@ -120,11 +120,11 @@ class Participants:
         return digest(self.fingerprint)
 
     def register_all(self, grid: Grid) -> None:
-        """Register every SuperNode before anything is trained.
+        """Register every SuperNode before training starts.
 
         Raises:
             TooFewClientsError: Not enough SuperNodes connect in time.
-            RefusedError: Clients can't take part as they are.
+            RefusedError: At least one client can't take part.
 
         """
         nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
@@ -137,13 +137,13 @@ class Participants:
             log(INFO, "%s takes part with %d examples", participant.name, participant.examples)
 
     def register_newcomers(self, grid: Grid, finished_rounds: int) -> dict[str, str]:
-        """Register SuperNodes that connected later; problems of one don't affect the others.
+        """Register SuperNodes that connected later; a failing SuperNode doesn't affect the others.
 
-        One that has reconnected is asked again: with a node key it keeps its id, and its data or
-        name may have changed. If it doesn't answer, or can't take part, its registration stays.
-        Those that can't take part are asked again when another has gone, which may have had their
-        name. One that doesn't answer is asked again in the next rounds, three times in all: it may
-        still be preparing a large model.
+        A reconnected SuperNode is queried again, since its data or name may have changed although
+        a node key preserves its id. If it doesn't answer or can't take part, its registration is
+        kept. Refused SuperNodes are queried again after another one has disconnected, since that
+        one may have used the same name. A SuperNode that doesn't answer, perhaps because it is
+        preparing a large model, is queried again in the next rounds, at most three times in all.
 
         Returns:
             Reasons for refusing clients, by name.
@@ -169,7 +169,7 @@ class Participants:
         for node in silent:
             if self._unanswered[node] < _MAX_QUERIES:
                 self._queried[node] = None
-        # A client whose SuperNode has another id now is not asked twice when the old one returns.
+        # If a client has a new SuperNode id, drop the old one, so that it isn't asked twice.
         names = {p.name.casefold() for p in joined.values()}
         self._registered = {
             node: p for node, p in self._registered.items() if p.name.casefold() not in names
@@ -182,7 +182,7 @@ class Participants:
 
     @property
     def asked(self) -> dict[str, int]:
-        """Names and data sizes of the recipients of the last messages, in the order of names."""
+        """Data sizes of the recipients of the last messages by name, sorted by name."""
         return {p.name: p.examples for p in self._asked.values()}
 
     @property
@@ -195,18 +195,18 @@ class Participants:
         return self._registered[message.metadata.dst_node_id]
 
     def sender_of(self, reply: Message) -> Participant | None:
-        """Return the sender of a reply to one of the last messages; None if it was not asked."""
+        """Return the sender of a reply to one of the last messages; None if it is no recipient."""
         return self._asked.get(reply.metadata.src_node_id)
 
     def address(
         self, message_type: str, content: RecordDict, grid: Grid, seed: int | None = None
     ) -> Iterator[Message]:
-        """Make a message to every participant that is connected.
+        """Create a message for every connected participant.
 
-        They are in the order of names, or in an order drawn by a seed.
+        Messages are sorted by name or, if a seed is given, shuffled.
 
         The recipients are recorded immediately. Each message is created when the iterator reaches
-        it, since its time to live begins then. It has its own record, so that more can be added.
+        it, since its time to live begins then, and has its own ``RecordDict`` for more records.
         """
         connected = [self._registered[n] for n in grid.get_node_ids() if n in self._registered]
         self._asked = {p.node_id: p for p in sorted(connected, key=lambda p: p.name)}
@@ -225,11 +225,12 @@ class Participants:
 
         Args:
             reply: The reply.
-            reference: Names and shapes that its arrays must have; None if it has none.
-            minimum: Smallest value that its arrays may have.
+            reference: Required names and shapes of the arrays; None for a reply without arrays.
+            minimum: Smallest allowed value in the arrays.
 
         Returns:
-            The client's name, and the reason to leave it out or None; nothing if it was not asked.
+            The client's name, and the reason for leaving it out or None. None instead of the pair
+            if the sender is not a recipient.
 
         """
         participant = self.sender_of(reply)
@@ -247,7 +248,7 @@ class Participants:
         return participant.name, reason and printable(reason)
 
     def missing(self, answered: Collection[str]) -> dict[str, str]:
-        """Return clients from which no reply came, with the reason.
+        """Return the clients that have not replied, with the reasons.
 
         Args:
             answered: Names of the clients that have replied.
@@ -261,10 +262,10 @@ class Participants:
     def _query(
         self, grid: Grid, nodes: Mapping[int, NodeInfo], wait: float
     ) -> tuple[dict[int, Participant], dict[str, str], set[int]]:
-        """Query nodes for name, data size and base model.
+        """Query nodes for their name, data size and base model.
 
         Returns:
-            The participants, the problems of others by name, and the nodes that did not answer.
+            The participants by node, the problems by name, and the nodes that did not answer.
 
         """
         instruction = self._instruction.to_record()
@@ -278,10 +279,10 @@ class Participants:
         replies = []
         for reply in exchange(grid, queries, wait, self._signer):
             if not reply.has_error():
-                for key in list(reply.content.array_records):  # none were requested
+                for key in list(reply.content.array_records):  # queries request no arrays
                     del reply.content[key]
             replies.append(reply)
-        # Without a node key, a SuperNode that was restarted has a new id and its old name.
+        # Without a node key, a restarted SuperNode has a new id but the same name.
         connected = set(grid.get_node_ids())
         names = {node: p.name for node, p in self._registered.items() if node in connected}
         participants: dict[int, Participant] = {}
@@ -321,7 +322,7 @@ def _connected_since(nodes: Mapping[int, NodeInfo]) -> dict[int, str | None]:
 
 
 def _described(name: str, others: Collection[str]) -> str:
-    """Return what to call a SuperNode that can't take part: never its id."""
+    """Return a description of a refused SuperNode that doesn't contain its id."""
     called = printable(name, 64) if name else "a SuperNode without name"
     same = sum(other == called or other.startswith(f"{called} (") for other in others)
     return f"{called} ({same + 1})" if same else called

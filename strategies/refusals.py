@@ -1,6 +1,6 @@
-"""Checks of clients' replies: malformed or excessive ones are refused, with a reason.
+"""Check the replies of clients; malformed or excessive replies are refused with a reason.
 
-Reasons quote replies: apply ``printable`` before they are logged or stored.
+Reasons may quote replies: apply ``printable`` before logging or storing them.
 """
 
 import math
@@ -27,14 +27,14 @@ from federation.messages import (
 from finetuning.model.fingerprint import differences
 from split.protocol.errors import printable
 
-# Description of an array.
+# Ending of the reason to refuse an array.
 NOT_FINITE = "has values that are not finite numbers"
 _MAX_EXAMPLES = 10**9
-# Instead of a digest, if there is no majority for one.
+# Used instead of a digest if no digest has a majority.
 _DISPUTED = "disputed"
 _MAX_METRICS = 100
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-# Adapters' weights and importances are far smaller; an average with larger ones could overflow.
+# Weights and importances are far smaller; larger values could overflow in an average.
 _LARGEST_WEIGHT = 2.0**30
 
 
@@ -53,11 +53,11 @@ def reason_to_refuse(
     Args:
         reply: Reply to a train or evaluate message.
         name: Name of the client.
-        examples: Its number of training examples when it registered.
+        examples: Number of training examples that the client registered with.
         base: Digest of the run's base model.
-        reference: Names and shapes that the reply's arrays must have; None if it has none.
-        minimum: Smallest value that the arrays may have.
-        answers: Maximum number of answers that it may have as text, of each model.
+        reference: Required names and shapes of the arrays; None for a reply without arrays.
+        minimum: Smallest allowed value in the arrays.
+        answers: Maximum number of answers as text, per model.
 
     """
     return (
@@ -78,9 +78,9 @@ def reason_to_refuse_registration(
         reply: Reply to a query message.
         name: Name in the reply.
         taken: Names of other clients.
-        assigned: Name under which the coordinator has registered the SuperNode's key; empty if it
-            has none.
-        fingerprint: Fingerprint of what the client must hold of the base model; an empty digest is
+        assigned: Name under which the coordinator registered the SuperNode's key; empty if there
+            is none.
+        fingerprint: Fingerprint of the client's part of the base model; empty digests are
             unknown.
 
     """
@@ -96,7 +96,7 @@ def reason_to_refuse_registration(
             f"its SuperNode is registered as {assigned!r} (flwr supernode register --name), and "
             f"its name is {name!r}; give both the same"
         )
-    # Names become folders, and some file systems don't distinguish upper and lower case.
+    # Names are used as folder names, and some file systems are case-insensitive.
     if name.casefold() in {other.casefold() for other in taken}:
         return (
             f"another SuperNode is named {name!r} already (upper and lower case count as equal); "
@@ -111,14 +111,14 @@ def reason_to_refuse_registration(
 
 
 def agreed(configs: Iterable[Mapping[str, Any]], fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """Return digests of the tensors that the coordinator doesn't hold, as most clients report them.
+    """Return the majority digests of the tensors that the coordinator doesn't have.
 
-    A tensor on which there is no majority has a digest that no client has: who is wrong must be
-    found out before training.
+    Without a majority, a tensor gets a digest that matches no client, so that the difference must
+    be resolved before training.
 
     Args:
         configs: Config records of the replies to query messages.
-        fingerprint: Fingerprint of what clients must hold; an empty digest is unknown.
+        fingerprint: Fingerprint of the clients' part of the model; empty digests are unknown.
 
     """
     reported = [
@@ -168,7 +168,7 @@ def _identity_problem(reply: Message, name: str, base: str) -> str | None:
         return f"its name is now {config.get('name')!r}"
     if config.get("base") != base:
         return "it trained another base model (the fingerprints differ)"
-    # Flower averages every record of a reply, so there must be none besides those checked here.
+    # Flower averages every record of a reply, so records that are not checked here are refused.
     content = reply.content
     if set(content.metric_records) != {METRICS} or not set(content.array_records) <= {ARRAYS}:
         return "it sent more than was requested"
@@ -176,7 +176,7 @@ def _identity_problem(reply: Message, name: str, base: str) -> str | None:
 
 
 def _metrics_problem(metrics: Mapping[str, Any], examples: int) -> str | None:
-    """Check number, names, types and sizes of metrics, which are stored and averaged."""
+    """Check the number, names, types and magnitudes of metrics, which are stored and averaged."""
     if len(metrics) > _MAX_METRICS:
         return f"it sent {len(metrics)} metrics; at most {_MAX_METRICS} are accepted"
     invalid = [name for name in metrics if not _METRIC_NAME.fullmatch(name)]
@@ -200,7 +200,7 @@ def _is_bounded_number(value: object) -> bool:
 def _arrays_problem(
     arrays: ArrayRecord | None, reference: ArrayRecord | None, minimum: float
 ) -> str | None:
-    """Compare names, shapes and dtypes with the reference before any value is read."""
+    """Compare names, shapes and dtypes with the reference before reading any values."""
     if reference is None:
         return None
     if arrays is None:
@@ -223,7 +223,7 @@ def _array_problem(array: Array, expected: Array, minimum: float) -> str | None:
         value = array.numpy()
     except Exception as error:  # untrusted bytes can make NumPy raise anything
         return f"can't be read: {error}"
-    # NumPy also reads archives of arrays.
+    # NumPy can also load archives, which aren't arrays.
     if not isinstance(value, np.ndarray) or value.shape != shape or str(value.dtype) != dtype:
         return "does not match its header"
     if not np.isfinite(value).all():

@@ -1,4 +1,4 @@
-"""Valid replies to the messages of one phase, in memory that does not grow with their number."""
+"""Valid replies of one phase, with arrays on disk to bound the memory."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,17 +16,17 @@ from finetuning.files import filling
 
 
 class Replies:
-    """Metrics of valid replies; their arrays are on the disk, and deleted when the block ends.
+    """Context manager for valid replies; their arrays are files that are deleted on exit.
 
     Args:
-        folder: Folder for the arrays; one that a killed run has left there is deleted.
+        folder: Folder for the arrays; a folder left by a killed run is deleted first.
 
     Attributes:
-        metrics: Metrics of valid replies by client.
-        answers: Answers that clients have sent as text, by client.
-        left_out: Reasons for leaving others out by client.
-        withheld: Reasons of those whose policy keeps metrics to themselves, by client.
-        not_finite: Clients that found a loss or a gradient to be no finite number.
+        metrics: Metrics of valid replies, by client.
+        answers: Answers sent as text, by client.
+        left_out: Reasons for leaving out other clients, by client.
+        withheld: Reasons of clients whose policies withhold metrics, by client.
+        not_finite: Clients that reported a loss or gradient that isn't finite.
 
     """
 
@@ -40,7 +40,7 @@ class Replies:
 
     @property
     def measured(self) -> list[Mapping[str, Any]]:
-        """Metrics of the clients that don't withhold them."""
+        """Metrics of the clients that don't withhold metrics."""
         return [metrics for name, metrics in self.metrics.items() if name not in self.withheld]
 
     def add(self, name: str, metrics: Mapping[str, Any], arrays: ArrayRecord | None) -> None:
@@ -56,7 +56,7 @@ class Replies:
                 save_file(from_arrays(arrays), self.file(name), metadata={"format": "pt"})
 
     def leave_out(self, name: str, reason: str) -> None:
-        """Leave out a client whose reply was added."""
+        """Leave out a client whose reply was already added."""
         del self.metrics[name]
         self.answers.pop(name, None)
         self.withheld.pop(name, None)
@@ -68,7 +68,7 @@ class Replies:
         return dict(load_file(self.file(name)))
 
     def tensors(self) -> Iterator[tuple[str, State]]:
-        """Yield the name of each array with all clients' values, one array after another."""
+        """Yield the name and the values of all clients for one array at a time."""
         with ExitStack() as opened:
             files = {
                 name: opened.enter_context(safe_open(self.file(name), framework="pt"))
@@ -78,11 +78,11 @@ class Replies:
                 yield key, {name: file.get_tensor(key) for name, file in files.items()}
 
     def file(self, name: str) -> Path:
-        """Return the file with a reply's arrays; it may be moved once they have been read."""
+        """Return the file with a reply's arrays; it may be moved after reading them."""
         return self._folder / f"{name}.safetensors"
 
     def sort(self) -> None:
-        """Sort by name, so that sums don't depend on the order of arrival."""
+        """Sort replies by name, so that sums don't depend on the order of arrival."""
         self.metrics = dict(sorted(self.metrics.items()))
         self.left_out = dict(sorted(self.left_out.items()))
 

@@ -44,14 +44,14 @@ from strategies.scaling import record_scaled
 
 
 class Rounds(Strategy):
-    """In each round clients train adapters, and the server averages them by data size.
+    """Base class of the strategies: clients train adapters, the server averages by data size.
 
     Args:
         config: The run's configuration.
-        fingerprint: Fingerprint of the base model, as the server computed it.
-        progress: Progress of the run, from which it continues.
+        fingerprint: Fingerprint of the base model, as computed by the server.
+        progress: Progress from which the run continues.
         journal: Records the run.
-        signer: Signs the instructions; None if nobody checks them.
+        signer: Signs the instructions; None for unsigned instructions.
 
     """
 
@@ -76,7 +76,7 @@ class Rounds(Strategy):
         self._status = LiveStatus(journal, config.rounds)
 
     def summary(self) -> None:
-        """Do nothing: the run's folder has its configuration."""
+        """Do nothing: the run's folder contains the configuration."""
 
     @staticmethod
     def locate_base_model(config: RunConfig) -> Path:
@@ -101,13 +101,13 @@ class Rounds(Strategy):
         """Run the remaining rounds.
 
         ``initial_arrays`` is the global adapter after ``progress.finished_rounds``; ``num_rounds``
-        includes the finished ones. Flower's configs are not used, nor is ``evaluate_fn``: messages
-        follow from the run config, and the server has no data.
+        includes the finished ones. ``train_config``, ``evaluate_config`` and ``evaluate_fn`` are
+        not used: the run config determines all messages, and the server has no data.
 
         Raises:
-            RefusedError: Clients can't take part as they are.
+            RefusedError: At least one client can't take part.
             TooFewClientsError: Fewer than ``min-nodes`` are connected or sent valid replies.
-            NotFiniteError: Most clients find the global adapter unusable.
+            NotFiniteError: Most clients report that the global adapter is unusable.
 
         """
         with self._prepared(grid, initial_arrays) as arrays:
@@ -115,7 +115,7 @@ class Rounds(Strategy):
 
     @contextmanager
     def _prepared(self, grid: Grid, arrays: ArrayRecord) -> Iterator[ArrayRecord]:
-        """Hold resources of the strategy during a run; yield the clients' part of the adapter."""
+        """Acquire the strategy's resources for a run; yield the clients' part of the adapter."""
         yield arrays
 
     def _run(self, grid: Grid, arrays: ArrayRecord, num_rounds: int, timeout: float) -> Result:
@@ -136,7 +136,7 @@ class Rounds(Strategy):
             messages = self.configure_train(current, arrays, ConfigRecord(), grid)
             replies = self._exchange_training(messages, grid, timeout)
             aggregated, metrics = self.aggregate_train(current, replies)
-            assert aggregated is not None and metrics is not None  # aggregate_train raises
+            assert aggregated is not None and metrics is not None  # or an error was raised
             result.arrays = arrays = aggregated
             result.train_metrics_clientapp[current] = metrics
             self.progress = replace(
@@ -151,7 +151,7 @@ class Rounds(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Make a train message with the global adapter to every connected client."""
+        """Create a train message with the global adapter for every connected client."""
         self._reference = arrays
         refused = self._participants.register_newcomers(grid, server_round - 1)
         if refused:
@@ -167,11 +167,11 @@ class Rounds(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the valid replies' adapters by data size (Eq. 2), within caps.
+        """Average the adapters of the valid replies by data size (Eq. 2), with caps applied.
 
         Raises:
             TooFewClientsError: There are fewer valid replies than ``min-nodes``.
-            NotFiniteError: Most clients find the global adapter unusable.
+            NotFiniteError: Most clients report that the global adapter is unusable.
 
         """
         with Replies(self._journal.scratch) as collected:
@@ -206,15 +206,15 @@ class Rounds(Strategy):
                     size=sizes[name],
                     file=collected.file(name) if personalised is state else None,
                 )
-                del state, personalised  # before the next one is read
+                del state, personalised  # release their memory before the next ones are read
             self._average(counted)
             log(INFO, "Averaged the adapters of %s", ", ".join(names))
-            # If all withhold them, there are still the numbers of examples.
+            # If all clients withhold metrics, replies still contain the numbers of examples.
             measured = collected.measured or list(collected.metrics.values())
             return to_arrays(mean.result()), averages(measured)
 
     def _record_round(self, server_round: int, collected: Replies) -> None:
-        """Record who took part in a round of training, and the metrics.
+        """Record the participants and the metrics of a training round.
 
         Raises:
             TooFewClientsError: There are fewer valid replies than ``min-nodes``.
@@ -224,7 +224,7 @@ class Rounds(Strategy):
         event = {"event": "round", "round": server_round, "participants": list(valid)}
         seconds = self._status.seconds
         self._journal.record({**event, "left_out": reasons(left_out), "seconds": seconds})
-        if not self._evaluation(server_round - 1).losses:  # there it has been decided
+        if not self._evaluation(server_round - 1).losses:  # else the evaluation checked it
             asked = len(self._participants.asked)
             require_finite(self._journal, server_round - 1, collected, asked)
         require_enough(f"round {server_round}", collected, self.config.min_nodes)
@@ -238,7 +238,7 @@ class Rounds(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Make an evaluate message to every connected client, if one is due after this round."""
+        """Create an evaluate message for every connected client, if evaluation is due."""
         instruction = self._evaluation(server_round)
         if not (instruction.losses or instruction.importance or instruction.final):
             return []
@@ -250,12 +250,12 @@ class Rounds(Strategy):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Record each client's metrics; return their averages by data size.
+        """Record each client's metrics; return the averages weighted by data size.
 
         Raises:
             TooFewClientsError: After the last round, there are fewer valid replies than
                 ``min-nodes``.
-            NotFiniteError: Most clients find the global adapter unusable.
+            NotFiniteError: Most clients report that the global adapter is unusable.
 
         """
         expected = self._reference if self._evaluation(server_round).importance else None
@@ -282,7 +282,7 @@ class Rounds(Strategy):
                 for event in answer_events(collected.answers[name]):
                     self._journal.record({**event, "round": server_round, "client": name})
             if server_round >= self.config.rounds:
-                # There is no further round: only a run that has failed can repeat this evaluation.
+                # No round follows: the run must fail, so that resuming it repeats this evaluation.
                 require_enough(
                     f"evaluation after round {server_round}", collected, self.config.min_nodes
                 )
@@ -291,7 +291,7 @@ class Rounds(Strategy):
         return averages(measured) if measured else None
 
     def _begin(self, phase: Phase, server_round: int, grid: Grid) -> None:
-        """Show that the recipients of the last messages begin to work."""
+        """Start a phase in which the recipients of the last messages work."""
         asked = self._participants.asked
         self._status.begin(
             phase,
@@ -303,7 +303,7 @@ class Rounds(Strategy):
 
     def _evaluation(self, server_round: int) -> Instruction:
         """Return the evaluation that is due after a round."""
-        # With ``rounds = 0`` there is nothing new to keep.
+        # With ``rounds = 0`` there are no trained weights to save.
         final = server_round == self.config.rounds > 0
         return replace(
             self._instruction,
@@ -315,7 +315,7 @@ class Rounds(Strategy):
     def _exchange(
         self, messages: Iterable[Message], grid: Grid, timeout: float
     ) -> Iterator[Message]:
-        """Send messages and yield replies; all clients work at the same time."""
+        """Send messages to all clients at once, and yield replies."""
         return exchange(
             grid=grid,
             messages=messages,
@@ -335,34 +335,34 @@ class Rounds(Strategy):
         self._status.refresh(self._lanes)
 
     def _lanes(self) -> list[LaneStatus]:
-        """Return the progress of clients within a round, if the server knows it."""
+        """Return the progress of clients within a round; empty if the server doesn't know it."""
         return []
 
     def _order_seed(self, server_round: int) -> int | None:
-        """Return the seed of the order in which clients are asked; None asks them by name."""
+        """Return the seed for shuffling the clients; None for alphabetical order."""
         return None
 
     def _unfinished(self, replied: Collection[str]) -> dict[str, str]:
-        """Return those of the clients with valid replies that broke off, with the reasons."""
+        """Return clients that sent a valid reply but didn't finish training, with the reasons."""
         return {}
 
     def _whole(self, averaged: State) -> State:
-        """Return the global adapter from the average of the clients' adapters."""
+        """Return the complete global adapter, given the average of the clients' adapters."""
         return averaged
 
     def _personalised(self, client: str, local: State) -> State:
-        """Return the adapter of the whole model from the part that a client sent."""
+        """Return a client's adapter for the whole model, given the part that it sent."""
         return local
 
     def _counted(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the data sizes that count in averages (``max-share``)."""
+        """Return the data sizes to use as weights in averages, limited by ``max-share``."""
         return counted_sizes(sizes, self.config.max_share)
 
     def _average(self, weights: Mapping[str, int]) -> None:
-        """Average the server's part of the clients' adapters; by default it has none."""
+        """Average the adapters held by the server; the default does nothing."""
 
     def _use_importance(self, replies: Replies) -> None:
-        """Use the importance J from evaluate replies; only FedJudge-CL requests it."""
+        """Process the importance J from evaluate replies; only FedJudge-CL requests it."""
 
     def _evaluate(
         self, round_number: int, arrays: ArrayRecord, grid: Grid, timeout: float, result: Result

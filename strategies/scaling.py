@@ -1,4 +1,4 @@
-"""Report the clients whose contribution to an average was scaled down."""
+"""Report clients whose contribution to an average was scaled down."""
 
 from collections.abc import Mapping
 from logging import WARNING
@@ -22,7 +22,7 @@ _REASONS: dict[What, str] = {
 def record_scaled(
     journal: Journal, server_round: int, what: What, factors: Mapping[str, float]
 ) -> None:
-    """Log and record whose update, data size or importance was scaled down, and by what factor."""
+    """Log and record clients whose update, data size or importance was scaled, and the factors."""
     for name, factor in factors.items():
         if factor < 1:
             log(

@@ -1,1 +1,1 @@
-"""Human evaluation (FedJudge 4.3.3): blinded sheets, and the table of what annotators scored."""
+"""Human evaluation (FedJudge 4.3.3): blinded sheets, and a table of the annotators' scores."""

@@ -41,16 +41,16 @@ class _Answer:
 def read_answers(files: Mapping[str, Path]) -> list[Question]:
     """Read each model's answers, in the order of the first model's file.
 
-    A row is ``{"question", "answer"}`` with an optional ``reference`` and ``id``, or one that
-    ``chambers generate --output`` has written. Rows of different files belong together if they have
-    the same id, or the same question if they have no ids.
+    A row is ``{"question", "answer"}`` with an optional ``reference`` and ``id``, or a row written
+    by ``chambers generate --output``. Rows of different files are matched by id or, without ids,
+    by question.
 
     Args:
-        files: JSON Lines by model.
+        files: JSON Lines files by model.
 
     Raises:
         CommandError: A file can't be read, a row is malformed, or files have different questions;
-            the message names file and line.
+            the message names the file and the line.
 
     """
     by_model = {model: _read(file) for model, file in files.items()}
@@ -101,7 +101,7 @@ def _read(file: Path) -> dict[str, _Answer]:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield origin and value of each line."""
+    """Yield the origin and the value of each line."""
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
@@ -115,7 +115,7 @@ def _lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parse(value: Any, origin: str) -> _Answer:
-    """Convert a row of either form; raise a `KeyError`, `TypeError` or `ValueError`."""
+    """Convert a row of either format; raise `KeyError`, `TypeError` or `ValueError`."""
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, found {type(value).__name__}")
     if "generated" in value:
@@ -143,11 +143,11 @@ def _parse(value: Any, origin: str) -> _Answer:
 
 
 def _of_generated(value: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return question and reference of a row that ``chambers generate`` has written."""
+    """Return the question and the reference of a row written by ``chambers generate``."""
     from finetuning.data.prompts import parse_prompt
 
     *turns, _ = parse_prompt(value)
-    # The last turn is the question; earlier ones are what it refers to.
+    # The last turn is the question, and earlier turns are its context.
     question = "\n\n".join(
         turn["content"] if turn is turns[-1] else f"{turn['role']}: {turn['content']}"
         for turn in turns

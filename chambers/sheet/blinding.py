@@ -1,4 +1,4 @@
-"""Blinded sheets for annotators, and the key that says which model gave which answer."""
+"""Blinded sheets for annotators, and the key that maps each answer to its model."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from chambers.errors import CommandError
 from chambers.sheet.answers import Question
 
 LOWEST, HIGHEST = 1, 5
-# FedJudge, table 4: what each score means, from the lowest.
+# Meaning of each score, from the lowest to the highest (FedJudge, table 4).
 CRITERIA: Mapping[str, Sequence[str]] = {
     "usefulness": (
         "No use. The generated texts are useless for answering questions.",
@@ -22,7 +22,7 @@ CRITERIA: Mapping[str, Sequence[str]] = {
     ),
     "fluency": ("Nonsense.", "Very unfluent.", "Partial fluent.", "Highly fluent.", "Very fluent."),
 }
-# Spreadsheets convert what could be a number, a date or a formula; these letters make none.
+# Consonants only, so that spreadsheets don't convert ids to numbers, dates or formulas.
 _LETTERS = "bcdfghjklmnpqrstvwxz"
 _ID_LENGTH = 10
 _VERSION = 1
@@ -30,10 +30,10 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class SheetAnswer:
-    """An answer without its model.
+    """An answer without the name of its model.
 
     Attributes:
-        id: Identifies annotator, question and model, by the key alone.
+        id: Random id; only the key maps it to the annotator, question and model.
         text: The answer.
 
     """
@@ -54,7 +54,7 @@ class SheetQuestion:
 
 @dataclass(frozen=True)
 class Sheet:
-    """The sheet of one annotator: all questions, in random order."""
+    """The sheet of an annotator: all questions in random order."""
 
     annotator: int
     questions: tuple[SheetQuestion, ...]
@@ -62,7 +62,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class KeyRow:
-    """The meaning of an id in a sheet.
+    """The annotator, question and model of an id.
 
     Attributes:
         annotator: Number of the sheet.
@@ -80,12 +80,12 @@ class KeyRow:
 
 @dataclass(frozen=True)
 class Key:
-    """The meaning of each id.
+    """The key: the annotator, question and model of each id.
 
     Attributes:
         seed: Seed of all orders and ids.
-        models: Names of the models, in the order in which they were given.
-        rows: Meanings of the ids in all sheets.
+        models: Names of the models, in their original order.
+        rows: Entries for the ids in all sheets.
 
     """
 
@@ -94,7 +94,7 @@ class Key:
     rows: Mapping[str, KeyRow]
 
     def to_json(self) -> str:
-        """Return the content of the key's file."""
+        """Return the content of the key file."""
         rows = {name: asdict(row) for name, row in self.rows.items()}
         content = {"version": _VERSION, "seed": self.seed, "models": self.models, "rows": rows}
         return json.dumps(content, ensure_ascii=False, indent=1)
@@ -103,15 +103,15 @@ class Key:
 def blind(
     questions: Sequence[Question], models: Sequence[str], annotators: int, seed: int
 ) -> tuple[list[Sheet], Key]:
-    """Make a sheet for each annotator, and the key.
+    """Create a sheet for each annotator, and the key.
 
-    Each sheet has its own order of questions, and of the answers to each question, and its own ids.
+    Each sheet has a separate random order of questions and answers, and separate ids.
 
     Args:
         questions: Questions with the answers of all models.
         models: Names of the models.
         annotators: Number of sheets.
-        seed: Seed of orders and ids; it must stay secret, since it reveals the models.
+        seed: Seed of orders and ids; keep it secret, since it reveals the models.
 
     """
     sheets: list[Sheet] = []

@@ -1,4 +1,4 @@
-"""Read the sheets that annotators have filled in, and check them against the key."""
+"""Read sheets filled in by annotators, and check them against the key."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ _SHOWN = 20
 
 @dataclass
 class _Reading:
-    """Content of a filled sheet: scores and lines by id, and errors."""
+    """Content of a filled sheet: scores and line numbers by id, and errors."""
 
     scores: dict[str, dict[str, int]] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
@@ -26,13 +26,13 @@ def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int
 
     Args:
         file: CSV with the columns ``id``, ``usefulness`` and ``fluency``; others are ignored.
-        key: Meanings of the ids.
+        key: The key of the study.
 
     Returns:
         The sheet's number, and scores by id and criterion.
 
     Raises:
-        CommandError: The sheet doesn't fit the key or isn't complete; the message names the lines.
+        CommandError: The sheet doesn't match the key or isn't complete; the message names lines.
 
     """
     reading = _Reading()
@@ -58,7 +58,7 @@ def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int
 
 
 def _add(reading: _Reading, key: Key, file: Path, line: int, cells: Mapping[str, str]) -> None:
-    """Add a row, or what is wrong with it."""
+    """Add a row, or its errors."""
     name = cells["id"]
     if name not in key.rows:
         reading.problems.append(
@@ -80,10 +80,10 @@ def _add(reading: _Reading, key: Key, file: Path, line: int, cells: Mapping[str,
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the line at which each row begins, and its id and scores."""
+    """Yield the line number at which each row begins, and its id and scores."""
     wanted = ("id", *CRITERIA)
     try:
-        # Only ids and scores matter, so that any extension of ASCII will do.
+        # Only ids and scores are used, so any ASCII-compatible encoding is accepted.
         text = file.read_bytes().decode("utf-8-sig", errors="replace")
     except OSError as error:
         raise CommandError(f"{file} can't be read: {error.strerror}") from error
@@ -112,7 +112,7 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _score(cell: str) -> int:
-    """Return a score; spreadsheets may have added a decimal place."""
+    """Parse a score, to which a spreadsheet may have added a decimal place."""
     if not cell:
         raise ValueError("is empty")
     try:

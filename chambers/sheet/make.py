@@ -1,4 +1,4 @@
-"""``chambers sheet make``: blinded sheets from the answers of several models."""
+"""``chambers sheet make``: create blinded sheets from the answers of several models."""
 
 import random
 import secrets
@@ -21,12 +21,12 @@ class Make:
       chambers sheet make FedJudge-Base=base.jsonl FedJudge-CL=cl.jsonl --output study
 
     Each argument names a model and a file with its answers. A row is an object with "question" and
-    "answer", and if you like "reference" and "id", or one that chambers generate --output has
-    written. All files must have the same questions.
+    "answer", and optionally "reference" and "id", or a row written by chambers generate --output.
+    All files must have the same questions.
 
     The output folder gets sheets/annotator-1.csv, for spreadsheets, and annotator-1.html, to be
-    filled in with a browser, without a network; either will do. Each annotator sees questions and
-    answers in a different order. key.json says which answer is whose: keep it from the annotators.
+    filled in with a browser, without a network; use either. Each annotator sees questions and
+    answers in a different order. key.json maps answers to models: don't show it to annotators.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     answers: Annotated[list[str], typer.Argument(metavar="MODEL=FILE.jsonl…", show_default=False)]
@@ -42,7 +42,7 @@ class Make:
     ] = None
 
     def __call__(self) -> int:
-        """Make the sheets."""
+        """Create the sheets."""
         for name in ("annotators", "questions"):
             if getattr(self, name) < 1:
                 raise CommandError(f"--{name} {getattr(self, name)}: must be at least 1")
@@ -75,7 +75,7 @@ class Make:
                 for sheet in sheets:
                     file = aside / "sheets" / f"annotator-{sheet.annotator}"
                     file.with_suffix(".html").write_text(to_page(sheet), encoding="utf-8")
-                    # With a byte order mark, Excel reads UTF-8.
+                    # Excel requires a byte order mark to detect UTF-8.
                     table = file.with_suffix(".csv")
                     table.write_text(to_table(sheet), encoding="utf-8-sig", newline="")
                 write_secret(aside / "key.json", key.to_json().encode())

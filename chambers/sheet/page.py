@@ -1,4 +1,4 @@
-"""A sheet as a page that works without a network, and as a table for spreadsheets."""
+"""Convert a sheet to an HTML page that works offline, or to a CSV table for spreadsheets."""
 
 import base64
 import csv
@@ -10,7 +10,7 @@ from jinja2 import Environment
 
 from chambers.sheet.blinding import CRITERIA, HIGHEST, LOWEST, Sheet
 
-# Spreadsheets run cells that begin with these as formulas.
+# Spreadsheets evaluate cells that begin with these characters as formulas.
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 
 _SCRIPT = """
@@ -134,7 +134,7 @@ answers are scored. <label class="load">To continue elsewhere, load a saved file
 
 
 def to_page(sheet: Sheet) -> str:
-    """Return a sheet as an HTML page that fetches nothing; it saves what `to_table` begins."""
+    """Return a sheet as a self-contained HTML page, which saves a filled table as in `to_table`."""
     return _PAGE.render(
         sheet=sheet,
         criteria=CRITERIA,
@@ -159,5 +159,5 @@ def to_table(sheet: Sheet) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a cell that no spreadsheet runs as a formula."""
+    """Escape a cell that spreadsheets would evaluate as a formula."""
     return f"'{text}" if text.startswith(_FORMULAS) else text

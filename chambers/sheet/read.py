@@ -1,4 +1,4 @@
-"""``chambers sheet read``: the table of a human evaluation, from filled sheets."""
+"""``chambers sheet read``: print the results of a human evaluation from filled sheets."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,9 +17,9 @@ class Read:
     \b
       chambers sheet read study/key.json annotator-1.csv annotator-2.csv annotator-3.csv
 
-    Each sheet is a file that the page has saved, or a filled table. A sheet that is not complete or
-    doesn't fit the key is refused. Means have the half-width of their 95 % confidence interval over
-    questions; the agreement is Krippendorff's alpha with the interval metric.
+    Each sheet is a file saved by the page, or a filled table. A sheet that is not complete or
+    doesn't match the key is refused. Means are given with the half-width of their 95 % confidence
+    interval over questions; the agreement is Krippendorff's alpha with the interval metric.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     key: Annotated[Path, typer.Argument(metavar="KEY.json", show_default=False)]

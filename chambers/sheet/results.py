@@ -1,4 +1,4 @@
-"""The means of what annotators scored, per model, and how far they agree."""
+"""Mean scores per model, and the agreement between annotators."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from chambers.sheet.blinding import CRITERIA, Key
 from chambers.sheet.filled import read_sheet
 from finetuning.evaluation.intervals import half_width
 
-# Scores by criterion, by id.
+# Scores by id and criterion.
 Scores = Mapping[str, Mapping[str, int]]
 
 
@@ -42,9 +42,9 @@ class Results:
         annotators: Number of sheets.
         questions: Number of questions.
         means: Mean scores by model and criterion (FedJudge, table 5).
-        agreement: Krippendorff's alpha by criterion, with the interval metric, as means treat
-            scores as evenly spaced: 1 is full agreement, 0 that of chance. None if it isn't
-            defined: for one annotator, or if all scores are equal.
+        agreement: Krippendorff's alpha by criterion, with the interval metric, since means treat
+            scores as evenly spaced too. 1 is perfect agreement, 0 is chance. None if undefined:
+            for one annotator, or if all scores are equal.
 
     """
 
@@ -54,7 +54,7 @@ class Results:
     agreement: Mapping[str, float | None]
 
     def to_markdown(self) -> str:
-        """Return the table, with the agreement as its last row."""
+        """Return the table in Markdown, with the agreement as the last row."""
         lines = [
             f"| Model | {' | '.join(name.capitalize() for name in CRITERIA)} |",
             "|---|" + "---|" * len(CRITERIA),
@@ -71,12 +71,12 @@ def evaluate(key: Key, files: Sequence[Path]) -> Results:
     """Read filled sheets and evaluate them.
 
     Args:
-        key: Meanings of the ids.
-        files: One filled sheet for each annotator; some may be absent.
+        key: The key of the study.
+        files: At most one filled sheet per annotator.
 
     Raises:
-        CommandError: A sheet doesn't fit the key, or isn't complete; the message names file and
-            line.
+        CommandError: A sheet doesn't match the key, or isn't complete; the message names the file
+            and the line.
 
     """
     scores: dict[str, Mapping[str, int]] = {}
@@ -110,7 +110,7 @@ def _mean(scores: Scores, key: Key, model: str, criterion: str) -> Mean:
 
 
 def _alpha(scores: Scores, key: Key, criterion: str) -> float | None:
-    """Return Krippendorff's alpha over all answers, or None if it isn't defined."""
+    """Return Krippendorff's alpha over all answers, or None if it is undefined."""
     from nltk.metrics.agreement import AnnotationTask
     from nltk.metrics.distance import interval_distance
 

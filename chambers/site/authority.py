@@ -1,4 +1,4 @@
-"""A certificate authority in a folder, and the certificate that it issues to the coordinator."""
+"""A certificate authority stored in a folder, and the coordinator's certificate."""
 
 import ipaddress
 import re
@@ -23,11 +23,11 @@ from finetuning.files import replacing, write_secret
 
 AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
 SERVER, SERVER_KEY = "server.pem", "server.key"
-# The SuperLink's SuperExec dials 127.0.0.1; without these names no run ever starts.
+# The SuperLink's SuperExec connects to 127.0.0.1; without these names no run can start.
 LOOPBACK = ("localhost", "127.0.0.1")
-# Ten years, and a day more, so that a certificate may be valid for ten years too.
+# Ten years and a day, so that a certificate may be valid for ten years.
 _AUTHORITY_DAYS = 3651
-# Certificates begin a day early, for machines whose clock is slow.
+# Certificates are valid from a day before, for machines whose clock is slow.
 _EARLY = timedelta(days=1)
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*")
 
@@ -44,11 +44,11 @@ class Authority:
 
         Args:
             folder: The folder to write to.
-            names: Host names and addresses that it is valid for.
-            days: Days until it expires.
+            names: Host names and addresses of the server.
+            days: Days until the certificate expires.
 
         Raises:
-            CommandError: The authority expires earlier.
+            CommandError: The authority expires before the certificate.
 
         """
         now = datetime.now(UTC)
@@ -82,10 +82,10 @@ class Authority:
 
 
 def open_authority(folder: Path) -> Authority:
-    """Read the authority in the folder; if there is none, create it.
+    """Read the authority in the folder, or create one if there is none.
 
     Raises:
-        CommandError: One of its files is missing or invalid, or they don't belong together.
+        CommandError: A file is missing or invalid, or the key doesn't match the certificate.
 
     """
     file, key_file = folder / AUTHORITY, folder / AUTHORITY_KEY
@@ -104,7 +104,7 @@ def read_certificate(file: Path) -> x509.Certificate:
     """Read a certificate in PEM format.
 
     Raises:
-        CommandError: The file can't be read, or isn't a certificate.
+        CommandError: The file can't be read, or is not a certificate.
 
     """
     try:
@@ -116,17 +116,17 @@ def read_certificate(file: Path) -> x509.Certificate:
 
 
 def read_key(file: Path) -> ec.EllipticCurvePrivateKey:
-    """Read an elliptic-curve key in PEM format, without passphrase.
+    """Read an elliptic-curve key in PEM format without a passphrase.
 
     Raises:
-        CommandError: The file can't be read, or isn't such a key.
+        CommandError: The file can't be read, or doesn't contain such a key.
 
     """
     try:
         key = load_pem_private_key(file.read_bytes(), password=None)
     except OSError as error:
         raise CommandError(f"{file} can't be read: {error.strerror}") from error
-    except (TypeError, ValueError) as error:  # TypeError: it has a passphrase
+    except (TypeError, ValueError) as error:  # TypeError: the key has a passphrase
         raise CommandError(f"{file} is not a private key in PEM format without passphrase") from (
             error
         )
@@ -136,10 +136,10 @@ def read_key(file: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def check_names(names: Sequence[str]) -> list[str]:
-    """Return the names followed by the loopback ones, each once.
+    """Return the names followed by the loopback names, without duplicates.
 
     Raises:
-        CommandError: There is none, or one is neither a host name nor an address.
+        CommandError: There are no names, or a name is neither a host name nor an address.
 
     """
     if not names:
@@ -166,7 +166,7 @@ def names_of(certificate: x509.Certificate) -> list[str]:
 
 
 def days_left(certificate: x509.Certificate) -> int:
-    """Return the whole days until a certificate expires; negative once it has."""
+    """Return the whole days until a certificate expires; negative after that."""
     return (certificate.not_valid_after_utc - datetime.now(UTC)).days
 
 
@@ -210,7 +210,7 @@ def _usage(**allowed: bool) -> x509.KeyUsage:
 
 
 def _common_name(text: str) -> x509.Name:
-    # 64 characters are the field's limit. Nothing reads it: names are in the alternative names.
+    # The field is limited to 64 characters. It is informational: clients use alternative names.
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 

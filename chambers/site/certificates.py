@@ -1,4 +1,4 @@
-"""``chambers site certificates``: the coordinator's certificate, and its key for instructions."""
+"""``chambers site certificates``: create the coordinator's certificate and signing key."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,13 @@ class Certificates:
     \b
       chambers site certificates /srv/chambers --name coordinator.example.org --name 10.0.0.5
 
-    The certificate is valid for the names, and for localhost and 127.0.0.1, by which Flower's own
-    processes reach the SuperLink. Run the command again to renew it: the authority in FOLDER stays,
-    and without --name the names do too. An authority is valid for 10 years. instructions.key signs
-    what the coordinator asks of institutions, and stays too.
+    The certificate is valid for the names, and for localhost and 127.0.0.1, which Flower's own
+    processes use to reach the SuperLink. Run the command again to renew it: the authority in FOLDER
+    is kept and, without --name, the names too. An authority is valid for 10 years. instructions.key
+    signs the coordinator's requests to institutions, and is kept too.
 
     Every institution needs authority.pem and instructions.pub. The files ending in .key stay at the
-    coordinator; authority.key is needed for renewals only, and can be kept elsewhere in between.
+    coordinator; authority.key is only needed for renewals, and can be stored elsewhere until then.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False)]
@@ -40,7 +40,7 @@ class Certificates:
     days: Annotated[int, option("Days until the certificate expires; default 365.", "N")] = 365
 
     def __call__(self) -> int:
-        """Write server.key and server.pem; the other keys only if there are none."""
+        """Write server.key and server.pem, and the other keys if they don't exist."""
         if not 1 <= self.days <= _MAX_DAYS:
             raise CommandError(f"--days {self.days}: must be 1 to {_MAX_DAYS}")
         from chambers.site.authority import (

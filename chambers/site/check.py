@@ -1,4 +1,4 @@
-"""``chambers site check``: whether a machine of a deployment is ready."""
+"""``chambers site check``: check whether a machine of a deployment is ready."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ class Check:
       chambers site check --coordinator /srv/chambers --proxy coordinator.example.org:8443 \\
         --database /srv/chambers/database/superlink.db
 
-    Each line begins with ok, or with fix or warn and says what to do. The exit status is 0 only if
-    nothing needs to be fixed.
+    Each line begins with ok, fix or warn; fix and warn describe what to do. The exit status is 0
+    only if nothing needs to be fixed.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     superlink: Annotated[
@@ -64,7 +64,7 @@ class Check:
     database: Annotated[Path | None, option("The SuperLink's database.", "FILE")] = None
 
     def __call__(self) -> int:
-        """Check, and print a line for each check."""
+        """Run all checks, and print a line for each."""
         from chambers.site.report import Report
 
         report = Report()

@@ -1,4 +1,4 @@
-"""The checks at a coordinator."""
+"""Checks of a coordinator's machine."""
 
 import sqlite3
 from collections.abc import Sequence
@@ -34,12 +34,12 @@ def check_coordinator(
     """Check the certificates, the SuperLink and its proxy, database, model, disks, GPU and clock.
 
     Args:
-        report: Report to write to.
+        report: Report for the results.
         folder: Folder of ``chambers site certificates`` and of the proxy.
         superlink: Address of the SuperLink.
         proxy: Public address of the proxy.
         database: The SuperLink's database.
-        model_name: Name or folder of a base model; empty to leave it out.
+        model_name: Name or folder of a base model; empty to skip this check.
 
     """
     authority, server = folder / AUTHORITY, folder / SERVER
@@ -64,7 +64,7 @@ def check_coordinator(
     report.line(_apart, database.parent, [folder, results])
     report.line(disk, results)
     report.line(_sender, folder / ACCESS_LOG)
-    # With fl-glm the coordinator computes the model's body.
+    # With fl-glm, the coordinator computes the body of the model.
     report.line(gpu)
     report.line(_clock)
 
@@ -107,7 +107,7 @@ def _lasting(file: Path, renewal: str) -> str:
 
 
 def _answers(what: str, address: str, folder: Path) -> str:
-    """Check that the SuperLink answers, and with the certificate that is in the folder."""
+    """Check that the SuperLink answers with the certificate in the folder."""
     shown = healthy(address, folder / AUTHORITY).certificate
     if shown != read_certificate(folder / SERVER):
         raise CommandError(
@@ -117,7 +117,7 @@ def _answers(what: str, address: str, folder: Path) -> str:
 
 
 def _writable(database: Path) -> str:
-    """Check that the SuperLink's user can write to the database, by locking it for a moment."""
+    """Check that this user can write to the database by locking it briefly."""
     if database.is_dir():
         raise CommandError(f"{database} is a folder; name the SuperLink's database in it")
     if not database.is_file():
@@ -139,7 +139,7 @@ def _writable(database: Path) -> str:
 
 
 def _apart(folder: Path, others: Sequence[Path]) -> str:
-    """Check that the database can't fill the file systems of other files."""
+    """Check that the database is on a separate file system, so that it can't fill the others."""
     device = existing(folder).stat().st_dev
     shared = [str(path) for path in others if existing(path).stat().st_dev == device]
     if shared:

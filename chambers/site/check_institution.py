@@ -1,4 +1,4 @@
-"""The checks at an institution."""
+"""Checks of an institution's machine."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,17 +44,17 @@ def check_institution(
     model_name: str,
     task: str,
 ) -> None:
-    """Check the way to the coordinator, keys, policy, data, model and machine.
+    """Check the connection to the coordinator, keys, policy, data, model and machine.
 
     Args:
-        report: Report to write to.
+        report: Report for the results.
         superlink: Address of the coordinator's proxy.
-        authority: File with the authority that signs the coordinator's certificate.
+        authority: File with the certificate authority of the coordinator.
         key_file: Node key.
-        trusted_file: Keys whose signatures of releases are accepted; None if any code is.
+        trusted_file: File with the keys of trusted reviewers; None if any code is accepted.
         node_config: The SuperNode's node config, as on its command line.
-        model_name: Name or folder of a base model; empty to leave it out.
-        task: Task in whose format the rows are; empty if they are in none's.
+        model_name: Name or folder of a base model; empty to skip this check.
+        task: Task that defines the format of the rows; empty for the default format.
 
     """
     report.line(_lasting, authority)
@@ -86,10 +86,10 @@ def _readable(file: Path) -> str:
 
 
 def _node_key(file: Path) -> ec.EllipticCurvePrivateKey:
-    """Read a node key as Flower does.
+    """Read a node key in the same way as Flower.
 
     Raises:
-        CommandError: It can't be read, Flower wouldn't accept it, or other users can read it.
+        CommandError: The key can't be read, isn't accepted by Flower, or other users can read it.
 
     """
     key = read_private_key(file)
@@ -114,7 +114,7 @@ def _registered(superlink: str, authority: Path, file: Path) -> str:
 
 
 def _trusted(file: Path | None) -> str:
-    """Check the keys whose signatures of releases are accepted here."""
+    """Check the keys of trusted reviewers, whose signatures of releases are accepted."""
     if file is None:
         raise CommandError(
             "without --trusted-entities the SuperNode runs any code that the coordinator sends: "
@@ -153,7 +153,7 @@ def _node(node_config: str) -> Mapping[str, Scalar]:
 
 
 def _policy(node_config: str) -> str:
-    """Check the node config's keys, and the policy that it names."""
+    """Check the keys of the node config, and the policy named in it."""
     node = _node(node_config)
     check_keys(node)
     file = str(node.get("policy", ""))
@@ -175,7 +175,7 @@ def _policy(node_config: str) -> str:
 
 
 def _data(node_config: str, task: str) -> str:
-    """Check the name and the rows that the node config names."""
+    """Check the name and the data in the node config."""
     try:
         settings = DataSettings.model_validate({"task": task})
     except ValidationError as error:
@@ -196,7 +196,7 @@ def _data(node_config: str, task: str) -> str:
 
 
 def _worker(node_config: str) -> str:
-    """Check that the resident worker is running, if the node config names one."""
+    """Check that the resident worker is running, if the node config specifies one."""
     socket = str(_node(node_config).get("worker", ""))
     if not socket:
         return "worker: none; each message's process loads the model itself"

@@ -1,4 +1,4 @@
-"""The checks of a machine, at an institution or the coordinator: disk, base model and GPU."""
+"""Checks for institutions and the coordinator: disk, base model and GPU."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def disk(path: Path, cure: str = "delete old runs") -> str:
-    """Check the free space of the file system that the path is on, or will be."""
+    """Check the free space of the file system of a path, which need not exist yet."""
     folder = existing(path)
     free = free_gib(folder)
     text = f"disk: {free:.1f} GiB free in {folder}"
@@ -20,7 +20,7 @@ def disk(path: Path, cure: str = "delete old runs") -> str:
 
 
 def model(name: str) -> str:
-    """Check that a base model is on this machine, and compute its digest."""
+    """Check that a base model exists on this machine, and compute its digest."""
     from finetuning.model.base_model import locate
     from finetuning.model.fingerprint import digest, fingerprint
 

@@ -1,4 +1,4 @@
-"""HTTPS requests to a coordinator, whose errors name the cause and the cure."""
+"""HTTPS requests to a coordinator, with errors that explain the cause and the solution."""
 
 import socket
 import ssl
@@ -16,27 +16,27 @@ from chambers.site.authority import days_left, read_certificate
 _TIMEOUT_SECONDS = 10.0
 # See openssl-verification-options(1) and X509_STORE_CTX_get_error(3).
 _NOT_YET_VALID, _EXPIRED, _OTHER_HOST, _OTHER_ADDRESS = 9, 10, 62, 64
-# Within this many days a certificate should be renewed.
+# A certificate should be renewed if it expires within this many days.
 _RENEWAL_DAYS = 30
-# Flower accepts a node's signature whose time is at most this much ahead or behind, in seconds
+# Maximum clock differences in seconds with which Flower accepts a node's signature
 # (SYSTEM_TIME_TOLERANCE and TIMESTAMP_TOLERANCE).
 _MAX_AHEAD, _MAX_BEHIND = 5, 300
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a request."""
+    """The response to a request."""
 
     status: int
-    ahead: float  # seconds by which this machine's clock is ahead of the server's; ±0.5
+    ahead: float  # seconds that this machine's clock is ahead of the server's; ±0.5
     certificate: x509.Certificate
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Take an address apart; IPv6 addresses are in brackets.
+    """Split an address into host and port; IPv6 addresses must be in brackets.
 
     Raises:
-        CommandError: It is not an address.
+        CommandError: The address is invalid.
 
     """
     host, separator, port = address.rpartition(":")
@@ -52,10 +52,10 @@ def get(address: str, path: str, authority: Path) -> Answer:
     Args:
         address: Host and port; IPv6 addresses in brackets.
         path: Path of the URL.
-        authority: File with the certificates of the authorities that are trusted.
+        authority: File with the certificates of trusted authorities.
 
     Raises:
-        CommandError: There is no answer over TLS from a server with this name.
+        CommandError: No server with this name answered over TLS.
 
     """
     host, port = host_and_port(address)
@@ -80,7 +80,7 @@ def get(address: str, path: str, authority: Path) -> Answer:
     finally:
         connection.close()
     assert certificate is not None
-    # The header has whole seconds: on average half a second has passed since.
+    # The header is truncated to whole seconds: on average it is half a second behind.
     ahead = (before + (after - before) / 2 - theirs).total_seconds() - 0.5
     return Answer(response.status, ahead, x509.load_der_x509_certificate(certificate))
 
@@ -89,7 +89,7 @@ def healthy(address: str, authority: Path) -> Answer:
     """Send a request that a running SuperLink answers, directly or through the proxy.
 
     Raises:
-        CommandError: See ``get``; or the SuperLink doesn't answer.
+        CommandError: The request failed (see ``get``), or the SuperLink doesn't answer.
 
     """
     answer = get(address, "/health", authority)
@@ -102,7 +102,7 @@ def healthy(address: str, authority: Path) -> Answer:
 
 
 def filtered(address: str, authority: Path) -> str:
-    """Check that a proxy refuses requests to the Control API, which has no authentication."""
+    """Check that a proxy blocks the Control API, which has no authentication."""
     status = get(address, "/v1/control/", authority).status
     if status != 403:
         raise CommandError(
@@ -114,7 +114,7 @@ def filtered(address: str, authority: Path) -> str:
 
 
 def lasting(certificate: x509.Certificate, what: str, renewal: str) -> str:
-    """Check for how long a certificate is valid; ``renewal`` says what to do before it expires."""
+    """Check when a certificate expires; ``renewal`` describes how to renew it."""
     days, end = days_left(certificate), certificate.not_valid_after_utc.date()
     if days < 0:
         raise CommandError(f"{what} has expired on {end}: {renewal}")
@@ -127,7 +127,7 @@ def lasting(certificate: x509.Certificate, what: str, renewal: str) -> str:
 
 
 def clock(ahead: float) -> str:
-    """Check this machine's clock against the coordinator's."""
+    """Check the difference between this machine's clock and the coordinator's."""
     text = (
         f"clock: about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the coordinator's"
     )
@@ -140,7 +140,7 @@ def clock(ahead: float) -> str:
 
 
 def _explained(error: Exception, address: str, host: str, authority: Path) -> str:
-    """Return why there was no answer, and what to do."""
+    """Explain why there was no answer, and what to do."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"{address}: {_certificate_problem(error, host, authority)}"
     causes: dict[type[Exception], str] = {

@@ -1,4 +1,4 @@
-"""The coordinator's key that signs instructions, beside its certificates."""
+"""The coordinator's key pair for signing instructions, in the folder of its certificates."""
 
 from pathlib import Path
 
@@ -14,10 +14,10 @@ KEY, PUBLIC = "instructions.key", "instructions.pub"
 
 
 def open_instructions(folder: Path) -> Path:
-    """Return the file of the public key; write the pair of keys if there is none.
+    """Return the path of the public key; create the key pair if it doesn't exist.
 
     Raises:
-        CommandError: One of the files is missing or invalid, or they don't belong together.
+        CommandError: A file is missing or invalid, or the keys don't match.
 
     """
     key, public = folder / KEY, folder / PUBLIC
@@ -28,11 +28,11 @@ def open_instructions(folder: Path) -> Path:
 
 
 def check_instructions(folder: Path) -> str:
-    """Check the pair of keys; return what they are.
+    """Check the key pair; return a description.
 
     Raises:
-        CommandError: One of the files is missing or invalid, or they don't belong together, or
-            other users can read the private one.
+        CommandError: A file is missing or invalid, the keys don't match, or other users can read
+            the private key.
 
     """
     file, public = folder / KEY, folder / PUBLIC

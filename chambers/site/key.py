@@ -1,4 +1,4 @@
-"""``chambers site key``: the key by which the coordinator knows an institution's SuperNode."""
+"""``chambers site key``: create the key with which an institution's SuperNode authenticates."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ import typer
 
 @dataclass(frozen=True)
 class Key:
-    """Write a node key, by which the coordinator's SuperLink knows this institution.
+    """Write a node key, with which this institution authenticates to the coordinator's SuperLink.
 
     \b
       chambers site key /srv/chambers/node
@@ -21,13 +21,13 @@ class Key:
     file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
 
     def __call__(self) -> int:
-        """Write the pair of keys; refuse to overwrite one."""
+        """Write the key pair; refuse to overwrite existing files."""
         from cryptography.hazmat.primitives.asymmetric import ec
 
         from chambers.site.ssh_keys import public_file, write_pair
 
         file = self.file.expanduser()
-        # Flower reads NIST curves in OpenSSH's format only, without passphrase.
+        # Flower only reads keys on NIST curves in OpenSSH format, without a passphrase.
         write_pair(file, ec.generate_private_key(ec.SECP384R1()))
         public = public_file(file)
         print(

@@ -1,4 +1,4 @@
-"""Whether a SuperLink knows a node key, without activating the node."""
+"""Check whether a node key is registered at a SuperLink, without activating the node."""
 
 from pathlib import Path
 
@@ -19,16 +19,16 @@ from federation.flower_internals import (
 def is_registered(superlink: str, authority: Path, key: ec.EllipticCurvePrivateKey) -> bool:
     """Ask a SuperLink whether a node key is registered.
 
-    The request is one for activation with an invalid heartbeat interval: the SuperLink refuses it
-    in any case, with one of two codes.
+    The function requests activation with an invalid heartbeat interval. The SuperLink always
+    refuses this request; its error code depends on whether the key is registered.
 
     Args:
         superlink: Host and port of the SuperLink or its proxy.
-        authority: File with the authority that has signed its certificate.
+        authority: File with the certificate authority of the SuperLink.
         key: The node key.
 
     Raises:
-        CommandError: The answer doesn't tell.
+        CommandError: There is no response, or it has neither of the two error codes.
 
     """
     public = key.public_key()

@@ -1,8 +1,8 @@
-"""Signed releases of the app, in the form in which Flower fetches apps from its hub.
+"""Signed releases of the app, in the format in which Flower fetches apps from its hub.
 
-The SuperLink sends ``POST {FLWR_SUPERGRID_API_URL}/hub/fetch-fab``. The answer names the URL of the
-release and the signatures, which the SuperLink hands on to the SuperNodes. Each SuperNode with
-``--trusted-entities`` verifies them (``flwr.supernode.start_client_internal``).
+The SuperLink sends ``POST {FLWR_SUPERGRID_API_URL}/hub/fetch-fab``. The answer contains the URL of
+the release and the signatures, which the SuperLink forwards to the SuperNodes. SuperNodes with
+``--trusted-entities`` verify the signatures (``flwr.supernode.start_client_internal``).
 """
 
 import base64
@@ -26,7 +26,7 @@ class Verification(BaseModel):
     """A signature of a release.
 
     Attributes:
-        public_key_id: The signer's key in a site's trusted entities.
+        public_key_id: Id of the signer's key in a site's trusted entities.
         signed_at: Unix time in seconds.
         signature: Ed25519 signature of the time (8 bytes, big endian) and the release's SHA-256
             digest, in base64url without padding.
@@ -46,7 +46,7 @@ class Answer(BaseModel):
 
 
 def key_id(key: Ed25519PrivateKey) -> str:
-    """Return the name of a key among trusted entities, derived from its public half."""
+    """Return the id of a key in trusted entities, derived from the public key."""
     return f"fpk_{hashlib.sha256(key.public_key().public_bytes_raw()).hexdigest()[:16]}"
 
 
@@ -54,7 +54,7 @@ def read_signing_key(file: Path) -> Ed25519PrivateKey:
     """Read a reviewer's key.
 
     Raises:
-        CommandError: The file can't be read, or isn't an Ed25519 key.
+        CommandError: The file can't be read, or is not an Ed25519 key.
 
     """
     key = read_private_key(file)
@@ -66,14 +66,14 @@ def read_signing_key(file: Path) -> Ed25519PrivateKey:
 
 
 def app_of(content: bytes, origin: Path | str) -> str:
-    """Return the name and version by which Flower runs a release, as ``@publisher/name==1.2.3``.
+    """Return the name and version of a release in Flower's format, ``@publisher/name==1.2.3``.
 
     Args:
         content: The release.
-        origin: Where it comes from, for messages.
+        origin: Source of the release, for error messages.
 
     Raises:
-        CommandError: It is not a release, or too large for Flower.
+        CommandError: The content is not a release, or too large for Flower.
 
     """
     from federation.flower_internals import (
@@ -100,13 +100,13 @@ def sign(content: bytes, key: Ed25519PrivateKey) -> Verification:
 
 
 def publish(folder: Path, content: bytes, verification: Verification, url: str) -> list[str]:
-    """Add a signature to the served folder, and the release if the folder doesn't have it.
+    """Add a signature to the served folder, and the release if it isn't there yet.
 
     Returns:
-        The names of all keys that have signed the release.
+        The ids of all keys that have signed the release.
 
     Raises:
-        CommandError: The folder has an answer that can't be understood.
+        CommandError: The folder contains a malformed answer.
 
     """
     file = folder / f"{hashlib.sha256(content).hexdigest()}.fab"

@@ -1,4 +1,4 @@
-"""The lines of ``chambers site check``: what is in order, and what to do about the rest."""
+"""The output of ``chambers site check``: a line with the result of each check."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ Arguments = ParamSpec("Arguments")
 
 
 class AdviceError(CommandError):
-    """Something that works but should be changed."""
+    """A check has passed, but a change is recommended."""
 
 
 @dataclass
 class Report:
-    """Prints a line for each check, and remembers whether all have passed."""
+    """Prints a line for each check, and records whether all checks have passed."""
 
     passed: bool = True
 
@@ -26,12 +26,12 @@ class Report:
         *arguments: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> bool:
-        """Run a check; it returns what it has found, or raises ``UserError`` or ``OSError``.
+        """Run a check, which returns a description, or raises ``UserError`` or ``OSError``.
 
-        With ``AdviceError`` it has passed all the same.
+        A check that raises ``AdviceError`` counts as passed.
 
         Returns:
-            Whether it has passed.
+            Whether the check has passed.
 
         """
         try:

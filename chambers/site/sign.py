@@ -1,4 +1,4 @@
-"""``chambers site sign``: a reviewer's signature of a release, for the coordinator to serve."""
+"""``chambers site sign``: sign a release as a reviewer; the coordinator serves the signature."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,13 @@ class Sign:
       chambers site sign --key ~/reviewer --output release
       chambers site sign chambers.chambers.0-1-0.1a2b3c4d.fab --key ~/reviewer --output release
 
-    RELEASE is a file made by flwr build: a zip archive, whose content is what runs at a site.
-    Without it, the release of the chambers that is installed here is made: the same file as
-    flwr build makes from a checkout of this version, with the same version of Flower. The
-    output folder gets the release and the answer by which the coordinator's SuperLink learns its
-    signatures; the coordinator serves both to its SuperLink as static files. Signatures of several
-    reviewers can be added to one folder; one of them is enough for a SuperNode. The folder has one
-    release: another one replaces it, and all signatures.
+    RELEASE is a file made by flwr build: a zip archive with the code that runs at a site. Without
+    RELEASE, a release is built from the installed version of Chambers; it is identical to the one
+    that flwr build makes from a checkout of this version, with the same version of Flower. The
+    output folder gets the release, and a file with its signatures for the coordinator's SuperLink;
+    the coordinator serves both to its SuperLink as static files. Several reviewers can add
+    signatures to one folder; a SuperNode needs only one of them. The folder contains one release:
+    another release replaces it and all signatures.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     release: Annotated[Path | None, typer.Argument(metavar="[RELEASE.fab]", show_default=False)] = (
@@ -39,7 +39,7 @@ class Sign:
     ] = "http://127.0.0.1:8002"
 
     def __call__(self) -> int:
-        """Sign."""
+        """Sign the release."""
         if not self.url.startswith(("http://", "https://")):
             raise CommandError(f"--url {self.url}: must begin with http:// or https://")
         from chambers.site.release import app_of, key_id, publish, read_signing_key, sign

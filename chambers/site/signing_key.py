@@ -1,4 +1,4 @@
-"""``chambers site signing-key``: the key with which a reviewer signs releases."""
+"""``chambers site signing-key``: create the key with which a reviewer signs releases."""
 
 import json
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ class SigningKey:
     \b
       chambers site signing-key ~/reviewer
 
-    FILE gets the private key, which stays with the reviewer, and FILE.pub the public one. The
-    printed line tells a SuperNode to trust the reviewer: it belongs in the file of
+    FILE gets the private key, which stays with the reviewer, and FILE.pub the public one. To trust
+    the reviewer at a SuperNode, add the printed line to the file of
     flower-supernode --trusted-entities.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
 
     def __call__(self) -> int:
-        """Write the pair of keys; refuse to overwrite one."""
+        """Write the key pair; refuse to overwrite existing files."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         from chambers.site.release import key_id

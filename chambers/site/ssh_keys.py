@@ -1,4 +1,4 @@
-"""Pairs of keys in OpenSSH's format: ``FILE`` and ``FILE.pub``, as ``ssh-keygen`` writes them."""
+"""Key pairs in OpenSSH format: ``FILE`` and ``FILE.pub``, as written by ``ssh-keygen``."""
 
 from pathlib import Path
 
@@ -20,12 +20,12 @@ PrivateKey = ec.EllipticCurvePrivateKey | Ed25519PrivateKey
 
 
 def public_file(file: Path) -> Path:
-    """Return the file of the public key that belongs to a private key's file."""
+    """Return the path of the public key for the path of a private key."""
     return file.with_name(f"{file.name}.pub")
 
 
 def read_private_key(file: Path) -> object:
-    """Return the key in a file of OpenSSH's format; None if it has a passphrase, or is no key.
+    """Read a private key in OpenSSH format; return None if it is invalid or has a passphrase.
 
     Raises:
         CommandError: The file can't be read.
@@ -35,27 +35,27 @@ def read_private_key(file: Path) -> object:
         return load_ssh_private_key(file.read_bytes(), password=None)
     except OSError as error:
         raise CommandError(f"{file} can't be read: {error.strerror}") from error
-    except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: it has a passphrase
+    except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: the key has a passphrase
         return None
 
 
 def public_line(key: PrivateKey, comment: str) -> str:
-    """Return the line that describes a key's public half."""
+    """Return the line of a public key file."""
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     return f"{public.decode()} {comment}"
 
 
 def write_pair(file: Path, key: PrivateKey, public: Path | None = None) -> None:
-    """Write a private key without passphrase, readable only by its user, and the public key.
+    """Write a private key without passphrase, readable only by this user, and the public key.
 
     Args:
-        file: File of the private key.
+        file: Path of the private key.
         key: The private key.
-        public: File of the public key; None for ``FILE.pub``.
+        public: Path of the public key; None for ``FILE.pub``.
 
     Raises:
-        CommandError: One of the files exists.
-        OSError: One of them can't be written.
+        CommandError: A file already exists.
+        OSError: A file can't be written.
 
     """
     public = public or public_file(file)

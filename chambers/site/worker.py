@@ -1,4 +1,4 @@
-"""``chambers site worker``: one process that answers an institution's messages, model in memory."""
+"""``chambers site worker``: run a process that answers messages and keeps the model in memory."""
 
 import os
 import sys
@@ -18,9 +18,9 @@ class Worker:
     \b
       chambers site worker /run/chambers/worker.sock
 
-    Without it, each message starts a process that loads them again. The SuperNode's configuration
-    names the socket: --node-config 'worker="/run/chambers/worker.sock" …'. The folder must belong
-    to this site alone. docs/worker.md describes when messages are answered without the worker.
+    Without a worker, each message starts a process that loads both again. Set the socket in the
+    SuperNode's configuration: --node-config 'worker="/run/chambers/worker.sock" …'. The folder must
+    belong to this site alone. docs/worker.md describes when messages are answered without a worker.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     socket: Annotated[Path, typer.Argument(metavar="SOCKET", show_default=False)]
@@ -34,9 +34,9 @@ class Worker:
     ] = None
 
     def __call__(self) -> NoReturn:
-        """Become the worker's process."""
+        """Replace this process with the worker."""
         allowed = [f"--allow-uid={uid}" for uid in self.allow_uid or []]
-        # The working directory may be anyone's: its modules are not imported.
+        # -P prevents imports from the working directory, which other users may control.
         command = [sys.executable, "-P", "-m", "client_app.worker", str(self.socket), *allowed]
         sys.stdout.flush()
         os.execve(command[0], command, {**os.environ, "PYTHONPATH": str(_CODE)})

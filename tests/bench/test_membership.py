@@ -1,0 +1,12 @@
+"""The attack on adapters tells the only row of a round from rows that were not in it."""
+
+import pytest
+
+from bench.membership import measure
+from finetuning.settings import ModelSettings
+
+
+@pytest.mark.slow
+def test_the_only_row_of_a_round_is_told(checkpoint):
+    found = measure(ModelSettings(name=str(checkpoint)), rows=1, seed=0)
+    assert found["gradient"] > 0.9 and found["loss"] > 0.6
