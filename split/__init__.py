@@ -1,7 +1,7 @@
-"""Split learning (FL-GLM), knowing nothing of Flower.
+"""Split learning (FL-GLM), independent of Flower.
 
-``serve`` loads the middle blocks and serves them; ``connect`` opens a lane to them, over which a
-client trains and evaluates with its first and last blocks.
+``serve`` loads the middle blocks and serves them. ``connect`` opens a lane (an encrypted
+connection) to them, over which a client trains and evaluates with its first and last blocks.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ __all__ = ["connect", "serve"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: most of the package needs neither PyTorch nor gRPC."""
+    """Import on first use, because most of the package needs neither PyTorch nor gRPC."""
     if name == "connect":
         from split.client.connecting import connect
 

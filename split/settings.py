@@ -1,4 +1,4 @@
-"""Settings of split learning, validated as those of fine-tuning are."""
+"""Settings of split learning, validated in the same way as the settings of fine-tuning."""
 
 import re
 from pathlib import Path
@@ -110,7 +110,7 @@ class SplitSettings(Section):
         return [name.strip() for name in self.body_devices.split(",") if name.strip()]
 
     def problem_with(self, blocks: int, model: str | Path) -> str | None:
-        """Return why a model with so many blocks can't be divided, or None if it can."""
+        """Return why a model with this number of blocks can't be divided; None if it can."""
         head, tail = self.head_blocks, self.tail_blocks
         if head + tail < blocks:
             return None

@@ -1,1 +1,1 @@
-"""The split model as the training loop and generation use it."""
+"""The client's side: the split model that the training loop and text generation use."""

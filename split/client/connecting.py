@@ -22,20 +22,20 @@ def connect(
     training: bool = True,
     noise: float = 0.0,
 ) -> Iterator[SplitModel]:
-    """Yield a split model whose body is at a block server; close its lane at the end.
+    """Yield a split model whose body is at a block server; close its lane on exit.
 
     Args:
         invitation: Invitation to the block server.
         parts: Head and tail, with their adapters attached.
         split: Wire type, window, time limits and averaging period.
         longest: Padded tokens of the largest micro-batch, prefixes included.
-        deadline: When the lane ends, on ``time.monotonic``'s clock.
-        training: Whether to train rather than evaluate; averages of adapters come in training only.
+        deadline: Time at which the lane ends, on ``time.monotonic``'s clock.
+        training: Whether to train rather than evaluate. Adapters are averaged in training only.
         noise: Standard deviation of the noise on hidden states that are sent, relative to the root
-            mean square of each token's.
+            mean square of each token's hidden state.
 
     Raises:
-        LaneError: The block server can't be reached, or refuses the client.
+        LaneError: The block server can't be reached or refuses the handshake.
 
     """
     averages = training and split.average_every

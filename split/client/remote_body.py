@@ -1,4 +1,4 @@
-"""The body at the other end of a lane: what a client sends to it, and which answers are due."""
+"""The client's interface to the body: send frames over a lane, and check the answers."""
 
 import math
 import time
@@ -16,17 +16,16 @@ _OF_A_STEP = {Kind.HIDDEN, Kind.STEP, Kind.AVERAGE}
 
 
 class RemoteBody:
-    """The body of a model, which the block server at the other end of a lane computes.
+    """The body of a model, computed by the block server at the other end of a lane.
 
-    Methods that wait for the server raise ``LaneError`` if the lane has ended, no frame comes in
-    time, or one that is not due or not valid.
+    Methods that wait for the server raise ``LaneError`` if the lane has ended, no frame arrives in
+    time, or a frame is unexpected or invalid.
 
     Args:
         lane: Lane to the block server, over which frames are sent.
         frame_timeout: Seconds to wait for the server's next frame.
-        deadline: Until when to wait for room at the server, on ``time.monotonic``'s clock.
-        noise: Standard deviation of the noise on hidden states that are sent, relative to the root
-            mean square of each token's.
+        deadline: Time limit for activation budget at the server, on ``time.monotonic``'s clock.
+        noise: Standard deviation of the noise on hidden states, relative to each token's RMS.
 
     Attributes:
         seconds_waiting: Time spent waiting for the server's frames.
@@ -44,7 +43,7 @@ class RemoteBody:
         self._credits = 1
         self._step = 0
         self._average_every = 0
-        self._until = 0.0  # when the round is over
+        self._until = 0.0  # time at which the round ends
 
     def join(
         self,
@@ -59,9 +58,9 @@ class RemoteBody:
         Args:
             plan: Numbers of steps; the seed is not sent.
             longest: Padded tokens of the largest micro-batch, prefixes included.
-            deadline: Deadline on ``time.monotonic``'s clock.
-            wants_gradient: Whether the server answers gradients with those of the head's output.
-            average_every: Steps after which all parties' adapters are averaged; 0 for never.
+            deadline: End of the round, on ``time.monotonic``'s clock.
+            wants_gradient: Whether the server returns the gradients of the head's output.
+            average_every: Number of steps between averages of all parties' adapters; 0 for never.
 
         """
         self._step = 0
@@ -76,22 +75,22 @@ class RemoteBody:
                 "wants_gradient": wants_gradient,
             },
         )
-        # Others may have to join first; the server limits the time for that.
+        # The server may first wait for other clients to join; it limits that time.
         self._credits = self._welcomed(deadline)
 
     def choose(self, model: str) -> None:
-        """Choose the adapters of the body that is evaluated, by the server's name for the model."""
+        """Select the model to evaluate, by the name under which the server has its adapters."""
         self._lane.send(Kind.JOIN, fields={"model": model})
         self._credits = self._welcomed(None)
 
     @property
     def average_due(self) -> bool:
-        """Whether the adapters have to be averaged before the next step begins."""
+        """Whether the adapters must be averaged before the next step begins."""
         every = self._average_every
         return bool(every and self._step and self._step % every == 0)
 
     def average(self, adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Send the adapters of head and tail, and return their average over all clients."""
+        """Send the adapters of head and tail; return the average over all clients."""
         self._lane.send(Kind.AVERAGE, self._step, tensors=adapters)
         average = self._receive(Kind.AVERAGE, self._until).tensors
         for name, own in adapters.items():
@@ -104,19 +103,20 @@ class RemoteBody:
         forward: Callable[[int], object],
         wants_gradient: bool = False,
     ) -> Iterator[tuple[Kind, int, torch.Tensor]]:
-        """Yield the answers to a step's micro-batches as they come.
+        """Yield the answers to a step's micro-batches in order of arrival.
 
-        As many micro-batches are in flight as the server has given credits for.
+        The number of micro-batches in flight is the number of credits that the server has granted.
 
         Args:
             shapes: (rows, columns, hidden) of each micro-batch.
-            forward: Computes a micro-batch and sends it with ``send_hidden``.
-            wants_gradient: Whether ``GRADIENT`` is due after each ``HIDDEN``; the server sends it
-                after ``send_gradient``.
+            forward: Function that computes a micro-batch and sends it with ``send_hidden``.
+            wants_gradient: Whether to expect a ``GRADIENT`` frame for each micro-batch, which the
+                server sends after ``send_gradient``.
 
         Yields:
-            ``HIDDEN`` or ``GRADIENT``, the number of the micro-batch, and its hidden states after
-            the body or the gradient of those before it: (rows, columns, hidden) on the CPU.
+            Tuples of ``HIDDEN`` or ``GRADIENT``, the index of the micro-batch, and its hidden
+            states after the body or the gradient of its hidden states before the body, a tensor of
+            shape (rows, columns, hidden) on the CPU.
 
         """
         last = Kind.GRADIENT if wants_gradient else Kind.HIDDEN
@@ -138,13 +138,13 @@ class RemoteBody:
         lengths: torch.Tensor,
         fields: Mapping[str, Value],
     ) -> None:
-        """Add noise to hidden states and send them; they leave the client nowhere else.
+        """Add noise to hidden states and send them. No other method sends hidden states.
 
         Args:
-            index: Number of the micro-batch.
+            index: Index of the micro-batch.
             hidden: (rows, columns, hidden) after the head.
-            lengths: (rows,) tokens of each row without padding.
-            fields: The side of the padding, and what else ``docs/wire.md`` has for the frame.
+            lengths: (rows,), number of tokens of each row without padding.
+            fields: Side of the padding, and the other fields of the frame (``docs/wire.md``).
 
         """
         hidden = hidden.detach()
@@ -159,10 +159,10 @@ class RemoteBody:
         )
 
     def send_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """Send the loss's gradient with respect to a micro-batch's hidden states after the body.
+        """Send the gradient of the loss with respect to hidden states after the body.
 
         Args:
-            index: Number of the micro-batch.
+            index: Index of the micro-batch.
             gradient: (rows, columns, hidden).
 
         """
@@ -174,15 +174,15 @@ class RemoteBody:
         """End a step of training.
 
         Args:
-            squared_norm: Of the gradients of head and tail.
+            squared_norm: Squared norm of the gradients of head and tail.
 
         Returns:
-            The factor from 0 to 1 that clips the gradients, and their norm over all parties.
+            The factor that clips the gradients, from 0 to 1, and their norm over all parties.
 
         """
         fields: Mapping[str, Value] = {"squared_norm": squared_norm}
         self._lane.send(Kind.STEP, self._step, fields=fields)
-        # Others may be far behind; each has its own time limits.
+        # Wait until the end of the round: other clients may be slow, and have their own limits.
         fields = self._receive(Kind.STEP, self._until).fields
         factor, norm = _number(fields, "factor", most=1.0), _number(fields, "norm")
         self._step += 1
@@ -191,20 +191,20 @@ class RemoteBody:
     def exchange(
         self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: Mapping[str, Value]
     ) -> torch.Tensor:
-        """Return hidden states after the body, which keeps the keys and values of their texts.
+        """Return hidden states after the body, and cache the keys and values at the server.
 
         Args:
             index: Number of exchanges so far for these texts.
             hidden: (rows, columns, hidden) after the head.
-            lengths: (rows,) tokens of each row without padding.
-            fields: As in ``send_hidden``.
+            lengths: (rows,), number of tokens of each row without padding.
+            fields: See ``send_hidden``.
 
         Returns:
             (rows, columns, hidden) on the CPU.
 
         """
         self.send_hidden(index, hidden, lengths, fields)
-        # Generations of other clients may have to end before there is room for this one.
+        # The server may have to finish other clients' generations to free activation budget.
         frame = self._receive(Kind.HIDDEN, None if index else self._deadline, micro_batch=index)
         return _of_shape(frame, hidden.shape)
 
@@ -213,10 +213,11 @@ class RemoteBody:
         self._lane.send(Kind.STEP)
 
     def end(self, until: float | None) -> None:
-        """End the round or the evaluation: wait until the server has confirmed it, and close.
+        """End the round or the evaluation, wait for the server's confirmation, and close the lane.
 
         Args:
-            until: When to stop waiting, on ``time.monotonic``'s clock; None is ``frame_timeout``.
+            until: Time until which to wait, on ``time.monotonic``'s clock. None waits for
+                ``frame_timeout``.
 
         """
         self._lane.send(Kind.END)
@@ -230,7 +231,7 @@ class RemoteBody:
         return min(credits, self._lane.limits.window)
 
     def _answer(self, due: dict[Kind, int], begun: int, last: Kind) -> Frame:
-        """Wait for the answer to a micro-batch that was sent; of each kind they come in order."""
+        """Wait for the answer to a micro-batch. Answers of each kind arrive in order."""
         frame = self._receive(Kind.HIDDEN, also=last)
         sent = {Kind.HIDDEN: begun, Kind.GRADIENT: due[Kind.HIDDEN]}
         if not due[frame.kind] == frame.micro_batch < sent[frame.kind]:
@@ -248,16 +249,16 @@ class RemoteBody:
         also: Kind | None = None,
         micro_batch: int | None = None,
     ) -> Frame:
-        """Wait for a frame of a kind, of the current step.
+        """Wait for a frame of the given kind for the current step.
 
         Args:
-            kind: Kind of the frame that is due.
-            until: When to stop waiting, on ``time.monotonic``'s clock; None is ``frame_timeout``.
-            also: Another kind that may come.
-            micro_batch: The frame's, where only one can be due.
+            kind: Expected kind of the frame.
+            until: Time limit on ``time.monotonic``'s clock; None waits for ``frame_timeout``.
+            also: Second kind that is accepted.
+            micro_batch: Expected index of the micro-batch; None to skip this check.
 
         Raises:
-            LaneError: The lane has ended, no frame came in time, or one that is not due.
+            LaneError: The lane has ended, no frame arrived in time, or the frame is unexpected.
 
         """
         started = time.monotonic()

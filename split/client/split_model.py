@@ -1,4 +1,4 @@
-"""The stages of a step when the middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
+"""A model whose middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,12 +33,11 @@ class SplitModel:
         tail: Last blocks, norm and output head, with its adapter.
         lane: Lane to the block server, over which frames are sent.
         frame_timeout: Seconds to wait for the server's next frame.
-        deadline: Until when to wait for room at the server, on ``time.monotonic``'s clock.
-        noise: Standard deviation of the noise on hidden states that are sent, relative to the root
-            mean square of each token's.
+        deadline: Time limit for activation budget at the server, on ``time.monotonic``'s clock.
+        noise: Standard deviation of the noise on hidden states, relative to each token's RMS.
 
     Attributes:
-        lane: Lane to the server; the caller that opened it closes it.
+        lane: Lane to the server. The caller that opened it must close it.
 
     """
 
@@ -59,17 +58,17 @@ class SplitModel:
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The weights that the client trains, by their names in the whole model."""
+        """The weights that the client trains, by name in the whole model."""
         return self._head.trainable() | self._tail.trainable()
 
     @property
     def columns_before(self) -> int:
-        """Positions that a prefix in use takes before each row's tokens."""
+        """Number of prefix positions before the tokens of each row."""
         return self._head.columns_before
 
     @property
     def end_tokens(self) -> list[int]:
-        """Tokens at which the checkpoint ends a text."""
+        """End-of-text tokens of the checkpoint."""
         return end_tokens(self._tail.model)
 
     @property
@@ -81,10 +80,11 @@ class SplitModel:
         """Begin a round of training.
 
         Args:
-            plan: Numbers of steps; the seed stays here, and the head says whether it is trained.
+            plan: Numbers of steps. The seed is not sent, and ``wants_gradient`` is derived from the
+                head.
             longest: Padded tokens of the largest micro-batch, prefixes included.
-            deadline: Deadline on ``time.monotonic``'s clock.
-            average_every: Steps after which all parties' adapters are averaged; 0 for never.
+            deadline: End of the round, on ``time.monotonic``'s clock.
+            average_every: Number of steps between averages of all parties' adapters; 0 for never.
 
         """
         self._body.join(
@@ -96,11 +96,11 @@ class SplitModel:
         )
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
-        """Choose the model that is evaluated from now on.
+        """Select the model to evaluate.
 
         Args:
-            model: The server's name for the model.
-            adapters: Adapters of head and tail; None for none.
+            model: Name of the model at the server.
+            adapters: Adapters of head and tail; None for a model without adapters.
 
         """
         for part in (self._head, self._tail):
@@ -110,24 +110,24 @@ class SplitModel:
         self._body.choose(model)
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
-        """Add the gradient of a step's loss to the ``.grad`` of head and tail, and at the server.
+        """Accumulate the gradient of a step's loss in ``.grad`` of all three parties.
 
-        Micro-batches don't depend on each other, so as many are in flight as the server has given
-        credits for. Each party adds their gradients in their order.
+        Micro-batches are independent, so that as many can be in flight as the server has granted
+        credits for. Each party adds up their gradients in the order of the micro-batches.
 
         Args:
             batches: The step's micro-batches.
-            seed: Seed of the step; each party derives its own for every micro-batch.
+            seed: Seed of the step, from which each party derives one seed per micro-batch.
 
         Returns:
-            Each micro-batch's summed loss in nats.
+            The summed loss of each micro-batch in nats.
 
         """
         self._average_if_due()
         self._set_up(training=True)
         targets = sum(len(batch.labels) for batch in batches)
         wants_gradient = bool(self._head.trainable())
-        outputs: dict[int, torch.Tensor] = {}  # of the head, until their gradients come
+        outputs: dict[int, torch.Tensor] = {}  # outputs of the head that await their gradients
         losses = []
 
         def forward(index: int) -> None:
@@ -154,13 +154,13 @@ class SplitModel:
 
     @torch.no_grad()
     def clip(self, maximum: float) -> float:
-        """Scale the gradients by the server's factor, which bounds the norm over all parties.
+        """End the step, and clip the gradients with the factor that the server returns.
 
         Args:
-            maximum: Largest norm; the server has the same setting. 0 is no limit.
+            maximum: Maximum norm over all parties, as at the server; 0 for no clipping.
 
         Returns:
-            The norm over all parties before that.
+            The norm over all parties before clipping.
 
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -172,7 +172,7 @@ class SplitModel:
 
     @torch.no_grad()
     def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
-        """Return each micro-batch's summed loss in nats, without dropout."""
+        """Return the summed loss of each micro-batch in nats, computed without dropout."""
         self._set_up(training=False)
         losses = []
 
@@ -189,7 +189,7 @@ class SplitModel:
     def generate(
         self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
     ) -> torch.Tensor:
-        """Continue prompts; see ``WholeModel.generate``."""
+        """Generate continuations of prompts; see ``WholeModel.generate``."""
         self._set_up(training=False)
         generation = Generation(
             head=self._head,
@@ -204,7 +204,7 @@ class SplitModel:
 
     @torch.no_grad()
     def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute candidate answers; see ``WholeModel.log_probabilities``."""
+        """Compute log probabilities of candidate answers; see ``WholeModel.log_probabilities``."""
         self._set_up(training=False)
         hidden = hidden_of_candidates(
             head=self._head, tail=self._tail, batch=batch, exchange=self._body.exchange
@@ -214,13 +214,13 @@ class SplitModel:
         return target_log_probabilities(self._output_head, chosen, batch.labels)
 
     def end(self, until: float | None = None) -> None:
-        """End the round or the evaluation, and wait until the server has confirmed it.
+        """End the round or the evaluation, and wait for the server's confirmation.
 
         Args:
-            until: When to stop waiting, on ``time.monotonic``'s clock; None is ``frame_timeout``.
+            until: Time limit on ``time.monotonic``'s clock; None waits for ``frame_timeout``.
 
         Raises:
-            LaneError: The lane has ended, or the server has not confirmed it in time.
+            LaneError: The lane has ended, or the confirmation did not arrive in time.
 
         """
         self._body.end(until)
@@ -234,7 +234,7 @@ class SplitModel:
             part.train(training)
 
     def _average_if_due(self) -> None:
-        """Load the average of all clients' adapters between two steps, where it is due."""
+        """Exchange the adapters for the average over all clients if it is due before this step."""
         if self._body.average_due:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
             load_state(self.parameters, self._body.average(own))
@@ -250,15 +250,16 @@ class SplitModel:
     def _backward_tail(
         self, received: torch.Tensor, batch: MicroBatch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the gradient of a micro-batch's loss to the tail's ``.grad``.
+        """Add the gradient of a micro-batch's loss to ``.grad`` of the tail.
 
         Args:
             received: (rows, columns, hidden) after the body.
             batch: The micro-batch.
-            scale: Factor of the summed loss in the step's loss.
+            scale: Weight of the summed loss in the loss of the step.
 
         Returns:
-            The summed loss in nats, and the gradient of ``received``: (rows, columns, hidden).
+            The summed loss in nats, and its gradient with respect to ``received``, scaled:
+            (rows, columns, hidden).
 
         """
         middle = received.to(self._tail.device).requires_grad_()

@@ -1,1 +1,1 @@
-"""Lanes: the protocol over gRPC, with the threads it takes."""
+"""Lanes: the lane protocol over gRPC, with its threads."""

@@ -1,4 +1,4 @@
-"""Open a lane and its streams at the client: one attempt, and the one retry policy."""
+"""Open a lane and its streams at the client, with retries."""
 
 import logging
 import math
@@ -48,28 +48,28 @@ def open_lane(
     patience: float = PATIENCE_SECONDS,
     busy_until: float | None = None,
 ) -> Lane:
-    """Open a lane to the block server, and keep it open in a thread of its own.
+    """Open a lane to the block server, and keep it open in a separate thread.
 
-    Until the server has confirmed the handshake nothing that comes back is authentic: whatever ends
-    an attempt, the ticket stays good and is tried again. A server without room is asked until
-    ``busy_until``; any other refusal, or silence, is final when it lasts for ``patience``. After a
-    cut the next stream is tried for ``resume_timeout``.
+    Until the server has confirmed the handshake, its answers are not authenticated. The ticket
+    therefore remains valid after any failed attempt, and is tried again. If the server is busy, try
+    until ``busy_until``. All other failures are final when they last for ``patience``. After a cut,
+    try to open the next stream for ``resume_timeout``.
 
     Args:
         invitation: Invitation to the server.
-        limits: Limits of what the server may send.
+        limits: Limits on the frames of the server.
         deadline: Time at which the lane ends, on ``time.monotonic``'s clock.
-        resume_timeout: Seconds in which a stream that was cut must be replaced.
-        patience: Seconds for which a refusal, or the lack of an answer, may pass.
-        busy_until: When to stop asking a server without room; None is the deadline.
+        resume_timeout: Seconds within which a cut stream must be replaced.
+        patience: Seconds for which to retry after refusals or missing answers.
+        busy_until: Time until which to retry if the server is busy; None for the deadline.
 
     Raises:
-        HandshakeError: The server refuses; its subclasses say why.
-        LaneTimeoutError: The server does not answer.
+        HandshakeError: The server refused the handshake; subclasses state the reason.
+        LaneTimeoutError: The server did not answer.
         LaneUnreachableError: No server can be reached at this address.
 
     """
-    # The thread that keeps it open ends it if it can't be resumed, and says why.
+    # No timeout here: the thread below ends the lane with the reason if it can't be resumed.
     lane = Lane(invitation.identity, limits, is_client=True, resume_timeout=math.inf)
     connection = _dial_until(
         lane=lane,
@@ -94,10 +94,10 @@ class _Connection:
     """A stream that the server has confirmed.
 
     Attributes:
-        stream: Encrypts and decrypts.
-        records: Records that arrive.
-        send: Sends what an iterator yields, in gRPC's thread.
-        acknowledged: How many of the lane's frames the server has.
+        stream: The stream, which encrypts and decrypts.
+        records: Iterable over the records that arrive.
+        send: Function that queues an iterator of messages, which gRPC's thread sends.
+        acknowledged: Number of the lane's frames that the server has received.
 
     """
 
@@ -114,7 +114,7 @@ def _keep_open(
     deadline: float,
     resume_timeout: float,
 ) -> None:
-    """Read a lane's streams, one after another, until the lane ends."""
+    """Read the streams of a lane, one after another, until the lane ends."""
     with _failing_at(deadline, lane):
         while True:
             opened = time.monotonic()
@@ -124,7 +124,7 @@ def _keep_open(
                 return
             if time.monotonic() >= deadline - RETRY_SECONDS:
                 return lane.fail(LaneDeadlineError("the lane's time is over (round-timeout)"))
-            # The server has confirmed this stream, so it knows its ticket.
+            # The server has confirmed this stream, so that its resumption ticket is valid.
             invitation = replace(invitation, ticket=connection.stream.resumption)
             _LOG.warning("%r was cut; opening another stream", lane)
             if not connection.stream.exhausted:
@@ -134,7 +134,7 @@ def _keep_open(
                     lane=lane, invitation=invitation, deadline=deadline, patience=resume_timeout
                 )
             except Exception as error:
-                # Only our own errors' words are for people.
+                # Use the messages of LaneError only; other messages are not meant for users.
                 reason = str(error) if isinstance(error, LaneError) else type(error).__name__
                 words = f"the lane was cut, and could not be resumed: {reason}"
                 return lane.fail(LaneCutError(words))
@@ -143,7 +143,7 @@ def _keep_open(
 
 @contextmanager
 def _failing_at(deadline: float, lane: Lane) -> Iterator[None]:
-    """End the lane at its deadline, whatever the block and the lane's threads wait for then."""
+    """End the lane at its deadline, even if the ``with`` block or other threads are waiting."""
     over = LaneDeadlineError("the lane's time is over (round-timeout)")
     limit = threading.Timer(max(0.0, deadline - time.monotonic()), lane.fail, [over])
     limit.daemon = True
@@ -155,7 +155,7 @@ def _failing_at(deadline: float, lane: Lane) -> Iterator[None]:
 
 
 def _attach(lane: Lane, connection: _Connection) -> None:
-    # Nothing arrives between the two: the stream before has ended.
+    # No frames arrive between detach and attach, because the previous stream has ended.
     received = lane.detach("another stream follows")
     confirmation = connection.stream.confirm(received)
     lane.attach(connection.stream, connection.acknowledged)
@@ -170,14 +170,14 @@ def _dial_until(
     patience: float,
     busy_until: float = 0.0,
 ) -> _Connection:
-    """Try to open a stream, once a second.
+    """Try to open a stream once per second.
 
     Args:
-        lane: The lane that needs the stream; the attempt ends when it does.
+        lane: The lane that needs the stream. Stop trying when it ends.
         invitation: The invitation, with the ticket to use.
         deadline: Deadline of the lane, on ``time.monotonic``'s clock.
-        patience: Seconds for which it may fail, from the last answer that the server is busy.
-        busy_until: Time from which such an answer is final.
+        patience: Seconds for which to retry, counted from the last answer that the server is busy.
+        busy_until: Time from which such an answer no longer extends the retries.
 
     """
     until = min(deadline, time.monotonic() + patience)
@@ -196,7 +196,7 @@ def _dial_until(
 
 
 def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connection:
-    """Open a stream: connect, shake hands, and wait until the server has confirmed it."""
+    """Open a stream: connect, do the handshake, and wait for the server's confirmation."""
     handshake = ClientHandshake(
         ticket=invitation.ticket,
         identity=invitation.identity,
@@ -238,7 +238,7 @@ def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connectio
     except grpc.RpcError as error:
         in_time = limit.is_alive()
         release()
-        # Without gRPC's words: they are long and name no setting.
+        # Omit gRPC's message, which is long and does not mention the relevant settings.
         raise _handshake_error(error, address, in_time) from None
     except BaseException:
         release()
@@ -255,7 +255,7 @@ def _handshake_error(error: grpc.RpcError, address: str, in_time: bool) -> LaneE
     if not in_time or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return LaneTimeoutError(f"the block server at {address} did not answer")
     if code is grpc.StatusCode.CANCELLED:
-        # By the server: the stream was too slow, or was displaced by another one.
+        # The server cancelled the stream: it was too slow, or there were too many streams.
         return refused(Refusal.BUSY)
     return LaneUnreachableError(
         f"the block server at {address} can't be reached, or ended the handshake"

@@ -1,8 +1,8 @@
-"""Limits on handshakes in progress at the server: how many there may be, and for how long.
+"""Limits on the number and the duration of handshakes in progress at the server.
 
-Anybody who can reach the port can open streams, so these limits protect clients from a flood. There
-are two kinds of streams: *silent* ones, which have sent no message yet and may be anybody's, and
-*answered* ones, whose first message has proved a ticket.
+Anyone who can reach the port can open streams. The limits ensure that clients can connect during a
+flood. *Silent* streams have not sent a message yet, so that the peer is unknown. *Answered* streams
+have sent a first message that proves possession of a ticket.
 """
 
 import ipaddress
@@ -16,10 +16,10 @@ from split.protocol.tickets import Identity
 
 
 def host_of(peer: str) -> str:
-    """Return the address behind a connection: an IPv4 address, or an IPv6 network (/64).
+    """Return the address of a peer: an IPv4 address, or an IPv6 network (/64).
 
     Args:
-        peer: The peer as gRPC names it, like ``ipv4:127.0.0.1:4711``, or ``ipv6:%5B::1%5D:4711``.
+        peer: Peer in gRPC's format, such as ``ipv4:127.0.0.1:4711`` or ``ipv6:%5B::1%5D:4711``.
 
     """
     kind, _, address = peer.partition(":")
@@ -27,21 +27,22 @@ def host_of(peer: str) -> str:
     if kind != "ipv6":
         return host
     try:
-        # A host that has one address of such a network has all of them.
+        # A host with one address in a /64 network can usually use all of its addresses.
         return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
     except ValueError:
         return host
 
 
 class SilentStreams:
-    """Streams that have sent nothing yet; a newcomer displaces an older one if there is no room.
+    """Streams that have not sent a message yet. If there are too many, end an older one.
 
-    An honest client's first message comes with its stream, so that it is silent for a moment only.
-    The oldest stream of the address that has most is displaced, so that a flood displaces itself.
+    A legitimate client sends its first message immediately, so that its stream is silent only
+    briefly. End the oldest stream of the address with the most streams, so that a flood from one
+    address mainly ends its own streams.
 
     Args:
-        most: How many there may be.
-        seconds: How long a stream may be silent.
+        most: Maximum number of silent streams.
+        seconds: Time limit for the first message of a stream.
 
     """
 
@@ -49,15 +50,15 @@ class SilentStreams:
         self._most = most
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._streams: dict[Callable[[], object], str] = {}  # hosts by what ends them; oldest first
+        self._streams: dict[Callable[[], object], str] = {}  # hosts by ``end``, oldest first
 
     @contextmanager
     def count(self, host: str, end: Callable[[], object]) -> Iterator[None]:
         """Count a stream while the ``with`` block waits for its first message.
 
         Args:
-            host: Address that the stream comes from.
-            end: Ends the stream; called if it is silent for too long, or displaced.
+            host: Address of the peer; see ``host_of``.
+            end: Function that ends the stream, called on a timeout or if there are too many.
 
         """
         with self._lock:
@@ -73,7 +74,7 @@ class SilentStreams:
                 self._streams.pop(end, None)
 
     def _displaced(self) -> Callable[[], object]:
-        """Remove the stream that is displaced, and return what ends it."""
+        """Remove the stream to end for a new one, and return the function that ends it."""
         ((crowded, _),) = Counter(self._streams.values()).most_common(1)
         end = next(end for end, host in self._streams.items() if host == crowded)
         del self._streams[end]
@@ -81,14 +82,14 @@ class SilentStreams:
 
 
 class AnsweredHandshakes:
-    """Handshakes between their first message and the client's confirmation.
+    """Handshakes between the first message and the client's confirmation.
 
-    One ticket can't take all the room.
+    A limit per identity prevents one ticket from using up the total limit.
 
     Args:
-        most: How many there may be.
-        each: How many of them may be of one identity.
-        seconds: How long each may last.
+        most: Maximum number of handshakes.
+        each: Maximum number of handshakes per identity.
+        seconds: Time limit for each handshake.
 
     """
 
@@ -104,11 +105,11 @@ class AnsweredHandshakes:
         """Count a handshake towards the limits while the ``with`` block completes it.
 
         Args:
-            identity: Identity that the handshake is for.
-            end: Ends the stream; called when the time limit is exceeded.
+            identity: Identity of the ticket in the first message.
+            end: Function that ends the stream, called when the time limit expires.
 
         Raises:
-            LaneBusyError: There is no room.
+            LaneBusyError: There are too many handshakes.
 
         """
         with self._lock:
@@ -127,7 +128,7 @@ class AnsweredHandshakes:
 
 @contextmanager
 def time_limit(seconds: float, end: Callable[[], object]) -> Iterator[None]:
-    """Call ``end`` if the ``with`` block takes too long."""
+    """Call ``end`` if the ``with`` block takes longer than ``seconds``."""
     limit = threading.Timer(seconds, end)
     limit.daemon = True
     limit.start()

@@ -1,17 +1,17 @@
-"""The frames that have arrived over a lane and were not received by its user yet."""
+"""Queue of the frames that have arrived over a lane and wait for ``receive``."""
 
 from collections import deque
 
 from split.protocol.frames import Frame
 
-_FRAMES_AHEAD = 16  # of any size
+_FRAMES_AHEAD = 16  # maximum number of frames of any size
 
 
 class Inbox:
-    """A queue of frames with limited memory; the lane's lock guards it.
+    """A queue of frames with limited memory, protected by the lock of the lane.
 
     Args:
-        max_bytes: Memory that all frames may take, unless there is only one.
+        max_bytes: Maximum memory of all frames. A single frame may exceed it.
 
     """
 
@@ -24,12 +24,12 @@ class Inbox:
         return bool(self._frames)
 
     def has_room(self, size: int) -> bool:
-        """Whether a frame that takes so many bytes may be added."""
+        """Return whether a frame of ``size`` bytes may be added."""
         fits = len(self._frames) < _FRAMES_AHEAD and self._bytes + size <= self._max_bytes
         return not self._frames or fits
 
     def add(self, frame: Frame, size: int) -> None:
-        """Add a frame that takes so many bytes."""
+        """Add a frame of ``size`` bytes."""
         self._frames.append((frame, size))
         self._bytes += size
 

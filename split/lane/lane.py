@@ -1,11 +1,11 @@
-"""A lane: frames in order, each exactly once, over one stream after another.
+"""A lane, which delivers frames in order and exactly once over a sequence of streams.
 
-This is the only layer that knows of cuts. When the network cuts a stream, the client opens the next
-one and both ends send again what the other has not acknowledged; ``send`` and ``receive`` don't
-notice. A record that the other end has not encrypted is a cut, too: who alters one achieves no more
-than who cuts the stream. A lane ends when either side closes it, when its time is over, when the
-other end has sent what it doesn't allow, when a cut stream is not replaced in time, or when it was
-cut too often.
+Only this layer handles cut streams. When the network cuts a stream, the client opens the next one,
+and both ends resend the frames that are not acknowledged. Users of ``send`` and ``receive`` are not
+affected. A record that fails authentication is handled like a cut, so that altering a record has no
+more effect than cutting the stream. A lane ends when either side closes it, when its deadline
+passes, when the other end sends a frame that is not allowed, when a cut stream is not replaced in
+time, or after too many cuts.
 """
 
 import copy
@@ -39,7 +39,7 @@ from split.protocol.payload import Outgoing
 from split.protocol.tickets import Identity
 
 _LOG = logging.getLogger(__name__)
-_MAX_STREAMS = 1000  # each costs a handshake
+_MAX_STREAMS = 1000  # limits the number of handshakes
 
 
 class Lane:
@@ -47,15 +47,15 @@ class Lane:
 
     Args:
         identity: Run, round and client.
-        limits: Limits of what the other end may send, and of what this end queues for it.
+        limits: Limits on the frames of the other end, and on the queue of frames to it.
         is_client: Whether this is the client's end.
-        resume_timeout: Seconds after which a stream that was cut must have been replaced.
+        resume_timeout: Seconds within which a cut stream must be replaced.
 
     Attributes:
-        identity: Run, round and client; both ends have verified it.
-        limits: Limits of what the other end may send.
-        opened: Streams opened so far.
-        over: Set when the lane has ended, and its last stream with it.
+        identity: Run, round and client, verified by both ends.
+        limits: Limits on the frames of the other end.
+        opened: Number of streams opened so far.
+        over: Event that is set when the lane and its last stream have ended.
 
     """
 
@@ -67,10 +67,10 @@ class Lane:
         self.opened = 0
         self.over = threading.Event()
         self._is_client = is_client
-        lock = threading.RLock()  # guards everything below
-        self._changed = threading.Condition(lock)  # a frame has arrived, or the lane has changed
-        self._to_send = threading.Condition(lock)  # a frame is to be sent
-        self._room = threading.Condition(lock)  # a frame was sent, or was received by the user
+        lock = threading.RLock()  # guards all attributes below
+        self._changed = threading.Condition(lock)  # a frame has arrived, or the state has changed
+        self._to_send = threading.Condition(lock)  # a frame was queued
+        self._room = threading.Condition(lock)  # a frame was sent, or returned by ``receive``
         self._delivery = Delivery()
         self._inbox = Inbox(limits.hidden_bytes)
         self._life = Lifetime(resume_timeout)
@@ -83,25 +83,25 @@ class Lane:
 
     @property
     def ended(self) -> bool:
-        """Whether either side has ended the lane, or it broke for good."""
+        """Whether the lane has ended for any reason."""
         with self._changed:
             self._expire()
             return self._life.error is not None
 
     @property
     def ended_at(self) -> float:
-        """Time at which the lane ended, on ``time.monotonic``'s clock; infinity before."""
+        """Time at which the lane ended, on ``time.monotonic``'s clock; infinity until then."""
         return self._life.ended_at
 
     @property
     def traffic(self) -> Traffic:
-        """The account of all streams."""
+        """The traffic of all streams so far."""
         with self._changed:
             present = self._stream.traffic if self._stream is not None else Traffic()
             return self._before + present + Traffic(seconds_waiting=self._seconds_waiting)
 
     def check(self) -> None:
-        """Raise the error that the lane has ended with, if it has."""
+        """Raise the lane's error if the lane has ended."""
         with self._changed:
             self._check()
 
@@ -113,23 +113,23 @@ class Lane:
         tensors: Mapping[str, Tensor] | None = None,
         fields: Mapping[str, Value] | None = None,
     ) -> None:
-        """Queue a frame; another thread converts, encrypts and sends it.
+        """Queue a frame, which another thread serialises, encrypts and sends.
 
-        A client waits while more than ``limits.queue_bytes`` are unsent. A server never waits: what
-        a client has not acknowledged is kept for it up to the same size, and beyond it the lane
-        ends.
+        At the client, wait while more than ``limits.queue_bytes`` are unsent. The server never
+        waits. Instead, the lane is ended if the frames that the client has not acknowledged exceed
+        this size.
 
         Args:
             kind: Kind of the frame.
-            step: Optimizer step.
-            micro_batch: Micro-batch within the step.
-            tensors: Must not change until the other end has acknowledged the frame, as it does
-                with the next frame that it sends.
-            fields: Scalar metadata.
+            step: Index of the optimizer step.
+            micro_batch: Index of the micro-batch within the step.
+            tensors: Tensors by name. They must not change until the other end has acknowledged the
+                frame, which it does with its next frame.
+            fields: Scalar values by name.
 
         Raises:
-            FrameError: The frame is not one that the lane allows; the lane lives on.
-            LaneBacklogError: The client doesn't read what it is sent; the lane has ended.
+            FrameError: The frame is not allowed on the lane, which stays open.
+            LaneBacklogError: The client does not read its frames; the lane has ended.
             LaneError: The lane has ended.
 
         """
@@ -162,13 +162,13 @@ class Lane:
         """Wait for the next frame.
 
         Args:
-            timeout: Seconds.
+            timeout: Timeout in seconds.
 
         Raises:
-            LaneTimeoutError: No frame came in time; the lane lives on.
+            LaneTimeoutError: No frame arrived in time; the lane stays open.
             LaneClosedError: Either side closed the lane, and there are no more frames.
-            PeerError: The other side gave up, and said why.
-            LaneError: The lane has ended otherwise.
+            PeerError: The other side ended the lane with an error message.
+            LaneError: The lane has ended for another reason.
 
         """
         started = time.perf_counter()
@@ -188,14 +188,14 @@ class Lane:
         raise LaneTimeoutError(f"the other side sent nothing for {timeout:.1f} s")
 
     def close(self, error: str | None = None) -> None:
-        """End the lane; calls after the first change nothing.
+        """End the lane. Further calls have no effect.
 
-        Frames that have arrived and were not received are dropped. A client waits until the server
-        has taken note, for a few seconds.
+        Frames that have arrived but were not received are dropped. A client waits a few seconds for
+        the server to end the lane, too.
 
         Args:
-            error: Why this side gives up: the other side is told at once, and frames that are still
-                queued are dropped. Without it they are sent before the lane ends.
+            error: Error message to send to the other side immediately, dropping all queued frames;
+                None to send the queued frames and close the lane normally.
 
         """
         reason = f": {error}" if error is not None else ""
@@ -207,21 +207,21 @@ class Lane:
             self.over.wait(2 * CLOSE_SECONDS)
 
     def fail(self, error: LaneError) -> None:
-        """End the lane for a reason that the other side can't be told."""
+        """End the lane with an error, without sending a message to the other side."""
         with self._changed:
             self._end(error)
 
     def wait_ended(self, timeout: float) -> bool:
-        """Wait until the lane has ended, for so many seconds; return whether it has."""
+        """Wait until the lane has ended or the timeout expires; return whether it has ended."""
         with self._changed:
             return self._changed.wait_for(lambda: self._life.error is not None, timeout)
 
-    # The following methods are for the modules that open streams.
+    # The following methods are for the modules that open streams only.
 
     def detach(self, reason: str) -> int:
-        """Take the current stream away, if there is one; return how many frames have arrived.
+        """Remove the current stream, if any; return the number of frames that have arrived.
 
-        Nothing is accepted from it any more, so that the count stays true until the next stream.
+        No more frames are accepted from it, so that the number is valid until the next stream.
         """
         with self._changed:
             stream = self._stream
@@ -232,13 +232,13 @@ class Lane:
         return received
 
     def attach(self, stream: Stream, acknowledged: int) -> None:
-        """Continue over a stream that both ends have confirmed.
+        """Continue over a new stream that both ends have confirmed.
 
-        Over the stream of a lane that has ended, the other side is only told why.
+        If the lane has ended, use the stream only to send the reason to the other side.
 
         Args:
-            stream: The newest one.
-            acknowledged: How many frames have arrived at the other end.
+            stream: The new stream.
+            acknowledged: Number of frames that the other end has received.
 
         """
         with self._changed:
@@ -263,7 +263,7 @@ class Lane:
             while (outgoing := self._next(stream)) is not None:
                 yield from stream.seal(outgoing, self._delivery.received)
         except Exception as error:
-            # Only our own errors' messages: those of others might quote what they failed on.
+            # Use the messages of LaneError only, because others may contain confidential data.
             reason = str(error) if isinstance(error, LaneError) else type(error).__name__
             with self._changed:
                 if isinstance(error, LaneCutError):
@@ -282,9 +282,9 @@ class Lane:
             yield from stream.seal(Outgoing(last, self.limits), received)
 
     def read(self, stream: Stream, messages: Iterable[bytes]) -> None:
-        """Take a stream's records until it is replaced or ends.
+        """Process the records of a stream until it ends or is replaced.
 
-        After the lane's end, records are discarded: the stream stays open to send the last frames.
+        After the end of the lane, discard records. The stream stays open to send the last frames.
         """
         try:
             for message in messages:
@@ -312,7 +312,7 @@ class Lane:
         try:
             frame = stream.open(record)
         except AlteredRecordError:
-            raise  # a cut
+            raise  # treat it like a cut
         except Exception as error:
             failure = lane_error(error)
             with self._changed:
@@ -322,7 +322,7 @@ class Lane:
                 self._take(stream, frame)
 
     def _take(self, stream: Stream, frame: Frame | None) -> None:
-        """Note what a record acknowledges, and put the frame that it completes into the inbox."""
+        """Process the acknowledgement of a record, and add a completed frame to the inbox."""
         try:
             self._delivery.acknowledge(stream.acknowledged)
         except FrameError as error:
@@ -351,7 +351,7 @@ class Lane:
         return None
 
     def _next(self, stream: Stream) -> Outgoing | None:
-        """Wait for the next frame to send over a stream; return None when there are no more."""
+        """Wait for the next frame to send over a stream; return None at the end."""
         found: list[Outgoing | None] = []
 
         def ready() -> bool:
@@ -375,10 +375,10 @@ class Lane:
     def _check(self) -> None:
         self._expire()
         if self._life.error is not None:
-            raise copy.copy(self._life.error)  # the original must not get a traceback, either
+            raise copy.copy(self._life.error)  # a traceback would keep objects in memory
 
     def _expire(self) -> None:
-        """End the lane if a stream that was cut has not been replaced in time."""
+        """End the lane if a cut stream was not replaced in time."""
         if self._stream is None and self._life.error is None:
             error = self._life.not_resumed()
             if error is not None:
@@ -398,12 +398,12 @@ class Lane:
         self._wake()
 
     def _end(self, error: LaneError, message: str | None = None, flush: bool = False) -> None:
-        """End the lane for a reason; only the first one counts.
+        """End the lane. Further calls have no effect.
 
         Args:
-            error: Raised by ``send`` and ``receive`` from now on.
-            message: Error for the other end; None if the lane ends in order.
-            flush: Whether frames that are queued are to be sent before that.
+            error: Error that ``send`` and ``receive`` raise from now on.
+            message: Error message for the other end; None if the lane ends normally.
+            flush: Whether to send queued frames first, if the lane ends normally.
 
         """
         if self._life.error is not None:
@@ -419,7 +419,7 @@ class Lane:
         _LOG.info("%r ended: %s", self, printable(str(error)))
 
     def _finish(self) -> None:
-        """Forget everything that is of no use after the end."""
+        """Release the stream and all frames after the end of the lane."""
         self._lose_stream(LaneCutError("the lane has ended"))
         self._delivery.clear()
         self._life.finish()

@@ -1,4 +1,4 @@
-"""The end of a lane: its reason, its time, and the limit for streams that were cut."""
+"""State of the end of a lane: reason, time, and time limits for streams."""
 
 import copy
 import math
@@ -11,15 +11,15 @@ from split.protocol.errors import LaneCutError, LaneError
 
 
 class Lifetime:
-    """Whether a lane lives, and why it has ended; the lane's lock guards it.
+    """Whether and why a lane has ended. Protected by the lock of the lane.
 
     Args:
-        resume_timeout: Seconds after which a stream that was cut must have been replaced.
+        resume_timeout: Seconds within which a cut stream must be replaced.
 
     Attributes:
-        error: Error with which the lane has ended; None while it lives.
-        close_reason: Error for the other end; None if the lane ends in order.
-        ended_at: When it has ended, on ``time.monotonic``'s clock.
+        error: Error with which the lane has ended; None while it is open.
+        close_reason: Error message for the other end; None if the lane ends normally.
+        ended_at: Time at which the lane ended, on ``time.monotonic``'s clock.
 
     """
 
@@ -34,7 +34,7 @@ class Lifetime:
 
     @property
     def resume_by(self) -> float:
-        """When a stream that was cut must have been replaced, on ``time.monotonic``'s clock."""
+        """Time by which a cut stream must be replaced, on ``time.monotonic``'s clock."""
         return self._cut_at + self._resume_timeout
 
     def cut(self, error: LaneError) -> None:
@@ -42,7 +42,7 @@ class Lifetime:
         self._cut, self._cut_at = copy.copy(error), time.monotonic()
 
     def not_resumed(self) -> LaneError | None:
-        """Return the error of a lane whose cut stream has not been replaced in time."""
+        """Return an error if a cut stream was not replaced in time, otherwise None."""
         if time.monotonic() < self.resume_by:
             return None
         return LaneCutError(
@@ -51,18 +51,18 @@ class Lifetime:
         )
 
     def end(self, error: LaneError, close_reason: str | None) -> None:
-        """Record the end."""
-        # A copy: the traceback of the original holds a stream, its keys and a record.
+        """Record the end of the lane."""
+        # Copy the error, because its traceback references a stream, its keys and a record.
         self.error, self.close_reason = copy.copy(error), close_reason
         self.ended_at = time.monotonic()
 
     def release_later(self, stream: Stream) -> None:
-        """Limit the time in which the last frames are sent over a stream."""
+        """Limit the time for sending the last frames over a stream."""
         self._closing = threading.Timer(CLOSE_SECONDS, stream.release)
         self._closing.daemon = True
         self._closing.start()
 
     def finish(self) -> None:
-        """Stop limiting the time of the last frames; they have been sent."""
+        """Cancel the time limit after the last frames have been sent."""
         if self._closing is not None:
             self._closing.cancel()

@@ -1,4 +1,4 @@
-"""The server's side of lanes: accept streams, shake hands, and serve each lane in a thread."""
+"""The server's side of lanes: accept streams, do handshakes, and serve each lane in a thread."""
 
 import logging
 import threading
@@ -28,25 +28,25 @@ from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity, Ticket, TicketBook
 
 _LOG = logging.getLogger(__name__)
-_HALF_OPEN = 32  # streams without a message, and as many unfinished handshakes
-_OF_ONE_IDENTITY = 4  # unfinished handshakes
+_HALF_OPEN = 32  # maximum number of silent streams, and of unfinished handshakes
+_OF_ONE_IDENTITY = 4  # maximum number of unfinished handshakes per identity
 _LOG_SECONDS = 10.0
 
 
 class LaneServer:
-    """Listens for lanes.
+    """Server that listens for lanes.
 
     Args:
-        listen: Host and port; port 0 is a free one.
+        listen: Host and port; port 0 chooses a free port.
         keys: The server's key pair.
-        limits: Limits of what clients may send.
-        on_lane: Serves a lane; it is called in a thread of the lane's own, and when it returns the
-            lane is closed.
-        maximum_lanes: How many there may be at once.
-        resume_timeout: Seconds in which a client must replace a stream that was cut.
+        limits: Limits on the frames of clients.
+        on_lane: Function that serves a lane, called in a separate thread for each lane. The lane is
+            closed when it returns.
+        maximum_lanes: Maximum number of lanes at the same time.
+        resume_timeout: Seconds within which a client must replace a cut stream.
 
     Raises:
-        OSError: The address can't be listened on.
+        OSError: The server can't listen on the address.
 
     """
 
@@ -68,13 +68,13 @@ class LaneServer:
         self._answered = AnsweredHandshakes(_HALF_OPEN, _OF_ONE_IDENTITY, HANDSHAKE_SECONDS)
         self._maximum_lanes = maximum_lanes
         self._lock = threading.Lock()
-        self._lanes: dict[bytes, Lane] = {}  # by what their tickets name; ended ones, too
-        self._unconfirmed: dict[bytes, Stream] = {}  # each lane's newest, until its first record
-        self._threads: set[threading.Thread] = set()  # one for every lane that is served
+        self._lanes: dict[bytes, Lane] = {}  # by identifier in TicketBook, including ended lanes
+        self._unconfirmed: dict[bytes, Stream] = {}  # newest stream by lane, until its first record
+        self._threads: set[threading.Thread] = set()  # one per lane that is served
         self._stopping = False
-        self._refusals = 0  # that are not in the log yet
+        self._refusals = 0  # number of refusals since the last log line
         self._next_line = 0.0
-        # Streams that were displaced are still there for a moment.
+        # Allow for silent streams that were ended but whose calls have not returned yet.
         calls = maximum_lanes + 3 * _HALF_OPEN
         self._server = grpc.server(
             _ThreadPerCall(),
@@ -97,17 +97,17 @@ class LaneServer:
         self.address = f"{listen.rpartition(':')[0]}:{port}"
 
     def start(self) -> None:
-        """Begin to accept streams."""
+        """Start accepting streams."""
         self._server.start()
         _LOG.info("the block server listens on %s", self.address)
 
     def issue(self, identity: Identity, lifetime: float, standing: bool = False) -> Ticket:
-        """Make a ticket; see ``TicketBook.issue``."""
+        """Issue a ticket; see ``TicketBook.issue``."""
         with self._lock:
             return self._tickets.issue(identity, lifetime, standing)
 
     def stop(self) -> None:
-        """Accept no more streams, end all lanes, and wait for their threads, for a while."""
+        """Stop accepting streams, end all lanes, and wait for their threads with a timeout."""
         with self._lock:
             self._stopping = True
             lanes, threads = list(self._lanes.values()), list(self._threads)
@@ -119,7 +119,7 @@ class LaneServer:
                 thread.join(CLOSE_SECONDS)
 
     def _open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Answer one call, in the thread that becomes its stream's writer."""
+        """Handle one gRPC call. Its thread sends the records of the stream."""
         try:
             lane, stream = yield from self._shake_hands(requests, context)
         except HandshakeError as error:
@@ -140,7 +140,7 @@ class LaneServer:
     def _shake_hands(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Generator[bytes, None, tuple[Lane, Stream]]:
-        """Exchange M1, M2, M3 and both ends' CONFIRM, within limits of number and time."""
+        """Exchange M1, M2, M3 and CONFIRM of both ends, with limits on number and time."""
         handshake = ServerHandshake(self._keys, self._tickets)
         with self._silent.count(host_of(context.peer()), context.cancel):
             hello = _next(requests)
@@ -169,13 +169,13 @@ class LaneServer:
                         del self._unconfirmed[number]
 
     def _accept(self, ticket: bytes, stream: Stream) -> tuple[bytes, int]:
-        """Note a finished handshake; return its lane's number, and how many frames have arrived."""
+        """Record a finished handshake; return the lane's identifier and received frame count."""
         with self._lock:
             number = self._tickets.accept(ticket, stream.resumption)
             lane = self._lanes.get(number)
             self._check_room(new=lane is None)
-            # The client opens one stream after another. From here on nothing is taken from those
-            # before, so that the count stays true.
+            # The client opens one stream at a time. Accept no more frames from earlier streams, so
+            # that the number of received frames stays valid.
             self._unconfirmed[number] = stream
             if lane is None:
                 return number, 0
@@ -184,7 +184,7 @@ class LaneServer:
     def _confirm(
         self, number: bytes, identity: Identity, stream: Stream, acknowledged: int
     ) -> Lane:
-        """Continue a lane over a stream whose first record has been opened, or begin a new lane."""
+        """Continue a lane over a stream whose first record was decrypted, or begin a new lane."""
         with self._lock:
             if self._unconfirmed.get(number) is not stream:
                 raise refused(Refusal.TICKET_USED)
@@ -203,7 +203,7 @@ class LaneServer:
             return lane
 
     def _new_lane(self, number: bytes, identity: Identity) -> Lane:
-        # A client may open a stream a while after its lane has ended, to learn why.
+        # Keep ended lanes for some time, so that a client that reconnects receives the reason.
         before = time.monotonic() - self._resume_timeout - HANDSHAKE_SECONDS
         for key in [key for key, lane in self._lanes.items() if lane.ended_at < before]:
             del self._lanes[key]
@@ -213,7 +213,7 @@ class LaneServer:
         return lane
 
     def _note_refusal(self, error: HandshakeError) -> None:
-        """Log refusals, but only now and then: anybody can cause as many as they like."""
+        """Log refused handshakes at a limited rate, because anyone can cause them."""
         with self._lock:
             self._refusals += 1
             if time.monotonic() < self._next_line:
@@ -227,7 +227,7 @@ class LaneServer:
             raise refused(Refusal.BUSY)
 
     def _serve(self, lane: Lane) -> None:
-        """Call the lane's user, and close the lane when it returns."""
+        """Call ``on_lane`` for a lane, and close the lane when it returns."""
         _LOG.info("%r opened", lane)
         try:
             self._on_lane(lane)
@@ -243,10 +243,10 @@ class LaneServer:
 
 
 class _ThreadPerCall(Executor):
-    """Runs each call in a new thread; a pool would never end the threads of a flood."""
+    """Executor with a new thread per call. A pool would keep the threads after a flood."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a function in a new thread."""
+        """Run a function in a new thread."""
         future: Future[Any] = Future()
 
         def call() -> None:

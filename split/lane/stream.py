@@ -1,4 +1,4 @@
-"""One stream under a lane: records encrypted with keys of its own, in both directions."""
+"""A stream of a lane, which encrypts records with its own key in each direction."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,24 +14,24 @@ from split.protocol.key_schedule import LaneSecrets
 from split.protocol.payload import Outgoing
 from split.protocol.records import MAX_BYTES, Opener, Sealer
 
-# A client replaces a stream before its keys reach their limit; one frame of any size still fits.
+# A client replaces a stream before its keys reach their limit, with a margin for one large frame.
 _REPLACE_AFTER_BYTES = MAX_BYTES - 2**32
 _HTTP2_FRAME_BYTES = 2**14
 
 
 class Stream:
-    """Encrypts and decrypts one stream's records. It has one writing and one reading thread.
+    """Encryption and decryption of a stream's records, for one writing and one reading thread.
 
     Args:
         secrets: Secrets from the handshake.
-        limits: Limits of what the other end may send.
+        limits: Limits on the frames of the other end.
         is_client: Whether this is the client's end.
-        carried: Bytes of the handshake that this end sent, and that it received.
-        release: Ends the stream at once, whatever is in transit.
+        carried: Bytes of the handshake that this end sent and received.
+        release: Function that ends the stream immediately, even if data is in transit.
 
     Attributes:
         resumption: Ticket with which the client may open the next stream of the lane.
-        release: Ends the stream at once.
+        release: Function that ends the stream immediately.
 
     """
 
@@ -54,27 +54,27 @@ class Stream:
 
     @property
     def acknowledged(self) -> int:
-        """Number of this end's frames that the other end has, by its last record."""
+        """Number of frames that the other end has received, from its last record."""
         return self._opener.acknowledged
 
     @property
     def frame_bytes(self) -> int:
-        """Payload of the frame whose record was opened last."""
+        """Payload size of the last record's frame in bytes."""
         return self._opener.frame_bytes
 
     @property
     def mid_frame(self) -> bool:
-        """Whether part of a frame has arrived."""
+        """Whether the last frame is incomplete."""
         return self._opener.mid_frame
 
     @property
     def exhausted(self) -> bool:
-        """Whether one of its keys has encrypted nearly as much as it may."""
+        """Whether one of the keys is close to its limit of encrypted bytes."""
         return max(self._sent, self._received) >= _REPLACE_AFTER_BYTES
 
     @property
     def traffic(self) -> Traffic:
-        """The account so far."""
+        """The traffic of the stream so far."""
         up, down = self._sent, self._received
         if not self._is_client:
             up, down = down, up
@@ -90,11 +90,11 @@ class Stream:
 
         Args:
             outgoing: The frame.
-            acknowledged: How many frames this end has received over the whole lane.
+            acknowledged: Number of frames that this end has received over the whole lane.
 
         Raises:
             FrameError: A tensor has a number that is not finite.
-            LaneCutError: The key has encrypted as much as it may.
+            LaneCutError: The key has reached its limit of encrypted bytes.
 
         """
         started = time.perf_counter()
@@ -112,25 +112,25 @@ class Stream:
             yield record
 
     def confirm(self, received: int) -> bytes:
-        """Return this end's first record, which says how many frames have arrived here."""
+        """Return the first record of this end, with the number of frames that it has received."""
         (record,) = self.seal(Outgoing(Frame(Kind.CONFIRM), self._limits), received)
         return record
 
     def open(self, record: bytes) -> Frame | None:
-        """Decrypt a record; return its frame if that is complete.
+        """Decrypt a record; return the frame if the record completes it, otherwise None.
 
         Raises:
-            FrameError: The record or the frame is not one that the lane allows.
+            FrameError: The record or the frame is not allowed on the lane.
 
         """
         self._received += wire_bytes(record)
         return self._opener.open(record)
 
     def confirmation(self, record: bytes) -> int:
-        """Decrypt the other end's first record, and return the count that it acknowledges.
+        """Decrypt the first record of the other end; return the number of frames it has received.
 
         Raises:
-            FrameError: It is not ``CONFIRM``.
+            FrameError: The record is not ``CONFIRM``.
 
         """
         frame = self.open(record)
@@ -139,30 +139,30 @@ class Stream:
         return self.acknowledged
 
     def drop(self) -> None:
-        """Forget the frame that is not complete: no more records come."""
+        """Discard an incomplete frame, because no more records will arrive."""
         self._opener.drop()
 
 
 def lane_error(error: Exception) -> LaneError:
-    """Return what an exception of a stream means to its lane."""
+    """Return the lane's error for an exception of a stream."""
     if isinstance(error, LaneError):
         return error
     if isinstance(error, grpc.RpcError):
         return stream_error(error)
-    # Without its words, which might quote what it failed on.
+    # Omit the message, because it may contain confidential data.
     return FrameError(type(error).__name__)
 
 
 def wire_bytes(message: bytes) -> int:
-    """Return the bytes of a gRPC message on the wire, above TCP, with all frame headers."""
+    """Return the bytes of a gRPC message above TCP, including all frame headers."""
     size = len(message) + 5
     return size + 9 * -(-size // _HTTP2_FRAME_BYTES)
 
 
 class Outbox:
-    """The messages of a client's stream: iterators, one after another.
+    """The messages of a client's stream, from a queue of iterators.
 
-    gRPC asks for the next message in a thread of its own, and waits there for an iterator.
+    gRPC requests the next message in a separate thread, which waits for the next iterator.
     """
 
     def __init__(self, *parts: Iterator[bytes]) -> None:

@@ -1,18 +1,18 @@
-"""Traffic of lanes, and its cost."""
+"""Statistics of the traffic of lanes."""
 
 from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic of a lane and its cost at this end; sums are of several lanes.
+    """Traffic and processing time of one lane, or of several lanes in total, at this end.
 
     Attributes:
-        bytes_up: Bytes from the client to the server, with the handshake and all overhead above TCP
-            except gRPC's opening and closing headers.
+        bytes_up: Bytes from the client to the server, including the handshake and all overhead
+            above TCP except the initial headers and the trailers of gRPC.
         bytes_down: Bytes from the server to the client.
         seconds_crypto: Time spent on encryption and decryption.
-        seconds_serialisation: Time spent on packing and unpacking tensors.
+        seconds_serialisation: Time spent on serialising and deserialising tensors.
         seconds_waiting: Time spent in ``receive``.
 
     """

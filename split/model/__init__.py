@@ -1,1 +1,1 @@
-"""The parts of a split model, without network."""
+"""The parts of a split model, without network communication."""

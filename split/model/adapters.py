@@ -1,4 +1,4 @@
-"""Join the adapters of parts to one of the whole model, and split it again."""
+"""Merge the adapters of parts into one adapter of the whole model, and split it again."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from finetuning.model.fingerprint import tensor_digest
 from finetuning.settings import AdapterSettings
 from split.model.partition import PARTIES, Partition, PartyName, stands_before_blocks
 
-# The first number in a name is its block's; further ones count experts.
+# The first number in a name is the index of the block. Further numbers are indices of experts.
 _BLOCK = re.compile(r"\.(\d+)\.")
 _PREFIX = re.compile(rf"{SAVED}\.(\d+)")
 # Some architectures call their output head an embedding.
@@ -21,14 +21,14 @@ _OUTPUT_HEADS = re.compile(r"lm_head|embed_out|output_projection")
 
 
 def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
-    """Join the adapters of parts to one that fits the whole model.
+    """Merge the adapters of parts into one adapter of the whole model.
 
     Args:
-        parts: Adapters of all parts of a model, under whole-model names, as from `Part.trainable`.
+        parts: Adapters of all parts, with names as in the whole model; see `Part.trainable`.
 
     Returns:
         All tensors, sorted by name. They are not copied, except that the prefixes of the blocks are
-        concatenated to one tensor.
+        concatenated into one tensor.
 
     Raises:
         ValueError: Two parts have a tensor of the same name, or a block's prefix is missing.
@@ -47,12 +47,12 @@ def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
 
 
 def take_apart(state: Mapping[str, torch.Tensor], partition: Partition) -> dict[PartyName, State]:
-    """Return each party's tensors of a whole model's adapter.
+    """Split an adapter of the whole model by party.
 
-    They are not copied, except that a prefix is divided into one tensor per block.
+    The tensors are not copied, except that a prefix is divided into one tensor per block.
 
     Raises:
-        ValueError: A tensor belongs to no block of the model.
+        ValueError: A tensor does not belong to any block of the model.
 
     """
     result: dict[PartyName, State] = {party: {} for party in PARTIES}
@@ -73,11 +73,11 @@ def take_apart(state: Mapping[str, torch.Tensor], partition: Partition) -> dict[
 
 
 def body_digest(settings: AdapterSettings, state: Mapping[str, torch.Tensor] | None) -> str:
-    """Return a digest by which two sides verify that they mean the same adapters of the body.
+    """Return a digest with which client and server verify that they use the same body adapters.
 
     Args:
         settings: Kind and scale of the adapters.
-        state: Weights under whole-model names; None or empty stands for the bare body.
+        state: Weights by name in the whole model; None or empty for the body without adapters.
 
     """
     if not state:
@@ -90,7 +90,7 @@ def body_digest(settings: AdapterSettings, state: Mapping[str, torch.Tensor] | N
 
 
 def _with_one_prefix(state: State) -> State:
-    """Concatenate the prefixes of blocks, as PEFT saves them."""
+    """Concatenate the prefixes of blocks into one tensor, the format in which PEFT saves them."""
     prefixes = {int(m[1]): state[m[0]] for name in state if (m := _PREFIX.fullmatch(name))}
     if not prefixes:
         return state
@@ -106,7 +106,7 @@ def _party_of(name: str, partition: Partition) -> PartyName:
     if block is None:
         if _OUTPUT_HEADS.search(name):
             return "tail"
-        # Without PEFT's own components, which are before and after the adapted module's name.
+        # Remove the parts of the name that PEFT adds before and after the name of the module.
         module = re.sub(r"\.lora_.*", "", name)
         return "head" if stands_before_blocks(module.rpartition(".")[2]) else "tail"
     party = partition.party_of(int(block[1]))

@@ -1,4 +1,4 @@
-"""Candidate answers computed with the middle blocks at a server."""
+"""Computation of candidate answers while the middle blocks are at a server."""
 
 import torch
 
@@ -12,13 +12,13 @@ from split.protocol.frames import Padding, Value
 def hidden_of_candidates(
     head: Part, tail: Part, batch: CandidateBatch, exchange: Exchange
 ) -> torch.Tensor:
-    """Compute beginnings once, and endings with the keys and values of their beginning.
+    """Compute each beginning once, and its endings with the cached keys and values.
 
     Args:
         head: Embedding and first blocks.
         tail: Last blocks, norm and output head.
-        batch: The texts.
-        exchange: Passes hidden states through the body.
+        batch: Beginnings and endings of the texts.
+        exchange: Function that passes hidden states through the body.
 
     Returns:
         (positions, hidden) of all beginnings, then of all endings, after the last block and norm.
@@ -28,7 +28,7 @@ def hidden_of_candidates(
     padding = Padding("left", lengths)
     first, last = (KeyValues(part, padding, columns) for part in (head, tail))
     before = head.columns_before
-    # The tokens for which the body needs room, beside those of the beginnings.
+    # Number of cached tokens that the body needs in addition to those of the beginnings.
     new_tokens = batch.tokens_kept(before) - before - columns
     fields: dict[str, Value] = {"side": "left", "new_tokens": new_tokens}
     hidden = exchange(0, first.extend(batch.beginnings), lengths, fields)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, each read in pieces when it is needed."""
+"""The tensors of a checkpoint, read in pieces on demand."""
 
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -13,18 +13,18 @@ from finetuning.model.base_model import BaseModelError
 from finetuning.model.checkpoint import WEIGHTS
 from finetuning.model.fingerprint import tensor_digest
 
-# Bytes read at once.
+# Number of bytes to read at a time.
 _PIECE_BYTES = 2 * 2**20
 
 
 class Checkpoint:
     """The safetensors files of a directory.
 
-    Each piece of a tensor is read through a separate memory map, since everything that is read
-    through a map counts as memory of the process for as long as the map exists.
+    Each piece of a tensor is read through a separate memory map, because the pages that are read
+    through a memory map count as memory of the process until the map is closed.
 
     Args:
-        directory: Directory of the checkpoint; files with other parties' tensors may be absent.
+        directory: Directory of the checkpoint. Files with tensors of other parties may be absent.
 
     Attributes:
         files: File of each tensor, by name.
@@ -46,7 +46,7 @@ class Checkpoint:
                     self.dtypes[name] = (stored[:0] if self.shapes[name] else stored[...]).dtype
 
     def pieces(self, name: str) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Read a tensor in pieces of rows, each with its index; a piece is not kept."""
+        """Yield a tensor in pieces of consecutive rows, each with its index."""
         shape = self.shapes[name]
         indices: list[Any] = [...]
         if shape:
@@ -59,14 +59,14 @@ class Checkpoint:
 
 
 class StoredTensor:
-    """A tensor that is read when ``transformers`` requests its content, ``tensor[...]``.
+    """A tensor that is read when ``transformers`` requests its content with ``tensor[...]``.
 
     Args:
         checkpoint: The opened files.
         name: Name of the tensor.
-        dtype: Data type that the model computes in. Narrower tensors are widened piece by piece, so
-            that no second copy exists meanwhile. Others keep their stored type, since some modules
-            stay wider than the rest of their model.
+        dtype: Data type that the model computes in. Narrower tensors are converted piece by piece,
+            which avoids a second copy. Other tensors keep their stored type, because some modules
+            have a wider type than the rest of their model.
 
     """
 
@@ -86,7 +86,7 @@ class StoredTensor:
 
 
 def same(tensor: torch.Tensor, checkpoint: Checkpoint, name: str) -> bool:
-    """Compare a tensor with a checkpoint's, rounded to the same precision."""
+    """Return whether a tensor equals the checkpoint's, rounded to the same precision."""
     return list(tensor.shape) == checkpoint.shapes[name] and all(
         torch.equal(tensor[rows].cpu(), piece.to(tensor.dtype))
         for rows, piece in checkpoint.pieces(name)
@@ -96,13 +96,13 @@ def same(tensor: torch.Tensor, checkpoint: Checkpoint, name: str) -> bool:
 def compared(
     model: Any, checkpoint: Checkpoint, sources: Mapping[str, str], quantized: bool
 ) -> dict[str, str]:
-    """Read a model's tensors again and compare them with those in memory.
+    """Compare a model's tensors with the checkpoint, which is read again.
 
-    Quantised ones cannot be compared.
+    Quantised tensors cannot be compared.
 
     Args:
-        model: A part that ``transformers`` has just loaded.
-        checkpoint: The checkpoint that it was loaded from.
+        model: Model of a part that ``transformers`` has just loaded.
+        checkpoint: Checkpoint that the model was loaded from.
         sources: See `split.model.partition.tensors_of_part`.
         quantized: Whether weights were quantised.
 
@@ -111,12 +111,12 @@ def compared(
         `finetuning.model.fingerprint`.
 
     Raises:
-        BaseModelError: A tensor of the model differs from the checkpoint's.
+        BaseModelError: A tensor of the model differs from the checkpoint.
 
     """
     holds = dict(model.state_dict())
     if not quantized:
-        # Separates what ``transformers`` has joined, such as the experts' matrices of a block.
+        # Split what ``transformers`` has concatenated, such as the matrices of a block's experts.
         holds = revert_weight_conversion(model, holds)
     digests = {}
     for key, name in sources.items():

@@ -1,8 +1,8 @@
-"""Devices of the server's blocks: one, or several with consecutive blocks on each.
+"""Devices of the server's blocks: one device, or several with consecutive blocks on each.
 
-Loading a part with such a map makes ``transformers`` dispatch it with ``accelerate``, whose hooks
-move a block's inputs to its device. Unlike ``device_map="auto"``, no block is ever divided, shares
-follow the free memory, and nothing is moved to the CPU's memory or to a disk.
+If a part is loaded with a device map, ``transformers`` dispatches it with ``accelerate``, whose
+hooks move a block's inputs to its device. Unlike ``device_map="auto"``, blocks are never divided,
+shares are proportional to the free memory, and nothing is offloaded to CPU memory or to a disk.
 """
 
 import copy
@@ -19,7 +19,7 @@ from split.settings import SplitSettings
 
 
 def body_devices(settings: SplitSettings) -> list[str]:
-    """Return the devices that the server's blocks are spread over.
+    """Return the devices over which the server's blocks are spread.
 
     Raises:
         BaseModelError: A device in ``split.body-devices`` does not exist.
@@ -49,7 +49,7 @@ def device_map(
         devices: Devices in the order of the blocks; all other modules are on the first.
 
     Returns:
-        Devices by the modules' paths, in the order in which the modules compute.
+        Dictionary from paths of modules to devices, in the order in which the modules compute.
 
     """
     if len(devices) == 1:
@@ -71,14 +71,14 @@ def device_map(
 
 
 def spread(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
-    """Assign blocks to devices in order, in shares proportional to the devices' room.
+    """Assign consecutive blocks to devices, in proportion to the free memory of each device.
 
     Args:
-        sizes: Sizes of the blocks.
-        room: Room on the devices, in any unit.
+        sizes: Sizes of the blocks, in any unit.
+        room: Free memory of the devices, in any unit.
 
     Returns:
-        The number of each block's device: the one whose share contains the block's middle.
+        The index of each block's device: the device whose share contains the block's midpoint.
 
     """
     scale = sum(sizes) / sum(room)
@@ -88,14 +88,14 @@ def spread(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
 
 
 def hand_over(model: Any, devices: Mapping[str, str]) -> None:
-    """Make the last block on each device send its output to the next device.
+    """Make the last block on each device move its output to the next device.
 
-    ``accelerate`` moves a block's inputs inside the block. With gradient checkpointing that is too
-    late: the backward pass restores the random state only on the devices that its inputs were on,
-    and dropout on other devices would differ.
+    ``accelerate`` moves a block's inputs inside the block. This is too late for gradient
+    checkpointing: the backward pass restores the random state only on the devices of the inputs, so
+    that dropout on other devices would differ.
 
     Args:
-        model: A part that was loaded with the map.
+        model: Model of a part that was loaded with this device map.
         devices: See `device_map`.
 
     """
@@ -109,5 +109,5 @@ def _sends_to(device: str) -> Callable[[Any, Any, Any], Any]:
 
 
 def _free_memory(device: str) -> int:
-    """Return a GPU's free bytes; 1 for a CPU."""
+    """Return the free bytes of a GPU; 1 for a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else 1

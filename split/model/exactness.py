@@ -1,4 +1,4 @@
-"""Check before a run that an architecture computes in parts exactly what it computes as a whole."""
+"""Check before a run that a split model computes exactly the same results as the whole model."""
 
 import hashlib
 import json
@@ -27,10 +27,10 @@ from split.model.partition import PARTIES, Partition, PartyName, outline
 from split.protocol.frames import Padding
 
 _PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
-# Most tokens in a row; more than the sliding windows of a miniature.
+# Length of the longest row; longer than the sliding windows of a miniature.
 _COLUMNS = 9
 _NEW_TOKENS = 4
-# Relative tolerance of logits that are computed with caches of different sizes.
+# Relative tolerance for logits that are computed with caches of different sizes.
 _ROUNDING = 1e-4
 
 
@@ -41,23 +41,24 @@ def check_exactness(
     prefixes: bool = False,
     generation: bool = False,
 ) -> None:
-    """Refuse an architecture whose parts do not compute what the whole model does, bit for bit.
+    """Raise an error unless the parts compute the whole model's results bit for bit.
 
-    Generated texts must equal the whole model's token for token, and their logits except for
-    rounding.
+    Generated texts must have the same tokens as those of the whole model, and the same logits
+    except for rounding.
 
-    A random model of the real depth and tiny width is loaded in the same way as the real one.
-    Success is recorded for the versions of the code, torch, transformers and peft.
+    The test model is randomly initialised, with the real depth and small widths, and is loaded in
+    the same way as the real one. Success is cached per version of code, torch, transformers, peft.
 
     Args:
         directory: Directory of the checkpoint.
         settings: Settings of the model.
         partition: Number of blocks of each party.
-        prefixes: Whether to test its blocks with prefixes, too.
-        generation: Whether to test the generation of texts, too.
+        prefixes: Whether to test the blocks with prefixes, too.
+        generation: Whether to test text generation, too.
 
     Raises:
-        BaseModelError: It is not exact, not causal, or cannot be tested; the message names it.
+        BaseModelError: The results differ, or the architecture is not causal or cannot be tested.
+            The message names the architecture.
 
     """
     mark = (
@@ -78,7 +79,7 @@ def check_exactness(
         )
     except BaseModelError as error:
         reason = str(error)
-    except Exception as error:  # An architecture that does not fit can raise anything.
+    except Exception as error:  # unsupported architectures can raise any exception
         reason = f"{type(error).__name__}: {error}"
     if reason:
         raise BaseModelError(
@@ -93,7 +94,7 @@ def check_exactness(
 def _difference(
     directory: Path, settings: ModelSettings, partition: Partition, prefixes: bool, generation: bool
 ) -> str:
-    """Describe a difference between split and whole; empty if there is none."""
+    """Describe a difference between split and whole model; return "" if there is none."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     plain = settings.model_copy(update={"dtype": "float32", "quantization": "none"})
@@ -109,8 +110,8 @@ def _difference(
             parties=PARTIES,
             devices=["cpu"],
         )
-    # Rounding of products depends on the memory alignment of their factors, which is arbitrary in a
-    # mapped file.
+    # Copy the weights, because rounding in matrix products depends on the memory alignment, which
+    # is arbitrary in a memory-mapped file.
     for parameter in whole.parameters():
         parameter.data = parameter.data.clone()
     refuse_unless_causal(whole, directory)
@@ -137,7 +138,7 @@ def _difference(
 
 @torch.no_grad()
 def _give_prefixes(whole: Any, parts: dict[PartyName, Part], partition: Partition) -> BlockPrefixes:
-    """Attach the same random prefixes to the parts that are returned for the whole model."""
+    """Attach random prefixes to the parts, and return the same prefixes for the whole model."""
     devices = dict.fromkeys(range(partition.blocks), whole.device)
     result = BlockPrefixes(whole.config, _PREFIX.prefix_length, devices)
     generator = torch.Generator().manual_seed(1)
@@ -159,7 +160,7 @@ def _both(
     padding: Padding,
     prefixes: BlockPrefixes | None,
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Compute hidden states and logits of the tokens without padding, whole and split."""
+    """Compute hidden states and logits with the whole and the split model, excluding padding."""
     columns = torch.arange(tokens.shape[1])
     if padding.side == "right":
         inputs, real = {}, columns < padding.lengths[:, None]
@@ -177,7 +178,7 @@ def _both(
     for party in PARTIES:
         parts[party].use("default" if prefixes else None)
         given = parts[party](given, padding)
-    # In the whole model's shape, since other shapes may be multiplied in another order.
+    # Use the same shape as the whole model, because the order of summation depends on the shape.
     split_logits = parts["tail"].output_head(inputs_embeds=given, use_cache=False).logits
     return [("hidden states", hidden, given[real]), ("logits", logits, split_logits[real])]
 
@@ -189,9 +190,9 @@ def _other_texts(
     lengths: torch.Tensor,
     prefixes: bool,
 ) -> str:
-    """Describe a difference between texts generated whole and split; empty if there is none.
+    """Describe a difference between texts of whole and split model; return "" if there is none.
 
-    The whole model generates with PEFT's own prefix.
+    The whole model uses PEFT's own implementation of prefixes.
     """
     mask = (torch.arange(_COLUMNS) >= _COLUMNS - lengths[:, None]).long()
     settings = {
@@ -225,7 +226,7 @@ def _other_texts(
             exchange=exchange,
         )
         found = generation.run(tokens, mask, settings)
-    except Exception as error:  # An architecture that does not fit can raise anything.
+    except Exception as error:  # unsupported architectures can raise any exception
         return f"the {what} can't be compared: {type(error).__name__}: {error}"
     if not torch.equal(found.sequences, expected.sequences):
         return f"the {what} are not those of the whole model"

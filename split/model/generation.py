@@ -1,4 +1,4 @@
-"""Generate text with the middle blocks at a server, by ``transformers``' own loop."""
+"""Generate text with ``generate`` of ``transformers`` while the middle blocks are at a server."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,20 +11,20 @@ from split.model.key_values import KeyValues
 from split.model.part import Part
 from split.protocol.frames import Padding, Value
 
-# Sends (number of exchanges so far, hidden states, lengths, fields) to the body, and returns the
-# hidden states after it.
+# Function that sends (number of exchanges so far, hidden states, lengths, fields) to the body and
+# returns the hidden states after the body.
 Exchange = Callable[[int, torch.Tensor, torch.Tensor, dict[str, Value]], torch.Tensor]
 
 
 class Generation:
-    """The continuation of one batch of prompts.
+    """Text generation for one batch of prompts.
 
     Args:
         head: Embedding and first blocks.
         tail: Last blocks, norm and output head.
-        mask: (rows, columns) 1 for the prompts' tokens, 0 for the padding before them.
+        mask: (rows, columns), 1 for tokens of the prompts, 0 for the padding before them.
         new_tokens: Maximum number of tokens to generate per row.
-        exchange: Passes hidden states through the body.
+        exchange: Function that passes hidden states through the body.
 
     """
 
@@ -47,10 +47,10 @@ class Generation:
         self._sent = 0
 
     def run(self, tokens: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any]) -> Any:
-        """Run ``generate`` on the checkpoint's own class.
+        """Run ``generate`` on the checkpoint's own model class.
 
-        Logits processors, sampling and stopping are the library's. Its model consists of the tail's
-        output head, preceded by the three parts.
+        The library's own logits processors, sampling and stopping criteria apply. The model that
+        ``generate`` calls is the tail's output head, preceded by the three parts.
 
         Args:
             tokens: (rows, columns) of the prompts.
@@ -58,7 +58,7 @@ class Generation:
             settings: Further arguments of ``generate``.
 
         Returns:
-            (rows, columns and new tokens), or the output that the settings ask for.
+            (rows, columns + new tokens), or the output that the settings request.
 
         """
         model = output_head(self._tail.model, lambda ids, _: (self.forward(ids), self.cache))
@@ -74,16 +74,16 @@ class Generation:
         """Return (rows, columns, hidden) after the last block and norm, and extend the caches.
 
         Args:
-            tokens: (rows, columns): the prompts, or each row's next token. Some architectures
-                recompute everything if a text outgrows the length they were trained for: then it is
-                the whole text, and a new generation starts.
+            tokens: (rows, columns) of the prompts, or the next token of each row. If a text exceeds
+                the trained length, some architectures recompute it: then these are all tokens of
+                the text, and a new generation starts.
 
         Raises:
-            ValueError: The tokens are neither.
+            ValueError: The tokens are neither one token per row nor a whole text.
 
         """
         rows, columns = tokens.shape
-        # If several texts continue a prompt, their rows are adjacent.
+        # The rows of several texts that continue the same prompt are adjacent.
         padding = self._padding.repeat_interleave(rows // len(self._padding))
         fields: dict[str, Value] = {"side": "left"}
         if self._kept is None or columns == self._kept[0].columns + 1:
@@ -104,13 +104,13 @@ class Generation:
 
     @property
     def cache(self) -> Any:
-        """The head's keys and values, from which ``generate`` reads their number."""
+        """The head's key-value cache, from which ``generate`` reads the number of positions."""
         if self._kept is None:
             return None
         head, config = self._kept[0], self._head.model.config
         if head.cache is not None:
             return head.cache
-        # An embedding alone has none. The placeholder has the right length and no content.
+        # An embedding without blocks has no cache. Return an empty one of the right length.
         return prefix_cache(
             prefixes={}, length=head.length, config=config, rows=1, dtype=self._head.dtype
         )

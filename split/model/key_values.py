@@ -11,22 +11,22 @@ from split.protocol.frames import Padding
 
 
 class KeyValues:
-    """The cache of one party's blocks for a batch of texts that grow by a token each at a time.
+    """The key-value cache of one party's blocks for a batch of texts, extended token by token.
 
-    Padding before the prompts follows from their lengths; mask and positions are derived from it
-    as ``generate`` does for a whole model, and as there, nothing is computed in mixed precision. If
-    the adapter in use is a prefix, its keys and values come first, and all positions are shifted by
-    its length, as in PEFT (FL-GLM section 3.1).
+    The attention mask and the position IDs are derived from the left padding of the prompts, as
+    ``generate`` does for a whole model. As in ``generate``, mixed precision is not used. If the
+    adapter in use is a prefix, its keys and values come first, and its length is added to all
+    positions, as in PEFT (FL-GLM section 3.1).
 
     Args:
         part: Part with the adapter in use. Rows that end earlier than others continue with padding
-            on the right; what they compute is not used.
+            on the right, whose outputs are not used.
         padding: Padding of the prompts, on the left.
         columns: Tokens and padding of each prompt.
 
     Attributes:
-        cache: Cache of the blocks; None without blocks.
-        columns: Tokens and padding of each row so far.
+        cache: Cache of the blocks; None if the party has no blocks.
+        columns: Number of tokens of each row so far, including padding.
 
     """
 
@@ -34,7 +34,7 @@ class KeyValues:
         blocks = part.partition.range_of(part.party)
         self._part = part
         self._backbone = part.model.base_model
-        # The embedding and the output head alone have no keys and values.
+        # Without blocks, there are no keys and values.
         self.cache = _OwnBlocks(part.model.config, blocks.start) if blocks else None
         self._lengths = padding.lengths.to(part.device)
         self._padded = bool((padding.lengths < columns).any())
@@ -48,18 +48,18 @@ class KeyValues:
 
     @property
     def length(self) -> int:
-        """Keys and values of each row so far, including those of a prefix and of padding."""
+        """Number of keys and values of each row so far, including prefix and padding."""
         return self._before + self.columns
 
     def extend(self, given: torch.Tensor) -> torch.Tensor:
-        """Compute the blocks for the prompts, or for what follows in each row.
+        """Compute the blocks for the prompts, or for the next tokens of each row.
 
         Args:
-            given: (rows, columns) int64 tokens for the head, else (rows, columns, hidden).
+            given: (rows, columns) int64 tokens for the head, otherwise (rows, columns, hidden).
 
         Returns:
-            (rows, columns, hidden) after the party's last block; for the tail also after the final
-            norm.
+            (rows, columns, hidden) after the party's last block, and for the tail also after the
+            final norm.
 
         """
         inputs = self._part.inputs_of(given) | self._mask_and_positions(given.shape[1])
@@ -70,14 +70,14 @@ class KeyValues:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def repeat(self, times: int) -> None:
-        """Continue each row in several ways: it becomes this many adjacent rows."""
+        """Repeat each row ``times`` times in adjacent rows, so that each copy can be continued."""
         if self.cache is not None:
             self.cache.batch_repeat_interleave(times)
         self._lengths = self._lengths.repeat_interleave(times)
         self._prompt = {n: value.repeat_interleave(times, 0) for n, value in self._prompt.items()}
 
     def _mask_and_positions(self, columns: int) -> dict[str, torch.Tensor]:
-        """Return positions, and a mask if there is padding to mask and a block that reads it."""
+        """Return the position IDs, and an attention mask if there are padding and blocks."""
         inputs = dict(self._prompt)
         mask = inputs.pop("attention_mask")
         if self.columns:
@@ -92,10 +92,10 @@ class KeyValues:
 
 
 class _OwnBlocks(DynamicCache):  # type: ignore[misc]  # transformers has no types
-    """The library's cache for a party's blocks alone.
+    """The cache of ``transformers``, restricted to the blocks of one party.
 
-    Blocks use their absolute numbers. The cache, and the configuration that lists the kinds of
-    attention, count from the party's first block.
+    Blocks pass their index in the whole model. The cache, and the types of attention in the
+    configuration, are indexed from the party's first block.
     """
 
     def __init__(self, config: Any, first: int) -> None:

@@ -1,4 +1,4 @@
-"""Load a party's part: only its own tensors are fetched, read and held, and all are compared."""
+"""Load a party's part: download, read and keep only its own tensors, and verify all of them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ _GENERATION = "generation_config.json"
 
 
 def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) -> Path:
-    """Return a checkpoint's directory; download only the files with these parties' tensors.
+    """Return the directory of a checkpoint; download only files with tensors of these parties.
 
     Args:
         name: Base model, as in ``model.name``.
@@ -65,9 +65,9 @@ def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) 
 
 
 def tensors_of(directory: Path, partition: Partition, parties: Sequence[PartyName]) -> set[str]:
-    """Return the names of the checkpoint's tensors that these parties' parts are loaded from.
+    """Return the names of the checkpoint's tensors that the parts of these parties consist of.
 
-    Files in an index need not exist.
+    Files that are listed in an index need not exist.
     """
     whole = outline(directory)
     full = full_names(whole, _names(directory))
@@ -85,26 +85,26 @@ def load_parts(
     parties: Sequence[PartyName],
     devices: Sequence[str] = (),
 ) -> dict[PartyName, Part]:
-    """Load the parts that one process holds; tied embeddings are one tensor in its memory.
+    """Load the parts of one process. Tied embeddings share one tensor in memory.
 
     Args:
         settings: Precision, quantisation and gradient checkpointing.
         directory: Directory of the checkpoint.
         partition: Number of blocks of each party.
         parties: Parties of the parts.
-        devices: Devices that each part's blocks are spread over, in order; empty for the first GPU,
-            or the CPU if there is none.
+        devices: Devices over which the blocks of each part are spread, in order. If empty, use the
+            first GPU, or the CPU if there is none.
 
     Raises:
-        BaseModelError: A part cannot be loaded, or one of its tensors differs from the
-            checkpoint's.
+        BaseModelError: A part cannot be loaded, or a tensor differs from the checkpoint.
 
     """
     whole = outline(directory)
     refuse_quantized(whole.config, directory)
     arguments = loading_arguments(settings, *devices[:1])
     if arguments["quantization_config"] is not None:
-        # The model's last layer is not quantised; a part alone would exclude its own last layer.
+        # Only the last layer of the whole model is not quantised. By default, the library would
+        # exclude the last layer of each part instead.
         arguments["quantization_config"].llm_int8_skip_modules = get_keys_to_not_convert(whole)
     full = full_names(whole, _names(directory))
     parts: dict[PartyName, Part] = {}
@@ -145,14 +145,14 @@ def load_parts(
 
 
 def _names(directory: Path) -> set[str]:
-    """Return the names of all tensors of a checkpoint, from the index alone if it has one."""
+    """Return the names of all tensors of a checkpoint, from its index if it has one."""
     if (directory / _INDEX).is_file():
         return set(json.loads((directory / _INDEX).read_text())["weight_map"])
     return set(Checkpoint(directory).files)
 
 
 def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str, Any]) -> Any:
-    """Load a part by ``transformers`` from tensors that are read on demand."""
+    """Load a part with ``transformers`` from tensors that are read on demand."""
     try:
         model, report = kind.from_pretrained(
             None, config=config, state_dict=state, output_loading_info=True, **arguments
@@ -169,7 +169,7 @@ def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str,
 def _tied(
     whole: Any, model: Any, sources: Mapping[str, str], full: Mapping[str, str]
 ) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return this part's tensors that another may share, as (checkpoint's name, tensor)."""
+    """Return the tensors that other parts may share, as (name in the checkpoint, tensor)."""
     names = {full.get(key, key): name for key, name in sources.items()}
     tied = {key for pair in whole.all_tied_weights_keys.items() for key in pair}
     own = model.named_parameters()
@@ -183,9 +183,9 @@ def _shared(
     sources: Mapping[str, str],
     full: Mapping[str, str],
 ) -> dict[str, torch.Tensor]:
-    """Return a part's tensors that an earlier part holds, by the keys of its sources.
+    """Return tensors of a part that were already loaded for another part, by key of ``sources``.
 
-    Some checkpoints store tied tensors twice; they are tied only if they are equal.
+    Some checkpoints store tied tensors twice. Share such tensors only if they are equal.
     """
     pairs = list(whole.all_tied_weights_keys.items())
     result = {}

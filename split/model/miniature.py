@@ -1,4 +1,4 @@
-"""Build a narrow random model of the same architecture and depth as a checkpoint's."""
+"""Build a narrow, randomly initialised model with a checkpoint's architecture and depth."""
 
 import copy
 import re
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# Widths by their names in configurations; all others stay.
+# Widths by pattern of their names in configurations. All other values are unchanged.
 _WIDTHS: tuple[tuple[str, int], ...] = (
     (r".*intermediate_size.*|ffn_dim|n_inner|ffn_hidden_size", 32),
     (r"vocab_size(_per_layer_input)?", 64),
@@ -18,22 +18,23 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
     (r"(num|moe_num)_(local_)?experts|n_routed_experts|linear_num_value_heads", 4),
     (r"num_experts_per_tok|moe_k|top_k_experts|linear_num_key_heads", 2),
     (r"n_group|topk_group|n_shared_experts", 1),
-    # Short windows, so that they have an effect on a few tokens already.
+    # Short windows, so that they affect even short texts.
     (r"sliding_window|attention_chunk_size|window_size", 4),
 )
 _HEAD = 16
-# More would make the check too slow; learned positions and 80 blocks need a tenth of it.
+# More weights would make the check too slow. A model with learned position embeddings and 80 blocks
+# needs a tenth of this number.
 _MAX_WEIGHTS = 2 * 10**7
 
 
 def miniature(config: Any) -> Any:
-    """Build a small random model: all blocks of the architecture, tiny widths, float32.
+    """Build a randomly initialised float32 model with all blocks and small widths.
 
     Args:
         config: Configuration of the real checkpoint; it is not changed.
 
     Raises:
-        Exception: Any type, if the architecture does not work with these widths.
+        Exception: The architecture does not support these widths; any type of exception.
 
     """
     from transformers import AutoModelForCausalLM
@@ -47,14 +48,14 @@ def miniature(config: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # Larger than usual, so that no part's influence is lost in rounding.
+        # Use larger weights than usual, so that rounding does not hide the effect of any module.
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
     return model.eval()
 
 
 def _narrow(config: Any) -> None:
-    """Set a configuration's widths, in proportions that keep it valid."""
+    """Set small widths in a configuration, in proportions that keep it valid."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     few_heads = min(heads, 4)
@@ -82,7 +83,7 @@ def _narrow(config: Any) -> None:
 
 
 def _shorten_factors(rope: Any) -> None:
-    """Keep as many scaling factors of rotary frequencies as narrow heads have."""
+    """Truncate the scaling factors of rotary frequencies to the number that narrow heads use."""
     if isinstance(rope, dict):
         pairs = int(_HEAD * (rope.get("partial_rotary_factor") or 1)) // 2
         for name, value in rope.items():

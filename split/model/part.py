@@ -1,4 +1,4 @@
-"""A party's part of the model: its frozen blocks, and the adapters that compute with them."""
+"""A party's part of the model: its frozen blocks and the adapters on them."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,13 +20,13 @@ from split.protocol.frames import Padding
 class Part:
     """One party's blocks, with any number of named adapters on the same frozen weights.
 
-    Its blocks may be spread over several devices; an adapter's weights are on their block's device.
+    The blocks may be spread over several devices. Adapter weights are on the device of their block.
 
     Args:
         model: The party's ``transformers`` model; see `split.model.loading.load_parts`.
         party: The party.
         partition: Number of blocks of each party.
-        digests: SHA-256 of each tensor it was loaded from, by the checkpoint's names.
+        digests: SHA-256 of each tensor that the model was loaded from, by name in the checkpoint.
         dtype: Data type that the frozen blocks compute in.
 
     """
@@ -44,14 +44,14 @@ class Part:
         self.partition = partition
         self.digests = dict(digests)
         self.dtype = dtype
-        # Device of the first block, where hidden states enter; they leave on that of the last.
+        # Device of the first block, for inputs. Outputs are on the device of the last block.
         self.device = _device_of(model)
         self.hidden_size = int(model.config.hidden_size)
         self._backbone = model.base_model
-        # Replacements of other parties' modules, whose names can be an adapter's targets.
+        # Placeholders for modules of other parties. Adapter targets may match their names.
         self._placeholders = [p for p, m in model.named_modules() if isinstance(m, nn.Identity)]
         self._peft_model: Any = None
-        # PEFT's names of adapters cannot contain dots, unlike clients' names.
+        # PEFT's adapter name for each of ours. PEFT allows no dots, which client names may contain.
         self._slots: dict[str, str] = {}
         self._attached = 0
         self._layers: list[Any] = []
@@ -62,12 +62,12 @@ class Part:
         """Compute this party's blocks with the adapter in use.
 
         Args:
-            given: (rows, columns) int64 tokens for the head, else (rows, columns, hidden).
+            given: (rows, columns) int64 tokens for the head, otherwise (rows, columns, hidden).
             padding: Padding of the rows.
 
         Returns:
-            (rows, columns, hidden) after the party's last block; for the tail also after the final
-            norm. Gradients flow to ``given``.
+            (rows, columns, hidden) after the party's last block, and for the tail also after the
+            final norm. Gradients flow back to ``given``.
 
         """
         inputs = self.inputs_of(given)
@@ -82,46 +82,46 @@ class Part:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def inputs_of(self, given: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Name tokens or hidden states for the backbone, and move them to its device."""
+        """Return the backbone's keyword argument for tokens or hidden states, on its device."""
         if self.party == "head":
             return {"input_ids": given.to(self.device)}
         return {"inputs_embeds": given.to(self.device, self.dtype)}
 
     @property
     def prefixes(self) -> BlockPrefixes | None:
-        """The adapter in use if it is a prefix, otherwise None; it is empty without blocks."""
+        """The adapter in use if it is a prefix, otherwise None. Empty if the part has no blocks."""
         return self._prefixes.get(self._used)
 
     @property
     def columns_before(self) -> int:
-        """Prefix positions before each row's tokens."""
+        """Number of prefix positions before the tokens of each row."""
         return 0 if self.prefixes is None else self.prefixes.length
 
     @property
     def output_head(self) -> Any:
-        """The module that turns the tail's hidden states into logits; see `output_head`."""
+        """The module that computes logits from the tail's hidden states; see `output_head`."""
         if self.party != "tail":
             raise ValueError(f"the {self.party} has no output head; only the tail has")
         return output_head(self.model)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Compute as the whole model does: in mixed precision on a GPU.
+        """Return a context that computes in mixed precision on a GPU, as for the whole model.
 
-        Calls of the part do so already; logits and loss should be computed within this context.
+        Calling the part enters this context itself. Use it to compute logits and loss.
         """
         mixed = self.device.type == "cuda" and self.dtype == torch.bfloat16
         return torch.autocast("cuda", torch.bfloat16) if mixed else nullcontext()
 
     def attach(self, settings: AdapterSettings, name: str = "default") -> None:
-        """Add an adapter and use it. Without a module to adapt in this part it has no weights.
+        """Add an adapter and use it. It has no weights if this part has no module to adapt.
 
         Args:
             settings: Kind, rank, scale, dropout and targets, or prefix length.
             name: Name of the adapter within this part.
 
         Raises:
-            BaseModelError: A target cannot be adapted, or prefixes are not possible.
-            ValueError: An adapter of this name exists.
+            BaseModelError: A target cannot be adapted, or prefixes are not supported.
+            ValueError: An adapter with this name already exists.
 
         """
         if name in self._slots:
@@ -139,7 +139,7 @@ class Part:
                 model=model, settings=settings, base=None, name=slot, excluded=self._placeholders
             )
         except BaseModelError:
-            # Targets that fit nowhere in the whole model are refused when its adapter is made.
+            # Creating the whole model's adapter has already rejected targets that match nothing.
             if self._has_one_of(target_names(settings)):
                 raise
         self._slots[name] = slot
@@ -148,10 +148,10 @@ class Part:
         self._select(name)
 
     def use(self, name: str | None) -> None:
-        """Choose the adapter to compute with; None is the bare model.
+        """Select the adapter to compute with; None selects the base model without an adapter.
 
-        With gradient checkpointing a backward pass computes its blocks again, so that the adapter
-        of its forward pass must be chosen again before it.
+        With gradient checkpointing, a backward pass recomputes the blocks. Select the adapter of
+        the forward pass again before the backward pass.
         """
         if name != self._used:
             self._select(name)
@@ -159,7 +159,7 @@ class Part:
     def trainable(self, name: str = "default") -> dict[str, torch.nn.Parameter]:
         """Return an adapter's weights, sorted by their names in a saved adapter of the whole model.
 
-        Empty if this party has nothing to train.
+        The result is empty if this party has nothing to train.
         """
         slot = self._slots[name]
         if name in self._prefixes:
@@ -173,13 +173,13 @@ class Part:
         }
 
     def remove(self, name: str) -> None:
-        """Remove an adapter and free its memory; if it was in use, the bare model is used."""
+        """Remove an adapter and free its memory. If it was in use, switch to the base model."""
         is_prefix = self._prefixes.pop(name, None) is not None
         has_weights = not is_prefix and bool(self.trainable(name))
         used = self._used
         if has_weights:
-            # PEFT would choose another one itself, with a warning, and fail later if the bare model
-            # is in use.
+            # Select another adapter first. Otherwise, PEFT selects one with a warning, and fails
+            # later if the base model is in use.
             self._select(next((other for other in self._slots if other != name), name))
         slot = self._slots.pop(name)
         if has_weights:
@@ -188,7 +188,7 @@ class Part:
         self._select(None if used == name else used)
 
     def train(self, mode: bool) -> None:
-        """Switch dropout, and gradient checkpointing if enabled, on or off."""
+        """Turn dropout on or off, and gradient checkpointing too if the settings enable it."""
         if self.model.training != mode:
             self.model.train(mode)
 
@@ -208,8 +208,8 @@ class Part:
         return any(f".{path}".endswith(f".{name}") for path in paths for name in names)
 
     def _select(self, name: str | None) -> None:
-        # PEFT's own way of choosing iterates over all adapters of a layer and freezes the others,
-        # which loses the gradients of their earlier forward passes.
+        # Don't use PEFT's method: it freezes all other adapters of a layer, which loses the
+        # gradients of their earlier forward passes.
         slot = None if name is None else self._slots[name]
         for layer in self._layers:
             layer._disable_adapters = slot is None

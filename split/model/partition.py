@@ -1,8 +1,8 @@
 """The partition of a model's blocks and modules among the parties (FL-GLM section 3.1).
 
-A part is the checkpoint's own model class, built as a whole without memory for its weights, from
-which everything that belongs to other parties is removed. So each block is built for its absolute
-number and keeps its name: no name of a tensor or an adapter has to be translated.
+A part is built as an instance of the checkpoint's own model class, without memory for the weights.
+The modules of other parties are then removed. Each block is therefore built with its index in the
+whole model and keeps its name, so that names of tensors and adapters need no translation.
 """
 
 import copy
@@ -27,11 +27,11 @@ from split.settings import SplitSettings
 PartyName = Literal["head", "body", "tail"]
 PARTIES: tuple[PartyName, ...] = ("head", "body", "tail")
 
-# Names of a backbone's modules from the embedding to the first block: added positions (GPT-2,
-# OPT), a norm (BLOOM), a projection (OPT) and dropout. Despite its name, LFM2's embedding_norm
-# follows the last block.
+# Names of a backbone's modules from the embedding to the first block: learned position embeddings
+# (GPT-2, OPT), a norm (BLOOM), a projection (OPT) and dropout. Despite its name, embedding_norm of
+# LFM2 follows the last block.
 _BEFORE_BLOCKS = re.compile(r"emb(?!edding_norm)|wpe|wte|pos|drop|project_in")
-# Attributes for the same purpose (Granite, StarCoder 2), with values that have no effect.
+# Attributes that transform embeddings (Granite, StarCoder 2), with values that have no effect.
 _NEUTRAL = {"embedding_multiplier": 1.0, "embedding_scale": 1.0, "embedding_dropout": 0.0}
 
 
@@ -41,8 +41,8 @@ class Partition:
 
     Attributes:
         blocks: Blocks of the whole model.
-        head: Number of first blocks, which are at the client.
-        tail: Number of last blocks, which are at the client.
+        head: Number of blocks at the client after the embedding.
+        tail: Number of blocks at the client before the output head.
 
     """
 
@@ -51,7 +51,7 @@ class Partition:
     tail: int
 
     def range_of(self, party: PartyName) -> range:
-        """Return the absolute numbers of a party's blocks."""
+        """Return the indices of a party's blocks in the whole model."""
         last = self.blocks - self.tail
         return {
             "head": range(self.head),
@@ -60,19 +60,19 @@ class Partition:
         }[party]
 
     def party_of(self, block: int) -> PartyName | None:
-        """Return the party of a block; None beyond the model's blocks (extra prediction layers)."""
+        """Return the party of a block; None for extra prediction layers after the last block."""
         return next((party for party in PARTIES if block in self.range_of(party)), None)
 
 
 class _NoPositions(nn.Identity):
-    """Replaces learned positions in parts after the head, which has added them already."""
+    """Replacement for learned position embeddings in body and tail; the head has added them."""
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros(())
 
 
 def partition_of(directory: Path, settings: SplitSettings) -> Partition:
-    """Divide a checkpoint's blocks by the settings.
+    """Divide a checkpoint's blocks among the parties as the settings specify.
 
     Raises:
         BaseModelError: No block is left for the body, or the configuration cannot be read.
@@ -98,7 +98,7 @@ def outline(directory: Path) -> Any:
     """Build a checkpoint's causal language model without memory for its weights.
 
     Raises:
-        BaseModelError: The architecture is not known, or does not predict the next token.
+        BaseModelError: The architecture is unknown, or is not a causal language model.
 
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -112,9 +112,9 @@ def outline(directory: Path) -> Any:
 
 
 def part_class(whole: Any, partition: Partition, party: PartyName) -> Any:
-    """Return the class of a party's model: that of the whole model, with less in it.
+    """Return the class of a party's model: a subclass of the whole model's with fewer modules.
 
-    ``transformers`` looks classes up by name and module, so both stay the same.
+    Keep the class name and the module name, by which ``transformers`` looks classes up.
     """
     kind = type(whole)
 
@@ -128,8 +128,8 @@ def part_class(whole: Any, partition: Partition, party: PartyName) -> Any:
 def full_names(whole: Any, names: Collection[str]) -> dict[str, str]:
     """Map names in a checkpoint to names in the model that ``transformers`` loads from it.
 
-    A checkpoint's names can lack the backbone's name, be older, or be of matrices that are joined
-    on loading.
+    Names in a checkpoint can lack the prefix of the backbone, be from an older version, or refer to
+    matrices that are concatenated on loading.
 
     Args:
         whole: See `outline`.
@@ -159,8 +159,8 @@ def tensors_of_part(
         party: Party of the model.
 
     Returns:
-        Names in the checkpoint by the names under which the model takes its tensors. They differ
-        only for tied tensors that are stored once.
+        Dictionary from names in the model's state dict to names in the checkpoint. The two names
+        differ only for tied tensors that are stored once.
 
     """
     with torch.device("meta"):
@@ -175,22 +175,22 @@ def tensors_of_part(
 
 
 def stands_before_blocks(name: str) -> bool:
-    """Whether a module is applied to embeddings, rather than after the last block."""
+    """Return whether a module comes before the first block rather than after the last block."""
     return _BEFORE_BLOCKS.search(name) is not None
 
 
 def blocks_of(model: Any, blocks: int) -> tuple[Any, str]:
-    """Find the list of a causal model's blocks.
+    """Find the ``ModuleList`` of a causal model's blocks.
 
     Args:
-        model: A whole model, or a party's.
+        model: The whole model, or the model of a party.
         blocks: Number of its blocks.
 
     Returns:
-        The module that has the list, and the list's path from the model.
+        The module that contains the list, and the path of the list within the model.
 
     Raises:
-        BaseModelError: Its blocks are not one list.
+        BaseModelError: The blocks are not in one list.
 
     """
     for path, module in model.named_modules():
@@ -202,7 +202,7 @@ def blocks_of(model: Any, blocks: int) -> tuple[Any, str]:
 
 
 def _keep(model: Any, partition: Partition, party: PartyName) -> None:
-    """Remove everything from a model that does not belong to the party."""
+    """Remove all modules that do not belong to the party from a model."""
     container, path = blocks_of(model, partition.blocks)
     attribute = path.rpartition(".")[2]
     blocks, own = getattr(container, attribute), nn.ModuleList()
@@ -210,7 +210,7 @@ def _keep(model: Any, partition: Partition, party: PartyName) -> None:
         own.add_module(str(number), blocks[number])
     _shorten(model, partition, party)
     for name, module in list(container.named_children()):
-        # Every party needs rotary embeddings.
+        # All parties need rotary embeddings.
         if module is blocks or "rot" in name:
             continue
         owner = "head" if stands_before_blocks(name) else "tail"
@@ -229,7 +229,7 @@ def _keep(model: Any, partition: Partition, party: PartyName) -> None:
 
 
 def _shorten(model: Any, partition: Partition, party: PartyName) -> None:
-    """Restrict the configuration, and its lists per block, to a party's blocks."""
+    """Restrict the configuration, including its lists with one entry per block, to a party."""
     own = partition.range_of(party)
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     for config in {id(config): config for config in found}.values():

@@ -1,1 +1,1 @@
-"""The lane protocol as bytes and states: no threads, no sockets, no models."""
+"""The lane protocol: message formats and state machines, without threads, sockets or models."""

@@ -1,10 +1,10 @@
-"""Frames of a lane that were sent, that have arrived, and that must be sent again after a cut.
+"""Reliable delivery of a lane's frames, which are sent again after the network cuts a stream.
 
-Both ends number the frames that they send, from 0, without putting the number on the wire: a stream
-delivers in order, and each record's header acknowledges how many frames its sender has received.
-A frame is kept until it has been acknowledged. A new stream begins with a ``CONFIRM`` frame in each
-direction, whose acknowledgement says from which frame to continue. So every frame arrives exactly
-once and in order, however often the network cuts the stream.
+Each end numbers its outgoing frames from 0. The number itself is not sent, because a stream
+delivers frames in order, and the header of each record contains the number of received frames. A
+frame is kept until it is acknowledged. A new stream begins with a ``CONFIRM`` frame in each
+direction, whose acknowledgement determines the frame to continue with. Therefore, every frame
+arrives exactly once and in order, even if the stream is cut repeatedly.
 """
 
 from collections import deque
@@ -14,12 +14,12 @@ from split.protocol.payload import Outgoing
 
 
 class Delivery:
-    """The frames of one end of a lane. Callers serialise access with a lock of their own.
+    """The frames of one end of a lane. Not thread-safe; callers must hold a lock.
 
     Attributes:
-        received: Frames that have arrived, over all streams.
-        acknowledged: Frames that the other end is known to have.
-        kept_bytes: Memory of the frames that have not been acknowledged, sent or not.
+        received: Number of frames that have arrived over all streams.
+        acknowledged: Number of frames that the other end has acknowledged.
+        kept_bytes: Memory of all frames that are not acknowledged, including unsent frames.
         unsent_bytes: Memory of the frames that have not been sent over the current stream.
 
     """
@@ -29,17 +29,17 @@ class Delivery:
         self.acknowledged = 0
         self.kept_bytes = 0
         self.unsent_bytes = 0
-        self._kept: deque[Outgoing] = deque()  # from number ``acknowledged`` on
-        self._sent = 0  # how many of those kept went over the current stream
+        self._kept: deque[Outgoing] = deque()  # frames from number ``acknowledged`` on
+        self._sent = 0  # number of kept frames that were sent over the current stream
 
     def add(self, frame: Outgoing) -> None:
-        """Queue a frame behind all others."""
+        """Append a frame to the queue."""
         self._kept.append(frame)
         self.kept_bytes += frame.kept_bytes
         self.unsent_bytes += frame.kept_bytes
 
     def next(self) -> Outgoing | None:
-        """Return the frame to send now, or None if all have been sent."""
+        """Return the next frame to send, or None if all frames have been sent."""
         if self._sent == len(self._kept):
             return None
         frame = self._kept[self._sent]
@@ -48,13 +48,13 @@ class Delivery:
         return frame
 
     def acknowledge(self, count: int) -> None:
-        """Drop the frames that the other end has.
+        """Drop the frames that the other end has received.
 
         Args:
-            count: How many frames the other end has received, over all streams.
+            count: Number of frames that the other end has received over all streams.
 
         Raises:
-            FrameError: It is fewer than before, or more than were sent.
+            FrameError: The count is lower than before, or higher than the number of sent frames.
 
         """
         if not self.acknowledged <= count <= self.acknowledged + self._sent:
@@ -68,10 +68,10 @@ class Delivery:
             self.acknowledged += 1
 
     def restart(self, count: int) -> None:
-        """Begin a new stream, at whose other end ``count`` frames have arrived.
+        """Begin a new stream after the other end has received ``count`` frames.
 
         Raises:
-            FrameError: As for ``acknowledge``.
+            FrameError: See ``acknowledge``.
 
         """
         self.acknowledge(count)
@@ -85,6 +85,6 @@ class Delivery:
         self.unsent_bytes = 0
 
     def clear(self) -> None:
-        """Drop all frames; nothing will be sent any more."""
+        """Drop all frames."""
         self._kept.clear()
         self._sent = self.kept_bytes = self.unsent_bytes = 0

@@ -1,7 +1,7 @@
-"""The errors of a lane, and how a peer's words are shown.
+"""Errors of a lane, and escaping of text from a peer.
 
-No message of these errors holds a key, a secret or a number of a hidden state, so that all of them
-may be logged and shown.
+The messages of these errors contain no keys, secrets or values of hidden states, so that they can
+be logged and displayed.
 """
 
 from enum import StrEnum
@@ -14,19 +14,19 @@ class LaneError(UserError, RuntimeError):
 
 
 class LaneClosedError(LaneError):
-    """Either side has closed the lane in order."""
+    """Either side has closed the lane normally."""
 
 
 class LaneCutError(LaneError):
-    """A stream ended before the other side had closed the lane, and could not be replaced."""
+    """A stream ended before the lane was closed, and could not be replaced."""
 
 
 class LaneUnreachableError(LaneError):
-    """No block server could be reached at the address, or it ended the handshake."""
+    """No block server could be reached at the address, or the server ended the handshake."""
 
 
 class LaneTimeoutError(LaneError, TimeoutError):
-    """A wait was too long. After ``receive`` the lane still lives; the caller may wait again."""
+    """A wait timed out. If ``receive`` raised it, the lane is still open and can be used."""
 
 
 class LaneDeadlineError(LaneError):
@@ -34,27 +34,27 @@ class LaneDeadlineError(LaneError):
 
 
 class LaneBacklogError(LaneError):
-    """The other side doesn't read what it is sent."""
+    """The other side does not read the frames that are sent to it."""
 
 
 class FrameError(LaneError):
-    """A frame that was received, or is to be sent, is not one that the lane allows."""
+    """A received or outgoing frame is not allowed on the lane."""
 
 
 class AlteredRecordError(FrameError):
-    """A record isn't the next one that the other end has encrypted; the stream is cut."""
+    """A record is not the next record that the other side encrypted; treated as a cut stream."""
 
 
 class PeerError(LaneError):
-    """The other side ended the lane and said why."""
+    """The other side ended the lane with an error message."""
 
 
 class ProtocolError(RuntimeError):
-    """The client sent something that it may not send now; its lane ends."""
+    """The client sent a frame that is not allowed; its lane is ended."""
 
 
 class Refusal(StrEnum):
-    """Why a handshake failed: the short codes that go over the network in the clear."""
+    """Why a handshake failed: short codes that are sent over the network unencrypted."""
 
     MALFORMED = "malformed"
     VERSION = "version"
@@ -85,10 +85,10 @@ _WORDS = {
 
 
 class HandshakeError(LaneError):
-    """The two sides could not agree on a lane.
+    """The handshake failed.
 
     Attributes:
-        refusal: The reason; nothing else about the error crosses the network.
+        refusal: The reason. Nothing else about the error is sent over the network.
 
     """
 
@@ -102,11 +102,11 @@ class TicketError(HandshakeError):
 
 
 class ServerKeyError(HandshakeError):
-    """The client has the key of an earlier period, or of another server."""
+    """The client uses a server key from before the last rotation, or of another server."""
 
 
 class LaneBusyError(HandshakeError):
-    """The server has no room at the moment; the ticket is still good."""
+    """The server has too many lanes or handshakes at the moment; the ticket remains valid."""
 
 
 _CLASSES: dict[Refusal, type[HandshakeError]] = {
@@ -120,19 +120,20 @@ _CLASSES: dict[Refusal, type[HandshakeError]] = {
 
 
 def refused(refusal: Refusal) -> HandshakeError:
-    """Return the error that belongs to a refusal."""
+    """Return the error for a refusal."""
     return _CLASSES.get(refusal, HandshakeError)(refusal)
 
 
 def printable(text: str, most: int = 1000) -> str:
-    """Return a peer's text as one line that may be logged, stored and shown.
+    """Return text from a peer as a single line that can be logged, stored and displayed.
 
-    Everything that ``str.isprintable`` excludes becomes its escape: line breaks, control characters
-    and terminal escapes, bidirectional controls, lone surrogates. Letters of all languages stay.
+    Replace characters that are not printable according to ``str.isprintable`` by escape sequences:
+    line breaks, control characters, terminal escapes, bidirectional controls and lone surrogates.
+    Letters of all languages are unchanged.
 
     Args:
         text: Text from a peer.
-        most: Maximum number of characters; a longer text is shortened.
+        most: Maximum number of characters; longer text is truncated.
 
     """
     shown = "".join(

@@ -1,8 +1,8 @@
-"""The states of a client's evaluation at the server: a frame in, an event out.
+"""The server's state machine for a client's evaluation, which converts frames to events.
 
-The client chooses one of the models, and sends hidden states: of independent micro-batches, or of
-texts whose keys and values the server caches, to continue them token by token or with several
-endings each. A frame that may not come now is a ``ProtocolError``.
+The client selects one of the models and sends hidden states, either of independent micro-batches or
+of texts whose keys and values the server caches. Cached texts are continued token by token, or with
+several endings each. Frames that are not allowed in the current state raise ``ProtocolError``.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ class EvaluationLimits:
 
     Attributes:
         window: Maximum number of micro-batches in flight.
-        longest: Padded tokens of the largest micro-batch, prefixes included; 0 allows only cached
+        longest: Padded tokens of the largest micro-batch, prefixes included; 0 to allow only cached
             texts.
-        max_cached_tokens: Padded tokens of the largest batch of cached texts, with prefixes and new
-            tokens.
+        max_cached_tokens: Padded tokens of the largest batch of cached texts, prefixes and new
+            tokens included.
 
     """
 
@@ -35,7 +35,7 @@ class EvaluationLimits:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The client has chosen a model, which may be the one that it has."""
+    """The client has selected a model; ``is_new`` is False if it was selected already."""
 
     model: str
     is_new: bool
@@ -43,7 +43,7 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A micro-batch of its own; hidden is (rows, columns, hidden)."""
+    """An independent micro-batch with hidden states of shape (rows, columns, hidden)."""
 
     step: int
     index: int
@@ -53,7 +53,7 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch of texts to cache, (rows, columns, hidden), and the tokens that they will take."""
+    """A batch of texts to cache, (rows, columns, hidden), and the maximum tokens in the cache."""
 
     step: int
     index: int
@@ -68,8 +68,8 @@ class CachedExtension:
 
     Attributes:
         step: Step of the frame.
-        index: Number of the frame since the prompts.
-        hidden: The next token of each text, or several endings of each.
+        index: Index of the frame, counted from the prompts.
+        hidden: Hidden states of the next token of each text, or of several endings of each text.
         endings: Number of endings of each text; 0 for the next token.
 
     """
@@ -82,14 +82,14 @@ class CachedExtension:
 
 @dataclass(frozen=True)
 class TextsEnd:
-    """The client doesn't need the cached texts any more."""
+    """The client no longer needs the cached texts."""
 
 
 Event = ModelChoice | ForwardPass | Prompts | CachedExtension | TextsEnd
 
 
 class State(Enum):
-    """Named after the frames that may come next."""
+    """State of an evaluation; the values describe the frames that may come next."""
 
     JOINING = "JOIN"
     CHOSEN = "JOIN, hidden states, or END"
@@ -99,16 +99,16 @@ class State(Enum):
 
 
 class Evaluation:
-    """Checks a client's frames. Callers serialise ``receive``.
+    """State machine that checks a client's frames. Calls of ``receive`` must be serialised.
 
     Args:
-        columns_before: Columns of the prefix of each model that the client may choose, by name.
+        columns_before: Prefix length of each model that the client may select, by name.
         limits: Limits of the evaluation.
 
     Attributes:
-        state: The frames that may come next.
-        choosing: Whether a chosen model isn't ready yet; any thread may set it.
-        answered: Micro-batches whose output was sent; any thread may count them.
+        state: State, which determines the frames that may come next.
+        choosing: Whether a selected model is not ready yet. Any thread may set it.
+        answered: Number of micro-batches whose output was sent. Any thread may increment it.
 
     """
 
@@ -120,14 +120,14 @@ class Evaluation:
         self._limits = limits
         self._model: str | None = None
         self._received = 0
-        # Of the cached texts: rows and columns of the prompts, new tokens, and frames so far.
+        # For the cached texts: rows and columns of the prompts, new tokens, frames so far.
         self._rows = self._columns = self._new_tokens = self._frames = 0
 
     def receive(self, frame: Frame) -> Event | None:
-        """Check the next frame; return what it asks for, or None if it is END.
+        """Check the next frame; return its event, or None for ``END``.
 
         Raises:
-            ProtocolError: It may not come now, or contradicts what has come before.
+            ProtocolError: The frame is not allowed now, or contradicts earlier frames.
 
         """
         if frame.kind is Kind.END:
@@ -196,7 +196,7 @@ class Evaluation:
                 "evaluate.max-new-tokens, adapter.prefix-length)"
             )
         self._rows, self._columns, self._new_tokens, self._frames = rows, columns, new_tokens, 1
-        # The prompts' frame yields the first new token.
+        # The answer to the prompts yields the first new token.
         self.state = State.CACHED if new_tokens > 1 else State.COMPLETE
         return Prompts(frame.step, frame.micro_batch, hidden, padding, tokens)
 
@@ -242,7 +242,7 @@ class Evaluation:
         return self._models[self._model] if self._model is not None else 0
 
     def _tokens(self, rows: int, columns: int) -> int:
-        """Return the padded tokens of rows, prefixes included."""
+        """Return the number of padded tokens, prefixes included."""
         return rows * (self._prefix + columns)
 
     def _refuse_in_flight(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""The frames of a lane, their kinds, and the rules for them."""
+"""The frames of a lane: their kinds, limits and checks."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ Value = str | int | float | bool
 
 SMALL_PAYLOAD_BYTES = 2**16
 SCALE = ".scale"
-METADATA = "__metadata__"  # safetensors' name for a frame's fields
+METADATA = "__metadata__"  # key of a frame's fields in safetensors
 WIRE: dict[WireType, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -25,17 +25,17 @@ WIRE: dict[WireType, torch.dtype] = {
 PLAIN = {torch.float64, torch.float32, torch.int64, torch.int32}
 _MAX_NAME_LENGTH = 256
 _MAX_TEXT_LENGTH = 4096
-# Hidden states of some models come to 10⁶; squares of 2³⁰ are still far from float32's largest.
+# Hidden states of some models reach 10⁶. Squares of 2³⁰ are far below the maximum of float32.
 _LARGEST_NUMBER = 2.0**30
-# Memory of Python and PyTorch for a queued frame, and for each of its tensors and fields,
-# beside their contents: what was measured, and a fifth more.
+# Memory overhead of Python and PyTorch for a queued frame, and for each of its tensors and fields:
+# the measured values plus 20%.
 _FRAME_BYTES = 640
 _TENSOR_BYTES = 1024
 _FIELD_BYTES = 160
 
 
 class Kind(IntEnum):
-    """The kind of a frame, one byte on the wire; see the table in ``docs/wire.md``."""
+    """The kind of a frame, one byte on the network; see the table in ``docs/wire.md``."""
 
     JOIN = 1
     WELCOME = 2
@@ -44,8 +44,8 @@ class Kind(IntEnum):
     STEP = 5
     AVERAGE = 6
     END = 7
-    ERROR = 8  # the last frame of a side that gives up; field "message"
-    CLOSE = 9  # the last frame of a side that is done
+    ERROR = 8  # last frame of a side that ends the lane with an error; field "message"
+    CLOSE = 9  # last frame of a side that closes the lane normally
     CONFIRM = 10  # the first frame of a stream, in both directions
 
 
@@ -58,11 +58,11 @@ class Frame:
 
     Attributes:
         kind: Kind of the frame.
-        step: Optimizer step that it belongs to, below 2³².
-        micro_batch: Micro-batch within the step, below 2³².
-        tensors: Tensors by name, on the CPU. In ``HIDDEN`` and ``GRADIENT`` frames ``hidden`` and
-            ``gradient`` have shape (rows, columns, hidden), and ``lengths``, if there, (rows,).
-        fields: Small values beside the tensors.
+        step: Index of the optimizer step, below 2³².
+        micro_batch: Index of the micro-batch within the step, below 2³².
+        tensors: Tensors by name, on the CPU. In ``HIDDEN`` and ``GRADIENT`` frames, ``hidden`` and
+            ``gradient`` have shape (rows, columns, hidden), and ``lengths``, if present, (rows,).
+        fields: Scalar values by name.
 
     """
 
@@ -74,16 +74,16 @@ class Frame:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of the tensors in memory; on the wire hidden states may have a smaller type."""
+        """Bytes of the tensors in memory. On the network, hidden states may have a smaller type."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes of the objects in memory, beside the contents of tensors and fields."""
+        """Bytes of memory overhead, without the contents of tensors and fields."""
         return _FRAME_BYTES + _TENSOR_BYTES * len(self.tensors) + _FIELD_BYTES * len(self.fields)
 
     def __repr__(self) -> str:
-        """Name what is in the frame, without values."""
+        """Describe the contents of the frame without values."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         return (
             f"Frame({self.kind.name}, step={self.step}, micro_batch={self.micro_batch}, "
@@ -96,9 +96,9 @@ class Padding:
     """The padding of a micro-batch, which is sent instead of a mask.
 
     Attributes:
-        side: Side of the padding in each row. On the right no mask is needed, since causal
-            attention does not look at it; generation pads on the left.
-        lengths: (rows,) int64; number of tokens of each row without padding.
+        side: Side of the padding in each row. Padding on the right needs no mask, because causal
+            attention ignores it. Generation pads on the left.
+        lengths: (rows,) int64, number of tokens of each row without padding.
 
     """
 
@@ -108,18 +108,18 @@ class Padding:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of what each side of a lane may send, agreed on before it opens.
+    """Limits on the frames of a lane, which both sides know before it is opened.
 
     Attributes:
         hidden: Width of the hidden states.
-        wire_dtype: Type in which hidden states and gradients travel, in both directions.
-        maximum_tokens: Largest rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame.
-        payload_bytes: Largest payload per kind. Kinds that aren't named here have 64 KiB, and
-            ``AVERAGE`` nothing: it is refused. ``HIDDEN`` and ``GRADIENT`` have what
-            ``maximum_tokens`` take.
-        window: Micro-batches that may be in flight at once.
-        maximum_columns: Largest number of columns of a ``HIDDEN`` or ``GRADIENT`` frame, since the
-            time and memory of attention grow with its square; None is ``maximum_tokens``.
+        wire_dtype: Data type of hidden states and gradients on the network, in both directions.
+        maximum_tokens: Maximum rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame.
+        payload_bytes: Maximum payload by kind. The default is 64 KiB, except for ``AVERAGE``, which
+            is not allowed by default, and for ``HIDDEN`` and ``GRADIENT``, whose limit follows from
+            ``maximum_tokens``.
+        window: Maximum number of micro-batches in flight.
+        maximum_columns: Maximum number of columns of a ``HIDDEN`` or ``GRADIENT`` frame, because
+            time and memory of attention grow with its square; None for ``maximum_tokens``.
 
     """
 
@@ -132,28 +132,28 @@ class Limits:
 
     @property
     def queue_bytes(self) -> int:
-        """The most memory that one end keeps for the other: unsent, or not acknowledged.
+        """Maximum memory for frames to the other side that are unsent or not acknowledged.
 
-        A micro-batch has an answer in each of its two passes. A client that reads what it is sent
-        has acknowledged all answers but those of ``window`` micro-batches.
+        A micro-batch has one answer in each of its two passes. A client that reads its frames has
+        acknowledged all answers except those of ``window`` micro-batches.
         """
         answers = 2 * (self.window + 1) * self.hidden_bytes
         return answers + max(self.largest(Kind.AVERAGE), 4 * SMALL_PAYLOAD_BYTES)
 
     @property
     def hidden_bytes(self) -> int:
-        """The most memory that a ``HIDDEN`` or ``GRADIENT`` frame takes, in bytes.
+        """Maximum memory of a ``HIDDEN`` or ``GRADIENT`` frame in bytes.
 
-        Its tensor is kept as float32 at most, which is never smaller than the type on the wire.
+        The tensor is float32 at most, which is at least as large as the type on the network.
         """
-        length = 8  # of a row, which has at least one token
+        length = 8  # bytes for a row's length; each row has at least one token
         return SMALL_PAYLOAD_BYTES + self.maximum_tokens * (4 * self.hidden + length)
 
     def largest(self, kind: Kind) -> int:
-        """Return the largest payload of a kind, in bytes."""
+        """Return the maximum payload of a kind in bytes."""
         if kind in TENSOR_OF_KIND:
             scale = 4 if self.wire_dtype == "int8" else 0
-            length = 4  # a row's length, and it has at least one token
+            length = 4  # bytes for a row's length; each row has at least one token
             token = self.hidden * WIRE[self.wire_dtype].itemsize + scale + length
             return SMALL_PAYLOAD_BYTES + self.maximum_tokens * token
         return self.payload_bytes.get(kind, 0 if kind is Kind.AVERAGE else SMALL_PAYLOAD_BYTES)
@@ -162,7 +162,7 @@ class Limits:
         """Check a payload's size.
 
         Raises:
-            FrameError: It is larger than the lane allows for this kind, which may be nothing.
+            FrameError: The payload is larger than the lane allows for this kind.
 
         """
         most = self.largest(kind)
@@ -175,8 +175,8 @@ class Limits:
         """Check the shape of a ``HIDDEN`` or ``GRADIENT`` frame's tensor.
 
         Raises:
-            FrameError: The shape isn't (rows, columns, hidden), or there are more than the agreed
-                tokens or columns.
+            FrameError: The shape is not (rows, columns, hidden), or there are too many tokens or
+                columns.
 
         """
         if len(shape) != 3 or shape[2] != self.hidden or 0 in shape:
@@ -199,15 +199,15 @@ class Limits:
     def check(
         self, kind: Kind, size: int, found: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> None:
-        """Check a payload's size, and its tensors' names, types and shapes.
+        """Check the size of a payload, and names, types and shapes of its tensors.
 
         Args:
             kind: Kind of the frame.
             size: Size of the payload in bytes.
-            found: Type and shape of each tensor as it travels, by name.
+            found: Type and shape of each tensor on the network, by name.
 
         Raises:
-            FrameError: They are not what the lane allows for this kind.
+            FrameError: The payload is not allowed for this kind.
 
         """
         self.check_bytes(kind, size)
@@ -235,13 +235,13 @@ class Limits:
 
 
 def average_bytes(weights: int) -> int:
-    """Return the largest payload of an ``AVERAGE`` frame with so many float32 weights."""
-    # Twice their size, so that names and shapes fit, too.
+    """Return the maximum payload of an ``AVERAGE`` frame with this number of float32 weights."""
+    # Twice the size of the weights, to leave space for names and shapes.
     return 8 * weights + SMALL_PAYLOAD_BYTES
 
 
 def check_padding(frame: Frame) -> None:
-    """Check the row lengths and the side of a frame, where it has them.
+    """Check the row lengths and the side of the padding if a frame has lengths.
 
     Raises:
         FrameError: A length is not from 1 to the number of columns, or the side is not left or
@@ -262,10 +262,10 @@ def check_padding(frame: Frame) -> None:
 
 
 def check_name(name: str) -> None:
-    """Check the name of a tensor or a field: 1 to 256 characters.
+    """Check that the name of a tensor or a field has 1 to 256 characters and is not reserved.
 
     Raises:
-        FrameError: It is not one.
+        FrameError: The name is not allowed.
 
     """
     if not 1 <= len(name) <= _MAX_NAME_LENGTH or name == METADATA:
@@ -275,10 +275,10 @@ def check_name(name: str) -> None:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Check fields: short text, truth values, finite numbers, whole numbers of 64 bits.
+    """Check that fields are short strings, booleans, finite floats or 64-bit integers.
 
     Raises:
-        FrameError: One of them is none of these.
+        FrameError: A field has another type or value, or its name is not allowed.
 
     """
     for name, value in fields.items():
@@ -299,7 +299,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
-    """Return hidden states and their padding; the lane has checked shapes and lengths.
+    """Return hidden states and their padding. The lane has already checked shapes and lengths.
 
     Raises:
         ProtocolError: The lengths are missing.
@@ -312,10 +312,10 @@ def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
 
 
 def check_size(numbers: torch.Tensor, name: str) -> None:
-    """Refuse numbers that could overflow where they are computed with those of other clients.
+    """Reject numbers that could overflow in computations together with other clients.
 
     Raises:
-        ProtocolError: A number is not finite, or larger than those of any model.
+        ProtocolError: A number is not finite, or its absolute value is larger than 2³⁰.
 
     """
     if not numbers.numel():
@@ -326,10 +326,10 @@ def check_size(numbers: torch.Tensor, name: str) -> None:
 
 
 def whole_number(frame: Frame, name: str) -> int:
-    """Return a field that must be a whole number of at least 0.
+    """Return a field that must be a non-negative integer.
 
     Raises:
-        ProtocolError: The value has another type.
+        ProtocolError: The field is missing, has another type or is negative.
 
     """
     value = frame.fields.get(name)

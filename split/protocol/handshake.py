@@ -1,11 +1,11 @@
-"""A stream's handshake: three messages, as state machines without input or output.
+"""The handshake of a stream: state machines for three messages, without input or output.
 
-M1 client → server: identity, ticket, a fresh X25519 share, a secret wrapped to the server's key,
-MAC with the ticket. M2 server → client: a fresh share, the server's finished-MAC. M3 client →
-server: the client's finished-MAC. ``docs/wire.md`` has every byte.
+M1 client → server: identity, ticket, ephemeral X25519 share, secret encrypted to the server's key,
+MAC with the ticket's secret. M2 server → client: ephemeral X25519 share, the server's finished MAC.
+M3 client → server: the client's finished MAC. ``docs/wire.md`` specifies every byte.
 
-Each object serves one handshake; a message that is refused leaves it as it was. The ticket is spent
-only when the server has opened the client's first record.
+Use each object for one handshake. A rejected message does not change its state. A ticket is used up
+only when the server has decrypted the client's first record.
 """
 
 import hmac
@@ -42,7 +42,7 @@ class State(Enum):
 
 
 class _Handshake:
-    """Which step comes next; a step out of order is a fault of the caller."""
+    """Base class that raises ``RuntimeError`` if methods are called in the wrong order."""
 
     def __init__(self) -> None:
         self.state = State.NEW
@@ -53,12 +53,12 @@ class _Handshake:
 
 
 class ClientHandshake(_Handshake):
-    """The client's side.
+    """The client's side of a handshake.
 
     Args:
-        ticket: The right to open this lane.
+        ticket: Ticket that authorises the client to open the lane.
         identity: Identity that the ticket was issued for.
-        server_public: The server's public key of this period.
+        server_public: The server's current public key.
         suite: Suite of the key exchange.
 
     """
@@ -102,7 +102,8 @@ class ClientHandshake(_Handshake):
         """Check M2; return M3 and the stream's keys.
 
         Raises:
-            HandshakeError: M2 is malformed, or its sender lacks the ticket or the server's key.
+            HandshakeError: M2 is malformed, or its sender does not have the secrets of the ticket
+                and of the server's key.
 
         """
         self._expect(State.HELLO)
@@ -119,11 +120,11 @@ class ClientHandshake(_Handshake):
 
 
 class ServerHandshake(_Handshake):
-    """The server's side.
+    """The server's side of a handshake.
 
     Args:
         keys: The server's key pair.
-        tickets: Tickets that it has issued.
+        tickets: Tickets that the server has issued.
 
     """
 
@@ -133,15 +134,15 @@ class ServerHandshake(_Handshake):
         self._tickets = tickets
 
     def read(self, hello: bytes) -> Identity:
-        """Check M1 and return what the lane is to be for; no public-key work is done.
+        """Check M1 and return the identity of the lane, without public-key operations.
 
         No message is accepted twice.
 
         Raises:
-            HandshakeError: M1 is malformed, altered, or without the ticket's secret, or the suite
-                is another one.
-            TicketError: The ticket is unknown, expired, used or issued for something else.
-            LaneBusyError: This message has come before; a client's next one is a new one.
+            HandshakeError: M1 is malformed, altered or made without the ticket's secret, or the
+                suite differs.
+            TicketError: The ticket is unknown, expired, used or issued for another identity.
+            LaneBusyError: This message was received before. A client can retry with a new M1.
 
         """
         self._expect(State.NEW)
@@ -161,8 +162,8 @@ class ServerHandshake(_Handshake):
         """Return M2.
 
         Raises:
-            HandshakeError: The secret can't be unwrapped, or the client's share is no point.
-            ServerKeyError: The secret is wrapped to another key.
+            HandshakeError: The secret can't be decrypted, or the client's share is invalid.
+            ServerKeyError: The secret is encrypted to another key.
 
         """
         self._expect(State.HELLO)
@@ -178,10 +179,10 @@ class ServerHandshake(_Handshake):
         return answer
 
     def accept(self, finished: bytes) -> tuple[LaneSecrets, bytes]:
-        """Check M3; return the stream's keys, and the identifier of the ticket that opened it.
+        """Check M3; return the stream's keys and the identifier of the ticket.
 
         Raises:
-            HandshakeError: M3 is malformed, altered, or its sender doesn't have the keys.
+            HandshakeError: M3 is malformed or altered, or its sender does not have the keys.
 
         """
         self._expect(State.ANSWERED)
@@ -206,5 +207,5 @@ def _compare(found: bytes, expected: bytes) -> None:
 def _agree(private: X25519PrivateKey, share: bytes) -> bytes:
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(share))
-    except ValueError:  # a point of small order: the secret would be known to everybody
+    except ValueError:  # a point of small order, for which the shared secret would be public
         raise refused(Refusal.MALFORMED) from None

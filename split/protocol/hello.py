@@ -1,6 +1,6 @@
-"""The bytes of a handshake's first message, M1, and the prefix that all three messages have.
+"""The format of M1, the first message of a handshake, and the common prefix of all messages.
 
-``docs/wire.md`` has every byte.
+``docs/wire.md`` specifies every byte.
 """
 
 import struct
@@ -13,10 +13,10 @@ from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, Identity
 
 VERSION = 3
 _MAGIC = b"CHLN"
-_PREFIX = struct.Struct(">4sBB")  # magic, version, number of the message
+_PREFIX = struct.Struct(">4sBB")  # magic bytes, version, number of the message
 PREFIX_BYTES = _PREFIX.size
-_HELLO = struct.Struct(">BI")  # suite, round; run and node follow with a length byte each
-SHARE_BYTES = 32  # of X25519
+_HELLO = struct.Struct(">BI")  # suite, round; run and node follow, each after a length byte
+SHARE_BYTES = 32  # X25519 public key
 MAX_HELLO_BYTES = (
     PREFIX_BYTES
     + _HELLO.size
@@ -34,12 +34,12 @@ class Hello:
     """M1 without its prefix and MAC.
 
     Attributes:
-        suite: Number of the key exchange's suite, as in M1.
-        identity: Identity that the lane is requested for.
-        ticket: The ticket's identifier.
+        suite: Number of the key exchange suite.
+        identity: Run, round and client of the requested lane.
+        ticket: Identifier of the ticket.
         share: The client's X25519 share.
         key: Identifier of the server's public key.
-        wrapped: The secret that is wrapped to that key.
+        wrapped: The secret, encrypted to that key.
 
     """
 
@@ -52,7 +52,7 @@ class Hello:
 
 
 def hello_context(hello: Hello) -> bytes:
-    """Return M1 up to the wrapped secret, which can be opened together with these bytes alone."""
+    """Return M1 up to the encrypted secret: the context that is needed to decrypt the secret."""
     run, node = hello.identity.run.encode(), hello.identity.node.encode()
     return b"".join(
         (
@@ -68,15 +68,15 @@ def hello_context(hello: Hello) -> bytes:
 
 
 def write_hello(hello: Hello) -> bytes:
-    """Return M1 up to its MAC."""
+    """Return M1 without its MAC."""
     return hello_context(hello) + hello.wrapped
 
 
 def read_hello(message: bytes) -> Hello:
-    """Parse M1; its MAC is not looked at.
+    """Parse M1 without checking its MAC.
 
     Raises:
-        HandshakeError: It is malformed, or has another version or an unknown suite.
+        HandshakeError: M1 is malformed, or has another version or an unknown suite.
 
     """
     check_prefix(message, 1)
@@ -101,15 +101,15 @@ def read_hello(message: bytes) -> Hello:
 
 
 def prefix(number: int) -> bytes:
-    """Return the beginning of the message with this number."""
+    """Return the prefix of the message with this number."""
     return _PREFIX.pack(_MAGIC, VERSION, number)
 
 
 def check_prefix(message: bytes, number: int) -> None:
-    """Check the beginning of the message that should have this number.
+    """Check that a message has the prefix for this number.
 
     Raises:
-        HandshakeError: It is that of another message or version.
+        HandshakeError: The prefix is malformed, or has another number or version.
 
     """
     if len(message) < PREFIX_BYTES:
@@ -122,7 +122,7 @@ def check_prefix(message: bytes, number: int) -> None:
 
 
 class _Bytes:
-    """Takes bytes off the front; too few or too many are a malformed message."""
+    """Reader of bytes that rejects the message if there are too few or too many."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content

@@ -7,14 +7,14 @@ from split.protocol.tickets import Identity, Ticket
 
 @dataclass(frozen=True)
 class Invitation:
-    """Everything that a client needs to open a lane; it must reach nobody else.
+    """Everything that a client needs to open a lane. Keep it confidential.
 
     Attributes:
         address: Address of the block server, as host:port.
         suite: Suite of the key exchange.
-        server_key: The server's public key of this period.
+        server_key: The server's current public key.
         identity: Run, round and client that the lane is for.
-        ticket: Ticket for one lane.
+        ticket: Ticket with which the client opens the lane.
 
     """
 

@@ -1,8 +1,8 @@
-"""Derive a stream's keys from a handshake.
+"""Derivation of a stream's keys from a handshake.
 
-Everything enters every key: the fresh X25519 secret, the secret wrapped to the server's key, the
-ticket's secret, and the hash of the handshake's bytes so far. A party that lacks one of them, or
-saw other bytes, derives different keys.
+Each key depends on the ephemeral X25519 secret, the secret that was encrypted to the server's key,
+the ticket's secret, and the hash of the handshake's bytes so far. A party that lacks one of these
+secrets, or received different bytes, derives different keys.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ class LaneSecrets:
     """Secrets that both sides have after a handshake.
 
     Attributes:
-        up: AES-256 key of what the client sends.
-        down: AES-256 key of what the server sends.
+        up: AES-256 key from client to server.
+        down: AES-256 key from server to client.
         resumption: Ticket for the next stream of the lane.
 
     """
@@ -35,11 +35,11 @@ class LaneSecrets:
 
 
 class KeySchedule:
-    """HKDF-SHA-256 over a handshake's three secrets.
+    """HKDF-SHA-256 over the three secrets of a handshake.
 
     Args:
-        shared: The X25519 secret of the two fresh shares, 32 bytes.
-        wrapped: The secret that the client wrapped to the server's key, 32 bytes.
+        shared: X25519 secret of the two ephemeral shares, 32 bytes.
+        wrapped: The secret that the client encrypted to the server's key, 32 bytes.
         ticket: The ticket's secret, 32 bytes.
 
     """
@@ -52,15 +52,15 @@ class KeySchedule:
         return derive(secret=self._secrets, label=label, context=context, length=length)
 
     def server_finished(self, transcript: bytes) -> bytes:
-        """Return the server's MAC over M1 and M2 up to that MAC."""
+        """Return the server's MAC over M1 and M2, excluding the MAC itself."""
         return authenticate(self._derive(b"server finished", transcript, 32), transcript)
 
     def client_finished(self, transcript: bytes) -> bytes:
-        """Return the client's MAC over M1, M2, and M3 up to that MAC."""
+        """Return the client's MAC over M1, M2 and M3, excluding the MAC itself."""
         return authenticate(self._derive(b"client finished", transcript, 32), transcript)
 
     def secrets(self, transcript: bytes) -> LaneSecrets:
-        """Return the stream's keys from the whole handshake, M1, M2 and M3."""
+        """Return the stream's keys for the whole transcript: M1, M2 and M3."""
         return LaneSecrets(
             up=self._derive(b"up", transcript, 32),
             down=self._derive(b"down", transcript, 32),
@@ -72,11 +72,11 @@ class KeySchedule:
 
 
 def derive(secret: bytes, label: bytes, context: bytes, length: int) -> bytes:
-    """Derive a key: HKDF-SHA-256, the protocol as salt, label and context as info."""
+    """Derive a key with HKDF-SHA-256: salt is the protocol's name, info is label and context."""
     info = bytes([len(label)]) + label + context
     return HKDF(hashes.SHA256(), length, salt=_PROTOCOL, info=info).derive(secret)
 
 
 def authenticate(key: bytes, message: bytes) -> bytes:
-    """Return HMAC-SHA-256, 32 bytes."""
+    """Return the HMAC-SHA-256 of a message, 32 bytes."""
     return hmac.digest(key, message, "sha256")

@@ -1,7 +1,7 @@
-"""The server's key of a period, and the secret that clients wrap to it (FL-GLM section 3.2).
+"""The server's rotating key pair, and encryption of clients' secrets to it (FL-GLM section 3.2).
 
-The paper encrypts with RSA. ``rsa-3072`` keeps to that, with OAEP; the default
-``ml-kem-768-x25519`` is HPKE (RFC 9180) with a hybrid that a quantum computer does not open either.
+The paper uses RSA, as does ``rsa-3072``, with OAEP. The default ``ml-kem-768-x25519`` is HPKE
+(RFC 9180) with a hybrid KEM that is also secure against quantum computers.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _RSA_EXPONENT = 65537
 
 
 def known_suite(name: str) -> KeyExchange:
-    """Return the suite of a name.
+    """Return the suite with the given name.
 
     Raises:
         HandshakeError: There is no such suite.
@@ -49,21 +49,21 @@ def known_suite(name: str) -> KeyExchange:
 
 
 def key_identifier(suite: KeyExchange, public: bytes) -> bytes:
-    """Return the 32 bytes by which a handshake names a server's key."""
+    """Return the 32 bytes that identify a server's key in a handshake."""
     return hashlib.sha256(bytes([SUITE_NUMBERS[suite]]) + public).digest()
 
 
 def wrap(suite: KeyExchange, public: bytes, secret: bytes, context: bytes) -> bytes:
-    """Encrypt a secret so that only the server of a public key can read it.
+    """Encrypt a secret to a server's public key.
 
     Args:
         suite: Suite of the key.
-        public: The key, in the form of ``ServerKeys.public``.
+        public: The key, in the format of ``ServerKeys.public``.
         secret: 32 bytes.
-        context: Bytes before it in the message; the same bytes are needed to open it.
+        context: Preceding bytes of the message, which are also needed to decrypt the secret.
 
     Raises:
-        HandshakeError: The public key is not one of this suite.
+        HandshakeError: The public key does not belong to this suite.
 
     """
     try:
@@ -92,7 +92,7 @@ def _oaep(context: bytes) -> padding.OAEP:
 
 
 class _HybridKey:
-    """A period's ML-KEM-768 and X25519 key pair."""
+    """An ML-KEM-768 and X25519 key pair."""
 
     def __init__(self) -> None:
         kem, curve = mlkem.MLKEM768PrivateKey.generate(), x25519.X25519PrivateKey.generate()
@@ -104,7 +104,7 @@ class _HybridKey:
 
 
 class _RsaKey:
-    """A period's RSA key pair."""
+    """An RSA key pair."""
 
     def __init__(self) -> None:
         self._private = rsa.generate_private_key(_RSA_EXPONENT, _RSA_BITS)
@@ -117,10 +117,10 @@ class _RsaKey:
 
 
 class ServerKeys:
-    """The server's key pair of the current period; the private half is in memory only.
+    """The server's current key pair. The private key is in memory only.
 
     Args:
-        suite: The kind of key.
+        suite: Suite of the key exchange.
 
     """
 
@@ -130,35 +130,35 @@ class ServerKeys:
 
     @property
     def public(self) -> bytes:
-        """The public key: ML-KEM-768's 1,184 bytes and X25519's 32, or RSA's in DER (SPKI)."""
+        """Public key: 1,184 bytes for ML-KEM-768 and 32 for X25519, or RSA in DER (SPKI) format."""
         return self._key.public
 
     @property
     def identifier(self) -> bytes:
-        """The 32 bytes by which clients name it."""
+        """The 32 bytes that identify the public key in a handshake."""
         return key_identifier(self.suite, self.public)
 
     def rotate(self) -> None:
-        """Begin a new period: make a new key and forget the old one."""
+        """Generate a new key pair and discard the old one."""
         self._key = _RsaKey() if self.suite == "rsa-3072" else _HybridKey()
 
     def unwrap(self, identifier: bytes, wrapped: bytes, context: bytes) -> bytes:
-        """Open a secret that a client wrapped.
+        """Decrypt a secret that a client encrypted with ``wrap``.
 
         Args:
-            identifier: Identifier of the key that it was wrapped to.
-            wrapped: The wrapped secret, as returned by ``wrap``.
-            context: Bytes before it in the message.
+            identifier: Identifier of the key that the secret was encrypted to.
+            wrapped: The encrypted secret, as returned by ``wrap``.
+            context: Preceding bytes of the message.
 
         Returns:
             The secret, 32 bytes.
 
         Raises:
-            ServerKeyError: It is not the key of this period.
-            HandshakeError: It can't be opened, or was wrapped for another message.
+            ServerKeyError: The identifier is not that of the current key.
+            HandshakeError: The secret can't be decrypted, or was encrypted for another message.
 
         """
-        key = self._key  # once: another thread may rotate it meanwhile
+        key = self._key  # read once, because another thread may rotate the key
         if not secrets.compare_digest(identifier, key_identifier(self.suite, key.public)):
             raise refused(Refusal.SERVER_KEY)
         try:

@@ -1,9 +1,9 @@
-"""Frames as bytes and back: the safetensors format, and nothing that could run code.
+"""Serialisation of frames in the safetensors format, which cannot contain code.
 
-Written and read here without the safetensors library, because a hidden state should be copied once
-on its way out (converted straight into the buffer that is encrypted) and not at all on its way in,
-and because a description has to be judged before its data are there and before anything is
-allocated for them. Tests compare it with the library.
+This module does not use the safetensors library, for two reasons. Hidden states are copied only
+once when they are sent (converted directly into the buffer that is encrypted), and not at all when
+they are received. The header (here: description) is validated before its data arrive and before
+memory is allocated for them. Tests compare this implementation with the library.
 """
 
 import json
@@ -33,7 +33,7 @@ from split.protocol.frames import (
 )
 from split.protocol.quantisation import dequantise, quantise
 
-MAX_DESCRIPTION_BYTES = 2**20 - 8  # it has to lie in a frame's first record
+MAX_DESCRIPTION_BYTES = 2**20 - 8  # the description must fit in a frame's first record
 _MAX_DIMENSIONS = 8
 _ALIGNED = 64
 _LENGTH = struct.Struct("<Q")
@@ -59,16 +59,16 @@ class Entry:
     end: int
 
     def of(self, data: Tensor) -> Tensor:
-        """Return the tensor as a view of the data's bytes."""
+        """Return the tensor as a view of the data."""
         return data[self.begin : self.end].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
 class Description:
-    """Description of a payload, known before its data arrive.
+    """Description of a payload, which precedes the data of the tensors.
 
     Attributes:
-        start: Offset of the first tensor's data, in bytes.
+        start: Offset of the first tensor's data in bytes.
         entries: The tensors, in the order of their data.
         fields: The frame's fields.
 
@@ -85,12 +85,12 @@ class Description:
 
     @property
     def size(self) -> int:
-        """The whole payload in bytes."""
+        """Size of the whole payload in bytes."""
         return self.start + (self.entries[-1].end if self.entries else 0)
 
 
 def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
-    """Lay a frame's tensors out, those with the largest elements first so that all are aligned."""
+    """Return a frame's description. Tensors are sorted by element size, so that all are aligned."""
     wanted: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     for name, tensor in frame.tensors.items():
         shape = tuple(tensor.shape)
@@ -125,8 +125,8 @@ def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
     if frame.fields:
         content[METADATA] = {name: json.dumps(value) for name, value in frame.fields.items()}
     text = json.dumps(content, separators=(",", ":")).encode()
-    # The rounding of matrix products depends on the alignment of their operands. Padding makes
-    # it independent of the fields, so that a frame sent again gives the same result.
+    # The rounding of matrix products depends on the alignment of the operands. Padding makes the
+    # alignment independent of the fields, so that a frame that is sent again gives equal results.
     text += b" " * (-(len(text) + _LENGTH.size) % (_ALIGNED if entries else 8))
     if len(text) > MAX_DESCRIPTION_BYTES:
         raise FrameError(f"a frame with {len(entries)} tensors has too long a description")
@@ -135,16 +135,16 @@ def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
 
 
 def read_description(content: memoryview, size: int, kind: Kind, limits: Limits) -> Description:
-    """Parse and check the front of a payload.
+    """Parse and check the description at the beginning of a payload.
 
     Args:
-        content: As much of the payload as has arrived.
-        size: Length of the whole payload in bytes.
+        content: The part of the payload that has arrived.
+        size: Size of the whole payload in bytes.
         kind: Kind of the frame.
         limits: Limits of the lane.
 
     Raises:
-        FrameError: The payload is not safetensors, or not what the lane allows.
+        FrameError: The payload is not in safetensors format, or not allowed on the lane.
 
     """
     if len(content) < _LENGTH.size:
@@ -162,7 +162,7 @@ def read_description(content: memoryview, size: int, kind: Kind, limits: Limits)
         fields = {name: json.loads(text) for name, text in parsed.pop(METADATA, {}).items()}
         entries = sorted((_entry(*item) for item in parsed.items()), key=lambda entry: entry.begin)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        # Without the cause: it has the payload's text with it.
+        # Don't chain the cause, because it contains text of the payload.
         raise FrameError("a payload's description is malformed") from None
     check_fields(fields)
     description = Description(start, tuple(entries), fields)
@@ -178,7 +178,7 @@ def read_description(content: memoryview, size: int, kind: Kind, limits: Limits)
 
 
 def _entry(name: str, item: Mapping[str, Any]) -> Entry:
-    """Parse one tensor's description; any exception means that it is malformed."""
+    """Parse the description of a tensor. Any exception means that it is malformed."""
     check_name(name)
     if item.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError
@@ -201,18 +201,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(_: str) -> None:
-    raise ValueError  # JSON has no NaN, but Python's reader does
+    raise ValueError  # JSON has no NaN, but Python's parser accepts it
 
 
 class Outgoing:
-    """A frame on its way out: described and checked at once, written later in another thread.
+    """An outgoing frame, which is checked on creation and serialised later in another thread.
 
     Args:
-        frame: The frame; its tensors must not change until it is written.
+        frame: The frame. Its tensors must not change until it is written.
         limits: Limits of the lane.
 
     Raises:
-        FrameError: The frame is not one that the lane allows.
+        FrameError: The frame is not allowed on the lane.
 
     """
 
@@ -227,12 +227,12 @@ class Outgoing:
 
     @property
     def size(self) -> int:
-        """The payload in bytes."""
+        """Size of the payload in bytes."""
         return self._description.size
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that the frame takes until it is written for the last time."""
+        """Memory that the frame occupies while it is kept."""
         return max(self.size, self.frame.tensor_bytes) + self.frame.overhead_bytes
 
     def write(self) -> memoryview:
@@ -265,17 +265,17 @@ class Outgoing:
 def read(
     description: Description, buffer: Tensor, kind: Kind, step: int, micro_batch: int
 ) -> Frame:
-    """Return the frame of a whole payload; its tensors are views of the payload where they can be.
+    """Return the frame of a complete payload. Its tensors are views of the payload if possible.
 
     Args:
         description: Description of this payload.
-        buffer: The payload, bytes of shape (size,).
+        buffer: The payload, uint8 of shape (size,).
         kind: Kind of the frame.
         step: Step of the frame.
         micro_batch: Micro-batch of the frame.
 
     Raises:
-        FrameError: A tensor has a number that is not finite, or lengths don't fit.
+        FrameError: A tensor has a number that is not finite, or the row lengths are invalid.
 
     """
     data = buffer[description.start :]
@@ -294,7 +294,7 @@ def read(
 
 def _check_finite(tensor: Tensor, name: str) -> None:
     if tensor.is_floating_point() and tensor.numel():
-        # The minimum and maximum are NaN if any element is: one pass, without a mask.
+        # Minimum and maximum are NaN if any element is NaN. This needs one pass and no mask.
         least, most = (float(bound) for bound in torch.aminmax(tensor))
         if not (math.isfinite(least) and math.isfinite(most)):
             raise FrameError(f"{name!r} has NaN or infinite numbers")

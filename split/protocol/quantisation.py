@@ -1,11 +1,11 @@
-"""Hidden states and gradients as int8, with a scale per token (``split.wire-dtype = "int8"``)."""
+"""Quantisation to int8 with one scale per token (``split.wire-dtype = "int8"``)."""
 
 import torch
 from torch import Tensor
 
 from split.protocol.errors import FrameError
 
-# So that 127 and -128 times a scale are still finite.
+# 127 and -128 times this scale are finite.
 _LARGEST_SCALE = torch.finfo(torch.float32).max / 128
 
 
@@ -16,19 +16,19 @@ def _check_scales(scales: Tensor, name: str) -> None:
 
 
 def quantise(tensor: Tensor, integers: Tensor, scales: Tensor, name: str) -> None:
-    """Round each token's numbers to a 127th of the largest of them.
+    """Round the numbers of each token to multiples of the largest absolute value divided by 127.
 
     Args:
         tensor: (rows, columns, hidden).
         integers: Output, int8 of the same shape.
         scales: Output, float32 of shape (rows, columns).
-        name: Name of the tensor, for errors.
+        name: Name of the tensor for error messages.
 
     """
     numbers = tensor.float()
-    # Along a dimension, aminmax is many times slower than the two of them.
+    # Along a dimension, aminmax is many times slower than amax and amin.
     largest = torch.maximum(numbers.amax(-1), -numbers.amin(-1))
-    # A token of zeros, or of numbers near float32's smallest, has no scale to divide by.
+    # Avoid a division by 0 if all numbers of a token are 0 or close to the smallest float32.
     scale = (largest / 127).clamp_(min=torch.finfo(torch.float32).tiny)
     scales.copy_(scale)
     _check_scales(scales, name)
@@ -38,4 +38,4 @@ def quantise(tensor: Tensor, integers: Tensor, scales: Tensor, name: str) -> Non
 def dequantise(integers: Tensor, scales: Tensor, name: str) -> Tensor:
     """Return float32 numbers of shape (rows, columns, hidden)."""
     _check_scales(scales, name)
-    return integers.float().mul_(scales.unsqueeze(-1))  # mixed types in one step are slow
+    return integers.float().mul_(scales.unsqueeze(-1))  # multiplying mixed types is slow

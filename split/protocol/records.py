@@ -1,10 +1,10 @@
-"""Frames divided into records, and each record encrypted by itself.
+"""Division of frames into records, each of which is encrypted separately.
 
-A record is a header of 32 bytes, at most 1 MiB of payload under AES-256-GCM, and the tag of 16
-bytes; the header is authenticated with it. The nonce is the header's counter, which begins at 0 in
-each direction and has to come without a gap: a record that was lost, repeated, moved or altered, or
-comes from another lane or direction, doesn't decrypt as the one that is due. Anybody on the way can
-cause that, so it is told apart from a record that the other end may not send.
+A record consists of a header of 32 bytes, at most 1 MiB of payload encrypted with AES-256-GCM, and
+the tag of 16 bytes. The header is authenticated as associated data. The nonce is the counter in the
+header, which starts at 0 in each direction and increases by 1. A record that was lost, repeated,
+reordered or altered, or is from another lane or direction, therefore fails to decrypt. Anyone on
+the network can cause this, so its error differs from that of a record that is not allowed.
 """
 
 import struct
@@ -29,22 +29,22 @@ _FINAL = 1
 _HEADER = struct.Struct(">BBBxIIIQQ")
 HEADER_BYTES = _HEADER.size
 MAX_RECORD_BYTES = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
-# 2³⁴ blocks under one key: an adversary's advantage against AES-GCM stays below 2⁻⁶⁰.
+# 2³⁴ AES blocks per key keep an adversary's advantage against AES-GCM below 2⁻⁶⁰.
 MAX_BYTES = 2**38
 
 
 @dataclass(frozen=True)
 class RecordHeader:
-    """The header of a record, in the clear and authenticated.
+    """The header of a record, which is authenticated but not encrypted.
 
     Attributes:
         kind: Kind of the frame.
         final: Whether the frame ends with this record.
         step: Step of the frame.
         micro_batch: Micro-batch of the frame.
-        acknowledged: Frames that the sender has received over the whole lane, below 2³².
-        counter: Number of the record, in its direction of the stream.
-        total: Payload of the whole frame in bytes.
+        acknowledged: Number of frames that the sender has received over the lane, below 2³².
+        counter: Index of the record in its direction of the stream.
+        total: Payload size of the whole frame in bytes.
 
     """
 
@@ -71,10 +71,10 @@ class RecordHeader:
 
 
 class Sealer:
-    """Encrypts one direction of a lane.
+    """Encryption of one direction of a stream.
 
     Args:
-        key: AES-256 key, used for nothing else.
+        key: AES-256 key, which must not be used for anything else.
 
     Attributes:
         seconds: Time spent on encryption.
@@ -85,7 +85,7 @@ class Sealer:
         self._cipher = AESGCM(key)
         self._counter = 0
         self._left = MAX_BYTES
-        self._scratch = bytearray()  # as large as the largest record so far
+        self._scratch = bytearray()  # buffer of the size of the largest record so far
         self.seconds = 0.0
 
     def seal(
@@ -94,7 +94,7 @@ class Sealer:
         """Yield the records of a frame's payload in order.
 
         Raises:
-            LaneCutError: The key has encrypted as much as it may; the lane needs a new stream.
+            LaneCutError: The key has reached its limit of bytes; the lane needs a new stream.
 
         """
         total = len(content)
@@ -122,23 +122,23 @@ class Sealer:
             nonce = _nonce(self._counter)
             self._counter += 1
             self._cipher.encrypt_into(nonce, piece, header, scratch[HEADER_BYTES:])
-            record = bytes(scratch)  # gRPC takes nothing else
+            record = bytes(scratch)  # gRPC requires bytes
             self.seconds += time.perf_counter() - started
             yield record
 
 
 class Opener:
-    """Decrypts one direction of a lane and puts its frames together.
+    """Decryption of one direction of a stream, and reassembly of its frames.
 
     Args:
         key: AES-256 key of that direction.
-        limits: Limits of what the other side may send.
+        limits: Limits on the frames of the other side.
 
     Attributes:
-        acknowledged: Frames that the other side has received, by the last record's header.
-        frame_bytes: Payload of the last record's frame.
-        seconds_crypto: Spent on decryption.
-        seconds_serialisation: Spent on reading payloads.
+        acknowledged: Number of frames that the other side has received, from the last header.
+        frame_bytes: Payload size of the last record's frame.
+        seconds_crypto: Time spent on decryption.
+        seconds_serialisation: Time spent on reading payloads.
 
     """
 
@@ -154,18 +154,18 @@ class Opener:
 
     @property
     def mid_frame(self) -> bool:
-        """Whether the last frame is not complete."""
+        """Whether the last frame is incomplete."""
         return self._partial is not None
 
     def open(self, record: bytes) -> Frame | None:
-        """Decrypt the next record; return the frame that it completes, if it does.
+        """Decrypt the next record; return the frame if the record completes it, otherwise None.
 
-        The opener can't be used after an error.
+        Do not use the object after an error.
 
         Raises:
-            AlteredRecordError: It was altered, repeated, moved or left out, or belongs to another
-                lane.
-            FrameError: The other end has sent it, but the frame is not one that the lane allows.
+            AlteredRecordError: The record was altered, repeated, reordered or omitted, or belongs
+                to another lane.
+            FrameError: The other side sent the record, but the frame is not allowed.
 
         """
         size = len(record) - HEADER_BYTES - TAG_BYTES
@@ -174,13 +174,13 @@ class Opener:
         try:
             header = self._header(record, size)
         except FrameError:
-            # The other end is to blame only if it has encrypted that. No more than the record's
-            # own bytes is allocated.
+            # Raise this error only if the other side encrypted this record; otherwise _decrypt
+            # raises. Allocate no more memory than the record has.
             self._decrypt(record, memoryview(bytearray(size)))
             raise
         partial = self._partial
         if partial is None:
-            # Nothing about the frame is known for certain yet: take only what this record needs.
+            # The header is not authenticated yet, so allocate memory for this record only.
             buffer = torch.empty(size, dtype=torch.uint8)
             self._decrypt(record, buffer.numpy().data)
             started = time.perf_counter()
@@ -215,11 +215,11 @@ class Opener:
         return frame
 
     def drop(self) -> None:
-        """Forget the frame that is not complete: no more records come."""
+        """Discard an incomplete frame, because no more records will arrive."""
         self._partial = None
 
     def _header(self, record: bytes, size: int) -> RecordHeader:
-        """Parse a record's header and compare it with what has to come now."""
+        """Parse a record's header and check that it is expected now."""
         version, number, flags, step, micro_batch, acknowledged, counter, total = (
             _HEADER.unpack_from(record)
         )
@@ -256,7 +256,7 @@ class Opener:
         return header
 
     def _decrypt(self, record: bytes, target: memoryview) -> None:
-        """Decrypt a record as the one that is due, whatever number its header has."""
+        """Decrypt a record with the expected counter, whatever counter its header has."""
         started = time.perf_counter()
         try:
             self._cipher.decrypt_into(
@@ -275,7 +275,7 @@ class Opener:
 
 
 class _Partial:
-    """A frame whose first records have arrived."""
+    """A frame of which some records have arrived."""
 
     def __init__(
         self, header: RecordHeader, description: Description, first: torch.Tensor, received: int

@@ -1,4 +1,4 @@
-"""The invitation with which a client may use a served model until it expires."""
+"""Invitations to use a served model until they expire."""
 
 from typing import Annotated, Literal
 
@@ -17,14 +17,14 @@ from split.protocol.keys import KeyExchange
 from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, SECRET_BYTES, Identity, Ticket
 from split.settings import SplitSettings
 
-_ROUND = 0  # of every lane that is opened with such an invitation
+_ROUND = 0  # round number of all lanes opened with a standing invitation
 
 _Name = Annotated[str, Field(min_length=1, max_length=NAME_BYTES)]
 _Count = Annotated[int, Field(ge=0)]
 
 
 class StandingInvitation(BaseModel):
-    """Everything that a client needs to use a served model. Its secret is for nobody else.
+    """Everything that a client needs to use a served model. Keep its secret confidential.
 
     Attributes:
         address: Address of the block server, as host:port.
@@ -34,17 +34,17 @@ class StandingInvitation(BaseModel):
         client: The client that is invited.
         ticket: Identifier of a standing ticket.
         secret: Secret of that ticket.
-        expires: When the invitation expires; it also ends with the server.
-        model: The server's name for the base model.
-        digests: Digests of the base model's tensors, as far as the server has those that the client
-            needs.
+        expires: Time of expiry. The invitation also becomes invalid when the server stops.
+        model: Name of the base model at the server.
+        digests: Digests of the base model's tensors that the client needs, as far as the server has
+            them.
         blocks: Number of blocks of the whole model.
-        head_blocks: Number of first blocks, which are at the client.
-        tail_blocks: Number of last blocks, which are at the client.
+        head_blocks: Number of blocks at the client after the embedding.
+        tail_blocks: Number of blocks at the client before the output head.
         wire_dtype: Data type of hidden states on the network.
         max_tokens: Maximum padded tokens of a batch of prompts and answers.
         max_prompt_length: Tokens of the longest prompt.
-        models: Digest of the body's adapters by the name of the model; see ``body_digest``.
+        models: Digest of the body adapters by name of the model; see ``body_digest``.
 
     """
 
@@ -85,7 +85,7 @@ class StandingInvitation(BaseModel):
 
     @property
     def lane(self) -> Invitation:
-        """The invitation to open a lane with."""
+        """The invitation with which the client opens a lane."""
         identity = Identity(self.run, _ROUND, self.client)
         ticket = Ticket(self.ticket, self.secret)
         return Invitation(

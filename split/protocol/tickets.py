@@ -1,14 +1,14 @@
-"""Tickets: the right to open a lane.
+"""Tickets, which authorise a client to open a lane.
 
-A ticket travels to its client over a channel that is secret already. On a lane's wire only its
-identifier is seen; its secret keys the first message's MAC and enters the stream's keys. Most open
-one lane. A standing one opens any number until it expires; their keys differ even so, because each
-handshake has fresh shares and a fresh wrapped secret.
+A ticket is sent to its client over an existing confidential channel. The lane transmits only its
+identifier. Its secret is the key of the first message's MAC and an input to the stream's keys. Most
+tickets open one lane. A standing ticket opens any number of lanes until it expires. Their keys
+differ, because each handshake has new key shares and a new encrypted secret.
 
-Each handshake also yields a *resumption ticket*, for the next stream of the same lane. A client
-uses the one of the last stream that the server has confirmed to it. A confirmation may get lost, so
-all tickets of a lane stay good until the client's first record over one of its streams has been
-opened; from then on only that stream's own is.
+Each handshake also yields a *resumption ticket* for the next stream of the same lane. A client uses
+the resumption ticket of the last stream that the server has confirmed. A confirmation may be lost.
+Therefore, all tickets of a lane remain valid until the server has decrypted the client's first
+record of one of the streams; then only the resumption ticket of that stream is valid.
 """
 
 import secrets
@@ -21,10 +21,10 @@ from split.protocol.errors import Refusal, refused
 
 IDENTIFIER_BYTES = 16
 SECRET_BYTES = 32
-NAME_BYTES = 255  # longest run or node, in UTF-8
-# How long a ticket that can't be used any more is still refused by name.
+NAME_BYTES = 255  # maximum length of run or node, in UTF-8
+# How long an expired ticket is remembered, so that the refusal states the exact reason.
 _REMEMBERED_SECONDS = 3600.0
-# Making one of a ticket's first messages takes its secret.
+# Only the owner of a ticket's secret can produce such messages, so that small limits suffice.
 _REMEMBERED_HELLOS = 64
 _REMEMBERED_HELLOS_OF_STANDING = 2**14
 _TICKETS_OF_A_LANE = 8
@@ -33,7 +33,7 @@ _LANES_OF_A_STANDING_TICKET = 64
 
 @dataclass(frozen=True)
 class Identity:
-    """Run, round and client of a lane; verified by both sides when the handshake is finished.
+    """Run, round and client of a lane, which the handshake verifies on both sides.
 
     Attributes:
         run: Identifier of the run, 1 to 255 bytes of UTF-8.
@@ -56,11 +56,11 @@ class Identity:
 
 @dataclass(frozen=True)
 class Ticket:
-    """The right to open a lane.
+    """Authorisation to open a lane.
 
     Attributes:
-        identifier: 16 bytes, seen on the wire.
-        secret: 32 bytes, never seen on a lane's wire.
+        identifier: 16 bytes, visible on the network.
+        secret: 32 bytes, never sent over a lane.
 
     """
 
@@ -79,33 +79,33 @@ class _Entry:
     identity: Identity
     secret: bytes = field(repr=False)
     expires: float
-    lane: bytes | None  # that it opens a stream of; None for a standing ticket
-    issued: bool = True  # by the server; a resumption ticket isn't
+    lane: bytes | None  # lane of the streams that it opens; None for a standing ticket
+    issued: bool = True  # False for a resumption ticket
     used: bool = False
     lanes: deque[bytes] = field(default_factory=deque)  # a standing ticket's lanes, oldest first
     hellos: dict[bytes, None] = field(default_factory=dict)  # oldest first
 
 
 class TicketBook:
-    """The server's tickets. Callers serialise access with a lock of their own.
+    """The server's tickets. Not thread-safe; callers must hold a lock.
 
     Args:
-        clock: Seconds that never go backwards.
+        clock: Monotonic clock in seconds.
 
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: dict[bytes, _Entry] = {}
-        self._tickets_of: dict[bytes, list[bytes]] = {}  # by lane; those still good, oldest first
+        self._tickets_of: dict[bytes, list[bytes]] = {}  # valid tickets by lane, oldest first
 
     def issue(self, identity: Identity, lifetime: float, standing: bool = False) -> Ticket:
-        """Make a new ticket.
+        """Issue a new ticket.
 
         Args:
-            identity: Identity that it is for.
-            lifetime: Seconds until it expires.
-            standing: Whether it opens any number of lanes until then, instead of one.
+            identity: Run, round and client of its lanes.
+            lifetime: Seconds until the ticket expires.
+            standing: Whether the ticket opens any number of lanes instead of one.
 
         """
         self._forget()
@@ -120,24 +120,24 @@ class TicketBook:
         return ticket
 
     def find(self, identifier: bytes) -> tuple[Ticket, Identity]:
-        """Look up a ticket that has been presented; it isn't spent by that.
+        """Look up a ticket by its identifier, without using it up.
 
         Raises:
-            TicketError: It is unknown, expired or used.
+            TicketError: The ticket is unknown, expired or used.
 
         """
         entry = self._valid(identifier)
         return Ticket(identifier, entry.secret), entry.identity
 
     def note_hello(self, identifier: bytes, mac: bytes) -> None:
-        """Remember a handshake's first message, so that an eavesdropper can't use it again.
+        """Record the first message of a handshake, so that an eavesdropper can't replay it.
 
         Args:
             identifier: Identifier of the ticket.
-            mac: The message's, which has been verified.
+            mac: MAC of the message, already verified.
 
         Raises:
-            LaneBusyError: It has come before. The ticket is still good for another one.
+            LaneBusyError: The message was received before. The ticket remains valid.
             TicketError: The ticket is unknown, expired or used.
 
         """
@@ -150,14 +150,14 @@ class TicketBook:
             del entry.hellos[next(iter(entry.hellos))]
 
     def accept(self, identifier: bytes, resumption: Ticket) -> bytes:
-        """Note a finished handshake, whose stream's ticket is good from now on.
+        """Record a finished handshake, and add the resumption ticket of its stream.
 
         Args:
-            identifier: Identifier of the ticket that was used; it stays good.
-            resumption: The new stream's own.
+            identifier: Identifier of the ticket that was presented; it remains valid.
+            resumption: Resumption ticket of the new stream.
 
         Returns:
-            The lane that the stream belongs to: a new one with a standing ticket.
+            Identifier of the stream's lane; a standing ticket creates a new lane.
 
         Raises:
             TicketError: The ticket is unknown, expired or used.
@@ -179,7 +179,7 @@ class TicketBook:
             if len(used.lanes) > _LANES_OF_A_STANDING_TICKET:
                 self.close(used.lanes.popleft())
         tickets = self._tickets_of[lane]
-        if used.lane:  # a client keeps using it until it learns of a newer one
+        if used.lane:  # the client presents the same ticket until the server confirms a stream
             tickets.remove(identifier)
             tickets.append(identifier)
         while len(tickets) > _TICKETS_OF_A_LANE:
@@ -187,14 +187,14 @@ class TicketBook:
         return lane
 
     def confirm(self, lane: bytes, resumption: bytes) -> None:
-        """Spend all of a lane's tickets but one: the client's first record has been opened.
+        """Invalidate all other tickets of a lane after the client's first record on a stream.
 
         Args:
-            lane: As ``accept`` returned it.
-            resumption: Identifier of the confirmed stream's own ticket.
+            lane: Identifier of the lane, as returned by ``accept``.
+            resumption: Identifier of the confirmed stream's resumption ticket.
 
         Raises:
-            TicketError: It is no longer good: the client has confirmed a newer stream.
+            TicketError: The ticket is no longer valid, because a newer stream was confirmed.
 
         """
         self._valid(resumption)
@@ -204,7 +204,7 @@ class TicketBook:
         self._tickets_of[lane] = [resumption]
 
     def close(self, lane: bytes) -> None:
-        """Forget a lane: none of its tickets is good any more."""
+        """Remove a lane, and invalidate all its tickets."""
         for identifier in self._tickets_of.pop(lane, []):
             self._spend(identifier)
 
@@ -219,7 +219,7 @@ class TicketBook:
             del self._entries[identifier]
             return
         entry.used = True
-        entry.secret = bytes(SECRET_BYTES)  # nobody needs it again
+        entry.secret = bytes(SECRET_BYTES)  # no longer needed
 
     def _valid(self, identifier: bytes) -> _Entry:
         entry = self._entries.get(identifier)
@@ -232,7 +232,7 @@ class TicketBook:
         return entry
 
     def _forget(self) -> None:
-        """Drop what expired long ago, so that a long run's book does not grow."""
+        """Remove tickets that expired long ago, to limit memory in long runs."""
         before = self._clock() - _REMEMBERED_SECONDS
         old = [key for key, entry in self._entries.items() if entry.expires < before]
         for key in old:

@@ -1,7 +1,7 @@
-"""The states of a client's round of training at the server: a frame in, an event out.
+"""The server's state machine for a client's round of training, which converts frames to events.
 
-Every count that a client sends is bounded by the run's configuration and its number of examples,
-and every frame by what has come before it. A frame that may not come now is a ``ProtocolError``.
+The configuration and the client's number of examples limit all counts that the client sends. Each
+frame must be consistent with earlier frames; others raise ``ProtocolError``.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ import torch
 from split.protocol.errors import ProtocolError
 from split.protocol.frames import Frame, Kind, Padding, check_size, hidden_of, whole_number
 
-# Squared, and small enough for a finite sum over all clients.
+# Maximum of a squared norm, small enough for a finite sum over all clients.
 _LARGEST_NORM = 1e30
 
 
@@ -21,11 +21,11 @@ class RoundPlan:
     """A client's round of training.
 
     Attributes:
-        steps: Optimizer steps in the round.
-        first_step: Optimizer steps of the client's earlier rounds.
-        total_steps: Optimizer steps of all rounds of the run.
+        steps: Number of optimizer steps in the round.
+        first_step: Number of optimizer steps in the client's earlier rounds.
+        total_steps: Number of optimizer steps in all rounds of the run.
         seed: Seed of the client's training in the round.
-        wants_gradient: Whether the client's head has anything to train.
+        wants_gradient: Whether the client's head has trainable weights.
 
     """
 
@@ -38,15 +38,15 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class RoundLimits:
-    """Limits that all clients of a round share.
+    """Limits that apply to every client of a round.
 
     Attributes:
-        window: Micro-batches of a client that may be in flight at once.
-        activation_budget: Padded tokens whose activations may exist at once.
-        lanes: How many clients share that budget.
-        columns_before: Columns that a prefix takes before each row's tokens.
-        micro_batches: Most micro-batches of a client's step.
-        rows: Most rows of all micro-batches of a client's step.
+        window: Maximum number of micro-batches of a client in flight.
+        activation_budget: Maximum padded tokens whose activations are in memory at once.
+        lanes: Number of clients that share the activation budget.
+        columns_before: Number of prefix positions before the tokens of each row.
+        micro_batches: Maximum number of micro-batches in a step of a client.
+        rows: Maximum number of rows of all micro-batches in a step of a client.
 
     """
 
@@ -61,10 +61,10 @@ class RoundLimits:
         """Return how many micro-batches of a client may be in flight at once.
 
         Args:
-            longest: Padded tokens of its largest micro-batch, prefixes included.
+            longest: Padded tokens of the client's largest micro-batch, prefixes included.
 
         Raises:
-            ProtocolError: Not even one micro-batch fits into the budget.
+            ProtocolError: The largest micro-batch exceeds the activation budget.
 
         """
         if longest > self.activation_budget:
@@ -78,17 +78,17 @@ class RoundLimits:
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """A micro-batch after its client's head, and the counts that came with it.
+    """A micro-batch after the client's head, and the counts that were sent with it.
 
     Attributes:
         step: Step of the round, counted from 0.
-        index: Micro-batch in the step.
+        index: Index of the micro-batch in the step.
         hidden: (rows, columns, hidden).
         padding: Padding of the rows.
-        columns_before: Columns that a prefix takes before each row's tokens.
-        targets: Tokens that the client predicts in the micro-batch.
-        step_targets: Tokens that it predicts in the whole step.
-        micro_batches: Micro-batches of the client's step.
+        columns_before: Number of prefix positions before the tokens of each row.
+        targets: Number of predicted tokens in the micro-batch.
+        step_targets: Number of predicted tokens in the whole step.
+        micro_batches: Number of micro-batches in the step.
 
     """
 
@@ -103,18 +103,18 @@ class HeadOutput:
 
     @property
     def padded_tokens(self) -> int:
-        """Rows × columns."""
+        """Number of tokens including padding: rows × columns."""
         return self.hidden.shape[0] * self.hidden.shape[1]
 
     @property
     def budget_tokens(self) -> int:
-        """Padded tokens, prefixes included: what it takes of the activation budget."""
+        """Padded tokens taken from the activation budget, prefixes included."""
         return self.padded_tokens + self.hidden.shape[0] * self.columns_before
 
 
 @dataclass(frozen=True)
 class OutputGradient:
-    """The gradient of a micro-batch's output, (rows, columns, hidden)."""
+    """The gradient of the loss for a micro-batch's output, (rows, columns, hidden)."""
 
     step: int
     index: int
@@ -141,7 +141,7 @@ Event = HeadOutput | OutputGradient | StepEnd | AverageRequest
 
 
 class State(Enum):
-    """Named after the frames that may come next."""
+    """State of a round; the values describe the frames that may come next."""
 
     JOINING = "JOIN"
     BETWEEN_STEPS = "the first micro-batch of a step, AVERAGE, or END"
@@ -150,18 +150,18 @@ class State(Enum):
 
 
 class TrainingRound:
-    """Checks a client's frames. Callers serialise ``receive``; ``answered`` is set by any thread.
+    """State machine that checks a client's frames. Calls of ``receive`` must be serialised.
 
     Args:
-        largest: The largest plan that the client may join with.
+        largest: The largest plan with which the client may join.
         limits: Limits of the round.
 
     Attributes:
-        state: The frames that may come next.
-        plan: Plan with which the client has joined.
-        credits: How many of its micro-batches may be in flight.
-        answered: Micro-batches of the step whose output was sent.
-        returned: Micro-batches of the step whose gradient has come.
+        state: State, which determines the frames that may come next.
+        plan: Plan with which the client has joined; before that, the largest plan.
+        credits: Maximum number of the client's micro-batches in flight.
+        answered: Number of micro-batches of the step whose output was sent; set by any thread.
+        returned: Number of micro-batches of the step whose gradient has arrived.
 
     """
 
@@ -181,8 +181,8 @@ class TrainingRound:
         """Check the client's first frame.
 
         Raises:
-            ProtocolError: It is not JOIN, or a number is larger than the client's number of
-                examples implies.
+            ProtocolError: The frame is not ``JOIN``, or a number is larger than the client's number
+                of examples allows.
 
         """
         if frame.kind is not Kind.JOIN:
@@ -212,15 +212,15 @@ class TrainingRound:
                 f"first_step = {plan.first_step} and total_steps = {plan.total_steps} are not "
                 f"those of a run with {plan.steps} steps in every round"
             )
-        # The body's learning rate must not follow what a client says.
+        # The body's learning rate must not depend on numbers that a client reports.
         self.plan = replace(plan, first_step=largest.first_step, total_steps=largest.total_steps)
         self.state = State.BETWEEN_STEPS
 
     def receive(self, frame: Frame) -> Event | None:
-        """Check the next frame; return what it asks for, or None if it is END.
+        """Check the next frame; return its event, or None for ``END``.
 
         Raises:
-            ProtocolError: It may not come now, or contradicts what has come before.
+            ProtocolError: The frame is not allowed now, or contradicts earlier frames.
 
         """
         if frame.kind is Kind.END:
@@ -270,7 +270,7 @@ class TrainingRound:
         return output
 
     def _count(self, output: HeadOutput) -> None:
-        """Check the counts of the next micro-batch, and add them to the step's."""
+        """Check the counts of the next micro-batch, and add them to those of the step."""
         limits, index = self._limits, output.index
         announced = (output.step_targets, output.micro_batches)
         size = output.budget_tokens
@@ -296,8 +296,8 @@ class TrainingRound:
                 f"a step of {self._rows} rows came; train.batch-size × train.accumulation allow "
                 f"{limits.rows}"
             )
-        # The sum is known for certain only with the last micro-batch; until then no more than
-        # this can be still to come.
+        # The number of targets can be verified only with the last micro-batch. Until then, check it
+        # against the maximum number of targets in the remaining micro-batches.
         to_come = (output.micro_batches - index - 1) * self._longest
         if not self._targets <= output.step_targets <= self._targets + to_come:
             raise ProtocolError(

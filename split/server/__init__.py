@@ -1,1 +1,1 @@
-"""The block server: sessions, the compute thread, stacks and schedules."""
+"""The block server: sessions, the compute thread, stacked micro-batches and schedules."""

@@ -1,4 +1,4 @@
-"""The block server: holds the body, with which invited clients train and evaluate models."""
+"""The block server, which computes the body for clients that train and evaluate models."""
 
 import itertools
 import threading
@@ -24,15 +24,15 @@ from split.server.session import Account
 from split.server.training_session import TrainingSession
 from split.settings import SplitSettings
 
-# Permission of an invitation, to train or to evaluate models, and its lifetime in seconds.
+# What an invitation permits (to train or to evaluate models), and its lifetime in seconds.
 Grant = tuple[RoundPlan | Models, float]
 
-# A lane ends only after its current job.
+# Time limit for lanes to end. A lane can only end after its current job.
 _END_SECONDS = 600.0
 
 
 class BlockServer:
-    """Holds the body for a whole run. Its methods are called from one thread.
+    """Server of the body for a whole run. Call its methods from one thread only.
 
     Args:
         body: The frozen blocks.
@@ -44,13 +44,13 @@ class BlockServer:
         rounds: Number of rounds of the run.
         longest: Padded tokens of the largest micro-batch that any client may send, prefixes
             included.
-        columns: Tokens of the longest row that a client may train on, or evaluate.
-        minimum: Number of clients that must join for a round that they begin together.
-        max_cached_tokens: Padded tokens of the largest batch of texts that a client may generate;
-            they are taken from the activation budget.
+        columns: Tokens of the longest row that a client may train on or evaluate.
+        minimum: Minimum number of clients in a round that clients begin together.
+        max_cached_tokens: Padded tokens of the largest batch for which a client may generate text.
+            They count towards the activation budget.
 
     Raises:
-        OSError: The address in ``split.listen`` can't be listened on.
+        OSError: The server can't listen on the address in ``split.listen``.
 
     """
 
@@ -123,11 +123,11 @@ class BlockServer:
         """Prepare for a round of training.
 
         Args:
-            examples: Numbers of training examples of the clients that will be invited, by name.
-                They are the clients' weights in averages.
-            seed: Seed of everything that the clients train together in this round.
-            own: Adapters of heads and tails with which the clients begin; None for the initial
-                ones. Averages within the round compare what they hand in with them.
+            examples: Number of training examples of each client that will be invited, by name; its
+                weight in averages.
+            seed: Seed of the round for everything that clients train together.
+            own: Adapters of head and tail with which the clients begin; None for the initial
+                adapters. Averages within the round compare the clients' adapters with them.
 
         """
         self._examples = dict(examples)
@@ -151,8 +151,8 @@ class BlockServer:
             round_number: Number of the round, from 1.
             seed: Seed of the client's training in this round.
             lifetime: Seconds for which the ticket is valid.
-            examples: Number of its training examples, which bounds its steps; None if it is the
-                client's weight in averages.
+            examples: Number of training examples, which limits the number of steps; None for the
+                number that was passed to ``begin_round``.
 
         """
         plan = largest_plan(
@@ -171,9 +171,9 @@ class BlockServer:
 
         Args:
             client: Name of the client.
-            round_number: Number of the round after which the models are evaluated; 0 is before the
-                first.
-            models: Adapters of the body by the name of the model; None for no adapter.
+            round_number: Number of the round after which the models are evaluated; 0 for before
+                the first round.
+            models: Body adapters by name of the model; None for a model without adapters.
             lifetime: Seconds for which the ticket is valid.
 
         """
@@ -181,11 +181,11 @@ class BlockServer:
         return self._invite(identity, models, lifetime)
 
     def mark_absent(self, client: str) -> None:
-        """Stop waiting for a client that won't start the round."""
+        """Stop waiting for a client that will not start the round."""
         self._schedule.mark_absent(client)
 
     def progress(self) -> list[tuple[str, int, int, int]]:
-        """Return client, finished steps, planned steps and padded tokens of each training lane."""
+        """Return (client, finished steps, planned steps, padded tokens) of each training lane."""
         with self._changed:
             training = [each for each in self._open if isinstance(each, TrainingSession)]
         return sorted(
@@ -194,7 +194,7 @@ class BlockServer:
         )
 
     def finish_lanes(self) -> list[Account]:
-        """End every open lane, revoke all tickets, and return all lanes' accounts."""
+        """End every open lane, revoke all tickets, and return the accounts of all lanes."""
         with self._changed:
             self._grants.clear()
             for session in self._open:
@@ -206,30 +206,30 @@ class BlockServer:
         return sorted(accounts, key=lambda account: account.client)
 
     def state_of(self, client: str) -> State:
-        """Return the body's adapters of a client.
+        """Return the body adapters of a client.
 
-        Call after its lane has closed and before ``end_round``.
+        Call this after the client's lane has closed and before ``end_round``.
         """
         return self._compute.call(lambda: self._schedule.state_of(client))
 
     def end_round(self, weights: Mapping[str, float]) -> State:
-        """Return the body's adapters that the next round begins with.
+        """Return the body adapters with which the next round begins.
 
         Args:
-            weights: Weights of the clients whose round counts, by name; at least one.
+            weights: Weights of the clients whose adapters are averaged, by name; at least one.
 
         """
         return self._compute.call(lambda: self._schedule.end_round(weights))
 
     @property
     def scaled(self) -> dict[str, float]:
-        """Clients of the round whose adapters were scaled down, each with the smallest factor."""
+        """The smallest factor of each client whose adapters were scaled down in the round."""
         return self._schedule.scaled
 
     def export_optimizers(self) -> State:
-        """Return all optimizers' states, by ``<client or body>/<weight>:<moment>``.
+        """Return the states of all optimizers, by ``<client or body>/<weight>:<moment>``.
 
-        There are none if every round begins with new optimizers.
+        The result is empty if every round begins with new optimizers.
         """
         if self._train.optimizer_state != "keep":
             return {}
@@ -237,7 +237,7 @@ class BlockServer:
         return {f"{key}/{n}": value for key, state in states.items() for n, value in state.items()}
 
     def load_optimizers(self, states: State) -> None:
-        """Restore what ``export_optimizers`` has returned."""
+        """Restore the states that ``export_optimizers`` returned."""
         by_key: dict[str, State] = {}
         for name, value in states.items():
             key, _, rest = name.partition("/")
@@ -245,14 +245,14 @@ class BlockServer:
         self._compute.call(lambda: self._schedule.load_optimizers(by_key))
 
     def rotate_keys(self) -> None:
-        """Renew the server's key; invitations with the old one are no longer valid."""
+        """Generate a new server key. Invitations with the old key become invalid."""
         self._endpoint.keys.rotate()
 
     def stop(self) -> None:
-        """End all lanes and threads, even if a lane doesn't end in time.
+        """End all lanes and threads.
 
         Raises:
-            RuntimeError: A lane didn't; the threads have ended nevertheless.
+            RuntimeError: A lane did not end in time; the threads have been stopped nevertheless.
 
         """
         try:
@@ -267,7 +267,7 @@ class BlockServer:
         return self._endpoint.invite(identity, lifetime)
 
     def _serve(self, lane: Lane) -> None:
-        """Serve a lane; called in its own thread."""
+        """Serve a lane. Called in a separate thread for each lane."""
         with self._changed:
             grant = self._grants.pop(lane.identity, None)
             if grant is None:

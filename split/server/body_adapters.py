@@ -1,4 +1,4 @@
-"""One set of the body's adapters with its optimizer, and its training by a single client."""
+"""A set of body adapters with its optimizer, and its training by a single client."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ _TINY_NORM = 1e-6
 
 @dataclass(frozen=True)
 class Activations:
-    """A micro-batch between its forward and its backward pass.
+    """A micro-batch between its forward pass and its backward pass.
 
     Attributes:
-        hidden: (rows, columns, hidden) from the client; a leaf.
-        output: Output of the body's last block; its graph holds every activation in between.
+        hidden: (rows, columns, hidden) from the client; a leaf tensor.
+        output: Output of the body's last block. Its autograd graph references all activations.
 
     """
 
@@ -41,14 +41,14 @@ class Activations:
 
 
 class BodyAdapters:
-    """The body with one set of adapters; used by the compute thread alone.
+    """The body with one set of adapters. Only the compute thread uses it.
 
     Args:
         body: The frozen blocks, which all sets of adapters share.
         name: Name of the adapters, unique within the body.
         adapter: Kind, rank, scale, dropout and targets, or prefix length.
         train: Settings of the optimizer.
-        state: Initial weights of the adapters, under whole-model names.
+        state: Initial weights of the adapters, by name in the whole model.
 
     """
 
@@ -86,7 +86,7 @@ class BodyAdapters:
             return Activations(given, self._body(given, padding))
 
     def backward(self, activations: Activations, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add to the adapters' gradients; return the gradient of ``hidden`` if it is needed."""
+        """Add to the adapters' gradients; return the gradient of ``hidden`` if requested."""
         if activations.output.requires_grad:
             self._body.use(self.name)
             self._body.train(True)
@@ -95,23 +95,23 @@ class BodyAdapters:
         return activations.hidden.grad
 
     def scale(self, factor: float) -> None:
-        """Scale the gradients."""
+        """Multiply the gradients by a factor."""
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     @torch.no_grad()
     def clip(self, others: float) -> tuple[float, float]:
-        """Scale the gradients down to the maximum norm over all parties, unless it is 0.
+        """Clip the gradients to the maximum norm over all parties; 0 is no clipping.
 
         Args:
             others: Squared norm of the gradients of the client's head and tail.
 
         Returns:
-            The factor, and the norm over all parties before that.
+            The factor, and the norm over all parties before clipping.
 
         Raises:
-            FloatingPointError: The norm is not a finite number.
+            FloatingPointError: The norm is not finite.
 
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -125,16 +125,16 @@ class BodyAdapters:
         return factor, norm
 
     def clip_factor(self, norm: float) -> float:
-        """Return the factor that scales gradients of this norm down to the maximum norm."""
+        """Return the factor that clips gradients with this norm to the maximum norm."""
         maximum = self._train.max_gradient_norm
         return min(1.0, maximum / (norm + _TINY_NORM)) if maximum else 1.0
 
     def step(self, index: int, total: int) -> None:
-        """Take an optimizer step at the learning rate of the client's step.
+        """Take an optimizer step with the learning rate of the client's step.
 
         Args:
-            index: Index of the step in the whole run, counted from 0.
-            total: Number of steps in the client's whole run.
+            index: Index of the step in the whole run, from 0.
+            total: Number of the client's steps in the whole run.
 
         """
         if total not in self._rates:
@@ -144,11 +144,11 @@ class BodyAdapters:
         self._optimizer.zero_grad()
 
     def zero_grad(self) -> None:
-        """Drop the gradients of an unfinished step."""
+        """Discard the gradients of an unfinished step."""
         self._optimizer.zero_grad()
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Set the adapters' weights; names must be exactly theirs."""
+        """Set the weights of the adapters. The names must match exactly."""
         load_state(self.parameters, state)
 
     def export(self) -> State:
@@ -163,7 +163,7 @@ class BodyAdapters:
         return export_optimizer(self._optimizer, self.parameters)
 
     def load_optimizer(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore the optimizer's state; an empty one is a new optimizer."""
+        """Restore the state of the optimizer. With an empty state, create a new optimizer."""
         self._optimizer = make_optimizer(self.parameters, self._train)
         load_optimizer(self._optimizer, self.parameters, state)
 
@@ -173,7 +173,7 @@ class BodyAdapters:
 
 
 class SeparateTrainer:
-    """Trains adapters that no other client uses at the same time.
+    """A ``ClientTrainer`` for adapters that no other client uses at the same time.
 
     Args:
         session: Session of the client's lane.
@@ -187,10 +187,10 @@ class SeparateTrainer:
         self._adapters = adapters
         self._plan = plan
         self._activations: dict[int, tuple[Activations, int]] = {}
-        self._held = 0  # padded tokens whose activations exist, or would if a job hadn't failed
+        self._held = 0  # padded tokens taken from the budget, including those of a failed job
 
     def forward(self, output: HeadOutput) -> None:
-        """Compute a micro-batch as soon as the activation budget allows."""
+        """Compute the forward pass of a micro-batch when the activation budget allows it."""
         seed = derive_seed(
             "dropout", derive_seed(self._plan.seed, output.step), output.index, "body"
         )
@@ -210,7 +210,7 @@ class SeparateTrainer:
         self._session.put(Priority.FORWARD, forward, output.budget_tokens)
 
     def backward(self, gradient: OutputGradient) -> None:
-        """Compute a micro-batch's backward pass, which frees its activations."""
+        """Compute the backward pass of a micro-batch, and free its activations."""
 
         def backward() -> None:
             activations, budget_tokens = self._activations.pop(gradient.index)
@@ -227,11 +227,11 @@ class SeparateTrainer:
         self._session.put(Priority.BACKWARD, backward)
 
     def step(self, end: StepEnd) -> None:
-        """Clip over the client's parts and the body, and take the body's optimizer step."""
+        """Clip by the norm over head, body and tail, and step the body's optimizer."""
 
         def take_step() -> None:
             factor, norm = self._adapters.clip(end.squared_norm)
-            # The client gets its answer before the optimizer's step begins.
+            # Send the answer before the optimizer's step, so that the client need not wait for it.
             self._session.lane.send(Kind.STEP, end.step, fields={"factor": factor, "norm": norm})
             self._adapters.step(self._plan.first_step + end.step, self._plan.total_steps)
             self._session.account.steps += 1
@@ -239,15 +239,15 @@ class SeparateTrainer:
         self._session.put(Priority.STEP, take_step)
 
     def waits(self) -> bool:
-        """Return False: the session counts the queued jobs itself."""
+        """Return False, because the session itself counts the queued jobs."""
         return False
 
     def holds(self) -> bool:
-        """Whether activations exist that the client's gradients free."""
+        """Return whether activations are in memory until the client sends their gradients."""
         return self._held > 0
 
     def leave(self) -> None:
-        """Drop the activations and gradients of an unfinished step."""
+        """Discard the activations and gradients of an unfinished step."""
         self._session.compute.withdraw(self._session)
         self._session.compute.call(self._clean)
 

@@ -1,4 +1,4 @@
-"""The compute thread: it runs the jobs of all clients from one queue."""
+"""The compute thread, which runs the jobs of all clients from one queue."""
 
 import logging
 import threading
@@ -11,43 +11,44 @@ from typing import Protocol, TypeVar
 Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
-# Seconds after which no job overtakes another one any more.
+# Seconds in the queue after which a job can no longer be overtaken.
 _PATIENCE = 2.0
 
 
 class Priority(IntEnum):
-    """Priorities of jobs: first those that free memory, then those that clients wait for.
+    """Priorities of jobs: first jobs that free memory, then jobs that clients wait for.
 
-    The last two count as one, so that evaluating a loss doesn't keep others' generations waiting.
+    ``FORWARD`` and ``GENERATION`` have equal priority, so that forward passes don't delay text
+    generation.
     """
 
     CLEANUP = 0
     BACKWARD = 1
     STEP = 2
     FORWARD = 3
-    GENERATION = 4  # holds memory for longer than a step
+    GENERATION = 4  # occupies memory for longer than a step
 
 
 class JobOwner(Protocol):
-    """The owner of jobs; only it is notified of their errors."""
+    """The owner of jobs, which is notified of their errors."""
 
     def failed(self, error: BaseException) -> None:
-        """Handle an exception that a job has raised."""
+        """Handle an exception that a job raised."""
         ...
 
 
 @dataclass
 class Job:
-    """A computation.
+    """A computation that the compute thread runs.
 
     Attributes:
         owner: Owner, which is notified of an error.
-        priority: Priority; jobs with lower numbers run first, those with the same number in order
-            of arrival.
+        priority: Priority. Jobs with lower numbers run first; jobs with the same number run in
+            order of arrival.
         run: The computation.
-        tokens: Padded tokens that the job takes of the activation budget. The owner must return
-            them with ``release``, whether the job failed or not.
-        queued: Time at which it was queued, on the thread's clock.
+        tokens: Padded tokens that the job takes from the activation budget. The owner must return
+            them with ``release``, even if the job failed.
+        queued: Time at which the job was queued, on the thread's clock.
 
     """
 
@@ -59,16 +60,16 @@ class Job:
 
 
 def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | None:
-    """Return the next job, or None if all wait for room in the activation budget.
+    """Return the next job to run, or None if all jobs wait for activation budget.
 
-    The oldest of the highest priority is next, unless one has waited for 2 seconds: then the oldest
-    is, so that no number of others' jobs keeps it waiting. Jobs that take something of the budget
-    don't overtake each other, even if only the younger one fits; all others overtake those that
-    wait for room.
+    Return the oldest job of the highest priority. To prevent starvation, return the oldest job of
+    any priority once it has waited for 2 seconds. Jobs that take tokens from the budget never
+    overtake each other, even if only the newer one fits. All other jobs overtake jobs that wait for
+    activation budget.
 
     Args:
         waiting: Jobs in order of arrival.
-        free_tokens: Padded tokens that are free in the budget.
+        free_tokens: Padded tokens that are free in the activation budget.
         now: Time on the clock of ``Job.queued``.
 
     """
@@ -90,11 +91,11 @@ def _rank(job: Job) -> Priority:
 
 
 class ComputeThread:
-    """Runs jobs one at a time, so that only one thread uses the body.
+    """Thread that runs jobs one at a time, so that only one thread uses the body.
 
     Args:
-        activation_budget: Padded tokens whose activations may exist at once.
-        clock: Seconds that never go backwards.
+        activation_budget: Maximum padded tokens whose activations are in memory at once.
+        clock: Monotonic clock in seconds.
 
     """
 
@@ -108,7 +109,7 @@ class ComputeThread:
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Queue a job; it fails if the thread is stopped."""
+        """Queue a job. The job fails if the thread has been stopped."""
         with self._changed:
             stopping = self._stopping
             if not stopping:
@@ -125,7 +126,7 @@ class ComputeThread:
             self._changed.notify()
 
     def seconds_wanted(self, owner: JobOwner) -> float:
-        """Return for how long another owner's job has waited for room; 0.0 if none does."""
+        """Return the seconds that another owner's job has waited for budget; 0.0 if none does."""
         with self._changed:
             first = _first_with_tokens(self._waiting)
             if first is None or first.tokens <= self._free:
@@ -135,12 +136,12 @@ class ComputeThread:
             return 0.0 if oldest is None else self._clock() - oldest.queued
 
     def withdraw(self, owner: JobOwner) -> None:
-        """Remove the owner's jobs that have not started."""
+        """Remove the jobs of an owner that have not started."""
         with self._changed:
             self._waiting = [job for job in self._waiting if job.owner is not owner]
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Run a function in the thread, wait for it, and return its result or raise its error."""
+        """Run a function in the compute thread; return its result or raise its error."""
         done = threading.Event()
         result: list[Result] = []
         caller = _Caller(done)
@@ -156,7 +157,7 @@ class ComputeThread:
         return result[0]
 
     def stop(self) -> None:
-        """End the thread after the current job; queued jobs fail."""
+        """Stop the thread after the current job. Queued jobs fail."""
         with self._changed:
             self._stopping = True
             dropped, self._waiting = self._waiting, []
@@ -172,7 +173,7 @@ class ComputeThread:
             except Exception as error:
                 _log.debug("a job failed", exc_info=error)
                 job.owner.failed(error)
-            del job  # frees its tensors while waiting for the next one
+            del job  # free its tensors while waiting for the next job
 
     def _take(self) -> Job | None:
         with self._changed:
@@ -187,7 +188,7 @@ class ComputeThread:
 
 
 class _Caller:
-    """The owner of a job that another thread waits for."""
+    """Owner of a job for whose result another thread waits."""
 
     def __init__(self, done: threading.Event) -> None:
         self.error: BaseException | None = None

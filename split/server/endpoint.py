@@ -1,4 +1,4 @@
-"""The endpoint of a block server: its keys and tickets, its lanes, and its compute thread."""
+"""The endpoint of a block server, with its keys, tickets, lanes and compute thread."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -20,19 +20,19 @@ _MAX_LANES = 256
 
 
 class Endpoint:
-    """Accepts the lanes of invited clients until it is stopped.
+    """Endpoint that accepts the lanes of invited clients until it is stopped.
 
     Args:
         split: Addresses, key exchange, activation budget and time limits.
-        limits: Limits of what clients may send.
-        on_lane: Called with each lane, in a thread of its own.
+        limits: Limits on the frames of clients.
+        on_lane: Function that serves a lane, called in a separate thread for each lane.
 
     Attributes:
-        compute: Runs all sessions' jobs.
+        compute: Thread that runs the jobs of all sessions.
         keys: The server's keys, in memory only.
 
     Raises:
-        OSError: The address in ``split.listen`` can't be listened on.
+        OSError: The server can't listen on the address in ``split.listen``.
 
     """
 
@@ -52,7 +52,7 @@ class Endpoint:
         self.compute = ComputeThread(split.activation_budget)
 
     def start(self) -> None:
-        """Accept lanes from now on."""
+        """Start accepting lanes."""
         self._server.start()
 
     @property
@@ -66,7 +66,7 @@ class Endpoint:
         Args:
             identity: Run, round and client.
             lifetime: Seconds for which the ticket is valid.
-            standing: Whether it is valid for any number of lanes.
+            standing: Whether the ticket is valid for any number of lanes instead of one.
 
         """
         return Invitation(
@@ -85,7 +85,7 @@ class Endpoint:
 
 @contextmanager
 def lane_ended_by_errors(session: Session) -> Iterator[None]:
-    """End a session's lane if the block raises; the error is in its account."""
+    """End a session's lane if the ``with`` block raises, and record the error in its account."""
     try:
         yield
     except (LaneError, ProtocolError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""One client's evaluation at the block server: forward passes, generation, candidate answers."""
+"""The server's session for an evaluation: forward passes, generation, candidate answers."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,28 +25,28 @@ from split.server.compute import ComputeThread, Priority
 from split.server.session import Session
 from split.settings import SplitSettings
 
-# The body's adapters by the name of the model; None is the body without any.
+# Body adapters by name of the model; None for a model without adapters.
 Models = Mapping[str, State | None]
 
 
 class EvaluationSession(Session):
-    """Serves one client's evaluation; each JOIN frame chooses a model.
+    """Session of one client's evaluation. Each JOIN frame selects a model.
 
-    Besides independent forward passes the client may request generation, one batch of prompts at a
-    time, or the computation of several endings of each text of a batch. The session caches the
-    body's keys and values of the batch.
+    The client may request independent forward passes, text generation for one batch of prompts at a
+    time, or the computation of several endings for each text of a batch. The session caches the
+    keys and values of the current batch in the body.
 
     Args:
-        lane: Lane to the client; the handshake is over.
-        models: Adapters of the models that the client may choose.
+        lane: Lane to the client, after the handshake.
+        models: Body adapters of the models that the client may select.
         body: The frozen blocks.
         adapter: Kind, rank, scale and targets, or prefix length.
-        compute: Runs the session's jobs.
+        compute: Thread that runs the session's jobs.
         split: Window and time limits.
-        longest: Padded tokens of the largest micro-batch, prefixes included; 0 allows only
-            generation.
-        max_cached_tokens: Padded tokens whose keys and values may be cached at once, with prefixes.
-        lifetime: Seconds from its invitation to the end of the phase of the round.
+        longest: Padded tokens of the largest micro-batch, prefixes included; 0 to allow only
+            cached texts.
+        max_cached_tokens: Maximum padded tokens in the key-value cache, prefixes included.
+        lifetime: Seconds from the client's invitation to the end of the phase of the round.
 
     """
 
@@ -75,18 +75,18 @@ class EvaluationSession(Session):
         )
         self._credits = split.window
         self._has_texts = False
-        # Used by the compute thread alone: the chosen model's adapter, keys and values, and the
-        # tokens of the activation budget that they take.
+        # Used only by the compute thread: name of the selected model's adapter, key-value cache,
+        # and the tokens that the cache takes from the activation budget.
         self._name: str | None = None
         self._key_values: KeyValues | None = None
         self._cached_tokens = 0
 
     def serve(self) -> None:
-        """Answer frames until the client ends the evaluation.
+        """Handle the client's frames until it ends the evaluation.
 
         Raises:
             LaneError: The lane has ended, or the client was silent for too long.
-            ProtocolError: The client sent something that it may not send now.
+            ProtocolError: The client sent a frame that is not allowed.
 
         """
         try:
@@ -105,11 +105,11 @@ class EvaluationSession(Session):
             self.compute.withdraw(self)
             self.compute.call(self._free)
             self.compute.call(self._detach)
-        with suppress(LaneError):  # until the client has the end
+        with suppress(LaneError):  # wait until the client has received END and closes the lane
             self.receive()
 
     def holds(self) -> bool:
-        """Whether keys and values of a generation exist."""
+        """Return whether the session has keys and values in its cache."""
         return self._cached_tokens > 0
 
     def _choose(self, choice: ModelChoice) -> None:
@@ -128,7 +128,7 @@ class EvaluationSession(Session):
             self._evaluation.choosing = False
             self._welcome()
 
-        # Not before other clients' prompts, which came earlier.
+        # Use this priority so that the job does not overtake earlier prompts of other clients.
         self.put(Priority.FORWARD, choose)
 
     def _welcome(self) -> None:
@@ -155,7 +155,7 @@ class EvaluationSession(Session):
                 self._key_values.repeat(extension.endings)
             return self._key_values.extend(extension.hidden)
 
-        # Generations that wait for room may be waiting for the end of this one.
+        # Use a high priority, because other generations may wait for the budget of this one.
         self._put(Priority.BACKWARD, extension, extend)
 
     def _end_texts(self) -> None:
@@ -171,7 +171,7 @@ class EvaluationSession(Session):
         compute: Callable[[], torch.Tensor],
         tokens: int = 0,
     ) -> None:
-        """Queue a forward pass with the chosen model, and its answer."""
+        """Queue a job that computes a forward pass with the selected model and sends the answer."""
 
         @torch.no_grad()
         def forward() -> None:

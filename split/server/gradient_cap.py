@@ -1,4 +1,4 @@
-"""A cap on what one client adds to the body's gradient (``split.share-cap``)."""
+"""A cap on the contribution of one client to the body's gradient (``split.share-cap``)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ class Addition:
     """Contribution of a client's micro-batch to the body's gradient.
 
     Attributes:
-        size: Sum of the norms of its tokens' gradients of the body's output, of the sum of its
-            losses.
-        targets: Tokens that the client says it predicts in the micro-batch.
-        step_targets: The same of its whole step.
+        size: Sum over its tokens of the norm of the gradient of the summed loss with respect to
+            the body's output.
+        targets: Number of predicted tokens in the micro-batch, as the client reported it.
+        step_targets: Number of predicted tokens in the client's whole step, as reported.
 
     """
 
@@ -24,24 +24,24 @@ class Addition:
 
     @property
     def part(self) -> float:
-        """The micro-batch's part of the client's step."""
+        """Share of the micro-batch in the targets of the client's step."""
         return self.targets / self.step_targets
 
 
 class GradientCap:
-    """Caps three numbers of each client at a multiple of the median of the others' (``ShareCap``).
+    """Caps on three values of each client, relative to the median of other clients (``ShareCap``).
 
-    They are the size of its gradients per target, the size of a whole step's, and the number of its
-    targets in a step. The first two limit what it adds to the sum of the gradients, so that it
-    gains nothing by reporting targets that it doesn't have. The third limits the number by which
-    the sum is divided, so that such targets don't reduce the others' share either. A micro-batch is
-    measured as if all micro-batches of its step were like it.
+    The values are the size of the gradients per target, the size of the gradients per step, and the
+    number of targets per step. The first two caps limit the contribution to the sum of the
+    gradients, so that reporting too many targets has no advantage. The third cap limits the number
+    by which the sum is divided, so that too many targets don't reduce the share of the others. The
+    values per step are extrapolated from each micro-batch.
 
-    The size is a sum of norms. It bounds the norm of the sum, even if the gradients of many tokens
-    are alike; the norm of all of them together wouldn't.
+    The size is a sum of norms over tokens. It is an upper bound on the norm of the sum, even if the
+    gradients of many tokens have the same direction; the norm over all tokens is not.
 
     Args:
-        multiple: Multiple of the median that a client's number may reach.
+        multiple: Maximum ratio of a client's value to the median.
 
     """
 
@@ -51,7 +51,7 @@ class GradientCap:
         self._all = (self._each, self._total, self._targets)
 
     def factors(self, additions: Mapping[str, Addition]) -> dict[str, float]:
-        """Return the factor by which each client's gradient is scaled down; 1.0 up to the caps."""
+        """Return the factor that scales down each client's gradient; 1.0 up to the caps."""
         targets = {client: addition.targets for client, addition in additions.items()}
         parts = {client: addition.part for client, addition in additions.items()}
         each = self._each.factors({c: a.size**2 / a.targets for c, a in additions.items()}, targets)
@@ -60,27 +60,27 @@ class GradientCap:
         return {client: each[client] * total[client] for client in additions}
 
     def counted(self, additions: Mapping[str, Addition]) -> float:
-        """Return how many of all targets count."""
+        """Return the number of all clients' targets after the cap."""
         parts = {client: addition.part for client, addition in additions.items()}
         squares = {c: a.step_targets**2 * a.part for c, a in additions.items()}
         factors = self._targets.factors(squares, parts)
         return sum(addition.targets * factors[client] for client, addition in additions.items())
 
     def late_factors(self) -> tuple[float, float]:
-        """Return ``ShareCap.late_factor`` of the gradients, and of the targets, added so far."""
+        """Return ``ShareCap.late_factor`` for the gradients and for the targets so far."""
         gradient = min(self._each.late_factor(), self._total.late_factor())
         return gradient, self._targets.late_factor()
 
     def times_capped(self, client: str) -> int:
-        """Return how often a number of the client was capped."""
+        """Return the number of times that a value of the client was capped."""
         return sum(cap.capped[client] for cap in self._all)
 
     def end_step(self) -> None:
-        """See ``ShareCap.end_step``."""
+        """Call ``ShareCap.end_step`` of all caps."""
         for cap in self._all:
             cap.end_step()
 
     def remove(self, client: str) -> None:
-        """See ``ShareCap.remove``."""
+        """Call ``ShareCap.remove`` of all caps."""
         for cap in self._all:
             cap.remove(client)

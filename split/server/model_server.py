@@ -1,4 +1,4 @@
-"""A block server for trained models, through which invited clients generate text at any time."""
+"""A block server for trained models, with which invited clients can generate text at any time."""
 
 import logging
 import math
@@ -21,20 +21,20 @@ _log = logging.getLogger(__name__)
 
 
 class ModelServer:
-    """Holds the body, and accepts lanes until it is stopped.
+    """Server of the body that accepts lanes until it is stopped.
 
-    A client has one lane at a time; when it opens another, the older one ends. Nothing outlives the
-    server: its key and its tickets are in memory only.
+    A client has one lane at a time. When it opens another lane, the older one is ended. The
+    server's key and tickets are in memory only, and are lost when the server stops.
 
     Args:
         body: The frozen blocks.
         adapter: Kind, rank, scale and targets of all models' adapters.
-        split: Addresses, key exchange, wire type, and the padded tokens that may be kept at once.
+        split: Addresses, key exchange, wire type, and activation budget.
         run: Name of the server in handshakes.
         max_prompt_length: Tokens of the longest prompt.
 
     Raises:
-        OSError: The address in ``split.listen`` can't be listened on.
+        OSError: The server can't listen on the address in ``split.listen``.
 
     """
 
@@ -57,7 +57,7 @@ class ModelServer:
             hidden=body.hidden_size,
             wire_dtype=split.wire_dtype,
             maximum_tokens=split.activation_budget,
-            window=1,  # a generation has one frame in flight
+            window=1,  # text generation has one frame in flight
             maximum_columns=max_prompt_length,
         )
         self._endpoint = Endpoint(split, limits, on_lane=self._serve)
@@ -74,8 +74,8 @@ class ModelServer:
 
         Args:
             client: Name of the client.
-            models: Adapters of the body by the name of the model; None for no adapter.
-            lifetime: Seconds until the invitation expires and open lanes end.
+            models: Body adapters by name of the model; None for a model without adapters.
+            lifetime: Seconds until the invitation expires and open lanes are ended.
 
         """
         identity = Identity(self._run, 0, client)
@@ -87,7 +87,7 @@ class ModelServer:
         self._endpoint.stop()
 
     def _serve(self, lane: Lane) -> None:
-        """Serve a lane; called in its own thread."""
+        """Serve a lane. Called in a separate thread for each lane."""
         grant = self._grants[lane.identity]
         session = EvaluationSession(
             lane=lane,
@@ -96,9 +96,9 @@ class ModelServer:
             adapter=self._adapter,
             compute=self._compute,
             split=self._split,
-            longest=0,  # nothing but generation, which alone is counted by the compute thread
+            longest=0,  # only generation, whose tokens count towards the activation budget
             max_cached_tokens=self._split.activation_budget,
-            lifetime=math.inf,  # it is no round whose end others would miss
+            lifetime=math.inf,  # no limit on total silence: there is no round to delay
         )
         with self._lock:
             older = self._sessions.get(lane.identity)
@@ -116,7 +116,7 @@ class ModelServer:
             try:
                 session.serve()
             except LaneTimeoutError as error:
-                # Without an error: a slow reader of the texts may open another lane and continue.
+                # Close without an error, so that a slow user can open another lane and continue.
                 session.account.error = str(error)
                 session.lane.close()
         expiry.cancel()
@@ -134,7 +134,7 @@ class ModelServer:
 
 @dataclass(frozen=True)
 class _Grant:
-    """The models that a client may use, and the expiry on ``time.monotonic``'s clock."""
+    """Models that a client may use, and the time of expiry on ``time.monotonic``'s clock."""
 
     models: Models
     expires: float

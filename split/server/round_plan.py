@@ -1,4 +1,4 @@
-"""Limits of what a client trains in a round, from the run's configuration."""
+"""Limits on the training of a client in a round, from the run's configuration."""
 
 from finetuning.data.batching import steps_per_round
 from finetuning.settings import TrainSettings
@@ -9,7 +9,7 @@ from split.settings import SplitSettings
 def largest_plan(
     examples: int, train: TrainSettings, rounds: int, round_number: int, seed: int
 ) -> RoundPlan:
-    """Return the largest plan that a client may join a round with.
+    """Return the largest plan with which a client may join a round.
 
     Args:
         examples: Number of examples that the client has reported.
@@ -28,16 +28,16 @@ def largest_plan(
 def round_limits(
     split: SplitSettings, train: TrainSettings, lanes: int, columns_before: int
 ) -> RoundLimits:
-    """Return the limits that all clients of a round share.
+    """Return the limits that apply to every client of a round.
 
-    A step has at most ``batch_size`` × ``accumulation`` examples, and every micro-batch but the
-    last at least ``batch_size``; see ``finetuning.data.batching``.
+    A step has at most ``batch_size`` × ``accumulation`` examples. Every micro-batch except the last
+    has at least ``batch_size`` examples; see ``finetuning.data.batching``.
 
     Args:
         split: Window and activation budget.
         train: Batch sizes.
-        lanes: How many clients share the budget.
-        columns_before: Columns that a prefix takes before each row's tokens.
+        lanes: Number of clients that share the activation budget.
+        columns_before: Number of prefix positions before the tokens of each row.
 
     """
     return RoundLimits(

@@ -1,4 +1,4 @@
-"""Load the body of a model, and serve it to the clients of a run."""
+"""Load the body of a model and serve it to the clients of a run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +27,7 @@ def serve(
     minimum: int = 1,
     max_cached_tokens: int = 0,
 ) -> BlockServer:
-    """Load the body and start a block server; as a context manager, it stops at the end.
+    """Load the body and start a block server. Used as a context manager, the server stops on exit.
 
     Args:
         directory: Directory of the checkpoint.
@@ -40,12 +40,12 @@ def serve(
         columns: Tokens of the longest row.
         run: Name of the run in handshakes.
         rounds: Number of rounds of the run.
-        minimum: Number of clients that must join a round that they begin together.
-        max_cached_tokens: Padded tokens of the largest batch of texts that a client may generate.
+        minimum: Minimum number of clients in a round that clients begin together.
+        max_cached_tokens: Padded tokens of the largest batch for which a client may generate text.
 
     Raises:
         BaseModelError: The body can't be loaded.
-        OSError: The address in ``split.listen`` can't be listened on.
+        OSError: The server can't listen on the address in ``split.listen``.
 
     """
     body = load_parts(

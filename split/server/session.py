@@ -1,4 +1,4 @@
-"""The base of training and evaluation sessions: jobs, waiting for frames, and an account."""
+"""Base class of training and evaluation sessions, with jobs, time limits and an account."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ POLL_SECONDS = 1.0
 
 @dataclass
 class Account:
-    """The use of a client's lane, and its costs.
+    """Resources that a client's lane has used.
 
     Attributes:
         client: Name of the client.
@@ -28,15 +28,15 @@ class Account:
         steps: Finished optimizer steps.
         tokens: Padded tokens whose forward pass was computed.
         bytes_up: Bytes from the client, on the wire.
-        bytes_down: Bytes to the client.
-        seconds_computing: Time of the compute thread; with a GPU until the work is queued there.
+        bytes_down: Bytes to the client, on the wire.
+        seconds_computing: Time of the compute thread; on a GPU, only until the work is enqueued.
         seconds_queued: Time that jobs waited for the compute thread.
-        seconds_crypto: Time spent on encrypting and decrypting records, at the server.
-        seconds_serialisation: Time spent on packing and unpacking tensors, at the server.
-        seconds: Time from the handshake to the end.
-        resumed: How often the lane was cut and resumed.
-        capped: How often a number of the client was scaled down (``split.share-cap``).
-        error: Reason for an early end; empty without one.
+        seconds_crypto: Time to encrypt and decrypt records, at the server.
+        seconds_serialisation: Time to serialise and deserialise tensors, at the server.
+        seconds: Time from the handshake to the end of the lane.
+        resumed: Number of times that the lane was cut and resumed.
+        capped: Number of times that a value of the client was capped (``split.share-cap``).
+        error: Reason why the lane ended early; empty if it did not.
 
     """
 
@@ -57,21 +57,21 @@ class Account:
 
 
 class Session:
-    """One lane at the server.
+    """Base class for the server's side of one lane.
 
     Args:
-        lane: Lane to the client; the handshake is over.
+        lane: Lane to the client, after the handshake.
         purpose: ``train`` or ``evaluate``.
-        compute: Runs the session's jobs.
-        split: Seconds to wait for the client's next frame, and if others wait for room that the
-            client holds.
-        lifetime: Seconds from its invitation to the end of the phase of the round.
+        compute: Thread that runs the session's jobs.
+        split: Time limits for the client's next frame, in general and while others wait for
+            activation budget that the client occupies.
+        lifetime: Seconds from the client's invitation to the end of the phase of the round.
 
     Attributes:
         account: Account of the lane.
         lane: Lane to the client.
-        compute: Runs the session's jobs.
-        lifetime: Seconds from its invitation to the end of the phase of the round.
+        compute: Thread that runs the session's jobs.
+        lifetime: Seconds from the client's invitation to the end of the phase of the round.
 
     """
 
@@ -89,15 +89,15 @@ class Session:
         self.lifetime = lifetime
         self._frame_timeout = split.frame_timeout
         self._gather_timeout = split.gather_timeout
-        # Seconds of silence in which others waited for room that the client holds: since its last
-        # frame, in this step or generation, and in all.
+        # Seconds that the client was silent while others waited for activation budget that it
+        # occupies: since its last frame, in this step or generation, and in total.
         self._kept_once = self._kept_in_step = self._kept_in_all = 0.0
-        self._turn_since = time.monotonic()  # when the last of its jobs ended
+        self._turn_since = time.monotonic()  # time at which the session's last job ended
         self._owed = 0
         self._lock = threading.Lock()
 
     def count_traffic(self) -> None:
-        """Copy the lane's traffic to the account."""
+        """Copy the traffic of the lane to the account."""
         traffic = self.lane.traffic
         self.account.bytes_up = traffic.bytes_up
         self.account.bytes_down = traffic.bytes_down
@@ -106,15 +106,15 @@ class Session:
         self.account.resumed = self.lane.opened - 1
 
     def failed(self, error: BaseException) -> None:
-        """End the lane after one of its jobs has raised."""
+        """End the lane after one of the session's jobs raised an exception."""
         with self._lock:
             self._owed -= 1
-        # The lane's own thread notices that it has ended.
+        # If the lane has already ended, the thread of the lane handles it.
         if not isinstance(error, LaneError) or isinstance(error, FrameError):
             self.give_up(f"{type(error).__name__}: {error}")
 
     def put(self, priority: Priority, work: Callable[[], None], tokens: int = 0) -> None:
-        """Queue a job that takes ``tokens`` of the activation budget, and account for its time."""
+        """Queue a job that takes ``tokens`` from the activation budget; record its time."""
         queued = time.perf_counter()
 
         def run() -> None:
@@ -141,26 +141,26 @@ class Session:
         event_of: Callable[[Frame], object],
         handlers: Mapping[type, Callable[[Any], None]],
     ) -> None:
-        """Handle the client's frames until the last one.
+        """Handle the client's frames, up to the last one.
 
         Args:
-            event_of: Checks a frame; returns None if it is the last one.
-            handlers: Handlers by the type of their events.
+            event_of: Function that checks a frame and returns an event, or None for the last frame.
+            handlers: Handlers by type of event.
 
         Raises:
             LaneError: The lane has ended, or the client was silent for too long.
-            ProtocolError: The client sent something that it may not send now.
+            ProtocolError: The client sent a frame that is not allowed.
 
         """
         while (event := event_of(self.receive())) is not None:
             handlers[type(event)](event)
 
     def receive(self) -> Frame:
-        """Wait for the client's next frame; without limit while one of its jobs is due.
+        """Wait for the client's next frame, without a time limit while the server owes an answer.
 
-        While others wait for room in the activation budget, a client that holds some may be silent
-        for ``gather_timeout`` at once, for ``frame_timeout`` in a whole step or generation, and for
-        half of ``lifetime`` in all, however many frames it sends in between.
+        While others wait for activation budget, a client that occupies some of it may be silent for
+        ``gather_timeout`` between two frames, for ``frame_timeout`` in total in a step or
+        generation, and for half of ``lifetime`` in total.
 
         Raises:
             LaneError: The lane has ended, or the client was silent for too long.
@@ -189,12 +189,12 @@ class Session:
             seen = now
 
     def waits(self) -> bool:
-        """Whether it is not the client's turn to send a frame."""
+        """Return whether the server owes the client an answer, so that it need not send a frame."""
         with self._lock:
             return self._owed > 0
 
     def holds(self) -> bool:
-        """Whether the client holds room in the activation budget that it alone can free."""
+        """Return whether the client occupies activation budget that only its next frames free."""
         return False
 
     def abandon(self, reason: str) -> None:
@@ -202,15 +202,15 @@ class Session:
         self.lane.close(reason)
 
     def give_up(self, reason: str) -> None:
-        """End the lane, and tell the client the reason."""
+        """End the lane with an error, and send the reason to the client."""
         self.account.error = self.account.error or reason
         self.lane.close(reason)
 
     def _count_waiting(self, seconds: float) -> None:
-        """Count seconds of the client's silence in which others waited for room that it holds.
+        """Add seconds that the client was silent while others waited for its activation budget.
 
         Raises:
-            LaneTimeoutError: They have waited for too long.
+            LaneTimeoutError: The others have waited for too long.
 
         """
         seconds = max(0.0, seconds)

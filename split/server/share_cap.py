@@ -1,32 +1,32 @@
-"""A cap on one client's share, relative to the other clients' median (``split.share-cap``)."""
+"""A cap on the values of a client, relative to other clients' median (``split.share-cap``)."""
 
 from collections import Counter
 from collections.abc import Mapping
 from statistics import median_high
 
-# Smaller measures don't enter the median: such a client has nothing to train.
+# Smaller values don't enter the median, because such a client has nothing to train.
 _NEGLIGIBLE = 1e-12
 
 
 class ShareCap:
-    """Caps a measure of each client at a multiple of the median of the others'.
+    """Cap on a value of each client, at a multiple of the median over the other clients.
 
-    The measure is a root mean square. A client's present measure is compared with the median, over
-    all *other* clients, of their measures over the whole round so far. This median depends neither
-    on a single micro-batch nor on the client itself; of an even number it is the larger of the two
-    in the middle. With three clients or more, a single dishonest one can therefore neither exceed
-    the multiple of what is usual of an honest one, nor lower an honest client's cap below the
-    multiple of what is usual of another honest one. With two clients it can't be known which of
-    them is wrong: the larger is scaled down to the multiple of the smaller.
+    The value is a root mean square (RMS). A client's current RMS is compared with the median of the
+    RMS of every *other* client over the whole round so far. This median depends neither on a single
+    micro-batch nor on the client itself. For an even number of clients, it is the larger of the two
+    middle values. With three or more clients, a single dishonest client can therefore neither
+    exceed the multiple of an honest client's RMS, nor lower the cap of an honest client below the
+    multiple of another honest client's RMS. With two clients, it is unknown which one is dishonest:
+    the larger value is scaled down to the multiple of the smaller.
 
-    What comes while no other client has been measured is accepted as it is, and compared as soon as
-    another one has (``late_factor``).
+    Values that arrive before there is a value of another client are accepted, and compared as soon
+    as there is one (``late_factor``).
 
     Args:
-        multiple: Multiple of the median that a client's measure may reach.
+        multiple: Maximum ratio of a client's value to the median.
 
     Attributes:
-        capped: How often each client was scaled down.
+        capped: Number of times that each client was scaled down.
 
     """
 
@@ -35,18 +35,18 @@ class ShareCap:
         self._multiple = multiple
         self._squares: dict[str, float] = {}
         self._counts: dict[str, float] = {}
-        # Sums of squares and counts that have been compared with nothing yet.
+        # Sums of squares and counts that could not be compared yet.
         self._unchecked: dict[str, tuple[float, float]] = {}
         self._left: set[str] = set()
 
     def factors(
         self, squares: Mapping[str, float], counts: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the factor by which each client is scaled down; 1.0 up to the cap.
+        """Return the factor that scales down each client; 1.0 up to the cap.
 
         Args:
-            squares: Present sums of squares by client.
-            counts: Number of terms of each sum by client; above 0.
+            squares: Current sums of squares by client.
+            counts: Number of terms of each sum by client; greater than 0.
 
         """
         sums = {
@@ -74,10 +74,10 @@ class ShareCap:
         return factors
 
     def late_factor(self) -> float:
-        """Return the factor for the sum of what was accepted before there was another client's.
+        """Return the factor for the sum of the values that were accepted without a comparison.
 
-        It is below 1.0 at most once: after the first call of ``factors`` that has another client to
-        compare with.
+        It is below 1.0 at most once: after the first call of ``factors`` in which these values can
+        be compared with another client.
         """
         usual = [
             (square / self._counts[client]) ** 0.5
@@ -97,12 +97,12 @@ class ShareCap:
         return factor
 
     def end_step(self) -> None:
-        """Forget what has been compared with nothing: it can't be scaled down any more."""
+        """Clear the values that were not compared, because they can no longer be scaled down."""
         self._unchecked.clear()
         self._forget_left()
 
     def remove(self, client: str) -> None:
-        """Forget a client that has broken off, once what came of it has been compared."""
+        """Remove a client that left early, as soon as its values have been compared."""
         self._left.add(client)
         self._forget_left()
 

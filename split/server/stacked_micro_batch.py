@@ -1,4 +1,4 @@
-"""The micro-batches with the same index of several clients, stacked into one."""
+"""Micro-batches of several clients with the same index, stacked into one."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Gradient:
 
     Attributes:
         tensor: (rows, columns, hidden).
-        size: Sum of the norms of its tokens' gradients.
+        size: Sum over the tokens of the norm of each token's gradient.
 
     """
 
@@ -31,18 +31,18 @@ class Member:
     """A client whose micro-batches are stacked with those of others.
 
     Attributes:
-        session: Session of its lane.
+        session: Session of the client's lane.
         plan: The client's round.
-        micro_batches: Number of micro-batches of its current step; None until the first has
+        micro_batches: Number of micro-batches of the current step; None until the first has
             arrived.
-        outputs: Micro-batches that have arrived and are not queued yet, by index.
-        gradients: Gradients that have arrived and are not used yet, by index.
-        squared_norm: Squared norm of its head's and tail's gradients, once its step has ended.
-        received: Micro-batches of the step that have arrived.
-        answered: Micro-batches of the step whose output was sent.
-        returned: Micro-batches of the step whose gradient has arrived.
-        finished: Micro-batches of the step whose backward pass is done.
-        awaited_since: Time since which another client waits for this one; None if none does.
+        outputs: Micro-batches that have arrived but are not queued yet, by index.
+        gradients: Gradients that have arrived but are not queued yet, by index.
+        squared_norm: Squared norm of the gradients of head and tail, once the step has ended.
+        received: Number of micro-batches of the step that have arrived.
+        answered: Number of micro-batches of the step whose output was sent.
+        returned: Number of micro-batches of the step whose gradient has arrived.
+        finished: Number of micro-batches of the step whose backward pass is done.
+        awaited_since: Time since which other clients have waited for this one; None if none do.
 
     """
 
@@ -65,34 +65,34 @@ class Member:
 
     @property
     def is_due(self) -> bool:
-        """Whether the client has to send the next frame."""
+        """Whether the client must send the next frame."""
         if self.squared_norm is not None:
             return False
         return self.answered > self.returned or self.received == self.finished
 
     def needs(self, index: int) -> bool:
-        """Whether a micro-batch of this index is still to come in this step, or may be."""
+        """Return whether the current step has, or may have, a micro-batch with this index."""
         return self.micro_batches is None or self.micro_batches > index
 
     def begin_step(self) -> None:
-        """Reset everything that belongs to the finished step."""
+        """Reset the state of the finished step."""
         self.micro_batches = self.squared_norm = self.awaited_since = None
         self.received = self.answered = self.returned = self.finished = 0
 
 
 class StackedMicroBatch:
-    """One micro-batch of each of several members, padded to the longest and stacked.
+    """Micro-batches of several members, one each, padded to the longest and stacked.
 
     Args:
         index: Index of the micro-batches in their steps.
-        number: Number of this pass among those of the same index.
+        number: Number of this pass among the passes with the same index.
         parts: Micro-batch of each member, in the order of their rows.
 
     Attributes:
-        budget_tokens: Padded tokens, prefixes included: what it takes of the activation budget.
+        budget_tokens: Padded tokens taken from the activation budget, prefixes included.
         computed: Whether the forward pass is done.
-        activations: Activations between the forward and the backward pass; None if no member was
-            left.
+        activations: Activations between the forward and the backward pass; None if all members
+            have left.
 
     """
 
@@ -105,7 +105,7 @@ class StackedMicroBatch:
         self.activations: Activations | None = None
 
     def hidden(self) -> tuple[torch.Tensor, Padding]:
-        """Return all members' hidden states, (rows, columns, hidden), 0 where padded."""
+        """Return the stacked hidden states, (rows, columns, hidden), with zeros as padding."""
         rows, columns = _size(self.parts)
         first = next(iter(self.parts.values())).hidden
         stacked = torch.zeros(rows, columns, first.shape[2], dtype=first.dtype)
@@ -120,12 +120,12 @@ class StackedMicroBatch:
         factors: Mapping[str, float],
         like: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the stacked gradients of the sums of the members' losses, not of their means.
+        """Return the stacked gradients of the members' summed (not mean) losses.
 
         Args:
-            gradients: Gradient of each member; rows of members without one are 0.
-            factors: Factors by which members' gradients are scaled, by client.
-            like: The body's output.
+            gradients: Gradient of each member. Rows of members without a gradient are 0.
+            factors: Factors that scale the gradients, by client.
+            like: Output of the body, for shape, data type and device.
 
         """
         stacked = torch.zeros_like(like)
@@ -136,7 +136,7 @@ class StackedMicroBatch:
         return stacked
 
     def additions(self, gradients: Mapping[Member, Gradient]) -> dict[str, Addition]:
-        """Return what such gradients are to add to the body's, by client."""
+        """Return the contributions of gradients to the body's gradient, by client."""
         parts = {member: self.parts[member] for member in gradients}
         return {
             member.client: Addition(
@@ -148,14 +148,14 @@ class StackedMicroBatch:
         }
 
     def account(self, seconds: float) -> None:
-        """Divide a job's time among the members, in proportion to their tokens."""
+        """Divide the time of a job among the members, in proportion to their tokens."""
         total = sum(output.padded_tokens for output in self.parts.values())
         for member, output in self.parts.items():
             share = output.padded_tokens / total
             member.session.account.seconds_computing += seconds * share
 
     def rows_of(self, stacked: torch.Tensor) -> Iterator[tuple[Member, HeadOutput, torch.Tensor]]:
-        """Yield each member, its micro-batch, and the view of its rows and columns."""
+        """Yield each member, its micro-batch, and a view of its rows and columns."""
         first = 0
         for member, output in self.parts.items():
             rows, columns = output.hidden.shape[:2]
@@ -166,13 +166,13 @@ class StackedMicroBatch:
 def stack(
     index: int, parts: Mapping[Member, HeadOutput], budget: int
 ) -> Iterator[StackedMicroBatch]:
-    """Stack micro-batches of one index, in as many passes as the budget requires.
+    """Stack the micro-batches with the same index, in as many passes as the budget requires.
 
-    A few long rows stacked with many short ones would have far more padding than tokens.
+    The budget counts padding: a few long rows with many short rows are mostly padding.
 
     Args:
         index: Index of the micro-batches in their steps.
-        parts: Micro-batch of each member, in the order of their rows; each fits into the budget.
+        parts: Micro-batch of each member, in the order of their rows. Each must fit the budget.
         budget: Maximum padded tokens of a pass, prefixes included.
 
     """
@@ -193,5 +193,5 @@ def _size(parts: Mapping[Member, HeadOutput]) -> tuple[int, int]:
 
 def _budget_tokens(parts: Mapping[Member, HeadOutput]) -> int:
     rows, columns = _size(parts)
-    before = max(output.columns_before for output in parts.values())  # the same for all
+    before = max(output.columns_before for output in parts.values())  # equal for all parts
     return rows * (before + columns)

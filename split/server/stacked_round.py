@@ -1,21 +1,21 @@
-"""A round whose clients' micro-batches are computed together (FL-GLM section 3.3, client-batch).
+"""A round in which the clients' micro-batches are stacked (FL-GLM section 3.3, client-batch).
 
-Micro-batch j of all members is padded, stacked and run once, and all members' steps end in one step
-of the body's optimizer. With w_i the share of client i in the targets of all, the body's gradient
-is Σ w_i·g_i, and each head and tail gets its own client's gradient. A member that leaves doesn't
-stop the others: its finished micro-batches count, its unfinished ones don't, and the shares are
-computed from those that count.
+Micro-batch j of all members is padded, stacked and computed once, and each step of the members ends
+with one step of the body's optimizer. The body's gradient is Σ w_i·g_i, where w_i is the share of
+client i in all targets; the head and tail of each client get the gradient of that client only. The
+others continue if a member leaves: its finished micro-batches count, its unfinished micro-batches
+do not, and the shares w_i are computed from the micro-batches that count.
 
-What a member sends is held to ``split.share-cap`` times the median of the other members'
-(``ShareCap``); up to the cap nothing changes.
+Two values of each member are capped at ``split.share-cap`` times the median of the same value of
+the other members (``ShareCap``). Values up to the cap are unchanged.
 
-- The gradient of a micro-batch's output, and the number of targets (``GradientCap``). A larger
-  gradient is scaled down before the backward pass, which limits its share in the body's. The
-  member's own head gets its gradient unscaled. A gradient that comes when there is no other
-  member's is scaled down as soon as there is one.
-- The norm that it reports of its head's and tail's gradients. A larger one counts as the cap in the
-  others' norm over all parties, but fully in its own, where it scales the member's head and tail
-  down.
+- The gradient of a micro-batch's output, and the number of targets (``GradientCap``). A gradient
+  above the cap is scaled down before the backward pass, which limits its share in the body's
+  gradient. The gradient for the member's own head is not scaled. A gradient that arrives before any
+  gradient of another member is scaled down as soon as it can be compared.
+- The reported norm of the gradients of head and tail. A norm above the cap enters the norm over all
+  parties as the cap. In the norm for the member itself, it counts fully and scales down the
+  gradients of the member's head and tail.
 """
 
 import logging
@@ -44,13 +44,13 @@ _log = logging.getLogger(__name__)
 
 
 class StackedRound:
-    """The common computation of a round's clients.
+    """The stacked computation of all clients of a round.
 
     Args:
         adapters: The body with the members' common adapters.
-        compute: Runs the jobs.
+        compute: Thread that runs the jobs.
         seed: Seed of the body's dropout in this round.
-        split: The activation budget, the cap, and how long members wait for each other.
+        split: Activation budget, cap, and limits of the time that members wait for each other.
 
     """
 
@@ -68,17 +68,17 @@ class StackedRound:
         self._lock = threading.RLock()
         self._members: dict[str, Member] = {}
         self._waits = WaitBudget()
-        self._stacked: deque[StackedMicroBatch] = deque()  # those that lack gradients
+        self._stacked: deque[StackedMicroBatch] = deque()  # waiting for gradients
         self._next = 0  # index of the micro-batch to stack next
         self._step = 0
-        # Used by the compute thread alone.
+        # Used only by the compute thread.
         self._gradient_cap = GradientCap(split.share_cap)
         self._norm_cap = ShareCap(split.share_cap)
         self._counted = 0.0  # targets whose gradients have been added to the body's
-        self._held = 0  # padded tokens whose activations exist
+        self._held = 0  # padded tokens taken from the activation budget
 
     def add(self, session: Session, plan: RoundPlan) -> Member:
-        """Add a client, before the first step."""
+        """Add a client. Call before the first step."""
         with self._lock:
             member = Member(session, plan)
             self._members[member.client] = member
@@ -87,26 +87,26 @@ class StackedRound:
             return member
 
     def forward(self, member: Member, output: HeadOutput) -> None:
-        """Take a micro-batch after the head.
+        """Accept the hidden states of a micro-batch after the head.
 
         Raises:
-            ProtocolError: It is the next step's, and the current one has not been answered.
+            ProtocolError: It belongs to the next step, but the current step was not answered yet.
 
         """
         with self._lock:
-            # The end of this step resets what would be counted here; the others would wait forever.
+            # The end of this step would reset the counts below, and the others would wait forever.
             if member.squared_norm is not None:
                 raise ProtocolError("a micro-batch came before the last step was answered")
             if member.received == member.finished:
-                member.awaited_since = None  # otherwise the member owes another frame
+                member.awaited_since = None  # not if the member still has to send a gradient
             member.micro_batches = output.micro_batches
             member.outputs[output.index] = output
             member.received += 1
             self._advance()
 
     def backward(self, member: Member, gradient: OutputGradient) -> None:
-        """Take the gradient of a micro-batch's output, of the mean loss over the client's step."""
-        # Not in float64, which takes ten times as long: no accepted number is above 2³⁰.
+        """Accept the gradient of the client's mean loss in a step for a micro-batch's output."""
+        # float64 takes ten times as long and is not needed: no accepted number is above 2³⁰.
         norms = torch.linalg.vector_norm(gradient.gradient, dim=2, dtype=torch.float32)
         size = float(norms.sum(dtype=torch.float64))
         with self._lock:
@@ -116,13 +116,13 @@ class StackedRound:
             self._advance()
 
     def step(self, member: Member, end: StepEnd) -> None:
-        """Take the end of a member's step."""
+        """Accept the end of a member's step."""
         with self._lock:
             member.squared_norm = end.squared_norm
             self._advance()
 
     def remove(self, member: Member) -> None:
-        """Remove a member; the others train without it."""
+        """Remove a member; the others continue without it."""
         with self._lock:
             del self._members[member.client]
             self._waits.remove(member.client)
@@ -131,15 +131,15 @@ class StackedRound:
         self._compute.call(lambda: self._clean(member))
 
     def waits(self, member: Member) -> bool:
-        """Whether it is not the member's turn to send a frame."""
+        """Return whether the member need not send a frame; end the lanes of late members."""
         self._end_late_members()
         with self._lock:
             return not member.is_due
 
     def failed(self, error: BaseException) -> None:
-        """End all lanes after an error in a common job.
+        """End all lanes after an error in a stacked job.
 
-        The error's message may quote one client's data, so it stays at the server.
+        Don't send the error message to clients, because it may contain data of one client.
         """
         _log.error("a stacked computation failed: %s", ascii(f"{type(error).__name__}: {error}"))
         with self._lock:
@@ -147,7 +147,7 @@ class StackedRound:
                 member.session.give_up("the server failed to compute all clients' micro-batches")
 
     def _advance(self) -> None:
-        """Queue every job whose inputs have arrived."""
+        """Queue all jobs whose inputs have arrived."""
         members = self._in_order()
         while needed := [member for member in members if member.needs(self._next)]:
             if any(self._next not in member.outputs for member in needed):
@@ -157,7 +157,7 @@ class StackedRound:
                 self._stacked.append(stacked)
                 self._put_forward(stacked)
             self._next += 1
-        # Always in this order: rounding of the gradients' sum depends on the order of its terms.
+        # Keep this order, because the rounding of the gradients' sum depends on it.
         while self._stacked and self._stacked[0].computed:
             stacked = self._stacked[0]
             present = self._present(stacked)
@@ -167,7 +167,7 @@ class StackedRound:
             self._stacked.popleft()
             self._put_backward(stacked, gradients)
         norms = {member: member.squared_norm for member in members}
-        # A pass may still be queued although all of its members have left.
+        # A stacked micro-batch may still be queued even if all of its members have left.
         if members and self._next and not self._stacked and None not in norms.values():
             self._next = 0
             present_norms = {m: norm for m, norm in norms.items() if norm is not None}
@@ -175,7 +175,7 @@ class StackedRound:
         self._note_waiting()
 
     def _note_waiting(self) -> None:
-        """Start the clocks of members that others wait for, and stop those of all others."""
+        """Record since when others have waited for each member, and update the wait budget."""
         due = [member for member in self._members.values() if member.is_due]
         awaited = due if len(due) < len(self._members) else []
         for member in self._members.values():
@@ -186,7 +186,7 @@ class StackedRound:
         self._waits.note(member.client for member in awaited)
 
     def _end_late_members(self) -> None:
-        """End the lanes of members that others have waited for too long."""
+        """End the lanes of members for which others have waited too long."""
         with self._lock:
             self._note_waiting()
             for member in self._members.values():
@@ -236,9 +236,10 @@ class StackedRound:
             for member, part, rows in stacked.rows_of(output):
                 member.session.account.tokens += part.padded_tokens
                 member.session.account.seconds_queued += started - queued
-                # Kept until the client acknowledges it: a view would keep everybody's rows.
+                # Copy the rows, which are kept until the client acknowledges them. A view would
+                # keep the rows of all members in memory.
                 own = rows.detach().clone() if len(stacked.parts) > 1 else rows
-                with suppress(LaneError):  # a lane that has ended must not affect the others
+                with suppress(LaneError):  # the end of one lane must not affect the others
                     member.session.answer(step, index, own)
 
         self._put(Priority.FORWARD, forward, stacked.budget_tokens)
@@ -246,7 +247,7 @@ class StackedRound:
     def _put_backward(
         self, stacked: StackedMicroBatch, gradients: Mapping[Member, Gradient]
     ) -> None:
-        """Queue a backward pass; members that have left contribute no gradient."""
+        """Queue a backward pass without the gradients of members that have left."""
         step = self._step
 
         def backward() -> None:
@@ -261,7 +262,7 @@ class StackedRound:
             counted = self._gradient_cap.counted(additions)
             late, late_targets = self._gradient_cap.late_factors()
             if late < 1:
-                # So far the body's gradient only has parts that could not be compared before.
+                # All terms of the body's gradient so far could not be compared when they arrived.
                 self._adapters.scale(late)
             gradient = stacked.gradient(gradients, factors, activations.output)
             result = self._adapters.backward(activations, gradient)
@@ -275,7 +276,7 @@ class StackedRound:
                 return
             for member, part, rows in stacked.rows_of(result):
                 if member in gradients and member.plan.wants_gradient:
-                    # Back from the sum to the mean over the client's own step.
+                    # Undo the scaling, to get the gradient of the mean over the client's own step.
                     scale = part.step_targets * factors[member.client]
                     tensors = {"gradient": rows / scale}
                     with suppress(LaneError):
@@ -289,7 +290,7 @@ class StackedRound:
         self._put(Priority.BACKWARD, backward)
 
     def _take_step(self, squared_norms: Mapping[Member, float]) -> None:
-        """Clip over all parties, answer all members, and take the optimizer's step."""
+        """Clip by the norm over all parties, answer all members, and step the optimizer."""
         self._adapters.scale(1 / self._counted)
         self._counted = 0.0
         self._gradient_cap.end_step()
@@ -314,15 +315,15 @@ class StackedRound:
         self._adapters.step(self._rate.first_step + step, self._rate.total_steps)
 
     def _choose_rate(self) -> None:
-        """Set the body's learning rate to that of the member with the longest run."""
+        """Use the learning rate schedule of the member with the most steps in the whole run."""
         if self._members:
             longest = max(self._members.values(), key=lambda m: (m.plan.total_steps, m.client))
             self._rate = longest.plan
 
     def _clean(self, left: Member) -> None:
-        """Forget a member that has left, and with the last one the unfinished step."""
+        """Clean up after a member has left; after the last one, discard the unfinished step."""
         self._name_if_capped(left)
-        # A client that has finished stays in the others' median; one that left early doesn't.
+        # Finished clients remain in the median for the others; clients that left early do not.
         if self._step < left.plan.steps:
             for cap in (self._gradient_cap, self._norm_cap):
                 cap.remove(left.client)

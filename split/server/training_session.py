@@ -1,4 +1,4 @@
-"""One client's round of training at the block server."""
+"""The server's session for one client's round of training."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,16 +26,16 @@ from split.settings import SplitSettings
 
 
 class TrainingSession(Session):
-    """Serves one client's round of training.
+    """Session of one client's round of training.
 
     Args:
         lane: Lane to the client.
-        largest: The largest plan that the client may join with.
-        schedule: Decides with whom the client trains which adapters.
-        compute: Runs the session's jobs.
+        largest: The largest plan with which the client may join.
+        schedule: Schedule, which determines the adapters and the clients that train together.
+        compute: Thread that runs the session's jobs.
         limits: Limits of the round.
         split: Time limits.
-        lifetime: Seconds from its invitation to the end of the phase of the round.
+        lifetime: Seconds from the client's invitation to the end of the phase of the round.
 
     """
 
@@ -56,16 +56,16 @@ class TrainingSession(Session):
 
     @property
     def planned_steps(self) -> int:
-        """Optimizer steps of the client's round; until it has joined, the most that are allowed."""
+        """Optimizer steps of the client's round; the maximum until the client has joined."""
         return self._round.plan.steps
 
     def serve(self) -> None:
-        """Answer frames until the client ends its round.
+        """Handle the client's frames until it ends its round.
 
         Raises:
             LaneError: The lane has ended, or the client was silent for too long.
-            ProtocolError: The client sent something that it may not send now.
-            RuntimeError: The schedule refuses the client.
+            ProtocolError: The client sent a frame that is not allowed.
+            RuntimeError: The schedule rejected the client.
 
         """
         self._round.join(self.receive())
@@ -89,22 +89,22 @@ class TrainingSession(Session):
             self._trainer = None
             trainer.leave()
             self._schedule.leave(self.account.client, finished)
-        with suppress(LaneError):  # until the client has the end
+        with suppress(LaneError):  # wait until the client has received END and closes the lane
             self.receive()
 
     def answer(self, step: int, index: int, states: torch.Tensor) -> None:
-        """Send the hidden states of a micro-batch; from now on their gradient may arrive."""
+        """Send the hidden states of a micro-batch, and accept their gradient from now on."""
         self._round.answered = index + 1
         super().answer(step, index, states)
 
     def waits(self) -> bool:
-        """Whether it is not the client's turn to send a frame."""
+        """Return whether the server owes the client an answer, so that it need not send a frame."""
         waiting = (self._trainer is not None and self._trainer.waits()) or super().waits()
-        # It is the client's turn while it has an unused answer, whatever else is queued.
+        # The client must send a gradient if it has an output without one, even if jobs are queued.
         return waiting and self._round.answered <= self._round.returned
 
     def holds(self) -> bool:
-        """Whether activations of the client's micro-batches exist that it alone can free."""
+        """Return whether activations are in memory that only the client's next frames free."""
         return self._trainer is not None and self._trainer.holds()
 
     def _end_step(self, end: StepEnd) -> None:
@@ -118,5 +118,5 @@ class TrainingSession(Session):
         self.lane.send(Kind.AVERAGE, request.step, tensors=average)
 
     def _settle(self) -> None:
-        """Wait until the current job has ended: a step is answered before its optimizer's step."""
+        """Wait for the current job, because a step is answered before the optimizer's step."""
         self.compute.call(lambda: None)

@@ -1,4 +1,4 @@
-"""Limit of the time in a round for which clients wait for slow ones."""
+"""Limit on the total time in a round that clients wait for slow clients."""
 
 import math
 import time
@@ -8,16 +8,16 @@ from split.server.session import Session
 
 
 class WaitBudget:
-    """Adds up for how long clients have waited for each other; callers serialise access.
+    """Total of the time that clients have waited for each other. Not thread-safe.
 
-    Each second of waiting is divided equally among the clients that are waited for. Once half of
-    the round has been spent in this way, the lane of the client with the most seconds ends, and its
-    seconds no longer count. A single client can therefore take no more than half of a round,
-    however punctual each of its frames is, and a round that would end within half its time loses
-    nobody.
+    Each second of waiting is divided equally among the clients that are waited for. When the total
+    reaches half of the round's time, the lane of the client with the most seconds is ended, and its
+    seconds are subtracted. A single client can therefore delay a round by at most half of its time,
+    even if each of its frames arrives within the other limits. In a round that needs less than half
+    of its time, no lane is ended.
 
     Args:
-        clock: Seconds that never go backwards.
+        clock: Monotonic clock in seconds.
 
     """
 
@@ -34,13 +34,13 @@ class WaitBudget:
         self._sessions[client], self._seconds[client] = session, 0.0
 
     def remove(self, client: str) -> None:
-        """Forget a client that has left."""
+        """Remove a client that has left, and its seconds."""
         self.note([each for each in self._awaited if each != client])
         self._sessions.pop(client, None)
         self._seconds.pop(client, None)
 
     def note(self, awaited: Iterable[str]) -> None:
-        """Note for whom others wait from now on; end a lane if they have waited for too long."""
+        """Set the clients that others now wait for; end a lane if the total is too long."""
         now = self._clock()
         for client in self._awaited:
             self._seconds[client] += (now - self._since) / len(self._awaited)

@@ -1,4 +1,4 @@
-"""Micro-batches of all clients are stacked and run once (FL-GLM section 3.3, figure 3)."""
+"""Schedule that stacks the micro-batches of all clients (FL-GLM section 3.3, figure 3)."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from split.settings import SplitSettings
 
 @dataclass(frozen=True)
 class StackedTrainer:
-    """Trains a client together with others; see ``ClientTrainer``."""
+    """A ``ClientTrainer`` that trains a client together with the others."""
 
     forward: Callable[[HeadOutput], None]
     backward: Callable[[OutputGradient], None]
@@ -26,18 +26,18 @@ class StackedTrainer:
     leave: Callable[[], None]
 
     def holds(self) -> bool:
-        """Return False: the round ends the lanes of late members itself."""
+        """Return False, because the round itself ends the lanes of late members."""
         return False
 
 
 class ClientBatch(SharedAdapters):
-    """One set of adapters, and one optimizer step for all clients' micro-batches.
+    """Schedule with one set of adapters, and one optimizer step for all clients' micro-batches.
 
     Args:
         adapters: The body with the clients' common adapters.
-        compute: Runs the stacked micro-batches.
-        split: The activation budget, and how long clients wait for each other.
-        minimum: Number of clients that must join before a round begins.
+        compute: Thread that runs the stacked micro-batches.
+        split: Activation budget, and limits of the time that clients wait for each other.
+        minimum: Minimum number of clients in a round.
 
     """
 
@@ -61,7 +61,7 @@ class ClientBatch(SharedAdapters):
             )
 
     def join(self, session: Session, plan: RoundPlan) -> StackedTrainer:
-        """Add a client, and wait until all have joined.
+        """Add a client, and wait until all clients have joined.
 
         Args:
             session: Session of the client's lane.
@@ -69,7 +69,7 @@ class ClientBatch(SharedAdapters):
 
         Raises:
             LaneError: The client's lane has ended.
-            RuntimeError: The round began without the client, or too few joined.
+            RuntimeError: The round began without the client, or too few clients joined.
 
         """
         with self._changed:
@@ -89,9 +89,9 @@ class ClientBatch(SharedAdapters):
         )
 
     def mark_absent(self, client: str) -> None:
-        """Stop waiting for a client that won't join."""
+        """Stop waiting for a client that will not join."""
         with self._changed:
             self._barrier.mark_absent(client)
 
     def leave(self, client: str, finished: bool) -> None:
-        """Do nothing: the client's trainer has already left the round."""
+        """Do nothing, because the client's trainer has already left the round."""

@@ -1,7 +1,7 @@
-"""Each client trains its own adapters of the body, which are averaged (FL-GLM section 3.3).
+"""Schedule with separate body adapters per client, which are averaged (FL-GLM section 3.3).
 
-The paper copies the whole model for every client. Here the frozen blocks exist once, and each
-client adds its adapters and their optimizer.
+The paper copies the whole model for every client. In this implementation, all clients share the
+frozen blocks, and only the adapters and their optimizer exist once per client.
 """
 
 import threading
@@ -27,15 +27,15 @@ _POLL_SECONDS = 1.0
 
 
 class Hierarchical:
-    """One set of adapters and one optimizer per client.
+    """Schedule with one set of adapters and one optimizer per client.
 
     Args:
-        make_adapters: Returns a new set of the body's adapters with an optimizer.
-        compute: Runs the jobs that use the adapters.
+        make_adapters: Function that returns a new set of body adapters with an optimizer.
+        compute: Thread that runs the jobs that use the adapters.
         state: Initial adapters of the body.
-        client_adapters: Adapters of a head and a tail, for their names, types and shapes.
-        split: The averaging period, and how long clients that average wait for each other.
-        minimum: Number of clients that must join before clients that average begin.
+        client_adapters: Adapters of head and tail; later ones must have the same names and shapes.
+        split: Averaging period, and time limit for clients to wait for each other.
+        minimum: Minimum number of clients in a round with averages.
 
     """
 
@@ -52,7 +52,7 @@ class Hierarchical:
         self._compute = compute
         self._global = dict(state)
         self._client_adapters = client_adapters
-        # The adapters that all clients had last; theirs are compared with these.
+        # The last adapters that all clients had in common. New adapters are compared with them.
         self._common_body, self._common = self._global, dict(client_adapters)
         self._scaled: dict[str, float] = {}
         self._average_every = split.average_every
@@ -60,21 +60,21 @@ class Hierarchical:
         self._weights: dict[str, float] = {}
         self._steps: dict[str, int] = {}
         self._gathered: dict[int, dict[str, State]] = {}
-        self._averages: dict[str, State] = {}  # by client; removed when the client takes its own
+        self._averages: dict[str, State] = {}  # by client, until the client has received it
         self._keeps_optimizers = False
-        self._before: dict[str, OptimizerState] = {}  # optimizers of clients in their round
-        self._due: dict[str, int] = {}  # step after which each client averages next
+        self._before: dict[str, OptimizerState] = {}  # by client, as at the start of its round
+        self._due: dict[str, int] = {}  # by client, the step after which its next average is due
         self._waits = WaitBudget()
         self._changed = threading.Condition()
         self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
 
     def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
-        """Load the average that the last round ended with into every client's adapters.
+        """Load the average at the end of the last round into the adapters of every client.
 
         Args:
             weights: Weights of the clients that may join, by name.
-            keep_optimizers: Whether optimizers are kept.
-            seed: Seed of the round; each client's own is derived from it.
+            keep_optimizers: Whether to keep the state of the optimizers.
+            seed: Seed of the round, from which the seed of each client is derived.
 
         """
         with self._changed:
@@ -92,11 +92,11 @@ class Hierarchical:
                 self._adapters[client].load_optimizer({})
 
     def begin_with(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Set the adapters of heads and tails with which all clients begin the round."""
+        """Set the adapters of head and tail with which all clients begin the round."""
         self._common = dict(own)
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
-        """Add a client; where clients average within a round, wait until all have joined.
+        """Add a client. If adapters are averaged within the round, wait until all have joined.
 
         Args:
             session: Session of the client's lane.
@@ -104,13 +104,13 @@ class Hierarchical:
 
         Raises:
             LaneError: The client's lane has ended.
-            RuntimeError: The round began without the client, or too few joined.
+            RuntimeError: The round began without the client, or too few clients joined.
 
         """
         client = session.account.client
         with self._changed:
             self._barrier.join(client)
-            # Before it waits: the others may begin before this thread wakes up.
+            # Register the client before waiting: others may begin before this thread wakes up.
             self._steps[client] = plan.steps
             self._due[client] = self._average_every
             self._waits.add(session)
@@ -126,14 +126,14 @@ class Hierarchical:
         return SeparateTrainer(session, self._adapters[client], plan)
 
     def mark_absent(self, client: str) -> None:
-        """Stop waiting for a client that won't join."""
+        """Stop waiting for a client that will not join."""
         with self._changed:
             self._barrier.mark_absent(client)
 
     def leave(self, client: str, finished: bool) -> None:
-        """Remove a client; the others no longer wait for it, nor average what it handed in.
+        """Remove a client, and exclude it from averages that are not yet computed.
 
-        The optimizer of one that is not finished is as before: so is that of its head and tail.
+        If the client is not finished, restore its optimizer, as the client does for head and tail.
         """
         before = self._before.pop(client, None)
         if before is not None and not finished:
@@ -147,19 +147,19 @@ class Hierarchical:
             self._changed.notify_all()
 
     def average(self, session: Session, step: int, own: State) -> State:
-        """Average all parties' adapters over the clients that have not finished by this step.
+        """Average the adapters of all parties over the clients with more than ``step`` steps.
 
         Args:
-            session: Session of a client's lane.
+            session: Session of the client's lane.
             step: Number of finished steps of the round.
             own: The client's head and tail adapters.
 
         Returns:
-            The average of heads and tails. The body's adapters are averaged in place.
+            The average of the head and tail adapters. Body adapters are averaged in place.
 
         Raises:
             RuntimeError: No average is due for this client.
-            ProtocolError: The adapters are not those of head and tail, or not finite.
+            ProtocolError: The adapters have unexpected names, types or shapes, or are not finite.
             LaneError: The client's lane has ended.
 
         """
@@ -181,11 +181,11 @@ class Hierarchical:
             return self._averages.pop(client)
 
     def state_of(self, client: str) -> State:
-        """Return the body's adapters of a client."""
+        """Return the body adapters of a client."""
         return self._adapters[client].export()
 
     def end_round(self, weights: Mapping[str, float]) -> State:
-        """Average the adapters of the clients whose round counts."""
+        """Return the average of the body adapters of the given clients, by weight."""
         self._weights = dict(weights)
         bodies = {name: self._adapters[name].export() for name in weights}
         self._global = self._mean(bodies, self._global)
@@ -193,15 +193,15 @@ class Hierarchical:
 
     @property
     def scaled(self) -> dict[str, float]:
-        """Clients of the round whose adapters were scaled down, each with the smallest factor."""
+        """The smallest factor of each client whose adapters were scaled down in the round."""
         return dict(self._scaled)
 
     def export_optimizers(self) -> dict[str, State]:
-        """Return the optimizers' states by client."""
+        """Return the states of the optimizers by client."""
         return {name: adapters.export_optimizer() for name, adapters in self._adapters.items()}
 
     def load_optimizers(self, states: Mapping[str, State]) -> None:
-        """Restore the clients' optimizers."""
+        """Restore the states of the clients' optimizers."""
         for name, state in states.items():
             if name not in self._adapters:
                 self._adapters[name] = self._make_adapters()
@@ -220,11 +220,11 @@ class Hierarchical:
         self._changed.notify_all()
 
     def _check(self, own: State) -> None:
-        """Check adapters whose average the other clients will receive.
+        """Check a client's adapters, because the other clients will receive their average.
 
         Raises:
-            ProtocolError: Names, types or shapes are not those of head and tail, or a number is too
-                large or not finite.
+            ProtocolError: Names, types or shapes differ from those of head and tail, or a value is
+                too large or not finite.
 
         """
         expected = self._client_adapters
@@ -247,7 +247,7 @@ class Hierarchical:
         return expected - self._gathered[step].keys()
 
     def _note_waiting(self) -> None:
-        """Note for whom others wait that have handed in their adapters."""
+        """Update the wait budget with the clients that are missing in pending averages."""
         waiting = (step for step, handed_in in self._gathered.items() if handed_in)
         self._waits.note(set().union(*(self._missing_at(step) for step in waiting)))
 
@@ -258,12 +258,12 @@ class Hierarchical:
             self._adapters[name].load(self._common_body)
 
     def _mean(self, states: Mapping[str, State], reference: State) -> State:
-        """Average by the clients' weights, in the order of names.
+        """Return the weighted average of adapters, added up in the order of names.
 
         Args:
             states: Adapters by client.
-            reference: Adapters with which all of them began; those that are far from it, compared
-                with the others, are scaled down.
+            reference: Adapters with which all clients began. Updates that are much larger than
+                those of the other clients are scaled down.
 
         """
         factors = update_factors({n: distance(each, reference) for n, each in states.items()})

@@ -1,4 +1,4 @@
-"""Clients that train together wait for each other at the beginning of a round."""
+"""A barrier at which clients that train together wait at the beginning of a round."""
 
 import threading
 import time
@@ -10,11 +10,11 @@ _POLL_SECONDS = 1.0
 
 
 class JoinBarrier:
-    """Which clients may join and have joined, and whether the round has begun.
+    """Barrier for the clients of a round.
 
     Args:
-        changed: Guards this object; its owner also waits for it.
-        minimum: Number of clients that must join for a round to begin.
+        changed: Condition that guards this object and its owner, notified of changes.
+        minimum: Minimum number of clients in a round.
         timeout: Seconds that clients wait for each other.
 
     Attributes:
@@ -32,12 +32,12 @@ class JoinBarrier:
         self.joined: set[str] = set()
 
     def begin(self, invited: Iterable[str]) -> None:
-        """Prepare for a round."""
+        """Prepare for a round of the invited clients."""
         self._invited = set(invited)
         self._awaited, self.joined, self._begun = set(self._invited), set(), False
 
     def mark_absent(self, client: str) -> None:
-        """Stop waiting for a client, which may join nevertheless."""
+        """Stop waiting for a client. It may still join."""
         self._awaited.discard(client)
         self._changed.notify_all()
 
@@ -57,15 +57,15 @@ class JoinBarrier:
         self._changed.notify_all()
 
     def wait(self, client: str, check: Callable[[], None]) -> None:
-        """Wait until all have joined or the time is over; the caller holds ``changed``.
+        """Wait until all clients have joined or the timeout expires. Call with ``changed`` locked.
 
         Args:
-            client: The client that waits; it is removed if its lane ends or too few join.
-            check: Raises the error that the client's lane has ended with, if it has.
+            client: The client that waits. It is removed if its lane ends or too few clients join.
+            check: Function that raises the lane's error if the client's lane has ended.
 
         Raises:
             LaneError: The client's lane has ended.
-            RuntimeError: Fewer than the minimum have joined in time.
+            RuntimeError: Fewer than the minimum number of clients joined in time.
 
         """
         end = time.monotonic() + self._timeout
@@ -86,7 +86,7 @@ class JoinBarrier:
         self._changed.notify_all()
 
     def _too_few(self) -> str:
-        """Return why the round can't begin: the others have come too late, or won't come."""
+        """Return why the round can't begin: the other clients are late, or will not join."""
         joined = f"{len(self.joined)} of {len(self._invited)} clients joined"
         needed = f"min-nodes = {self._minimum} are needed at once"
         if self._awaited <= self.joined:

@@ -1,4 +1,4 @@
-"""The schedule that the run's configuration names."""
+"""Creation of the schedule that is set in the run's configuration."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,14 +20,14 @@ def make_schedule(
     state: Mapping[PartyName, State],
     minimum: int,
 ) -> Schedule:
-    """Return a new schedule of the kind that ``split.schedule`` names.
+    """Return a new schedule of the kind in ``split.schedule``.
 
     Args:
         split: The schedule and its limits.
-        make_adapters: Returns a new set of the body's adapters with an optimizer.
-        compute: Runs the jobs that use the adapters.
+        make_adapters: Function that returns a new set of body adapters with an optimizer.
+        compute: Thread that runs the jobs that use the adapters.
         state: Initial adapters of the whole model, by party.
-        minimum: Number of clients that must join for a round that they begin together.
+        minimum: Minimum number of clients in a round that clients begin together.
 
     """
     if split.schedule == "serial":

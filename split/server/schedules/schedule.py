@@ -12,46 +12,46 @@ from split.server.session import Session
 
 
 class ClientTrainer(Protocol):
-    """Computes a client's micro-batches: separately, or stacked with those of others.
+    """Computes the micro-batches of a client, either separately or stacked with those of others.
 
-    The methods are called from the lane's thread in the order of the client's frames; answers are
-    sent over the lane.
+    The methods are called from the thread of the lane, in the order of the client's frames. Answers
+    are sent over the lane.
     """
 
     def forward(self, output: HeadOutput) -> None:
-        """Compute a micro-batch, and answer with its hidden states."""
+        """Compute the forward pass of a micro-batch, and send its hidden states."""
         ...
 
     def backward(self, gradient: OutputGradient) -> None:
-        """Backpropagate the gradient of a micro-batch's output; answer with that of its input."""
+        """Compute the backward pass of a micro-batch, and send the gradient of its input."""
         ...
 
     def step(self, end: StepEnd) -> None:
-        """End a step: answer with factor and norm, and take the body's optimizer step."""
+        """End a step: send the clipping factor and the norm, and step the body's optimizer."""
         ...
 
     def waits(self) -> bool:
-        """Whether it is not the client's turn to send a frame."""
+        """Return whether the server owes the client an answer, so that it need not send a frame."""
         ...
 
     def holds(self) -> bool:
-        """Whether the client holds room in the activation budget, for which others may wait."""
+        """Return whether the client occupies activation budget for which others may wait."""
         ...
 
     def leave(self) -> None:
-        """Drop an unfinished step."""
+        """Leave the round, and discard an unfinished step."""
         ...
 
 
 class Schedule(Protocol):
-    """How clients share the body: ``Serial``, ``ClientBatch`` or ``Hierarchical``."""
+    """Interface of ``Serial``, ``ClientBatch`` and ``Hierarchical``: how clients share the body."""
 
     def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
         """Prepare for the clients that may join."""
         ...
 
     def begin_with(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Set the adapters of heads and tails with which all clients begin the round."""
+        """Set the adapters of head and tail with which all clients begin the round."""
         ...
 
     def join(self, session: Session, plan: RoundPlan) -> ClientTrainer:
@@ -59,34 +59,34 @@ class Schedule(Protocol):
         ...
 
     def leave(self, client: str, finished: bool) -> None:
-        """End a client's round, finished or not."""
+        """End a client's round, whether it is finished or not."""
         ...
 
     def mark_absent(self, client: str) -> None:
-        """Stop waiting for a client that won't join."""
+        """Stop waiting for a client that will not join."""
         ...
 
     def average(self, session: Session, step: int, own: State) -> State:
-        """Average all parties' adapters within a round."""
+        """Average the adapters of all parties within a round."""
         ...
 
     def state_of(self, client: str) -> State:
-        """Return the body's adapters of a client."""
+        """Return the body adapters of a client."""
         ...
 
     def end_round(self, weights: Mapping[str, float]) -> State:
-        """Return the body's adapters that the next round begins with."""
+        """Return the body adapters with which the next round begins."""
         ...
 
     @property
     def scaled(self) -> dict[str, float]:
-        """Clients of the round whose adapters were scaled down, each with the smallest factor."""
+        """The smallest factor of each client whose adapters were scaled down in the round."""
         ...
 
     def export_optimizers(self) -> dict[str, OptimizerState]:
-        """Return the optimizers' states by their keys."""
+        """Return the states of the optimizers by key."""
         ...
 
     def load_optimizers(self, states: Mapping[str, OptimizerState]) -> None:
-        """Restore the optimizers' states."""
+        """Restore the states of the optimizers."""
         ...

@@ -1,4 +1,4 @@
-"""Clients take turns with one set of body adapters (FL-GLM section 3.3, serial training)."""
+"""Schedule in which clients train one after another (FL-GLM section 3.3, serial training)."""
 
 import threading
 
@@ -10,7 +10,7 @@ from split.server.session import Session
 
 
 class Serial(SharedAdapters):
-    """One set of adapters and one optimizer that pass from turn to turn.
+    """Schedule with one set of adapters and one optimizer, used by one client at a time.
 
     Args:
         adapters: The body with the clients' common adapters.
@@ -31,7 +31,7 @@ class Serial(SharedAdapters):
             plan: The client's round.
 
         Raises:
-            RuntimeError: Another client's turn hasn't ended.
+            RuntimeError: The turn of another client has not ended.
 
         """
         client = session.account.client
@@ -43,10 +43,10 @@ class Serial(SharedAdapters):
         return SeparateTrainer(session, self._adapters, plan)
 
     def mark_absent(self, client: str) -> None:
-        """Do nothing: no client waits for another."""
+        """Do nothing, because no client waits for another."""
 
     def leave(self, client: str, finished: bool) -> None:
-        """End a client's turn, and undo it unless it is finished."""
+        """End a client's turn. If it is not finished, restore adapters and optimizer."""
         state, optimizer = self._before
         if not finished:
             self._adapters.load(state)

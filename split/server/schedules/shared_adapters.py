@@ -1,4 +1,4 @@
-"""Base of the schedules with one set of body adapters for all clients."""
+"""Base class of the schedules with one set of body adapters for all clients."""
 
 from collections.abc import Mapping
 
@@ -10,25 +10,25 @@ from split.server.session import Session
 
 
 class SharedAdapters:
-    """One set of adapters and one optimizer.
+    """Base class of schedules in which all clients share the adapters and the optimizer.
 
     Args:
         adapters: The body with the clients' common adapters.
 
     """
 
-    # The key of the one optimizer in a checkpoint.
+    # Key of the optimizer in a checkpoint.
     KEY = "body"
 
     def __init__(self, adapters: BodyAdapters) -> None:
         self._adapters = adapters
 
     def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
-        """Keep the optimizer, or replace it by a new one.
+        """Begin a round, and replace the optimizer unless it is kept.
 
         Args:
             weights: Weights of the clients that may join, by name.
-            keep_optimizers: Whether the optimizer is kept.
+            keep_optimizers: Whether to keep the state of the optimizer.
             seed: Seed of the round.
 
         """
@@ -36,10 +36,10 @@ class SharedAdapters:
             self._adapters.load_optimizer({})
 
     def begin_with(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing: heads and tails aren't averaged within a round."""
+        """Do nothing, because head and tail are not averaged within a round."""
 
     def average(self, session: Session, step: int, own: State) -> State:
-        """Raise: there are no adapters of one client to average within a round.
+        """Raise an error, because clients have no separate adapters to average.
 
         Raises:
             RuntimeError: Always.
@@ -48,22 +48,22 @@ class SharedAdapters:
         raise RuntimeError("with this split.schedule clients don't average within a round")
 
     def state_of(self, client: str) -> State:
-        """Return the body's adapters, the same for every client."""
+        """Return the body adapters, which are the same for every client."""
         return self._adapters.export()
 
     def end_round(self, weights: Mapping[str, float]) -> State:
-        """Return the adapters; there is nothing to average."""
+        """Return the adapters, which need not be averaged."""
         return self._adapters.export()
 
     @property
     def scaled(self) -> dict[str, float]:
-        """Nobody: there are no adapters of one client to scale down."""
+        """Empty, because clients have no separate adapters to scale down."""
         return {}
 
     def export_optimizers(self) -> dict[str, State]:
-        """Return the optimizer's state by its one key."""
+        """Return a dictionary with the state of the optimizer as its only item."""
         return {self.KEY: self._adapters.export_optimizer()}
 
     def load_optimizers(self, states: Mapping[str, State]) -> None:
-        """Restore the optimizer's state, or make a new optimizer where there is none."""
+        """Restore the state of the optimizer, or create a new optimizer if there is no state."""
         self._adapters.load_optimizer(states.get(self.KEY, {}))
