@@ -1,17 +1,16 @@
-"""Memory and time of averaging many clients' adapters, beside Flower's FedAvg.
+"""Memory and time of averaging many clients' adapters, compared with Flower's FedAvg.
 
     python -m bench.aggregation
 
 The adapters are LoRA of rank 16 on all linear layers of a model with hidden size 4,096: 40 million
 parameters, 160 MB, with 32 blocks. Each side is the real strategy in a fresh process: one round,
-without evaluation. The replies are there when they are asked for; a grid in the process makes each
-from random numbers when it is pulled, which is not counted in the seconds. ``FedAvg`` pulls all
-replies and averages them at once. Chambers pulls them one by one, checks them, keeps them on the
-disk, writes every client's personalised adapter, averages, and writes the global adapter, a
-checkpoint and the report.
+without evaluation. Replies are available immediately: an in-process grid generates each from random
+numbers when it is pulled, and this time is not counted. ``FedAvg`` pulls all replies and averages
+them at once. Chambers pulls them one by one, checks them, stores them on disk, writes each client's
+personalised adapter, averages, and writes the global adapter, a checkpoint and the report.
 
 Memory is the largest growth of the process's resident memory (VmHWM, which includes mapped files)
-since it has run a miniature. The two averages are compared value by value.
+after a warm-up run with small adapters. The two averages are compared value by value.
 """
 
 import argparse
@@ -70,14 +69,14 @@ def draw_adapter(blocks: int, seed: int) -> State:
 
 
 class RandomClients(InProcessGrid):
-    """Clients whose replies are made when they are pulled.
+    """Clients whose replies are generated when they are pulled.
 
     Args:
         clients: Number of clients.
-        blocks: Number of blocks that adapters have weights for.
+        blocks: Number of blocks that have adapters.
 
     Attributes:
-        seconds: Time that making replies has taken.
+        seconds: Time spent on generating replies.
 
     """
 
@@ -88,7 +87,7 @@ class RandomClients(InProcessGrid):
         self.seconds = 0.0
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Keep the messages."""
+        """Store the messages."""
         self._messages = {each.metadata.message_id: each for each in identified(messages)}
         return list(self._messages)
 
@@ -102,7 +101,7 @@ class RandomClients(InProcessGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Return all replies at once, as Flower's grids do."""
+        """Return all replies at once, like Flower's grids."""
         return self.pull_messages(self.push_messages(messages))
 
     def _reply(self, message: Message) -> Message:
@@ -120,12 +119,12 @@ class TrainingOnly(FedJudgeBase):
     """FedJudge-Base without evaluation."""
 
     def configure_evaluate(self, *_: Any) -> Iterable[Message]:
-        """Ask nobody: only training is measured."""
+        """Return no messages, because only training is measured."""
         return []
 
 
 def average(side: str, clients: int, blocks: int, folder: Path) -> tuple[ArrayRecord, float]:
-    """Run a round; return the average, and the seconds without those of making replies."""
+    """Run a round; return the average, and the seconds without the generation of replies."""
     grid = RandomClients(clients, blocks)
     initial = to_arrays(draw_adapter(blocks, 0))
     started = time.perf_counter()
@@ -143,7 +142,7 @@ def average(side: str, clients: int, blocks: int, folder: Path) -> tuple[ArrayRe
 
 
 def measure(link: Connection, side: str) -> None:
-    """Run the miniature; then measure a round, and save the average."""
+    """Warm up with small adapters, then measure a round and save the average."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         average(side, clients=2, blocks=1, folder=Path(folder))
@@ -157,7 +156,7 @@ def measure(link: Connection, side: str) -> None:
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Return the largest difference of two files' values ÷ the largest value."""
+    """Return the largest difference between two files' values ÷ the largest value."""
     left: Mapping[str, torch.Tensor] = load_file(one)
     right: Mapping[str, torch.Tensor] = load_file(other)
     if left.keys() != right.keys():

@@ -1,4 +1,4 @@
-"""Common parts of all pictures: colours, matplotlib's settings, and SVG as text."""
+"""Common parts of all pictures: colours, matplotlib settings, and SVG output."""
 
 import io
 import re
@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 
 BLUE, RED, GREY, GREEN, PURPLE = "#3f90da", "#bd1f01", "#717581", "#507a2d", "#832db6"
 STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "pictures",  # the same results yield the same pictures
+    "svg.fonttype": "none",  # text is not converted to paths
+    "svg.hashsalt": "pictures",  # equal results yield equal files
     "font.size": 10,
     "font.family": "sans-serif",
     "axes.spines.top": False,
@@ -17,7 +17,7 @@ STYLE = {
 
 
 def svg(figure: Figure) -> str:
-    """Return a figure as SVG on white, so that it can be read on dark pages too."""
+    """Return a figure as SVG on a white background, which is readable on dark pages too."""
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", facecolor="white", metadata=nothing)

@@ -3,20 +3,19 @@
     python -m bench.gpu [--size 1b 3b 7b] [--clients 2 4 8] [--schedules serial …] [--pairs 15]
     python -m bench.gpu --size 7b --quantization nf4 --gradient-checkpointing
 
-For each size and number of clients, each schedule trains in turn with the whole model at the
-stacked batch: the same samples for both, as in ``bench.schedules``. Frozen weights and wire are
-bfloat16, lanes are encrypted, adapters are LoRA on query, key and value. A client's micro-batch is
-one example of 512 tokens (``--columns``), half of them targets, and its step has four of these. One
-process has the clients, one the server, one the whole model, all on the first GPU; where there are
-two or more, the server is on the second. A turn is over when the work that every process has queued
-on its GPU is done. Every pair of configurations has processes of its own, so that peaks of memory
-are theirs alone: bytes of tensors, loading included, without the memory of CUDA itself and the
-allocator's reserve.
+For each size and number of clients, each schedule and the whole model train in turn on the same
+samples, as in ``bench.schedules``. Frozen weights and wire are bfloat16, lanes are encrypted,
+adapters are LoRA on query, key and value. A client's micro-batch is one example of 512 tokens
+(``--columns``), half of them targets, and its step has four micro-batches. The clients, the server
+and the whole model have one process each, all on the first GPU; with two or more GPUs, the server
+is on the second. A turn ends when all work queued on the GPUs is done. Every pair of configurations
+has separate processes, so that their memory peaks are independent: bytes of tensors, including
+loading, without the memory of CUDA itself and the allocator's reserve.
 
-The checkpoint is written to a temporary directory (set TMPDIR), 14 GB of it for ``7b``. The run
+The checkpoint is written to a temporary directory (set TMPDIR) and takes 14 GB for ``7b``. The run
 fails if the first losses of client-batch and the whole model differ by more than 0.05.
 
-``--size tiny --device cpu`` tries the program where there is no GPU; its figures mean nothing.
+``--size tiny --device cpu`` tests the program without a GPU; its figures are meaningless.
 """
 
 import argparse
@@ -62,7 +61,7 @@ def devices(kind: str) -> tuple[str, str]:
 
 
 def measure(table: Table, job: Job, clients: int, schedule: str) -> None:
-    """Measure steps of the whole model and a schedule in turn, and add a row for each."""
+    """Measure the whole model and a schedule in turn, and add a row for each."""
     split = SplitSettings(activation_budget=2**20, frame_timeout=3600.0)
     samples = clients * job.shape.rows * job.shape.micro_batches
     with ExitStack() as stack:

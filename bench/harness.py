@@ -1,4 +1,4 @@
-"""Common parts of measurements: processes on given cores, timing in turn, and tables."""
+"""Common parts of measurements: processes bound to cores, timing in turn, and tables."""
 
 import os
 import signal
@@ -30,8 +30,8 @@ class Worker:
     While it waits for a message, it uses no processor time.
 
     Args:
-        role: Function that the process runs, with its end of the pipe and the arguments.
-        cores: Cores that the process is bound to before it has any thread.
+        role: Function that the process runs, called with its end of the pipe and the arguments.
+        cores: Cores that the process is bound to before it starts any thread.
         arguments: Arguments of the role; must be picklable.
 
     """
@@ -39,7 +39,7 @@ class Worker:
     def __init__(self, role: Callable[..., None], cores: Collection[int], *arguments: Any) -> None:
         self._link, other = _SPAWN.Pipe()
         self._process = _SPAWN.Process(target=_enter, args=(role, other, arguments), daemon=True)
-        # Inherited by the process, and by every thread it starts.
+        # Inherited by the process and its threads.
         os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores)
@@ -59,7 +59,7 @@ class Worker:
         """Wait for the next message of the process.
 
         Raises:
-            SystemExit: The process failed, or sent nothing for a quarter of an hour.
+            SystemExit: The process failed, or sent nothing for 15 minutes.
 
         """
         if not self._link.poll(_ANSWER_SECONDS):
@@ -85,7 +85,7 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._link.close()  # a process that waits for a message then ends by itself
+        self._link.close()  # the process then ends when it waits for a message
         if kind is None:
             self._process.join(_STOP_SECONDS)
         if self._process.is_alive():
@@ -111,7 +111,7 @@ def _enter(role: Callable[..., None], link: Connection, arguments: tuple[Any, ..
 
 
 def ask_all(workers: Sequence[Worker], messages: Sequence[Any]) -> list[Any]:
-    """Send each process its message, then wait for all answers."""
+    """Send one message to each process, then wait for all answers."""
     for worker, message in zip(workers, messages, strict=True):
         worker.send(message)
     return [worker.receive() for worker in workers]
@@ -122,8 +122,8 @@ class Side:
 
     Args:
         name: Name of the side in the tables.
-        pids: Processes whose CPU time counts.
-        warm_up: Number of turns at the beginning that do not count in ``summary`` and ``ratios``.
+        pids: Processes whose CPU time is measured.
+        warm_up: Number of initial turns that ``summary`` and ``ratios`` exclude.
 
     Attributes:
         seconds: Wall-clock time of each turn.
@@ -141,7 +141,7 @@ class Side:
         self.losses: list[float] = []
 
     def start(self) -> None:
-        """Begin a turn."""
+        """Start a turn."""
         self._before = self._cpu_seconds()
         self._started = time.perf_counter()
 
@@ -152,7 +152,7 @@ class Side:
         self.cpu.append([b - a for a, b in zip(self._before, after, strict=True)])
 
     def measure(self, step: Callable[[], float]) -> None:
-        """Measure a step as one turn, and keep the loss that it returns."""
+        """Measure a step as one turn, and store the loss that it returns."""
         self.start()
         loss = step()
         self.stop()
@@ -171,8 +171,8 @@ class Side:
 def compared_with(one: Side, other: Side) -> dict[str, float]:
     """Return one side's time ÷ the other's, by the names in ``RATIOS``.
 
-    The last one is the median of the ratios within a round of turns, which is hardly affected if
-    the machine is slower for some minutes.
+    The last ratio is the median of the ratios within a round of turns, which is hardly affected
+    by slower periods of the machine.
     """
     values = [a / b for a, b in zip(one.summary(), other.summary(), strict=True)]
     both = zip(one.seconds[one.warm_up :], other.seconds[other.warm_up :], strict=True)
@@ -185,7 +185,7 @@ def ratios(one: Side, other: Side) -> list[str]:
 
 
 def make_table(title: str, *headings: str) -> Table:
-    """Make a table; numbers are aligned to the right, and columns without a heading to the left."""
+    """Create a table; columns are right-aligned, and left-aligned if they have no heading."""
     table = Table(title=title, box=MARKDOWN)
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -193,13 +193,13 @@ def make_table(title: str, *headings: str) -> Table:
 
 
 def show(*parts: Table | str) -> None:
-    """Print tables and lines as Markdown, which ``bench.pages`` puts into the documentation."""
+    """Print tables and lines as Markdown, which ``bench.pages`` copies to the documentation."""
     for part in parts:
         print(f"{_markdown(part) if isinstance(part, Table) else part}\n", flush=True)
 
 
 def _markdown(table: Table) -> str:
-    """Return a table, below its title if it has one; each row is a line, however long."""
+    """Return a table as Markdown, with its title if any, and one line per row of any length."""
     title, table.title = table.title, None
     console = Console(width=_WIDTH, soft_wrap=True, highlight=False, markup=False)
     with console.capture() as printed:

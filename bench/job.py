@@ -1,4 +1,4 @@
-"""The training that is measured, on a random Llama, whole or in parts."""
+"""The measured training job, on a random Llama, whole or in parts."""
 
 import tempfile
 import time
@@ -41,7 +41,7 @@ LIFETIME = 6 * 3600.0  # of tickets and lanes, in seconds: longer than any measu
 
 @dataclass(frozen=True)
 class Job:
-    """The training, the same for every process.
+    """The training job, equal in all processes.
 
     Attributes:
         directory: Directory of the checkpoint.
@@ -50,9 +50,9 @@ class Job:
         examples: Function that returns a job's examples.
         adapter: Adapter of all blocks.
         learning_rate: Learning rate of the optimizer.
-        model: Precision and quantisation; its name is not used.
+        model: Precision and quantisation; the model's name is not used.
         client_device: Device of heads, tails and whole models.
-        server_device: Device of the blocks between.
+        server_device: Device of the server's blocks.
         seed: Seed of random examples, of the initial adapter and of dropout.
 
     """
@@ -78,7 +78,7 @@ class Job:
         )
 
     def local_round(self) -> LocalRound:
-        """Return which examples each step consists of: all in order, repeatedly."""
+        """Return the examples of each step: all examples in order, repeatedly."""
         size = self.shape.rows * self.shape.micro_batches
         count = len(self.examples(self))
         steps = [[i % count for i in range(n * size, (n + 1) * size)] for n in range(self.steps)]
@@ -108,7 +108,7 @@ def random_examples(job: Job) -> list[Example]:
 
 
 def as_examples(rows: torch.Tensor) -> list[Example]:
-    """Turn tokens of shape (examples, columns) into examples; the second half is the target."""
+    """Convert tokens of shape (examples, columns) to examples; the second half is the target."""
     prompt = rows.shape[1] // 2
     is_target = torch.arange(rows.shape[1]) >= prompt
     return [
@@ -206,7 +206,7 @@ def opened(
     split: SplitSettings,
     noise: float = 0.0,
 ) -> Iterator[SplitModel]:
-    """Open a split model as `open_model` does, and end it and its lane afterwards."""
+    """Open a split model with `open_model`, and close it and its lane on exit."""
     model = open_model(ends=ends, invitation=invitation, job=job, split=split, noise=noise)
     try:
         yield model
@@ -216,7 +216,7 @@ def opened(
 
 
 def join(model: SplitModel, job: Job) -> None:
-    """Begin the job's round of training."""
+    """Start the job's training round."""
     model.join(
         RoundPlan(steps=job.steps, first_step=0, total_steps=job.steps, seed=job.seed),
         longest=job.shape.tokens,
@@ -228,7 +228,7 @@ def join(model: SplitModel, job: Job) -> None:
 def serving(
     body: Part, job: Job, split: SplitSettings, clients: int, max_cached_tokens: int = 0
 ) -> Iterator[BlockServer]:
-    """Serve the blocks to the clients; generation keeps at most ``max_cached_tokens`` tokens."""
+    """Serve the blocks to the clients; generation caches at most ``max_cached_tokens`` tokens."""
     server = BlockServer(
         body=body,
         state=take_apart(job.state(), body.partition),

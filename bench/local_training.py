@@ -1,13 +1,13 @@
-"""Local training compared with ``transformers.Trainer``: the same steps and losses, and the time.
+"""Time of local training compared with ``transformers.Trainer``, for equal steps and losses.
 
     python -m bench.local_training [--pairs 15]
 
 Both sides train the same random Llama with the same LoRA adapter on the same examples per
-optimizer step, one step in turn, in one process with one thread on one core. The length-grouping
-sampler of ``Trainer`` decides which examples form a step; each side divides them into micro-batches
-and computes the loss in its own way. ``Trainer`` is timed from the beginning to the end of its
-step, without loading and padding its data; ``train_round`` is timed as a whole. The run fails if
-the losses of any step differ by more than 1e-4.
+optimizer step, alternately, in one process with one thread on one core. The length-grouping
+sampler of ``Trainer`` selects the examples of a step; each side has its own division into
+micro-batches and its own loss computation. ``Trainer`` is timed from the start to the end of its
+step, without loading and padding data; ``train_round`` is timed as a whole. The run fails if the
+losses of any step differ by more than 1e-4.
 """
 
 import argparse
@@ -32,18 +32,18 @@ from finetuning.settings import TrainSettings
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.optimization import OptimizerState
 
-# FedJudge's table 1: the mean tokens of input and output of court, consultation and reasoning.
+# FedJudge's table 1: mean input and output tokens of court, consultation and reasoning.
 _KINDS = ((480, 288), (57, 209), (136, 221))
 _SPREAD = 0.5  # standard deviation of the logarithm
 _LONGEST = 800
 _VOCABULARIES = (32000, 8000)
-_SAMPLED = 3200  # examples that the sampler sorts: enough for groups of its full size
+_SAMPLED = 3200  # number of examples: enough for full-size groups in the sampler
 _TOLERANCE = 1e-4
 _SETTINGS = TrainSettings(optimizer="adamw")
 
 
 def make_examples(job: Job) -> list[Example]:
-    """Draw random token ids in lengths around the means of FedJudge's three kinds of text."""
+    """Draw random token ids, with lengths around the means of FedJudge's three kinds of text."""
     random = np.random.default_rng(SEED)
     generator = torch.Generator().manual_seed(SEED)
     examples: list[Example] = []
@@ -54,7 +54,7 @@ def make_examples(job: Job) -> list[Example]:
             for mean in _KINDS[index % len(_KINDS)]
         )
         answered = min(answered, _LONGEST // 2)
-        length = min(wanted + answered, _LONGEST)  # the end of the input is cut off
+        length = min(wanted + answered, _LONGEST)  # the input is truncated
         tokens = torch.randint(job.shape.vocabulary, (length,), generator=generator)
         is_target = torch.arange(length) >= length - answered
         examples.append(
@@ -72,7 +72,7 @@ def make_examples(job: Job) -> list[Example]:
 def trainer_steps(examples: Sequence[Example], size: int, count: int) -> list[list[int]]:
     """Return ``count`` steps spread evenly over an epoch in the order of Trainer's sampler.
 
-    Neighbouring steps are of similar length, so the first ones alone would all be long.
+    Adjacent steps have similar lengths, so the first steps alone would all be long.
     """
     generator = torch.Generator().manual_seed(SEED)
     sampler = LengthGroupedSampler(
@@ -84,7 +84,7 @@ def trainer_steps(examples: Sequence[Example], size: int, count: int) -> list[li
 
 
 class Ours:
-    """Runs one step of ``train_round`` at a time, keeping the optimizer's state between them."""
+    """Run one step of ``train_round`` at a time, keeping the optimizer's state between steps."""
 
     def __init__(self, peft_model: Any, examples: Sequence[Example], steps: int) -> None:
         self.side = Side("Chambers", [os.getpid()], warm_up=0)
@@ -118,7 +118,7 @@ class Ours:
 
 
 class Alternation(TrainerCallback):  # type: ignore[misc]
-    """Times each step of Trainer, and then runs and times the same step of Chambers."""
+    """Time each step of Trainer, and then run and time the same step of Chambers."""
 
     def __init__(self, ours: Ours, steps: Sequence[Sequence[int]]) -> None:
         self.side = Side("Trainer", [os.getpid()], warm_up=0)
@@ -129,19 +129,19 @@ class Alternation(TrainerCallback):  # type: ignore[misc]
         self.side.start()
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-        """Stop the clock, and take the same step with Chambers."""
+        """Stop the clock, and run the same step with Chambers."""
         self.side.stop()
         index = state.global_step - 1
         self._ours.step(index, self._steps[index])
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """Keep the loss; Trainer logs after its step has ended."""
+        """Store the loss; Trainer logs it after the end of its step."""
         if "loss" in logs:
             self.side.losses.append(logs["loss"])
 
 
 def run_trainer(peft_model: Any, rows: list[dict[str, torch.Tensor]], callback: Any) -> None:
-    """Train on the rows in their order, with nothing but training in a step."""
+    """Train on the rows in order, without logging to files, saving or evaluation."""
 
     def pad(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         fillers = {"input_ids": 0, "attention_mask": 0, "labels": -100}
@@ -163,7 +163,7 @@ def run_trainer(peft_model: Any, rows: list[dict[str, torch.Tensor]], callback: 
             max_grad_norm=_SETTINGS.max_gradient_norm,
             lr_scheduler_type="constant",
             optim="adamw_torch",
-            train_sampling_strategy="sequential",  # the rows are in its grouping sampler's order
+            train_sampling_strategy="sequential",  # the rows are in the grouping sampler's order
             use_cpu=True,
             bf16=False,
             dataloader_num_workers=0,

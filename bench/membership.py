@@ -1,10 +1,10 @@
-"""What FedJudge's adapters tell about the rows of a round: ``python -m bench.membership``.
+"""Membership inference from FedJudge's adapters: ``python -m bench.membership``.
 
-A client trains the demonstration's model for a round on some rows, and the attacker has the adapter
-before and after it, as the coordinator does. Of each candidate row the attacker asks whether it was
-among them. By *loss*: how much less the trained adapter loses on it. By *gradient*: the cosine of
-the adapter's change and the row's own negative gradient, summed over tensors. Candidates are the
-rows and as many others of the same client, which differ in names and wording.
+A client trains the demonstration's model for a round on some rows. Like the coordinator, the
+attacker has the adapter before and after the round, and decides for each candidate row whether it
+was used. Score *loss*: the decrease of the row's loss. Score *gradient*: the cosine between the
+adapter's change and the row's negative gradient, summed over tensors. Candidates are the rows and
+as many others of the same client, which differ in names and wording.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="gate_proj,up_
 
 
 def measure(settings: ModelSettings, rows: int, seed: int) -> dict[str, float]:
-    """Train on some rows; return how often each attack tells one of them from another row.
+    """Train on some rows; return how well each attack distinguishes them from other rows.
 
     Args:
         settings: The base model.
@@ -41,8 +41,8 @@ def measure(settings: ModelSettings, rows: int, seed: int) -> dict[str, float]:
         seed: Seed of the rows and the adapter.
 
     Returns:
-        By attack, the probability that one of the rows has a higher score than another; 0.5 is a
-        guess.
+        By attack, the probability that a training row has a higher score than another row; 0.5
+        equals guessing.
 
     """
     base = load_base_model(settings)
@@ -71,7 +71,7 @@ def measure(settings: ModelSettings, rows: int, seed: int) -> dict[str, float]:
 def _examples(tokenizer: Any, count: int, seed: int) -> list[Example]:
     values = matters.questions(matters.divide(3, seed)[0], count, seed, "train")
     rows = [Row(parse_messages(value), f"row {n}", dict(value)) for n, value in enumerate(values)]
-    # Rows take turns with the matters, so that both parts have all.
+    # Rows cycle through the matters, so that both parts contain all matters.
     return tokenize(rows, tokenizer, 128)[0]
 
 

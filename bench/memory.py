@@ -1,31 +1,31 @@
 """The memory that split learning needs, at a client and at the server: ``python -m bench.memory``.
 
 *Client.* A fresh process loads head and tail of a large random checkpoint and trains over a lane;
-the server is another process. Its peak, loading included, is compared with
+the server is another process. The client's peak, including loading, is compared with
 
-- its own layers: all tensors of head and tail, each storage once, adapters among them;
-- activations: what autograd keeps for backward passes at once, over all micro-batches in flight.
-  Every tensor saved for a backward pass is counted from its forward pass until autograd releases
-  it; a storage that several of them share counts once, and parameters do not count. This is the
-  peak over one step, taken after the measurement of memory;
-- one part of a micro-batch's logits (256 targets × vocabulary, float32), which the backward pass of
-  the loss needs for their gradient in addition to the saved tensors.
+- its own layers: all tensors of head and tail, including adapters, each storage once;
+- activations: the peak of tensors saved by autograd, over all micro-batches in flight. Each tensor
+  saved for a backward pass is counted from its forward pass until autograd releases it; a shared
+  storage counts once, and parameters do not count. This is the peak over one step, measured after
+  the memory measurement;
+- one chunk of a micro-batch's logits (256 targets × vocabulary, float32), which the backward pass
+  of the loss needs for their gradient in addition to the saved tensors.
 
-The rest raises the ratio: gradients and Adam's moments, frames in transit, gRPC, and memory that
-the allocator does not return.
+The remaining memory raises the ratio: gradients and Adam's moments, frames in transit, gRPC, and
+memory that the allocator does not return.
 
 *Server.* The same ``split.activation_budget`` for one hierarchical lane and for eight, each in a
-fresh process; the clients are threads of another. It has room for two micro-batches, which one lane
-of window 4 fills; with room for four, one lane would rarely have so many between their passes.
+fresh process; the clients are threads of another process. The budget suffices for two
+micro-batches, which one lane of window 4 fills; it would rarely fill a budget for four.
 
-glibc 2.36 never puts an aligned block, as all of torch's are, into a hole of exactly its size, so
-that tensors of up to 32 MiB leave its heap nearly half empty, and each thread that once allocated
-memory keeps some of it. Everything is measured once so, and once *mapped*: every block of 1 MiB or
-more is mapped separately, and there are two heaps for all threads. This excludes what the allocator
-keeps, and costs about a third of the speed.
+glibc 2.36 never puts an aligned block, such as torch's, into a gap of exactly its size. Therefore
+tensors of up to 32 MiB leave the heap nearly half empty, and each thread that has allocated memory
+keeps some of it. Everything is measured with this default and *mapped*: each block of 1 MiB or more
+is mapped separately, and all threads share two heaps. This excludes the allocator's overhead, and
+costs about a third of the speed.
 
-A process's memory is the growth of its resident memory: VmHWM, reset after it has imported
-everything and has run the measurement once with a miniature, minus VmRSS at that time.
+A process's memory is the growth of its resident memory: VmHWM, reset after all imports and a
+warm-up run of the measurement with a small model, minus VmRSS at that time.
 """
 
 import argparse
@@ -54,7 +54,7 @@ _ROOM = 2  # micro-batches within the activation budget
 _STEPS = 2
 _TARGETS_AT_ONCE = 256  # as in finetuning.model.output_head
 _MEGABYTE = 1e6
-# By their names in the tables; the first is glibc's own behaviour.
+# Environment variables by name in the tables; the first is glibc's default behaviour.
 _ALLOCATORS = {
     "default": {},
     "mapped": {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "2"},
@@ -62,7 +62,7 @@ _ALLOCATORS = {
 
 
 def measure_client(link: Connection, job: Job, split: SplitSettings, miniature: Job) -> None:
-    """Load and train; the messages are two invitations, the answer is bytes by their names."""
+    """Load and train; receive two invitations as messages, and send byte counts by name."""
     _train_once(link.recv(), miniature, split)
     memory = Memory()
     ends = load_ends(job, split)
@@ -104,7 +104,7 @@ def _train(model: SplitModel, job: Job, chosen: slice) -> None:
 def measure_server(
     link: Connection, job: Job, split: SplitSettings, lanes: int, miniature: Job
 ) -> None:
-    """Serve the miniature and then the job; the last message is bytes by their names."""
+    """Serve the warm-up model and then the job; finally send byte counts by name."""
     serve_clients(link, [miniature] * lanes, split)
     memory = Memory()
     body = load_body(job, split)
@@ -115,7 +115,7 @@ def measure_server(
 
 
 def client_memory(job: Job, miniature: Job, cores: set[int]) -> dict[str, int]:
-    """Run a client and the servers that it needs, and return its bytes by their names."""
+    """Run a client and the servers that it needs, and return its byte counts by name."""
     split = SplitSettings(frame_timeout=600.0)
     with ExitStack() as stack:
         client = stack.enter_context(Worker(measure_client, cores, job, split, miniature))
@@ -127,7 +127,7 @@ def client_memory(job: Job, miniature: Job, cores: set[int]) -> dict[str, int]:
 
 
 def server_memory(job: Job, miniature: Job, cores: set[int], lanes: int) -> dict[str, int]:
-    """Run a server and its clients in another process, and return its bytes by their names."""
+    """Run a server, and its clients in another process; return its byte counts by name."""
     split = SplitSettings(
         schedule="hierarchical", activation_budget=_ROOM * job.shape.tokens, frame_timeout=600.0
     )
@@ -160,7 +160,7 @@ def add_servers(table: Table, name: str, measured: dict[int, dict[str, int]]) ->
 
 
 def main() -> None:
-    """Measure a client, and the server with one lane and with many, in both ways."""
+    """Measure a client, and the server with one lane and with many, for both allocators."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     cores = os.sched_getaffinity(0)
     client, server = _CLIENT, _SERVER

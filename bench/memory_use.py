@@ -1,4 +1,4 @@
-"""The memory that a process uses: resident, of tensors, and what autograd keeps."""
+"""Memory use of a process: resident memory, tensors, and tensors saved by autograd."""
 
 import gc
 from collections import Counter
@@ -30,19 +30,19 @@ def _status(name: str) -> int:
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the memory of tensors; each storage counts once."""
+    """Return the memory of tensors in bytes; each storage counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class SavedTensors:
-    """Counts what autograd keeps for backward passes.
+    """Count the tensors that autograd saves for backward passes.
 
     Args:
-        parameters: Parameters of the model; they do not count.
+        parameters: Parameters of the model, which are not counted.
 
     Attributes:
-        peak: Largest number of bytes kept at once.
+        peak: Maximum number of bytes saved at once.
 
     """
 

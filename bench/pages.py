@@ -1,11 +1,11 @@
-"""Put what measurements have printed into the documentation: ``python -m bench.pages``.
+"""Copy the recorded output of measurements to the documentation: ``python -m bench.pages``.
 
 A measurement's output is recorded by redirecting it, such as with
 
     python -m bench.wires > docs/recorded/wires.md
 
-and shown in a page of ``docs/`` between two comments, of which the first names the record. This
-command replaces what is between them; a test fails if they differ from the records.
+and shown in a page of ``docs/`` between two comments, the first of which names the record. This
+command replaces the text between the comments; a test fails if it differs from the record.
 """
 
 import argparse

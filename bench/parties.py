@@ -1,4 +1,4 @@
-"""The processes that train: the whole model, or a block server and its clients."""
+"""The training processes: the whole model, or a block server and its clients."""
 
 import os
 import time
@@ -43,7 +43,7 @@ class Whole(Side):
         super().__init__("centralised", [self._worker.pid])
 
     def step(self) -> float:
-        """Take an optimizer step, and return its loss."""
+        """Run an optimizer step, and return its loss."""
         return float(self._worker.ask(1))
 
     def gpu_peaks(self) -> list[int]:
@@ -61,10 +61,10 @@ class Split(Side):
         split: Settings of server and clients.
         server_cores: Cores that the server may use.
         client_cores: Cores that the clients may use.
-        line: Delay each way in seconds and rate in Gbit/s of a proxy between them; None for no
-            proxy.
+        line: One-way delay in seconds and rate in Gbit/s of a proxy between server and clients;
+            None for no proxy.
         together: Whether the clients are threads of one process.
-        steps_per_turn: Number of optimizer steps of a turn, one after another.
+        steps_per_turn: Number of consecutive optimizer steps of a turn.
 
     """
 
@@ -100,7 +100,7 @@ class Split(Side):
         super().__init__(name, [worker.pid for worker in workers])
 
     def step(self) -> float:
-        """Take a step of every client; it is over when clients *and* server have taken it."""
+        """Run a step of every client, until clients *and* server have finished it."""
         losses: list[float] = []
         for _ in range(self._steps_per_turn):
             for each in ask_all(self._clients, [1] * len(self._clients)):
@@ -109,7 +109,7 @@ class Split(Side):
         return mean(losses)
 
     def accounts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the accounts of the round at the clients and at the server."""
+        """Return the time accounts of the round at the clients and at the server."""
         own = ask_all(self._clients, [_ACCOUNTS] * len(self._clients))
         return [account for each in own for account in each], self._server.ask(_ACCOUNTS)
 
@@ -127,7 +127,7 @@ def alternate(sides: Sequence[Whole | Split], turns: int) -> None:
 
 
 def _train_whole(link: Connection, job: Job) -> None:
-    """Train the whole model; answers like ``train``, and the peak of GPU memory at the end."""
+    """Train the whole model; answer like ``train``, and finally with the peak GPU memory."""
     peft_model = load_whole(job)
     train(
         link=link,
@@ -142,9 +142,9 @@ def _train_whole(link: Connection, job: Job) -> None:
 def train_clients(link: Connection, jobs: Sequence[Job], split: SplitSettings) -> None:
     """Train clients, each in a thread; the first message is their invitations.
 
-    It is answered when all of them have joined. A number of steps is answered with the clients'
-    mean losses, ``memory`` with the peak of GPU memory, and ``accounts``, after the last step,
-    with what the round took each client.
+    It is answered when all clients have joined. A number of steps is answered with the clients'
+    mean losses, ``memory`` with the peak GPU memory, and ``accounts``, after the last step, with
+    each client's account of the round.
     """
     links = [_start_client(job, split) for job in jobs]
     answer: Any = _ask_clients(links, link.recv())
@@ -199,8 +199,8 @@ def serve_clients(
 ) -> None:
     """Serve clients; the first message of this process is their invitations.
 
-    ``memory`` is answered with the peak of GPU memory, ``accounts`` ends the round and is answered
-    with what it took, and any other message is answered when all work is done.
+    ``memory`` is answered with the peak GPU memory, ``accounts`` ends the round and is answered
+    with the server's accounts, and any other message is answered when all work is done.
     """
     names = [f"client-{number}" for number in range(len(jobs))]
     body = body or load_body(jobs[0], split)
@@ -218,7 +218,7 @@ def serve_clients(
             if message == _MEMORY:
                 link.send(_peak_gpu_memory())
                 continue
-            # The answer comes through the compute thread's queue, so after the optimizer step.
+            # This goes through the compute thread's queue, so it returns after the optimizer step.
             server.state_of(names[0])
             _wait_for_gpus()
             link.send(None)
@@ -230,7 +230,7 @@ def train(
 ) -> None:
     """Train; each message is a number of steps, answered with their mean loss.
 
-    The first answer, before any step, is that the model is loaded.
+    The first answer, before any step, confirms that the model is loaded.
     """
     turns = _Turns(model, link)
     train_round(
@@ -245,7 +245,7 @@ def train(
 
 
 class _Turns:
-    """The stages of a model, which wait for a message before they begin a step."""
+    """The stages of a model, which wait for a message before each step."""
 
     def __init__(self, stages: Stages, link: Connection) -> None:
         self._stages, self._link = stages, link
@@ -275,14 +275,14 @@ class _Turns:
 
 
 def _wait_for_gpus() -> None:
-    """Wait until the work queued on the GPUs that this process uses is done."""
+    """Wait until all work queued on this process's GPUs is done."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for number in range(torch.cuda.device_count()):
-            if torch.cuda.memory_allocated(number):  # synchronising would initialise the others
+            if torch.cuda.memory_allocated(number):  # synchronising would initialise unused GPUs
                 torch.cuda.synchronize(number)
 
 
 def _peak_gpu_memory() -> int:
-    """Return the peak of bytes of tensors on GPUs since the process began."""
+    """Return the peak bytes of tensors on GPUs since the start of the process."""
     numbers = range(torch.cuda.device_count())
     return sum(torch.cuda.max_memory_allocated(number) for number in numbers)

@@ -1,8 +1,8 @@
 """The cost of record-level differential privacy: ``python -m bench.privacy``.
 
-Three generated clients train by FedJudge-Base, each with the noise with which the run spends ε
-exactly; there is a row for each ε. ∞ is a run without privacy. The clients' replies contain no
-losses, so the losses on held-out rows are measured here.
+Three generated clients train by FedJudge-Base, each with the noise for which the run spends exactly
+ε; there is a row for each ε. ∞ is a run without privacy. The clients' replies contain no losses, so
+held-out losses are measured here.
 """
 
 import argparse
@@ -43,10 +43,10 @@ class Outcome:
     """A run's result.
 
     Attributes:
-        noise: σ of the clients, from the smallest to the largest.
+        noise: σ of the clients, in ascending order.
         base_loss: Held-out loss of the base model; all losses are means over the clients.
-        global_loss: That with the last global adapter.
-        personalised_loss: That with the clients' own adapters.
+        global_loss: Held-out loss with the last global adapter.
+        personalised_loss: Held-out loss with the clients' personalised adapters.
 
     """
 
@@ -118,7 +118,7 @@ def _write_policy(file: Path, epsilon: float, noise: float) -> None:
 
 
 def _loss(config: Any, institutions: list[Any], adapters: list[Any] | None) -> float:
-    """Return the mean over clients of the held-out loss with an adapter for each."""
+    """Return the mean held-out loss over clients, each with its adapter."""
     from finetuning.adapters.adapter import attach_adapter, load_adapter
     from finetuning.evaluation.held_out import held_out_loss
     from finetuning.model.base_model import load_base_model
@@ -142,7 +142,7 @@ def _loss(config: Any, institutions: list[Any], adapters: list[Any] | None) -> f
 
 
 def main() -> None:
-    """Run every ε with every seed, one run per core at a time, and print the table."""
+    """Run each ε with each seed, one run per core at a time, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     seeds = parser.parse_args().seeds

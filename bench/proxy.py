@@ -1,9 +1,9 @@
-"""A slower line between client and server: a TCP proxy with a delay each way and a limited rate.
+"""A TCP proxy that simulates a slower line, with a one-way delay and a limited rate.
 
-Received bytes are forwarded at the time at which the line would have delivered the last of them:
-the delay costs no throughput, and each direction has the full rate. TCP's slow start on both sides
-of the proxy is that of the loopback, so that of a real long line (which gRPC's large windows leave
-after a few round trips) is not measured.
+Received bytes are forwarded when the line would have delivered the last of them: the delay costs no
+throughput, and each direction has the full rate. TCP's slow start on both sides of the proxy is
+that of the loopback. The slow start of a real long line, which ends after a few round trips with
+gRPC's large windows, is not measured.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ _HOST = "127.0.0.1"
 
 
 class _Direction(asyncio.Protocol):
-    """Forwards bytes from one side to the other after the line's delay.
+    """Forward bytes from one side to the other after the line's delay.
 
     Args:
         delay: Seconds that a byte is in transit.
@@ -41,16 +41,16 @@ class _Direction(asyncio.Protocol):
             self._connecting = self._loop.create_task(self._connect(*self._target))
 
     def data_received(self, data: bytes) -> None:
-        """Schedule when the other side gets the bytes."""
+        """Schedule the delivery of the bytes to the other side."""
         if self._other is not None:
             self._free = max(self._free, self._loop.time()) + len(data) / self._rate
             self._loop.call_at(self._free + self._delay, self._other.write, data)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Close the other side too, after all bytes."""
+        """Close the other side too, after all bytes are delivered."""
         if self._other is not None:
             end = max(self._free, self._loop.time()) + self._delay
-            # Later than the last bytes, which may be scheduled for exactly this time.
+            # Slightly later than the last bytes, which may be scheduled for exactly this time.
             self._loop.call_at(end + 1e-3, self._other.close)
 
     async def _connect(self, host: str, port: int) -> None:
@@ -67,7 +67,7 @@ class _Direction(asyncio.Protocol):
 
 
 def forward(link: Connection, address: str, delay: float, gigabits: float) -> None:
-    """Run a proxy until the pipe is closed; the only message is the proxy's own address.
+    """Run a proxy until the pipe is closed; send only the proxy's own address.
 
     Args:
         link: Pipe to the measuring process.

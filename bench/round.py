@@ -3,10 +3,10 @@
     python -m bench.round
 
 The same run of FedJudge-Base in simulation, in a deployment with a SuperLink and SuperNodes on this
-machine, and in one whose institutions have resident workers. Every process has one torch thread;
-clients train at the same time, so there should be a core for each. The first round, in which
-processes start and workers load the model, doesn't count. A round lasts from its train messages to
-the average. Deployments are on loopback with ``--insecure``: no proxy, no TLS, no node keys.
+machine, and in a deployment with resident workers. Every process has one torch thread; clients
+train at the same time, so each should have a core. The first round, in which processes start and
+workers load the model, is excluded. A round lasts from its train messages to the average.
+Deployments are on loopback with ``--insecure``: no proxy, no TLS, no node keys.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from finetuning.generated import STYLES, examples
 from tests.deployment.deployment import CHECKOUT
 
 _CLIENTS = STYLES[:2]
-_STEPS, _ROUNDS = 150, 4  # the first round doesn't count
+_STEPS, _ROUNDS = 150, 4  # the first round is excluded
 _ROWS = {"train": 200, "test": 4}
 _CONFIG: Mapping[str, Any] = {
     "strategy": "fedjudge-base",
@@ -51,8 +51,8 @@ class Round:
     """A measured round.
 
     Attributes:
-        seconds: Its duration.
-        training: Duration of its slowest client's training.
+        seconds: Duration of the round.
+        training: Duration of the slowest client's training.
 
     """
 
@@ -62,24 +62,24 @@ class Round:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The run that is measured.
+    """The measured run.
 
     Attributes:
-        folder: Folder for everything that it reads and writes.
+        folder: Folder for all files of the run.
 
     """
 
     folder: Path
 
     def simulate(self) -> list[Round]:
-        """Run it in simulation."""
+        """Run in simulation."""
         home = self.folder / "simulation"
         with private_superlink(home) as link:
             config = {"data.path": str(self.folder / "data")}
             return self._run(link, home, config, simulated=True)
 
     def deploy(self, workers: bool) -> list[Round]:
-        """Run it on SuperNodes, with or without resident workers."""
+        """Run on SuperNodes, with or without resident workers."""
         home = self.folder / ("workers" if workers else "processes")
         with private_superlink(home, simulated=False) as link, ExitStack() as stack:
             for name in _CLIENTS:

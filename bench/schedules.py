@@ -2,24 +2,23 @@
 
     python -m bench.schedules [--clients 2 4 8] [--pairs 15]
 
-For each number of clients K there are client-batch and hierarchical with K clients, serial, and the
-whole model at the stacked batch. All take their steps in turn, bound to one core, with one torch
-thread per process. A turn is a step of every client, the same samples for all: a client's step is
-four micro-batches of 2 × 256 tokens, half of them targets; micro-batch j of the whole model is the
-union of the clients' micro-batches j; serial takes K steps, one after another, as one client does
-in its turn. Everything is float32, lanes are encrypted. A turn is over when clients *and* server
-have taken their optimizer steps.
+For each number of clients K, client-batch and hierarchical with K clients, serial, and the whole
+model at the stacked batch are measured. They take turns, bound to one core, with one torch thread
+per process. A turn is a step of every client, on the same samples for all: a client's step is four
+micro-batches of 2 × 256 tokens, half of them targets; micro-batch j of the whole model is the union
+of the clients' micro-batches j; serial runs K consecutive steps of one client. Computation is
+float32, lanes are encrypted. A turn ends when clients *and* server have finished their optimizer
+steps.
 
-Each schedule has processes of its own: one for the server, and one for each client with its head,
-tail and optimizer; between its turns a process waits. One number of clients is measured after
-another, since the memory of many processes slows all of them down. CPU seconds are user and system
-time of all of a schedule's processes. The ratios are of medians, of minima, of CPU seconds, and the
-median of the ratios within a round of turns ("pairs"), which is not affected by what slows the
-machine down for minutes.
+Each schedule has separate processes: one for the server, and one for each client with its head,
+tail and optimizer; between turns they wait. Each number of clients is measured separately, because
+the memory of many processes slows all of them down. CPU seconds are user and system time of all of
+a schedule's processes. The ratios are those of medians, of minima, of CPU seconds, and the median
+of the ratios within a round of turns ("pairs"), which is robust to slower periods of the machine.
 
-In the first step client-batch computes what the whole model does: the run fails if the losses
-differ by more than 1e-4 with ``--wire float32`` (1e-2 with others). Later ones do not, since every
-client trains a head and tail of its own.
+In the first step, client-batch and the whole model compute the same: the run fails if their losses
+differ by more than 1e-4 with ``--wire float32`` (1e-2 with others). Later steps differ, because
+every client trains its own head and tail.
 """
 
 import argparse
@@ -72,7 +71,7 @@ def start(
         job: Training job of one client.
         split: Settings of servers and clients.
         clients: Number of clients of each schedule.
-        schedules: The schedules to measure; serial has one client, in its turn.
+        schedules: The schedules to measure; serial has one client.
         cores: Cores that every process may use.
         together: Whether the clients are threads of one process.
 
@@ -120,7 +119,7 @@ def check(whole: Whole, sides: Sequence[Split], tolerance: float) -> None:
 def add_rows(
     table: Table, clients: int, samples: int, whole: Whole, sides: Sequence[Split]
 ) -> None:
-    """Add a row for each configuration of so many clients."""
+    """Add a row for each configuration with this number of clients."""
     for side in (whole, *sides):
         rate = f"{samples / side.summary()[0]:.2f}"
         target = TARGETS.get(side.name, "")

@@ -1,4 +1,4 @@
-"""The model that is measured: a random Llama, and the equal micro-batches that it is trained on."""
+"""The measured model, a random Llama, and its equal-sized micro-batches."""
 
 import json
 import shutil
@@ -16,14 +16,14 @@ _DISK_RESERVE = 1.05
 
 @dataclass(frozen=True)
 class Shape:
-    """A random Llama, and the equal micro-batches that it is trained on.
+    """Shape of a random Llama and of its equal-sized micro-batches.
 
     Attributes:
         hidden: Hidden size; a multiple of ``head_width``.
         blocks: Number of blocks of the whole model.
         vocabulary: Number of tokens.
-        rows: Rows of a micro-batch.
-        columns: Tokens of each row, none of them padding.
+        rows: Number of rows of a micro-batch.
+        columns: Number of tokens of each row, without padding.
         micro_batches: Number of micro-batches of an optimizer step.
         head_width: Width of the attention heads.
 
@@ -39,17 +39,17 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
+        """Number of tokens of a micro-batch."""
         return self.rows * self.columns
 
     @property
     def step_bytes(self) -> int:
-        """Least bytes on the wire per step: four tensors per micro-batch, 2 bytes per number."""
+        """Minimum bytes on the wire per step: four tensors per micro-batch, 2 bytes per value."""
         return 4 * self.tokens * self.micro_batches * self.hidden * 2
 
     @classmethod
     def of_checkpoint(cls, directory: Path, rows: int, columns: int) -> "Shape":
-        """Return the shape of an existing checkpoint, with one micro-batch of rows of tokens."""
+        """Return the shape of an existing checkpoint, with one micro-batch per step."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(directory)
@@ -63,13 +63,13 @@ class Shape:
         )
 
     def save(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write the model with random weights, holding no more than one block in memory.
+        """Write the model with random weights, with at most one block in memory.
 
-        Matrices are drawn from a normal distribution, norms are ones; embedding and output head
-        are two tensors.
+        Matrices are drawn from a normal distribution, norm weights are ones; embedding and output
+        head are separate tensors.
 
         Raises:
-            SystemExit: The disk has too little room.
+            SystemExit: The disk has too little space.
 
         """
         from transformers import AutoModelForCausalLM, LlamaConfig, logging
@@ -104,7 +104,7 @@ class Shape:
 
 
 def _block(name: str) -> str:
-    """Return a tensor's name up to its block's number, or the whole name outside the blocks."""
+    """Return a tensor's name up to the block number, or its whole name outside the blocks."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])

@@ -1,11 +1,11 @@
-"""Seconds that signing and authenticating add to a Flower message, beside what Flower needs for it.
+"""Time of signing and authenticating a Flower message, compared with Flower's own digests.
 
     python -m bench.signatures
 
 The adapters are those of ``bench.aggregation``: LoRA of rank 16 on a model with hidden size 4,096.
-An instruction with the adapter is signed for each client, and verified and opened by one; its reply
-with the adapter is authenticated, and opened by the coordinator. What Flower needs for the same
-message is the digests of all its objects, once, at the side that sends. Medians of all repetitions.
+An instruction with the adapter is signed for each client, and verified and opened by one client;
+its reply with the adapter is authenticated, and opened by the coordinator. For the same message,
+Flower's sender computes digests of all its objects once. Times are medians over repetitions.
 """
 
 import argparse

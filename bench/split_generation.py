@@ -2,11 +2,11 @@
 
     python -m bench.split_generation [--pairs 5]
 
-Every process, server, client, whole model and proxy, is bound to the same core and has one torch
-thread. A batch of prompts of equal length is answered greedily and to the full length, with caches
-of keys and values everywhere, in turn by the whole model, over a lane, and over a lane with 20 ms
-each way at 1 Gbit/s. The wire is float32; the run fails if a token differs. CPU seconds are user
-and system time of all processes together. Ratios are a side's time ÷ the whole model's.
+All processes (server, client, whole model and proxy) are bound to the same core and have one torch
+thread. A batch of prompts of equal length is continued greedily to the full length, with key-value
+caches, in turn by the whole model, over a lane, and over a lane with 20 ms each way at 1 Gbit/s.
+The wire is float32; the run fails if a token differs. CPU seconds are user and system time of all
+processes together. Ratios are a side's time ÷ the whole model's.
 """
 
 import argparse
@@ -43,7 +43,7 @@ _LANES = ("near", "far")
 
 
 def serve_texts(link: Connection, job: Job, split: SplitSettings) -> None:
-    """Serve the blocks to two lanes: send their invitations, and stop when the pipe is closed."""
+    """Serve the blocks over two lanes: send two invitations, and stop when the pipe is closed."""
     body = load_body(job, split)
     models = {"global": take_apart(job.state(), body.partition)["body"]}
     with serving(
@@ -64,7 +64,7 @@ def measure(models: dict[str, Answering], pids: list[int], pairs: int, vocabular
     """Generate with all models in turn, and compare the others with the first.
 
     Raises:
-        SystemExit: A model's tokens are not those of the first one.
+        SystemExit: A model's tokens differ from those of the first model.
 
     """
     generator = torch.Generator().manual_seed(SEED)

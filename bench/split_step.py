@@ -2,17 +2,18 @@
 
     python -m bench.split_step [--pairs 15] [--wire bfloat16] [--record FILE]
 
-Every configuration has its own processes, which stay for the whole run and take one optimizer step
-in turn; two steps warm up. Each process has one torch thread and is bound to its cores. A step is
-four micro-batches of 2 × 256 tokens, half of them targets, in float32; lanes are encrypted. All
-train on the same examples from the same adapter, through ``finetuning.training.loop.train_round``.
-A split step is over when the client *and* the server have taken their optimizer steps. CPU seconds
-are user and system time of all processes of a configuration, the proxy among them.
+Every configuration has its own processes for the whole run; the configurations run one optimizer
+step in turn, after two warm-up steps. Each process has one torch thread and is bound to its cores.
+A step is four micro-batches of 2 × 256 tokens, half of them targets, in float32; lanes are
+encrypted. All train on the same examples from the same initial adapter, through
+``finetuning.training.loop.train_round``. A split step ends when the client *and* the server have
+finished their optimizer steps. CPU seconds are user and system time of all processes of a
+configuration, including the proxy.
 
-The run fails if the losses of the first steps differ by more than 1e-4 from the whole model's:
-those of the measured lanes with ``--wire float32``, with other wires those of a lane that trains
-these steps alone, before anything is measured. ``--record docs/recorded/split_step.json`` also
-writes the result as JSON, with how the time of a step is spent.
+The run fails if the first losses over a float32 wire differ by more than 1e-4 from the whole
+model's. With another ``--wire``, a separate float32 lane runs these steps before the measurement.
+``--record docs/recorded/split_step.json`` also writes the result as JSON, with a breakdown of the
+time of a step.
 """
 
 import argparse
@@ -42,7 +43,7 @@ Account = dict[str, dict[str, float]]
 def start(
     stack: ExitStack, job: Job, split: SplitSettings, cores: Sequence[int]
 ) -> tuple[Whole, list[Split]]:
-    """Start every configuration; those with two cores only where there are two."""
+    """Start every configuration; those with two cores only if there are two."""
     one, other = {cores[-1]}, {cores[0]}
     whole = Whole(stack, job, one)
 
@@ -79,11 +80,11 @@ def start(
 
 
 def compared(whole: Whole, sides: Sequence[Split]) -> Table:
-    """Return each configuration's seconds, and their ratios to another's."""
+    """Return each configuration's seconds, and their ratios to those of another configuration."""
     headings = ("", "median", "minimum", "CPU", "÷", *RATIOS, "target")
     table = make_table("seconds per step, and ratios", *headings)
     every: list[Side] = [whole, *sides]
-    # Without a proxy compared with the whole model, otherwise with the lane with two cores.
+    # Lanes without a proxy are compared with the whole model, others with the two-core lane.
     bases = (None, 0, 0, 2, 2)
     targets = ("", "≤ 1.02", "≤ 0.75", "≤ 1.05", "")
     for number, (side, base, target) in enumerate(zip(every, bases, targets, strict=False), 1):
@@ -95,9 +96,9 @@ def compared(whole: Whole, sides: Sequence[Split]) -> Table:
 
 
 def spent(side: Split) -> Account:
-    """Return how a split side's time is spent, in seconds per step, the warm-up included.
+    """Return a breakdown of a split side's time, in seconds per step, including the warm-up.
 
-    The client's computing is CPU time, *cpu* that of the whole process, and the rest by the clock.
+    The client's computation is CPU time, *cpu* is that of the whole process; the rest is wall time.
     """
     (client,), (server,) = side.accounts()
     steps = len(side.losses)
@@ -140,7 +141,7 @@ def carried(accounts: Sequence[Account], shape: Shape) -> str:
 def recorded(
     whole: Whole, sides: Sequence[Split], accounts: Sequence[Account], wire: str
 ) -> dict[str, Any]:
-    """Return times, their ratios to the whole model's and how they are spent, for a JSON file."""
+    """Return times, their ratios to the whole model's and their breakdown, for a JSON file."""
     result = []
     for side, account in zip((whole, *sides), (None, *accounts), strict=True):
         times = dict(zip(("median", "minimum", "cpu"), side.summary(), strict=True))

@@ -1,8 +1,8 @@
 """Bytes on the wire and losses with each ``split.wire-dtype``: ``python -m bench.wires``.
 
-A small random Llama with LoRA on every linear module learns which token follows which. With each
-type it is trained over a separate lane, on the same data and from the same adapter; the whole model
-is trained in one process.
+A small random Llama with LoRA on every linear module learns token transitions. For each type, it is
+trained over a separate lane, on the same data and from the same adapter; the whole model is trained
+in one process.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _ADAPTER = AdapterSettings(rank=8, alpha=32, dropout=0.0, targets=_TARGETS)
 
 
 def learnable_examples(job: Job) -> list[Example]:
-    """Draw sequences in which 9 of 10 tokens are determined by the one before."""
+    """Draw sequences in which 9 of 10 tokens are determined by the previous token."""
     shape, generator = job.shape, torch.Generator().manual_seed(SEED)
     count = shape.rows * shape.micro_batches * job.steps
     successor = torch.randperm(_USED_TOKENS, generator=generator)
@@ -45,7 +45,7 @@ def learnable_examples(job: Job) -> list[Example]:
 
 
 def train_over(wire: WireType, job: Job) -> tuple[list[float], float]:
-    """Return the losses of all steps, and the bytes of a step in both directions."""
+    """Train over a lane; return the losses of all steps, and the bytes per step both ways."""
     cores = sorted(os.sched_getaffinity(0))
     split = SplitSettings(wire_dtype=wire)
     own, other = {cores[0]}, {cores[-1]}
@@ -59,7 +59,7 @@ def train_over(wire: WireType, job: Job) -> tuple[list[float], float]:
 
 
 def train_whole(job: Job) -> list[float]:
-    """Return the losses of all steps."""
+    """Train the whole model; return the losses of all steps."""
     with ExitStack() as stack:
         whole = Whole(stack, job, os.sched_getaffinity(0))
         return [whole.step() for _ in range(job.steps)]

@@ -1,10 +1,10 @@
-"""The root of the errors that a user can correct."""
+"""The base class of errors that a user can correct."""
 
 
 class UserError(Exception):
-    """A problem that a user can correct; the message says what is wrong, where, and what to do."""
+    """An error that a user can correct; the message gives problem, location and remedy."""
 
     @property
     def public(self) -> str:
-        """The text that may leave an institution: it quotes no row."""
+        """The message that may leave an institution; it quotes no row."""
         return str(self)

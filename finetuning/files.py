@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, JSON and secrets; full disks; stamps; the cache folder."""
+"""Atomic writes of files and folders, JSON and secrets, full-disk errors, and the cache folder."""
 
 import errno
 import json
@@ -18,16 +18,16 @@ from finetuning.errors import UserError
 Stamps = tuple[tuple[str, int, int], ...]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Content that is, or was, written beside its target; see ``replacing``.
+# Names of temporary content beside its target; see ``replacing``.
 _ASIDE = re.compile(r"\.(?P<target>.+)\.\d+\.(?P<kind>new|old)")
 
 
 class DiskFullError(UserError, OSError):
-    """A disk is full, or a quota is used up; the message names the folder."""
+    """A disk is full or a quota is exceeded; the message names the folder."""
 
 
 def cache_directory() -> Path:
-    """Return the folder for derived files: ``$CHAMBERS_CACHE`` or the user's cache."""
+    """Return the folder for derived files: ``$CHAMBERS_CACHE`` or the user's cache folder."""
     return Path(os.environ.get("CHAMBERS_CACHE") or platformdirs.user_cache_path("chambers"))
 
 
@@ -35,8 +35,8 @@ def cache_directory() -> Path:
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``target``; rename it to ``target`` if the block succeeds.
 
-    A reader sees either the old content or the new, never a part of it. If the block raises, the
-    temporary file or folder is removed and ``target`` stays as it was.
+    A reader sees either the old or the new content in full. If the block raises, the temporary file
+    or folder is removed and ``target`` is unchanged.
 
     Raises:
         DiskFullError: The content doesn't fit on the disk.
@@ -56,7 +56,7 @@ def _aside(target: Path) -> Iterator[Path]:
         yield aside
         _flush(aside)
         if target.is_dir():
-            # A folder can't be renamed over a folder that has content.
+            # A non-empty folder can't be replaced by a rename.
             old = target.with_name(f".{target.name}.{os.getpid()}.old")
             _remove(old)
             target.rename(old)
@@ -69,10 +69,10 @@ def _aside(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes have left, in a folder and below, of content they were writing.
+    """Remove temporary content that killed processes have left in a folder and its subfolders.
 
-    A folder whose replacement was interrupted between two renames gets its old content back. Call
-    this only while no other process writes there.
+    If a folder's replacement was interrupted between two renames, its old content is restored. Call
+    this only while no other process writes to the folder.
     """
     for aside in list(folder.rglob(".*")):
         match = _ASIDE.fullmatch(aside.name)
@@ -86,7 +86,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove_whole(folder: Path) -> None:
-    """Remove a folder if it exists; if the process is killed, no part of it stays there."""
+    """Remove a folder atomically if it exists, even if the process is killed meanwhile."""
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     _remove(aside)
     if folder.exists():
@@ -96,10 +96,10 @@ def remove_whole(folder: Path) -> None:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[None]:
-    """Name the folder if what the block writes there doesn't fit on the disk.
+    """Convert errors of a full disk within the context to one that names the folder.
 
     Raises:
-        DiskFullError: It doesn't fit.
+        DiskFullError: Content written within the context doesn't fit on the disk.
 
     """
     try:
@@ -113,7 +113,7 @@ def filling(folder: Path) -> Iterator[None]:
 def _means_full(error: OSError | SafetensorError) -> bool:
     if isinstance(error, OSError):
         return error.errno in _FULL
-    # Only the text of safetensors' errors has the system's.
+    # safetensors gives the system's error number only in the message.
     return any(f"(os error {number})" in str(error) for number in _FULL)
 
 
@@ -121,7 +121,7 @@ def write_json(target: Path, content: Any) -> None:
     """Write a file of indented JSON; an older file is replaced.
 
     Raises:
-        DiskFullError: It doesn't fit on the disk.
+        DiskFullError: The file doesn't fit on the disk.
 
     """
     with replacing(target) as aside:
@@ -130,21 +130,21 @@ def write_json(target: Path, content: Any) -> None:
 
 
 def write_secret(target: Path, content: bytes) -> None:
-    """Write a file that only its user can read; an older file is replaced."""
+    """Write a file that only its owner can read; an older file is replaced."""
     with replacing(target) as aside:
         aside.touch(mode=0o600, exist_ok=False)
         aside.write_bytes(content)
 
 
 def stamps(path: Path) -> Stamps:
-    """Return path, size and time of a file, or of each file in a folder; they change with it."""
+    """Return path, size and modification time of a file, or of each file in a folder."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     found = [(str(file), file.stat()) for file in files if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 def _flush(path: Path) -> None:
-    """Write content to the disk, since a rename can otherwise reach it before the content does."""
+    """Flush content to the disk; otherwise a rename can be written before the content."""
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
     for file in files:
         with file.open("rb") as content:

@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 
 class _Lines:
-    """A text stream that writes each update of a bar as a line, for logs that keep whole lines."""
+    """A text stream that writes each update of a progress bar as a separate line."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -22,7 +22,7 @@ class _Lines:
 
 
 def progress_bar(total: int, description: str) -> Any:
-    """Return a ``tqdm`` bar: drawn in place on a terminal, a line every ten seconds in a log."""
+    """Return a ``tqdm`` bar: redrawn on a terminal, one line every ten seconds in a log."""
     if sys.stderr.isatty():
         return tqdm(total=total, desc=description, leave=False)
     return tqdm(

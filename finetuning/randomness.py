@@ -1,11 +1,11 @@
-"""Random numbers that depend on their purpose and not on what was drawn before.
+"""Random numbers that depend on their purpose, not on earlier draws.
 
-Every stage derives its own seed from the run's seed and its position in the run (client, round,
+Each stage derives its own seed from the run's seed and its position in the run (client, round,
 step, micro-batch, party). Therefore a resumed run equals an uninterrupted one, and the order in
 which micro-batches are computed has no effect.
 
-The noise of differential privacy must be repeatable by nobody: it is made of the operating system's
-random bytes.
+The noise of differential privacy must not be reproducible, so it is generated from the operating
+system's random bytes.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from contextlib import contextmanager
 
 import torch
 
-# Returns a number of random bytes, such as ``os.urandom``.
+# Function that returns the given number of random bytes, such as ``os.urandom``.
 RandomBytes = Callable[[int], bytes]
 
-# Torch's generator belongs to the process. Without the lock, threads of two parties in one process
-# (simulation, tests) would draw from each other's seeds.
+# Torch has one generator per process. Without the lock, the threads of two parties in one process
+# (simulation, tests) would use each other's seeds.
 _generator = threading.Lock()
 
 
@@ -31,9 +31,9 @@ def derive_seed(*parts: str | int) -> int:
 
 
 def set_seed(seed: int) -> None:
-    """Seed the generators of the CPU, and of CUDA's GPUs if they are in use.
+    """Seed the generator of the CPU, and those of the GPUs if CUDA is in use.
 
-    ``torch.manual_seed`` does the same, but without a GPU it formats its caller's stack each time,
+    ``torch.manual_seed`` does the same, but without a GPU it formats the caller's stack each time,
     which takes a hundred times as long.
     """
     torch.default_generator.manual_seed(seed)
@@ -43,7 +43,7 @@ def set_seed(seed: int) -> None:
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Draw from a separate seed within the block; other threads that draw wait until it ends."""
+    """Use a separate seed within the context; other threads that draw numbers wait for its end."""
     with _generator:
         set_seed(seed)
         yield
@@ -51,7 +51,7 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing_nothing_new() -> Iterator[None]:
-    """Protect a backward pass, which resets the generator where it recomputes a forward pass."""
+    """Guard a backward pass, which resets the generator when it recomputes a forward pass."""
     with _generator:
         yield
 

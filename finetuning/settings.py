@@ -1,8 +1,7 @@
-"""Settings of fine-tuning, one validated section each.
+"""Settings of fine-tuning, as one validated model per section.
 
-Every field has its description and bounds here and nowhere else: the run configuration, its
-error messages and ``docs/configuration.md`` are all generated from these models and those of
-``split/settings.py``.
+Descriptions and bounds of all fields are defined only here and in ``split/settings.py``: the run
+configuration, its error messages and ``docs/configuration.md`` are generated from these models.
 """
 
 from typing import Literal
@@ -23,7 +22,7 @@ def kebab_case(name: str) -> str:
 
 
 class Section(BaseModel):
-    """A group of settings: immutable (so that it can key caches), without unknown keys."""
+    """A group of settings: immutable, so that it can be a cache key; unknown keys are rejected."""
 
     model_config = ConfigDict(
         alias_generator=kebab_case,
@@ -35,7 +34,7 @@ class Section(BaseModel):
 
 
 class ModelSettings(Section):
-    """The base model, and its form in memory."""
+    """The base model and its representation in memory."""
 
     name: str = Field(
         "tiny",
@@ -59,7 +58,7 @@ class ModelSettings(Section):
 
 
 class AdapterSettings(Section):
-    """The adapter: LoRA (FedJudge section 4.2.3), or prefixes (FL-GLM section 4.1.4)."""
+    """The adapter: LoRA (FedJudge section 4.2.3) or prefixes (FL-GLM section 4.1.4)."""
 
     kind: Literal["lora", "prefix"] = Field(
         "lora",
@@ -88,12 +87,12 @@ class AdapterSettings(Section):
 
     @property
     def columns_before(self) -> int:
-        """Prefix positions before each row's tokens; each takes memory as a token does."""
+        """Number of prefix positions before each row's tokens; each takes a token's memory."""
         return self.prefix_length if self.kind == "prefix" else 0
 
 
 class DataSettings(Section):
-    """The source of private text, and its conversion to examples."""
+    """The source of private text and its conversion to examples."""
 
     path: str = Field(
         "",
@@ -285,5 +284,5 @@ class EvaluateSettings(Section):
 
     @property
     def shown(self) -> int:
-        """Number of answers of each model that a client sends as text."""
+        """Number of answers per model that a client sends as text."""
         return min(self.show_answers, self.generate_examples) if self.generate else 0

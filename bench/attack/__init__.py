@@ -1,1 +1,1 @@
-"""The attack of FL-GLM section 4.3.3 and stronger ones: ``python -m bench.attack``."""
+"""The attack of FL-GLM section 4.3.3 and stronger attacks: ``python -m bench.attack``."""

@@ -1,11 +1,11 @@
-"""How much of a client's text can be read from what it sends: ``python -m bench.attack``.
+"""Measure how much of a client's text its messages reveal: ``python -m bench.attack``.
 
-Repeats the attack of FL-GLM section 4.3.3, in which a decoder is trained on a colluding client's
-hidden states and text and reads another client's, and then attacks as somebody would who knows the
-public model. Each cell of the tables is a file in the output folder; cells that exist are not
+Reproduce the attack of FL-GLM section 4.3.3, in which a decoder is trained on a colluding client's
+hidden states and text and applied to another client's hidden states, and run attacks that use the
+public model. Each cell of the tables is a file in the output folder; existing cells are not
 computed again. The record, and the tables and pictures made from it, are written to ``--document``;
-``python -m bench.pages`` then puts the tables into ``attack.md``. With ``--render`` nothing is
-measured; tables and pictures are made from the record that is there.
+``python -m bench.pages`` then puts the tables into ``attack.md``. With ``--render``, tables and
+pictures are made from the existing record, without measuring.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from finetuning.model.fingerprint import digest, fingerprint
 
 
 def main() -> None:
-    """Measure what is missing, and print the tables."""
+    """Measure the missing cells, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny", help="as model.name")
     parser.add_argument(
@@ -87,7 +87,7 @@ def _texts(data: str, directory: Path, sizes: Sizes) -> Texts:
 
 
 def _measured(cell: Cell, attacked: Attacked, file: Path, settings: dict[str, Any]) -> Any:
-    """Return a cell's settings and result, from its file if it is there with these settings."""
+    """Return a cell's settings and result, from its file if that exists with these settings."""
     if file.is_file():
         found = json.loads(file.read_text())
         if found["settings"] == settings:

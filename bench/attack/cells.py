@@ -1,4 +1,4 @@
-"""The cells of the attack's tables, and what each of them measures."""
+"""The cells of the attack's tables, and the measurement of each cell."""
 
 import hashlib
 import json
@@ -12,25 +12,25 @@ from split.protocol.frames import WireType
 Attack = Literal["linear", "transformer", "search", "optimisation", "gradient", "loss"]
 HEAD_BLOCKS = (0, 1, 2, 3, 6)
 NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
-TUNED = (1, 3)  # head blocks of clients with an adapter of their own
+TUNED = (1, 3)  # numbers of head blocks measured with a private adapter
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is trained and read in each cell.
+    """Amounts of data and computation in each cell.
 
     Attributes:
-        texts: Texts of the colluding client that a decoder is trained on.
-        longest: Most tokens of a text that are attacked, after those that all texts begin with.
-        decoded: Texts that a decoder reads.
-        searched: Texts that the search reads.
-        optimised: Texts that the optimisation reads.
-        optimisation_steps: Its steps.
-        labelled: Texts whose labels are read from gradients.
-        labels: Labels to read of each.
-        steps: Steps of training with noise.
-        measured: Held-out examples whose loss is measured.
-        max_candidates: Most candidates of the search for a token.
+        texts: Number of the colluding client's texts for training a decoder.
+        longest: Maximum number of attacked tokens of a text, after the common beginning.
+        decoded: Number of texts that a decoder reads.
+        searched: Number of texts that the search reads.
+        optimised: Number of texts that the optimisation reads.
+        optimisation_steps: Number of steps of the optimisation.
+        labelled: Number of texts whose labels are read from gradients.
+        labels: Number of labels to read from each of these texts.
+        steps: Number of training steps with noise.
+        measured: Number of held-out examples whose loss is measured.
+        max_candidates: Maximum number of candidates per token in the search.
 
     """
 
@@ -54,12 +54,12 @@ class Cell:
     Attributes:
         data: Name of the texts.
         attack: A decoder (linear or Transformer), the search through the public head, optimisation,
-            labels from gradients; or what noise costs in loss.
-        head_blocks: Blocks at the client, before what it sends.
-        tail_blocks: Blocks at the client, after what it receives.
-        wire: Type in which hidden states and gradients travel.
+            labels from gradients, or the loss of training with noise.
+        head_blocks: Number of the client's blocks in the head.
+        tail_blocks: Number of the client's blocks in the tail.
+        wire: Data type of hidden states and gradients in transit.
         noise: ``split.noise``.
-        seen: Input of the attack; "nothing" is random numbers in its place.
+        seen: Input of the attack; "nothing" means random numbers.
         tuned: Whether the client's head has an adapter that the attacker doesn't have.
         seed: Seed of the attack and of the choice of texts, or of training.
 
@@ -77,19 +77,19 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """A name for its file."""
+        """The name of the cell's file."""
         digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
         return f"{self.data}-{self.attack}-{digest}"
 
 
 def cells_of(data: str, blocks: int, seeds: int, complete: bool) -> Iterator[Cell]:
-    """Yield the cells for some texts, those that share a head together.
+    """Yield the cells for some texts, grouped by head.
 
     Args:
         data: Name of the texts.
-        blocks: Blocks of the model, one of which stays at the end and one in the middle.
+        blocks: Number of the model's blocks; at least one is in the tail and one in the body.
         seeds: Number of seeds of each cell.
-        complete: Whether to measure more than the decoders and the search by head blocks.
+        complete: Whether to include more than the decoders and the search by head blocks.
 
     """
     heads = [head for head in HEAD_BLOCKS if head + 2 <= blocks]

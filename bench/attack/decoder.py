@@ -1,9 +1,9 @@
-"""A decoder that learns to read hidden states from a colluding client (FL-GLM section 4.3.3).
+"""A decoder that learns from a colluding client to read hidden states (FL-GLM section 4.3.3).
 
-It is trained on pairs of that client's hidden states and text, and then reads another client's. As
-in the paper, it is a single linear layer or a Transformer of a single block, which sees a whole
-text's hidden states at once. It can only produce tokens that occur in the colluding client's text:
-it can't have learned any others.
+It is trained on that client's hidden states and texts, and then applied to another client's hidden
+states. As in the paper, it is a linear layer or a Transformer with one block, whose input is a
+whole text's hidden states. Its output vocabulary is the colluding client's tokens, because it can't
+learn any others.
 """
 
 from collections.abc import Sequence
@@ -18,25 +18,25 @@ DecoderKind = Literal["linear", "transformer"]
 _HEADS = 4
 _MAX_COLUMNS = 256
 _MAXIMUM_NORM = 1.0
-_ROWS = 16  # texts of an optimizer step
-_WIDTH = 256  # of a Transformer's block
-_LEARNING_RATE = 2e-3  # of AdamW at the beginning; it falls linearly to zero
+_ROWS = 16  # texts per optimizer step
+_WIDTH = 256  # hidden size of the Transformer block
+_LEARNING_RATE = 2e-3  # initial rate of AdamW; it decreases linearly to zero
 
 
 class Decoder(nn.Module):
-    """Predicts the token at each position from a text's hidden states.
+    """Predict the token at each position from a text's hidden states.
 
     Args:
         kind: Kind of the decoder.
         seen: Hidden states of the colluding client, (tokens, features) of each text.
-        vocabulary: Tokens that it can produce, (tokens,) int64.
+        vocabulary: Tokens that the decoder can output, (tokens,) int64.
 
     """
 
     def __init__(self, kind: DecoderKind, seen: Sequence[Tensor], vocabulary: Tensor) -> None:
         super().__init__()
         self.vocabulary = vocabulary
-        # Some of a model's features are a thousand times as large as others.
+        # Normalise, because some features of a model are a thousand times as large as others.
         everything = torch.cat(list(seen))
         self._mean = everything.mean(0)
         self._deviation = everything.std(0) + 1e-6
@@ -98,7 +98,7 @@ def train_decoder(
         seen: (tokens, features) of each text.
         texts: (tokens,) int64 of each text.
         kind: Kind of the decoder.
-        seed: Seed of its first weights and of the order of the texts.
+        seed: Seed of the initial weights and of the order of the texts.
         passes: Number of passes over the texts.
 
     """

@@ -1,10 +1,10 @@
-"""Reading a client's answers from the gradients that it sends.
+"""Read a client's answers from the gradients that it sends.
 
-In training a client sends the gradient of its loss with respect to what the server has sent it: the
-tail's input. The server knows that input, and the tail's public weights. The tail is causal, so the
-gradient at a token depends on its own label and on later ones. Answers can therefore be read from
-their end: once later labels are known, what they contribute is subtracted, and what is left tells
-the label. The head, its number of blocks and ``split.noise`` make no difference to that.
+In training, a client sends the gradient of its loss with respect to the tail's input, which it has
+received from the server. The server knows that input and the tail's public weights. The tail is
+causal, so the gradient at a token depends on its own label and on later ones. Answers can therefore
+be read from the end: the contribution of the known later labels is subtracted, and the rest reveals
+the label. This does not depend on the head, its number of blocks or ``split.noise``.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _SHORTLIST = 64
 
 @dataclass(frozen=True)
 class Sent:
-    """The tensors of a text that the server has in a step of training.
+    """The tensors of a text that the server knows in a training step.
 
     Attributes:
         given: Hidden states sent to the tail, (tokens, hidden).
@@ -41,7 +41,7 @@ class Sent:
 
 
 def client_gradient(tail: Part, given: Tensor, batch: MicroBatch) -> Tensor:
-    """Compute the gradient that a client sends for a text, as `SplitModel.accumulate` does.
+    """Compute the gradient that a client sends for a text, as in `SplitModel.accumulate`.
 
     Args:
         tail: The client's tail.
@@ -65,7 +65,7 @@ def read_labels(tail: Part, sent: Sent, count: int) -> Tensor:
 
     Args:
         tail: The public tail; its output head must be a matrix without scaling or capping.
-        sent: Tensors that the server has.
+        sent: Tensors that the server knows.
         count: Number of labels to read.
 
     """
@@ -74,7 +74,7 @@ def read_labels(tail: Part, sent: Sent, count: int) -> Tensor:
     given = sent.given[None].clone().requires_grad_()
     output = tail(given, Padding("right", torch.tensor([given.shape[1]])))
     probable = _probable_rows(tail, output.detach()[0, sent.positions], matrix)
-    # Gradient of the loss with respect to the tail's output, as far as labels are known.
+    # Gradient of the loss with respect to the tail's output, for the labels known so far.
     known = torch.zeros_like(output)
     positions = [int(position) for position in sent.positions[-count:]]
     before = _Before(tail, sent.given, positions[0])
@@ -82,7 +82,7 @@ def read_labels(tail: Part, sent: Sent, count: int) -> Tensor:
     for position, row in zip(positions[::-1], probable[-count:].flip(0), strict=True):
         known[0, position] = sent.scale * row
         (computed,) = torch.autograd.grad(output, given, known, retain_graph=True)
-        # The gradient of the label's logit: all that the label adds.
+        # Gradient of the label's logit, which is the label's entire contribution.
         difference = (computed[0, position] - sent.gradient[position]) / sent.scale
         label = _nearest(matrix, before.jacobian(position), difference)
         known[0, position] -= sent.scale * matrix[label]
@@ -99,7 +99,7 @@ def _probable_rows(tail: Part, output: Tensor, matrix: Tensor) -> Tensor:
 
 
 class _Before:
-    """The tail's keys and values for the tokens before a position, which moves to the left.
+    """The tail's keys and values for the tokens before a position that moves to the left.
 
     Args:
         tail: The public tail.
@@ -117,7 +117,7 @@ class _Before:
                 self._kept.extend(self._given[:, position : position + 1])
 
     def jacobian(self, position: int) -> Tensor:
-        """Return the derivative of a token's output by its own input, (output, input)."""
+        """Return the Jacobian of a token's output with respect to its input, (output, input)."""
         self._return_to(position)
         token = self._given[:, position : position + 1].clone().requires_grad_()
         output = self._kept.extend(token)
@@ -134,7 +134,7 @@ class _Before:
 
 
 def _nearest(matrix: Tensor, jacobian: Tensor, difference: Tensor) -> int:
-    """Return the token whose logit has the gradient that is nearest to the one found."""
+    """Return the token whose logit's gradient is nearest to the observed one."""
     solved = torch.linalg.lstsq(jacobian.T, difference[:, None], driver="gelsd").solution[:, 0]
     similarity = normalize(matrix, dim=-1) @ solved
     candidates = similarity.topk(min(_SHORTLIST, len(matrix))).indices

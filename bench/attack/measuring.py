@@ -1,4 +1,4 @@
-"""Measure cells: put the attack, what it sees and its score together."""
+"""Measure cells: run each attack on its input, and score the result."""
 
 import functools
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from split.settings import SplitSettings
 
 _FLOAT32 = ModelSettings(dtype="float32")
 _SCORES = ("rouge1", "rouge2", "rougeL", "bleu4")
-# With an adapter at the client, no candidate comes near enough to end the search.
+# If the client has an adapter, no candidate is near enough to end the search early.
 _MAX_WITHOUT_ADAPTER = 64
 
 
@@ -38,7 +38,7 @@ class Attacked:
     Args:
         directory: Directory of the checkpoint.
         texts: Texts of the colluding and of the attacked client.
-        sizes: How much is trained and read.
+        sizes: Amounts of data and computation.
 
     """
 
@@ -46,7 +46,7 @@ class Attacked:
         self._directory = directory
         self._texts = texts
         self._sizes = sizes
-        # Cells that share a head follow each other.
+        # Cells with the same head are consecutive.
         self._head = functools.lru_cache(maxsize=2)(self._load_head)
         self._colluding = functools.lru_cache(maxsize=1)(self._colluding_outputs)
         self._search = functools.lru_cache(maxsize=1)(self._prepare_search)
@@ -87,7 +87,7 @@ class Attacked:
         return self._texts.attacked_rows(count, self._sizes.longest, cell.seed)
 
     def _received(self, cell: Cell, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the server has of texts, after the tokens that all begin with."""
+        """Return the hidden states that the server has, after the texts' common beginning."""
         outputs = head_outputs(self._attacked_head(cell), rows)
         own = [row[self._texts.known :] for row in outputs]
         return as_received(own, cell.wire, cell.noise)
@@ -121,13 +121,13 @@ class Attacked:
         return self._texts.training_rows(self._sizes.texts, self._sizes.longest)
 
     def _colluding_outputs(self, head_blocks: int) -> list[Tensor]:
-        """Compute the colluding client's hidden states, after the tokens that all begin with."""
-        # Its head is its own, without the attacked client's adapter.
+        """Compute the colluding client's hidden states, after its texts' common beginning."""
+        # The colluding client's head lacks the attacked client's adapter.
         outputs = head_outputs(self._head(head_blocks, None), self._training_rows())
         return [row[self._texts.known_of_colluding :] for row in outputs]
 
     def _scores(self, found: Sequence[Tensor], rows: Sequence[Tensor]) -> dict[str, float]:
-        """Compare what was read with the texts, after the tokens that all begin with."""
+        """Compare the reconstructed texts with the originals, after the common beginning."""
         texts = [row[self._texts.known :] for row in rows]
         scores = score(
             [self._texts.text_of(row) for row in found], [self._texts.text_of(row) for row in texts]
@@ -135,7 +135,7 @@ class Attacked:
         return {name: scores[name] for name in _SCORES} | _tokens_read(found, texts)
 
     def _labels(self, cell: Cell) -> dict[str, float]:
-        """Read the ends of answers from gradients, of one text per step."""
+        """Read the ends of answers from gradients, with one text per step."""
         parts = self._load(cell.head_blocks, cell.tail_blocks, ("head", "body", "tail"))
         chosen = self._texts.choose(self._sizes.labelled, cell.seed)
         found, labels = [], []
@@ -179,7 +179,7 @@ class Attacked:
         return self._head(cell.head_blocks, cell.seed if cell.tuned else None)
 
     def _load_head(self, head_blocks: int, trained: int | None) -> Part:
-        """Load a head with the adapter trained with a seed, or without one."""
+        """Load a head without an adapter, or with the adapter trained with a seed."""
         head = self._load(head_blocks, 1, ("head",))["head"]
         if trained is not None:
             head.attach(ADAPTER)
@@ -209,6 +209,6 @@ class Attacked:
 
 
 def _tokens_read(found: Sequence[Tensor], texts: Sequence[Tensor]) -> dict[str, float]:
-    """Return the share of tokens that were read correctly, and the number of those attacked."""
+    """Return the share of tokens that were read correctly, and the number of attacked tokens."""
     equal = torch.cat(list(found)) == torch.cat(list(texts))
     return {"tokens": float(equal.float().mean()), "attacked": len(equal)}

@@ -1,6 +1,6 @@
 """Cost of noise on hidden states: a split model's held-out loss, before and after training.
 
-Client and block server are the program's own, in one process and connected by real lanes.
+The real client and block server run in one process, connected by real lanes.
 """
 
 import random
@@ -34,7 +34,7 @@ class NoisyRun:
 
     Attributes:
         loss_before: Held-out loss of the base model, with the noise.
-        loss_after: That of the trained model, with the noise.
+        loss_after: Held-out loss of the trained model, with the noise.
         adapter: The trained adapter of the whole model.
 
     """
@@ -53,7 +53,7 @@ def train_with_noise(
     seed: int,
     padding: int,
 ) -> NoisyRun:
-    """Train a split model of a client with one block at each end.
+    """Train a split model with one block at each end at the client.
 
     Args:
         directory: Directory of the checkpoint.

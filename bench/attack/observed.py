@@ -1,7 +1,7 @@
-"""Hidden states of a client as others observe them.
+"""A client's hidden states as observed by the server or by a peer on the network.
 
-Everything on the way is the program's own code: head, noise, wire and encryption. The server sees
-hidden states as the wire leaves them. A peer on the network sees encrypted records.
+Head, noise, wire type and encryption are computed by the product's code. The server sees hidden
+states after their conversion to the wire type. A peer on the network sees encrypted records.
 """
 
 import os
@@ -36,7 +36,7 @@ def head_outputs(head: Part, rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def as_received(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) -> list[Tensor]:
-    """Return hidden states as the server decrypts them; they get the noise before they are sent."""
+    """Return hidden states as the server decrypts them, with noise added before sending."""
     received = []
     for tokens in hidden:
         sent = add_noise(tokens[None], noise) if noise else tokens[None]
@@ -53,8 +53,8 @@ def as_received(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) ->
 def as_encrypted(hidden: Sequence[Tensor], wire: WireType) -> list[Tensor]:
     """Return the encrypted bytes of each token as numbers, (tokens, bytes of a token).
 
-    The format says where in a frame each token's numbers are, so a peer on the network can find
-    their bytes. The key is new for every frame, as for every stream of a lane.
+    The format determines where in a frame each token's values are, so a peer on the network can
+    locate their bytes. The key is new for every frame, as for every stream of a lane.
     """
     seen = []
     for tokens in hidden:

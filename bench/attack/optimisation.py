@@ -1,8 +1,8 @@
-"""Inversion by optimisation: look for embeddings from which the public head computes the same.
+"""Inversion by optimisation: find embeddings for which the public head's output is as received.
 
-Embeddings of a whole text are changed by gradient descent until the head's hidden states equal the
-received ones, and each is then replaced by the nearest token of the vocabulary. VFLAIR attacks
-split models in this way. Unlike the search in `bench.attack.public_head`, it needs no causal head.
+The embeddings of a whole text are optimised by gradient descent until the head's hidden states
+match the received ones; each is then replaced by the nearest token of the vocabulary. VFLAIR
+attacks split models in this way. Unlike `bench.attack.public_head`, it needs no causal head.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ def invert(
     seed: int,
     learning_rate: float = 0.3,
 ) -> list[Tensor]:
-    """Return the tokens of each text.
+    """Return the reconstructed tokens of each text.
 
     Args:
         head: The public head.
         beginning: Tokens that all texts begin with, (known,) int64.
         received: (tokens, hidden) of each text, after the known beginning.
-        steps: Steps of Adam.
-        seed: Seed of the first embeddings.
+        steps: Number of steps of Adam.
+        seed: Seed of the initial embeddings.
         learning_rate: Learning rate of the embeddings, relative to the table's standard deviation.
 
     """
@@ -48,7 +48,7 @@ def invert(
     optimizer = torch.optim.Adam([guess], lr=learning_rate * float(scale))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
-        # Padding is on the right, where causal attention does not look.
+        # Padding is on the right, so causal attention never reads it.
         output = head.model.base_model(
             inputs_embeds=torch.cat([known, guess], dim=1), use_cache=False
         ).last_hidden_state[:, len(beginning) :]

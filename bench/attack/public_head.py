@@ -1,9 +1,9 @@
-"""An attacker who knows the head's weights reads its hidden states without any training.
+"""Read hidden states with the head's weights, without any training.
 
-The head is causal: the hidden state of a token depends on it and on the tokens before it alone. So
-a text can be read from its beginning, token by token: of all tokens of the vocabulary, the next one
-is that with which the head, given what has been read so far, computes what was received. Without
-blocks this is looking up the nearest embedding.
+The head is causal: the hidden state of a token depends only on that token and the tokens before it.
+So a text can be read from its beginning, token by token: the next token is the one for which the
+head, after the tokens read so far, computes the received hidden state. For a head without blocks,
+this is a search for the nearest embedding.
 """
 
 import math
@@ -22,7 +22,7 @@ _FREQUENT = 512
 _FACTOR = 4
 _INT8_STEPS = 127
 _BFLOAT16_ROUNDING = 2.0**-9
-_FLOAT32_ROUNDING = 1e-4  # of other products of matrices than the client's
+_FLOAT32_ROUNDING = 1e-4  # error if the client's matrix products round differently
 _MARGIN = 1.2
 
 
@@ -40,7 +40,7 @@ class PublicHead:
         head.train(False)
         self._head = head
         self._beginning = beginning
-        # Every token after the known beginning: what tokens far from there come near to.
+        # Output for every token right after the known beginning, to rank candidates elsewhere.
         self._table = self._outputs(self._start(), len(beginning), torch.arange(vocabulary))
         self._center = self._table.mean(0)
         self._table -= self._center
@@ -52,9 +52,9 @@ class PublicHead:
 
         Args:
             received: (tokens, hidden) after the known beginning.
-            wire: How they were sent, from which the attacker knows their rounding.
+            wire: Wire type, which determines the rounding.
             noise: The client's noise, which the attacker can estimate from a known beginning.
-            most: Most similar candidates to compute for a token, besides frequent ones.
+            most: Number of most similar candidates to try per token, in addition to frequent ones.
 
         """
         cache = self._start()
@@ -70,7 +70,7 @@ class PublicHead:
         return torch.tensor(tokens)
 
     def _nearest(self, cache: Any, length: int, hidden: Tensor, expected: float, most: int) -> int:
-        """Return the best candidate, or the first that is as near as the expected error."""
+        """Return the first candidate within the expected error, or else the nearest one."""
         best, least = -1, math.inf
         for candidates in self._candidates(hidden, most):
             outputs = self._outputs(cache, length, candidates)
@@ -83,11 +83,10 @@ class PublicHead:
         return best
 
     def _candidates(self, hidden: Tensor, most: int) -> Iterator[Tensor]:
-        """Yield groups of tokens: the most similar ones, frequent ones, and then more and more.
+        """Yield groups of tokens: the most similar, frequent ones, then increasingly large groups.
 
-        Frequent tokens have the lowest numbers, since BPE adds tokens in the order of frequency.
-        In deeper blocks they are the ones that depend on the text before them more than on
-        themselves.
+        Frequent tokens have the lowest ids, because BPE adds tokens in order of frequency. In
+        deeper blocks, their hidden states depend more on the preceding text than on the token.
         """
         order = (self._table @ (hidden - self._center)).topk(most).indices
         yield order[:_SIMILAR]
@@ -114,8 +113,8 @@ class PublicHead:
     def _outputs(self, cache: Any, length: int, candidates: Tensor) -> Tensor:
         """Return the head's output for each candidate after ``length`` tokens in the cache.
 
-        It has the shape (candidates, hidden). The candidates are one row at the same position, of
-        which each attends to the text before and to itself; the cache is the same afterwards.
+        It has the shape (candidates, hidden). The candidates form one row, all at the same
+        position; each attends to the text before and to itself. The cache is left unchanged.
         """
         outputs = []
         for group in torch.split(candidates, _CANDIDATES_AT_ONCE):
@@ -135,7 +134,7 @@ class PublicHead:
 
 
 def _expected_error(hidden: Tensor, wire: WireType, noise: float) -> float:
-    """Return the largest error that rounding and noise explain, relative to what was received."""
+    """Return the largest error due to rounding and noise, relative to the received state."""
     rounding = _FLOAT32_ROUNDING
     if wire == "bfloat16":
         rounding = _BFLOAT16_ROUNDING

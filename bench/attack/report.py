@@ -1,4 +1,4 @@
-"""The attack's tables and pictures, made from its record."""
+"""Tables and pictures of the attacks, made from the record."""
 
 import json
 import statistics
@@ -20,7 +20,7 @@ _ATTACKS = {
     "search": "search",
 }
 _DECODER_AND_SEARCH = ("transformer", "search")
-# Of an attack in all panels, whichever it is in; lines differ in more than their colour.
+# Line style of each attack, the same in all panels; lines differ in more than their colour.
 _LINES: Mapping[str, Mapping[str, Any]] = {
     "linear": {"color": BLUE, "marker": "o"},
     "transformer": {"color": RED, "marker": "s"},
@@ -53,7 +53,7 @@ def write_results(record: Record, folder: Path) -> None:
 
 
 def pictures(record: Record) -> dict[str, str]:
-    """Return the pictures as SVG, by the names of their files."""
+    """Return the pictures as SVG, by file name."""
     return {
         "pictures/attack-head-blocks.svg": _blocks_picture(record),
         "pictures/attack-noise.svg": _noise_picture(record),
@@ -61,7 +61,7 @@ def pictures(record: Record) -> dict[str, str]:
 
 
 def tables(record: Record) -> dict[str, str]:
-    """Return the tables as Markdown, by the names of their files."""
+    """Return the tables as Markdown, by file name."""
     made = {
         "head-blocks": _by_head_blocks(record),
         "wire-types": _by_wire_type(record),
@@ -74,14 +74,14 @@ def tables(record: Record) -> dict[str, str]:
 
 
 def _one_cell_a_line(record: Record) -> str:
-    """Return the record as JSON whose lines can be compared."""
+    """Return the record as JSON with one cell per line, for readable diffs."""
     settings = json.dumps({**record, "cells": []}, indent=1)
     cells = ",\n  ".join(json.dumps(cell) for cell in record["cells"])
     return settings.replace('"cells": []', f'"cells": [\n  {cells}\n ]') + "\n"
 
 
 def _by_head_blocks(record: Record) -> list[str]:
-    """Return the table of all attacks that depend on the number of head blocks, for all texts."""
+    """Return the table of attacks by number of head blocks, for all texts."""
     names = list(record["covered"])
     rows = []
     for attack, label in _ATTACKS.items():
@@ -159,7 +159,7 @@ def _first(record: Record) -> str:
 
 
 def _cells(record: Record, data: str, attack: str, **settings: Any) -> list[CellRecord]:
-    """Return the cells, one per seed, with these settings and otherwise the usual ones."""
+    """Return the cells, one per seed, with these settings and otherwise default settings."""
     wanted = {"data": data, "attack": attack, **_DEFAULTS, **settings}
     return [cell for cell in record["cells"] if wanted.items() <= cell.items()]
 
@@ -171,7 +171,7 @@ def _values(record: Record, data: str, name: str, **settings: Any) -> list[Any]:
 
 
 def _read(record: Record, **settings: Any) -> tuple[str, str, str]:
-    """Return what the Transformer and the search read of the first texts, as in ``_READ``."""
+    """Return the scores of the Transformer and the search on the first texts, as in ``_READ``."""
     decoder, search = (
         _cells(record, _first(record), attack, **settings) for attack in _DECODER_AND_SEARCH
     )
@@ -179,7 +179,7 @@ def _read(record: Record, **settings: Any) -> tuple[str, str, str]:
 
 
 def _count(cells: Sequence[CellRecord]) -> str:
-    """Return how many tokens were read, and of how many, over all seeds."""
+    """Return the number of tokens read, and of tokens attacked, over all seeds."""
     results = [cell["result"] for cell in cells]
     read = sum(round(result["tokens"] * result["attacked"]) for result in results)
     return f"{read}/{sum(result['attacked'] for result in results)}" if results else "–"
@@ -190,7 +190,7 @@ def _spread(cells: Sequence[CellRecord], score: str, scale: float = 100, digits:
     if not cells:
         return "–"
     mean, deviation = _statistics(cells, score, scale)
-    # Without any deviation, such as where everything was read, there is nothing to show.
+    # A deviation of 0, such as if all tokens were read, is not shown.
     return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation else "")
 
 
@@ -201,7 +201,7 @@ def _statistics(cells: Sequence[CellRecord], score: str, scale: float = 100) -> 
 
 @rc_context(STYLE)
 def _blocks_picture(record: Record) -> str:
-    """Return an SVG with ROUGE-1 of each attack by head blocks, a panel for each data."""
+    """Return an SVG with ROUGE-1 of each attack by head blocks, one panel per data set."""
     names = list(record["covered"])
     figure = Figure(figsize=(4.5 * len(names), 3.4), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
@@ -223,7 +223,7 @@ def _blocks_picture(record: Record) -> str:
 
 @rc_context(STYLE)
 def _noise_picture(record: Record) -> str:
-    """Return an SVG with ROUGE-1 by noise, and beside it the held-out loss."""
+    """Return an SVG with ROUGE-1 and held-out loss by noise, side by side."""
     data = _first(record)
     noises = _values(record, data, "noise", attack="loss")
     figure = Figure(figsize=(9, 3.4), layout="constrained")
@@ -253,6 +253,6 @@ def _draw(
     score: str = "rouge1",
     scale: float = 100,
 ) -> None:
-    """Draw the mean of the cells of each value, with its standard deviation."""
+    """Draw the mean and standard deviation of the cells for each value."""
     means, deviations = zip(*(_statistics(each, score, scale) for each in cells), strict=True)
     panel.errorbar(values, means, yerr=deviations, capsize=3, label=label, **line)

@@ -1,4 +1,4 @@
-"""The texts of two clients: one that colludes with the attacker, and one that is attacked."""
+"""The texts of two clients: one colludes with the attacker, the other is attacked."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from finetuning.generated import examples
 
 GENERATED = "generated"
 _COLLUDING, _ATTACKED = "court", "consultation"
-_LONGEST = 192  # tokens of an example; its input loses its end first
+_LONGEST = 192  # maximum tokens of an example; the input is truncated first
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Texts:
     Attributes:
         name: Name of the data.
         tokenizer: Tokenizer of the base model.
-        colluding: Texts of the client that gives the attacker its text and hidden states.
-        attacked: Held-out texts of the client whose text the attacker wants to read.
-        own: Other texts of that client, on which it trains.
+        colluding: Texts of the client that gives the attacker its texts and hidden states.
+        attacked: Held-out texts of the attacked client.
+        own: Training texts of the attacked client.
 
     """
 
@@ -41,17 +41,17 @@ class Texts:
 
     @property
     def known(self) -> int:
-        """Tokens that all attacked texts begin with: the template's and the instruction's."""
+        """Length of the attacked texts' common beginning (template and instruction), in tokens."""
         return _common(self.attacked)
 
     @property
     def beginning(self) -> torch.Tensor:
-        """The tokens that all attacked texts begin with, (known,) int64."""
+        """The attacked texts' common beginning, (known,) int64."""
         return self.attacked[0].tokens[: self.known]
 
     @property
     def known_of_colluding(self) -> int:
-        """Tokens that all texts of the colluding client begin with."""
+        """Length of the common beginning of the colluding client's texts, in tokens."""
         return _common(self.colluding)
 
     def digest(self) -> str:
@@ -63,12 +63,12 @@ class Texts:
         return found.hexdigest()
 
     def training_rows(self, count: int, longest: int) -> list[torch.Tensor]:
-        """Cut ``count`` of the colluding client's texts like the attacked ones."""
+        """Truncate ``count`` of the colluding client's texts like the attacked texts."""
         length = self.known_of_colluding + longest
         return [example.tokens[:length] for example in self.colluding[:count]]
 
     def covered(self, count: int, longest: int) -> float:
-        """Share of the attacked tokens that occur in ``training_rows``, all cut alike."""
+        """Share of the attacked tokens that occur in ``training_rows``, equally truncated."""
         known = self.known_of_colluding
         have = torch.cat([row[known:] for row in self.training_rows(count, longest)])
         end = self.known + longest
@@ -85,17 +85,17 @@ class Texts:
         return random.Random(seed).sample(list(self.attacked), count)
 
     def attacked_rows(self, count: int, longest: int, seed: int) -> list[torch.Tensor]:
-        """Choose attacked texts and cut them ``longest`` tokens after the known ones."""
+        """Choose attacked texts and truncate them ``longest`` tokens after the known ones."""
         return [example.tokens[: self.known + longest] for example in self.choose(count, seed)]
 
     def text_of(self, tokens: torch.Tensor) -> str:
-        """Return tokens as text, without the template's marks."""
+        """Decode tokens to text, without the template's marks."""
         text: str = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         return text
 
 
 def generated_texts(tokenizer: Any, count: int) -> Texts:
-    """Generate the demonstration's clients: the court colludes, the consultancy is attacked."""
+    """Generate the demonstration's texts: the court colludes, the consultancy is attacked."""
 
     def rows(style: str, number: int, split: Any) -> list[Row]:
         found = examples(style, number, 0, split)
@@ -115,12 +115,12 @@ def texts_in(folder: Path, tokenizer: Any, count: int) -> Texts:
 
     Args:
         folder: Folder with SuperGLUE's ``train.jsonl`` and ``val.jsonl``. The first half of the
-            training part colludes and the rest is the attacked client's.
+            training rows belongs to the colluding client, the rest to the attacked one.
         tokenizer: Tokenizer of the base model.
-        count: Most rows of each part.
+        count: Maximum number of rows of each part.
 
     Raises:
-        DataError: Rows are missing or malformed: file, line and reason.
+        DataError: Rows are missing or malformed; the message names file, line and reason.
 
     """
     training = _boolq(folder / "train.jsonl")
@@ -158,6 +158,6 @@ def _texts(
 
 
 def _common(examples: Sequence[Example]) -> int:
-    """Return the number of tokens that all examples begin with."""
+    """Return the length of the examples' common beginning, in tokens."""
     columns = zip(*(example.tokens.tolist() for example in examples), strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

@@ -20,7 +20,7 @@ from finetuning.settings import AdapterSettings
 
 State = dict[str, torch.Tensor]
 
-# The name within a model of the parameter that PEFT saves as ``prompt_embeddings``.
+# Name in the model of the parameter that PEFT saves as ``prompt_embeddings``.
 _PREFIX = "prompt_encoder.default.embedding.weight"
 
 
@@ -34,15 +34,15 @@ def attach_adapter(
     """Wrap a base model with an adapter whose weights are float32 and require gradients.
 
     Args:
-        model: A ``transformers`` causal language model, which is changed in place, or one that has
-            adapters already.
+        model: A ``transformers`` causal language model, which is changed in place, or a PEFT model
+            that already has adapters.
         settings: Kind, rank, scale, dropout and targets, or prefix length.
         base: Id or directory of the base model, recorded in the saved adapter.
         name: Name of the adapter within this model, without dots.
-        excluded: Paths of modules that are not adapted although a target has their name.
+        excluded: Paths of modules that are not adapted even if a target matches their name.
 
     Raises:
-        BaseModelError: The targets, or prefixes, do not fit the architecture.
+        BaseModelError: The architecture does not support the targets or prefixes.
 
     """
     from peft import PeftModel, get_peft_model
@@ -101,16 +101,16 @@ def initial_adapter(
     Args:
         name: Base model, as in ``model.name``.
         settings: Kind, rank, scale, dropout and targets, or prefix length.
-        seed: Seed of the random weights. Of LoRA's two matrices one is zero, so that the adapter
-            has no effect at first; prefixes are random throughout, as in PEFT, unless the settings
-            have a text for them to begin with, for which the whole model is loaded.
-        directory: Directory with the base model's configuration; None finds it by the name.
+        seed: Seed of the random weights. One of LoRA's two matrices is zero, so the adapter
+            initially has no effect. Prefixes are random, as in PEFT, unless the settings
+            give an initial text; computing its prefix loads the whole model.
+        directory: Directory with the base model's configuration; None locates it by name.
 
     Returns:
         The adapter's float32 tensors, and its PEFT configuration with explicit targets.
 
     Raises:
-        BaseModelError: The model does not exist, or the targets or prefixes do not fit it.
+        BaseModelError: The model does not exist, or does not support the targets or prefixes.
 
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -118,7 +118,7 @@ def initial_adapter(
 
     directory = directory or locate(name)
     if settings.kind == "prefix":
-        # A party of a split model may have files of its own blocks only.
+        # In a split model, a party may have only the files of its own blocks.
         directory = locate(name) if settings.initial_text else directory
         return _initial_prefix(
             directory=directory, settings=settings, seed=seed, base=reference(name, directory)
@@ -168,10 +168,10 @@ def _initial_prefix(
 def _prefix_of_text(directory: Path, settings: AdapterSettings) -> torch.Tensor:
     """Return the keys and values of a text's tokens, (length, blocks · 2 · heads · width).
 
-    With them a model computes what it does after the text.
+    With this prefix, the model computes as if the text preceded its input.
 
     Raises:
-        BaseModelError: A block doesn't remember so many tokens, or the text has none.
+        BaseModelError: A block's cache keeps fewer tokens than the text has, or the text is empty.
 
     """
     from transformers import AutoModelForCausalLM
@@ -225,7 +225,7 @@ def load_adapter(peft_model: Any, state: Mapping[str, torch.Tensor]) -> None:
     """Set the adapter's weights.
 
     Raises:
-        ValueError: Names or shapes are not exactly those of the adapter; nothing was changed.
+        ValueError: Names or shapes differ from the adapter's; no weight is changed.
 
     """
     names = exported_names(peft_model)
@@ -239,7 +239,7 @@ def load_state(
     """Set weights by name.
 
     Raises:
-        ValueError: Names or shapes are not exactly those of the parameters; nothing was changed.
+        ValueError: Names or shapes differ from the parameters'; no weight is changed.
 
     """
     if set(state) != set(parameters):
@@ -259,9 +259,9 @@ def save_adapter(
     """Write an adapter that ``PeftModel.from_pretrained(base, directory)`` loads.
 
     Args:
-        directory: Replaced as a whole; an interrupted write leaves the old content.
-        state: Tensors under PEFT's saved names, or a safetensors file with them on the same disk,
-            which is moved.
+        directory: Target folder, replaced atomically: an interrupted write leaves the old content.
+        state: Tensors under PEFT's saved names, or a safetensors file that contains them. The file
+            is moved, and must be on the same disk.
         config: PEFT configuration of the adapter.
         card: Markdown of the model card, with its metadata block.
 

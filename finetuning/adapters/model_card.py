@@ -25,10 +25,10 @@ def model_card(
         directory: Directory of the base model's checkpoint during training.
         sizes: Number of training examples by client.
         rounds: Number of rounds trained.
-        config: Resolved run config. Paths to private data are left out.
+        config: Resolved run config. The card omits paths to private data.
 
     Returns:
-        Markdown with the hub's metadata block.
+        Markdown with the metadata block of the Hugging Face Hub.
 
     """
     metadata = ModelCardData(

@@ -1,8 +1,8 @@
-"""P-tuning v2: trained keys and values before those of the tokens, in every block.
+"""P-tuning v2: trained keys and values that precede those of the tokens in every block.
 
-FL-GLM section 3.1, figure 2 and appendix A, without reparametrisation. PEFT calls it prefix
-tuning and saves one tensor (prefix length, blocks · 2 · heads · width): for each block its keys,
-then its values.
+See FL-GLM section 3.1, figure 2 and appendix A; reparametrisation is not used. PEFT calls it prefix
+tuning and saves one tensor (prefix length, blocks · 2 · heads · width) with the keys and then the
+values of each block.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import torch
 
 from finetuning.model.base_model import BaseModelError
 
-# The name of a whole model's prefixes in PEFT's saved format.
+# Name of a whole model's prefixes in PEFT's saved format.
 SAVED = "prompt_embeddings"
 
 
@@ -32,24 +32,24 @@ def columns_of(config: Any) -> int:
 def prefix_cache(
     prefixes: Mapping[int, torch.Tensor], length: int, config: Any, rows: int, dtype: torch.dtype
 ) -> Any:
-    """Return a key-value cache with which blocks compute as if the prefixes preceded the tokens.
+    """Return a key-value cache that makes blocks compute as if the prefixes preceded the tokens.
 
     Args:
-        prefixes: (length, 2 · heads · width) by the absolute number of the block, or with a
-            dimension of rows before, if each row has its own.
+        prefixes: (length, 2 · heads · width) by the block's absolute number, or (rows, length,
+            2 · heads · width) if each row has its own prefix.
         length: Length of the prefixes.
         config: Configuration of the model or the part.
-        rows: Rows of the batch.
+        rows: Number of rows in the batch.
         dtype: Data type of the blocks' keys and values.
 
     Returns:
-        A ``DynamicCache`` for one forward pass. Gradients flow through it to the prefixes.
+        A ``DynamicCache`` for one forward pass. Gradients flow back through it to the prefixes.
 
     """
     from transformers import DynamicCache
 
-    # Positions and masks follow the length of the first block's cache. If another party has that
-    # block, a placeholder with this length and hardly any memory takes its position.
+    # Positions and masks depend on the length of the first block's cache. If another party has that
+    # block, a placeholder of the same length, which takes hardly any memory, stands in for it.
     device = next((prefix.device for prefix in prefixes.values()), None)
     placeholder = torch.zeros(1, 1, length, 1, dtype=dtype, device=device)
     return DynamicCache(
@@ -71,12 +71,12 @@ def _keys_and_values(
 
 
 class BlockPrefixes:
-    """The prefixes of some of a model's blocks, one tensor each, initially zero.
+    """Prefixes of some of a model's blocks, one tensor per block, initialised to zero.
 
     Args:
         config: Configuration of the part.
         length: Length of the prefixes.
-        devices: Devices of the blocks, by their absolute numbers.
+        devices: Device of each block, by the block's absolute number.
 
     Attributes:
         length: Length of the prefixes.
@@ -96,11 +96,11 @@ class BlockPrefixes:
         self.parameters = dict(sorted(named.items()))
 
     def before(self, inputs: Mapping[str, Any], rows: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the inputs of a backbone with the prefixes before them; prefixes need no mask.
+        """Return a backbone's inputs with the prefixes added as a cache; prefixes need no mask.
 
         Args:
-            inputs: Inputs for the tokens; with padding on the left also their mask and positions.
-            rows: Rows of the batch.
+            inputs: Inputs for the tokens; if padded on the left, also their mask and positions.
+            rows: Number of rows in the batch.
             dtype: Data type that the blocks compute in.
 
         """
@@ -110,7 +110,7 @@ class BlockPrefixes:
         return {**self.shift(inputs), "past_key_values": cache}
 
     def shift(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a backbone's inputs with mask and positions, if any, moved after the prefixes."""
+        """Return a backbone's inputs, with any mask and positions shifted by the prefix length."""
         result = dict(inputs)
         if "attention_mask" in inputs:
             mask = inputs["attention_mask"]
@@ -124,8 +124,8 @@ class BlockPrefixes:
         """Put the prefixes into an empty cache, so that text can be generated after them.
 
         Args:
-            cache: ``transformers`` cache that takes the absolute numbers of blocks.
-            rows: Rows of the batch.
+            cache: ``transformers`` cache, indexed by the absolute numbers of blocks.
+            rows: Number of rows in the batch.
             dtype: Data type of the blocks' keys and values.
 
         """
@@ -137,20 +137,20 @@ class BlockPrefixes:
 
 
 def name_of_block(number: int) -> str:
-    """Return the name of a block's prefix where every block has its own tensor."""
+    """Return the name of a block's prefix in the format with one tensor per block."""
     return f"{SAVED}.{number}"
 
 
 def refuse_without_prefix(model: Any, length: int) -> None:
-    """Check that every block of an architecture can have a prefix before its keys and values.
+    """Check that every block of an architecture supports a prefix before its keys and values.
 
     Args:
-        model: Causal language model on the meta device, where nothing is computed, in bfloat16,
-            the only data type that some mixtures of experts accept there.
+        model: Causal language model in bfloat16 on the meta device, where nothing is computed.
+            Some mixture-of-experts models accept only bfloat16 there.
         length: Length of the prefix.
 
     Raises:
-        BaseModelError: Some block cannot; the message names the architecture.
+        BaseModelError: Some block does not support it; the message names the architecture.
 
     """
     try:
@@ -170,7 +170,7 @@ def refuse_without_prefix(model: Any, length: int) -> None:
         lengths = [layer.get_seq_length() for layer in cache.layers]
         without = [i for i, found in enumerate(lengths) if found != length + 1]
         reason = f"block {without[0]} has no attention that reads them" if without else ""
-    except Exception as error:  # An architecture that does not fit can raise anything.
+    except Exception as error:  # An unsupported architecture can raise any exception.
         reason = f"{type(error).__name__}: {error}".partition(". ")[0]
     if reason:
         raise BaseModelError(

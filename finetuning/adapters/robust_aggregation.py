@@ -1,11 +1,12 @@
-"""Robust aggregation: caps by which no client decides an average alone (docs/robustness.md).
+"""Robust aggregation: caps that limit a single client's influence (docs/robustness.md).
 
-Each cap is relative to the other clients' median; of two values in the middle the larger counts,
-so that with three clients or more a single one can neither raise its own cap nor lower that of an
-honest one below what another honest client has. It suffices to compute the lower median of all
-clients: for a client above it, it equals the others' median, and no other client reaches its cap.
+Each cap is relative to the median of the other clients' values; if their number is even, the upper
+of the two middle values is used. With three or more clients, a single client can therefore neither
+raise its own cap nor push an honest client's cap below the value of another honest client. It is
+enough to compute the lower median of all clients: for a client above it, it equals the others'
+median, and the remaining clients do not reach their caps.
 
-Where nothing is capped, values are returned as they are, bit for bit.
+Values that are not capped are returned unchanged, bit for bit.
 """
 
 import math
@@ -16,17 +17,17 @@ import torch
 
 from finetuning.adapters.adapter import State
 
-# Farthest update ÷ the others' median. Honest ones with equal numbers of steps differ by less than
-# 2; Adam moves weights at most in proportion to its steps.
+# Largest update distance ÷ the others' median. Honest clients with equal numbers of steps differ by
+# a factor below 2; with Adam, the distance grows at most in proportion to the number of steps.
 MAX_DISTANCE = 10.0
-# A value of J ÷ what is typical of its weight, and the share of a client's J that may lie above: of
-# honest clients up to 0.012, of two clients up to 0.043 (docs/robustness.md).
+# Largest value of J ÷ the typical value for its weight, and the share of a client's J that may
+# exceed it: up to 0.012 for honest clients, up to 0.043 with two clients (docs/robustness.md).
 _MAX_IMPORTANCE = 5.0
 _MAX_ABOVE = 0.1
 
 
 def distance(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> float:
-    """Return the Euclidean norm of an adapter's difference from another one, over all tensors."""
+    """Return the Euclidean norm of the difference between two adapters, over all tensors."""
     squares = (
         torch.linalg.vector_norm(value.double() - reference[name].double()).square()
         for name, value in state.items()
@@ -37,10 +38,10 @@ def distance(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Te
 def update_factors(distances: Mapping[str, float]) -> dict[str, float]:
     """Return the factor by which each client's update is scaled; 1.0 up to the cap.
 
-    A client that has not moved tells nothing about how far the others may move.
+    Clients with a distance of 0 are ignored when the cap is computed.
 
     Args:
-        distances: Distances of the clients' adapters from the global adapter that they began with.
+        distances: Distance of each client's adapter from the global adapter it started with.
 
     """
     moved = [each for each in distances.values() if each > 0]
@@ -49,7 +50,7 @@ def update_factors(distances: Mapping[str, float]) -> dict[str, float]:
 
 
 def scaled(state: State, reference: Mapping[str, torch.Tensor], factor: float) -> State:
-    """Return an adapter at a factor of its distance from another one; itself if that is 1."""
+    """Scale an adapter's difference from ``reference``; return ``state`` itself if factor is 1."""
     if factor == 1:
         return state
     return {
@@ -59,10 +60,10 @@ def scaled(state: State, reference: Mapping[str, torch.Tensor], factor: float) -
 
 
 def counted_sizes(sizes: Mapping[str, int], largest: float) -> dict[str, int]:
-    """Return the data sizes that count in averages: no client has more than a share of their sum.
+    """Return the data sizes to use in averages, such that no client exceeds a share of their sum.
 
-    The size of a client with more is reduced until it has exactly that share. Where the share is
-    too small for the number of clients, all count the same.
+    A larger client's size is reduced to exactly that share. If the share is too small for the
+    number of clients, all clients get equal sizes.
 
     Args:
         sizes: Numbers of rows by client, above 0.
@@ -74,7 +75,7 @@ def counted_sizes(sizes: Mapping[str, int], largest: float) -> dict[str, int]:
         rest, left = sum(ordered[capped:]), 1 - capped * largest
         if left <= 0:
             break
-        # The sum of the sizes that count is rest ÷ left.
+        # The sum of the returned sizes is rest ÷ left.
         if size * left <= largest * rest:
             most = max(size, int(largest * rest / left)) if capped else size
             return {name: min(each, most) for name, each in sizes.items()}
@@ -82,13 +83,13 @@ def counted_sizes(sizes: Mapping[str, int], largest: float) -> dict[str, int]:
 
 
 def typical_importance(values: torch.Tensor) -> torch.Tensor:
-    """Return what is typical of each weight of a tensor: the clients' lower median of J.
+    """Return the typical J of each weight of a tensor: the lower median over the clients.
 
-    It is at least that of the clients' means over the tensor: a weight that matters to one client
-    alone, such as a rare token's, has a median of 0.
+    The result is at least the lower median of the clients' means over the tensor, because a weight
+    that matters to only one client, such as that of a rare token, has a median of 0.
 
     Args:
-        values: J of all clients, one after another in the first dimension.
+        values: J of all clients, stacked along the first dimension.
 
     """
     means = values.flatten(start_dim=1).mean(dim=1)
@@ -96,14 +97,14 @@ def typical_importance(values: torch.Tensor) -> torch.Tensor:
 
 
 class ImportanceCap:
-    """Finds clients whose importance J is exaggerated, and caps it weight by weight.
+    """Find clients with exaggerated importance J, and cap their J weight by weight.
 
-    Honest values of single weights have heavy tails, so a client's J is accepted unchanged unless
-    its parts above 5 times the typical values sum to more than a tenth of the rest. In that case
-    each of its values is cut to the typical one. (With a cap at 5 times that, a J of 1
-    everywhere would still multiply the penalty of FedJudge's Eq. 4, which is quadratic.)
+    J of single weights is heavy-tailed even for honest clients. Therefore a client's J is accepted
+    unchanged unless the amounts above 5 times the typical values sum to more than a tenth of the
+    rest. In that case each of its values is capped at the typical one. (Capped at 5 times the
+    typical value, a J of 1 everywhere would still inflate the quadratic penalty of FedJudge Eq. 4.)
 
-    Every tensor must be added before the first one is capped.
+    Add every tensor before capping the first one.
     """
 
     def __init__(self) -> None:
@@ -121,7 +122,7 @@ class ImportanceCap:
             self._above[name] = self._above.get(name, 0.0) + float(value.sum()) - below
 
     def cap(self, values: Mapping[str, torch.Tensor]) -> State:
-        """Return a tensor of J by client, with that of some capped."""
+        """Return a tensor of J by client, capped for the clients with exaggerated J."""
         capped = [n for n, above in self._above.items() if above > _MAX_ABOVE * self._below[n]]
         if not capped:
             return dict(values)
@@ -133,5 +134,5 @@ class ImportanceCap:
 
     @property
     def factors(self) -> dict[str, float]:
-        """Remaining share of the sum of J of each client that was capped."""
+        """Share of the sum of J that remains, for each capped client."""
         return {n: left / (self._above[n] + self._below[n]) for n, left in self._left.items()}

@@ -1,4 +1,4 @@
-"""Adapter weights of each row's own, so that autograd returns one gradient for each row."""
+"""Separate adapter weights for each row, so that autograd returns one gradient per row."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,21 +12,21 @@ from finetuning.model.base_model import BaseModelError
 
 @contextmanager
 def weights_per_row(peft_model: Any, rows: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Compute with copies of the adapter's weights, one for each row, within the block.
+    """Use a separate view of the adapter's weights for each row within the context.
 
-    The copies take no memory, but their gradients take that of ``rows`` adapters. Prefixes aren't
-    modules: the model has to pass their copies to its blocks.
+    The views take no memory, but their gradients take that of ``rows`` adapters. Prefixes aren't
+    modules, so the model must pass their views to its blocks itself.
 
     Args:
         peft_model: Model with an adapter.
-        rows: Rows of the batches that are computed within the block.
+        rows: Number of rows in the batches computed within the context.
 
     Yields:
         (rows, …) leaf tensors by the parameters' names.
 
     Raises:
-        BaseModelError: Adapted modules don't get their inputs row by row, such as an output head or
-            a mixture's experts.
+        BaseModelError: An adapted module's input has no row dimension, such as that of an output
+            head or of an expert in a mixture of experts.
 
     """
     copies: dict[str, torch.Tensor] = {}
@@ -47,7 +47,7 @@ def weights_per_row(peft_model: Any, rows: int) -> Iterator[dict[str, torch.Tens
 
 
 def _by_row(path: str, weights: torch.Tensor) -> Any:
-    """Return a hook that replaces a module's output by that with each row's own weights."""
+    """Return a hook that recomputes a module's output with separate weights for each row."""
 
     def compute(_: Any, inputs: tuple[torch.Tensor], __: torch.Tensor) -> torch.Tensor:
         (hidden,) = inputs

@@ -1,4 +1,4 @@
-"""Read adapters that runs have exported, strictly in PEFT's format."""
+"""Read adapters exported by earlier runs, strictly in PEFT's format."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
-# Keys of an adapter's configuration that do not change what it computes: notes, settings of
-# training, and values that PEFT fills in from the base model.
+# Keys of an adapter's configuration that do not affect its output: notes, training settings, and
+# values that PEFT takes from the base model.
 _INCIDENTAL = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -31,14 +31,14 @@ _INCIDENTAL = {
     "task_type",
     "token_dim",
 }
-# Accepted initialisations of LoRA. With others (PiSSA, OLoRA, …) PEFT changes the base model's
-# weights whenever it loads the adapter.
+# Accepted LoRA initialisations. With others (PiSSA, OLoRA, …) PEFT changes the base model's weights
+# whenever it loads the adapter.
 _PLAIN_INITIALISATIONS = (True, False, "gaussian")
 _SHOWN = 4
 
 
 class AdapterError(UserError, ValueError):
-    """A folder is not an adapter that can be used here; the message gives the reason."""
+    """A folder does not contain a usable adapter; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class SavedAdapter:
     """An adapter of a whole model.
 
     Attributes:
-        directory: Folder it was read from.
+        directory: Folder that the adapter was read from.
         settings: Kind, rank, scale and targets, or prefix length; dropout is 0.
         state: Float tensors under PEFT's saved names.
-        base: Base model that it names: a Hugging Face id or a directory.
+        base: Base model named in the adapter: a Hugging Face id or a directory.
 
     """
 
@@ -63,8 +63,8 @@ def read_adapter(directory: Path) -> SavedAdapter:
     """Read an exported adapter: LoRA or a prefix, in PEFT's format.
 
     Raises:
-        AdapterError: The folder is no such adapter, or it uses features of PEFT that exported
-            adapters do not have.
+        AdapterError: The folder contains no such adapter, or the adapter uses PEFT features that
+            exported adapters do not have.
 
     """
     check_folder(directory)
@@ -106,16 +106,16 @@ def read_adapter(directory: Path) -> SavedAdapter:
 
 
 def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") -> "State":
-    """Read an exported adapter that a run is to begin with.
+    """Read an exported adapter to start a run from.
 
     Args:
         directory: The adapter's folder.
         settings: The run's adapter settings.
-        expected: An adapter of the run, with the names and shapes that are needed.
+        expected: An adapter of the run, with the required names and shapes.
 
     Raises:
-        AdapterError: The folder is no such adapter, or the adapter doesn't fit the run's settings
-            or base model.
+        AdapterError: The folder contains no such adapter, or the adapter doesn't match the run's
+            settings or base model.
 
     """
     found = read_adapter(directory)
@@ -143,7 +143,7 @@ def check_folder(directory: Path) -> None:
     """Check that a folder has an adapter's files, without importing any heavy library.
 
     Raises:
-        AdapterError: Files are missing; the message names adapters in the folders below.
+        AdapterError: Files are missing; the message names adapters found in subfolders.
 
     """
     missing = [name for name in (_CONFIG, _WEIGHTS) if not (directory / name).is_file()]
@@ -170,7 +170,7 @@ def _settings_of(config: Any) -> AdapterSettings:
 
 
 def _plain(value: Any) -> Any:
-    """Normalise a value, so that different spellings of it compare equal."""
+    """Normalise a value, so that equivalent representations compare equal."""
     if isinstance(value, list | tuple | set | frozenset):
         return sorted(map(str, value)) or None
     return value or None

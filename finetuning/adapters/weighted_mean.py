@@ -1,4 +1,4 @@
-"""The weighted mean of states that come one after another (FedJudge Eq. 2)."""
+"""The weighted mean of states that are added one at a time (FedJudge Eq. 2)."""
 
 import torch
 
@@ -8,9 +8,9 @@ from finetuning.adapters.adapter import State
 class WeightedMean:
     """A weighted mean of states with the same tensors.
 
-    Sums are float64, so the result is float32's rounding of the exact mean in nearly all cases; add
-    states in a fixed order to obtain the same bits every time. The memory used is that of the sums,
-    8 bytes for each parameter, and does not depend on the number of states.
+    Sums are float64, so in nearly all cases the result is the exact mean rounded to float32. Add
+    states in a fixed order for bit-identical results. The sums take 8 bytes for each parameter,
+    regardless of the number of states.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Checkpoints that need remote code, converted to classes of transformers that compute the same."""
+"""Convert checkpoints that need remote code to equivalent ``transformers`` model classes."""

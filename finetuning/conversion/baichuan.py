@@ -1,7 +1,7 @@
-"""Baichuan-7B and Baichuan2-7B as Llama.
+"""Convert Baichuan-7B and Baichuan2-7B to Llama.
 
-Both compute what Llama does. The projections of queries, keys and values are rows of one matrix,
-``W_pack``. Baichuan2's head divides each row of its matrix by the row's norm.
+Both have Llama's architecture. The projections of queries, keys and values are rows of one matrix,
+``W_pack``. Baichuan2's output head divides each row of its matrix by the row's norm.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ def plan_baichuan(config: Mapping[str, Any]) -> Plan:
     """Return the plan for a checkpoint with ``model_type`` "baichuan".
 
     Raises:
-        ConversionError: It is not Baichuan-7B or Baichuan2-7B, or a variant of another shape.
+        ConversionError: The model is not Baichuan-7B or Baichuan2-7B, or a setting is unsupported.
 
     """
     from transformers import LlamaConfig
 
-    # Only the models with 13 billion parameters have no table of positions.
+    # Only the 13B models, which use ALiBi, lack this key.
     if "max_position_embeddings" not in config:
         raise ConversionError(
             "Baichuan-13B and Baichuan2-13B add a bias by distance to attention (ALiBi), which the "

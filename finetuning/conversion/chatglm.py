@@ -1,7 +1,7 @@
-"""ChatGLM2-6B and ChatGLM3-6B as GLM.
+"""Convert ChatGLM2-6B and ChatGLM3-6B to GLM.
 
-The GLM class rotates the first half of each head, in pairs of neighbours, as both models do. What
-differs is the names of tensors, and that queries, keys and values come from one matrix.
+Like both models, the GLM class applies rotary embeddings to the first half of each head, in pairs
+of adjacent values. Only tensor names differ, and one matrix holds queries, keys and values.
 """
 
 import re
@@ -16,7 +16,7 @@ from finetuning.conversion.plan import ConversionError, Plan, sizes, unknown
 
 Version = Literal[2, 3]
 
-# An app bundle carries TOML files, and no templates: a worker's code is compared with the app's.
+# TOML, because app bundles don't include template files, and a worker's code must match the app's.
 _TEMPLATES = Path(__file__).parent / "chat_templates.toml"
 
 _SIZES = {
@@ -30,7 +30,7 @@ _SIZES = {
     "seq_length": "max_position_embeddings",
     "layernorm_epsilon": "rms_norm_eps",
 }
-# Settings of both models that the GLM class supports, with the values of their config.json.
+# Values that the GLM class requires in config.json; both models have them.
 _REQUIRED = {
     "rmsnorm": True,
     "multi_query_attention": True,
@@ -62,11 +62,11 @@ def plan_chatglm(config: Mapping[str, Any], name: str, version: Version | None) 
 
     Args:
         config: Content of ``config.json``.
-        name: Name of the checkpoint, which tells the version unless ``config.json`` does.
-        version: 2 or 3, or None to go by the names.
+        name: Name of the checkpoint, used to detect the version if ``config.json`` lacks it.
+        version: 2 or 3, or None to detect it from the names.
 
     Raises:
-        ConversionError: It is neither ChatGLM2 nor ChatGLM3, or it isn't clear which.
+        ConversionError: The model is neither ChatGLM2 nor ChatGLM3, or its version is ambiguous.
 
     """
     from transformers import GlmConfig
@@ -159,7 +159,7 @@ def _refuse_others(config: Mapping[str, Any]) -> None:
 
 
 def _version(names: str) -> Version:
-    """Return the version that names tell."""
+    """Return the version found in the names."""
     found = set(re.findall(r"chatglm([23])", names.lower()))
     if len(found) != 1:
         raise ConversionError(

@@ -1,4 +1,4 @@
-"""Convert a checkpoint of one of the papers' models, which runs remote code as published."""
+"""Convert a checkpoint of one of the papers' models that needs remote code as published."""
 
 import hashlib
 import json
@@ -25,19 +25,19 @@ _LICENCES = ("LICENSE*", "MODEL_LICENSE*", "NOTICE*", "*.pdf")
 def convert(
     source: Path, target: Path, version: Version | None = None, shard_bytes: int = _SHARD_BYTES
 ) -> Plan:
-    """Write a checkpoint that computes the same and that ``transformers`` loads by itself.
+    """Write an equivalent checkpoint that ``transformers`` loads without remote code.
 
     Tensors keep their precision. Memory is needed for one file of the source and one of the target.
-    The target appears when it is complete.
+    The target is created only when it is complete.
 
     Args:
         source: Folder of the published checkpoint.
         target: Folder to write; it must not exist.
-        version: Version of ChatGLM, if neither ``config.json`` nor the folder's name tells it.
-        shard_bytes: Most bytes in a file of the target.
+        version: Version of ChatGLM, if neither ``config.json`` nor the folder's name has it.
+        shard_bytes: Maximum number of bytes in a file of the target.
 
     Returns:
-        What was done.
+        A description of the conversion.
 
     Raises:
         ConversionError: The checkpoint can't be converted; nothing is written.
@@ -84,7 +84,7 @@ def _plan(config: Mapping[str, Any], source: Path, version: Version | None) -> P
 
 
 def _convert_tensors(files: list[Path], plan: Plan, folder: Path, limit: int) -> torch.dtype:
-    """Convert all tensors, and return their type."""
+    """Convert all tensors, and return their data type."""
     expected = {name: value.shape for name, value in _outline(plan.config).state_dict().items()}
     writer = ShardWriter(folder, limit)
     written: set[str] = set()
@@ -111,7 +111,7 @@ def _convert_tensors(files: list[Path], plan: Plan, folder: Path, limit: int) ->
 
 
 def _outline(config: Any) -> Any:
-    """Return the model without values."""
+    """Return the model without weights, on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -150,7 +150,7 @@ def _refuse_full_disk(target: Path, size: int) -> None:
 
 
 def _note(plan: Plan, config: Mapping[str, Any], source: Path, files: list[Path]) -> str:
-    """Describe where the checkpoint comes from, with the digests of the files it was made from."""
+    """Describe the checkpoint's source, with the digests of the source files."""
     lines = [
         f"# {plan.model}, converted to {plan.config.architectures[0]}",
         "",

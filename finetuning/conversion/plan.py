@@ -1,4 +1,4 @@
-"""Description of a model for its conversion: target class, tensors and tokens."""
+"""The conversion plan of a model: target class, tensors and tokens."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from finetuning.errors import UserError
 
 
 class ConversionError(UserError, ValueError):
-    """A checkpoint can't be converted; the message says why and what to do."""
+    """A checkpoint can't be converted; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +20,14 @@ class Plan:
     Attributes:
         model: Name of the model.
         config: Configuration of the target's class in transformers.
-        rename: Returns the target's tensors that a tensor of the source becomes, by name; empty if
-            the target computes it itself. Raises a `ConversionError` if it knows no such tensor.
+        rename: Maps a source tensor to target tensors by name; empty if the target computes the
+            tensor itself. Raises a `ConversionError` for an unknown tensor.
         special_tokens: Tokens that follow the vocabulary of ``tokenizer.model``, in order.
-        first_tokens: Special tokens before each text that is tokenized alone.
+        first_tokens: Special tokens that are put before each text.
         tokenizer: Arguments of the target's tokenizer.
         chat_template: Jinja template of the prompts that the model was trained with.
-        end_of_answer: Further special tokens that end a generated answer.
-        changes: Other differences of the target, in sentences.
+        end_of_answer: Additional special tokens that end a generated answer.
+        changes: Descriptions of the target's other differences, one sentence each.
 
     """
 
@@ -43,11 +43,11 @@ class Plan:
 
 
 def sizes(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return values of a source's configuration under the names that transformers uses.
+    """Return values of a source's configuration under their names in transformers.
 
     Args:
         config: Content of the source's ``config.json``.
-        keys: Names in transformers, by the source's.
+        keys: Maps names in the source to names in transformers.
 
     Raises:
         ConversionError: A value is missing.
@@ -60,5 +60,5 @@ def sizes(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
 
 
 def unknown(tensor: str, model: str) -> ConversionError:
-    """Return the error that refuses a tensor."""
+    """Return the error for an unknown tensor."""
     return ConversionError(f"the tensor {tensor} is not one of {model}'s")

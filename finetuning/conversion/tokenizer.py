@@ -1,4 +1,4 @@
-"""A fast tokenizer that encodes as a SentencePiece model does."""
+"""Convert a SentencePiece model to an equivalent fast tokenizer."""
 
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,10 @@ def convert_tokenizer(file: Path, plan: Plan) -> Any:
 
 
 def _read(file: Path) -> Any:
-    """Parse the file, with the description of the format that transformers contains."""
+    """Parse the file with the protobuf definition that transformers includes."""
     from google.protobuf.message import DecodeError
 
-    # The description inside sentencepiece needs the version of protobuf that it was built with.
+    # The definition in sentencepiece needs the protobuf version that it was built with.
     from transformers.utils import sentencepiece_model_pb2_new as description
 
     proto = description.ModelProto()
@@ -90,7 +90,7 @@ def _encoder(proto: Any, file: Path) -> Any:
     if len(scores) < len(proto.pieces):
         raise ConversionError(f"the SentencePiece model {file} has a piece twice")
     vocabulary = {piece: number for number, piece in enumerate(scores)}
-    # Text never becomes one of the other pieces, even if it reads the same.
+    # Text is never encoded as one of the other pieces, even if it is spelled the same.
     fixed = {piece.piece for piece in proto.pieces if piece.type != _NORMAL}
     tokenizer = Tokenizer(
         models.BPE(
@@ -106,7 +106,7 @@ def _encoder(proto: Any, file: Path) -> Any:
     if proto.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     tokenizer.decoder = decoders.Sequence(steps)
-    # As with every fast tokenizer, these are found in texts, and what follows starts a new word.
+    # As in every fast tokenizer, these are matched in texts, and the text after them starts a word.
     for kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
         tokens = [p.piece for p in proto.pieces if p.type == kind]
         special = kind != _USER_DEFINED
@@ -115,14 +115,14 @@ def _encoder(proto: Any, file: Path) -> Any:
 
 
 def _normalizers(spec: Any) -> list[Any]:
-    """Return the steps from a text to what byte-pair encoding begins with."""
+    """Return the normalisation steps that precede byte-pair encoding."""
     from tokenizers import Regex, normalizers
 
     steps: list[Any] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        # Spaces alone: other whitespace is text.
+        # Replace only spaces; other whitespace is text.
         steps += [
             normalizers.Replace(Regex(r"\A +| +\z"), ""),
             normalizers.Replace(Regex(" +"), " "),

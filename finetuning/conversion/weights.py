@@ -17,10 +17,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return a checkpoint's files, those in safetensors format if it has both.
+    """Return a checkpoint's weight files, preferably in safetensors format.
 
     Raises:
-        ConversionError: There are none, or some that an index names are missing.
+        ConversionError: There are none, or files listed in the index are missing.
 
     """
     for pattern in ("model*.safetensors", "pytorch_model*.bin"):
@@ -40,7 +40,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors; at most one file is in memory.
 
     Raises:
-        ConversionError: A file can't be read, or contains something else than tensors, which is
+        ConversionError: A file can't be read, or contains objects other than tensors; these are
             not loaded.
 
     """
@@ -51,7 +51,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                     for name in tensors.keys():  # noqa: SIM118 - safe_open isn't a mapping
                         yield name, _checked(name, tensors.get_tensor(name), file)
             else:
-                # Only the newer of PyTorch's formats can be mapped instead of read at once.
+                # Only PyTorch's newer format (zip) can be memory-mapped.
                 content = torch.load(
                     file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
                 )
@@ -83,7 +83,7 @@ class ShardWriter:
 
     Args:
         directory: Existing folder.
-        limit: Most bytes in a file, except for a tensor that is larger.
+        limit: Maximum number of bytes in a file; a larger tensor gets a file of its own.
 
     """
 
@@ -96,7 +96,7 @@ class ShardWriter:
         self._total = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor; it is copied."""
+        """Copy and add a tensor."""
         size = tensor.nbytes
         if self._waiting and self._bytes + size > self._limit:
             self._write()
@@ -105,7 +105,7 @@ class ShardWriter:
         self._total += size
 
     def finish(self) -> None:
-        """Write the rest and the index."""
+        """Write the remaining tensors and the index."""
         self._write()
         count = len(self._shards)
         if count == 1:

@@ -22,8 +22,8 @@ class MicroBatch:
     Attributes:
         tokens: (rows, columns) int64.
         lengths: (rows,) int64; number of tokens of each row without padding.
-        positions: (targets,) int64; indices into the flattened (rows · columns) hidden states of
-            the tokens *before* each target, from which it is predicted.
+        positions: (targets,) int64; indices into the flattened (rows · columns) hidden states. Each
+            is that of the token *before* the target, whose hidden state predicts the target.
         labels: (targets,) int64; the target tokens.
 
     """
@@ -42,7 +42,7 @@ def collate(examples: Sequence[Example], padding: int) -> MicroBatch:
     is_target = torch.nn.utils.rnn.pad_sequence(
         [example.is_target for example in examples], batch_first=True, padding_value=False
     )
-    # The first token of a row has nothing before it to be predicted from.
+    # The first token of a row can't be predicted, because no token precedes it.
     is_target[:, 0] = False
     flat = is_target.flatten().nonzero().squeeze(1)
     lengths = torch.tensor([len(example.tokens) for example in examples])
@@ -61,8 +61,8 @@ def round_steps(
 ) -> list[list[int]]:
     """Return the examples of each optimizer step of a round.
 
-    A round continues where the round before ended: with ``local_steps`` it can end inside an epoch.
-    Each epoch has its own order, in which examples of similar length are near each other.
+    A round continues where the previous one ended: with ``local_steps`` it can end inside an epoch.
+    Each epoch has its own order, in which examples of similar length are close together.
 
     Args:
         lengths: Number of tokens of each example.
@@ -91,12 +91,12 @@ def micro_batches(
 ) -> list[list[int]]:
     """Divide a step's examples into micro-batches of at most ``token_budget`` padded tokens.
 
-    Examples are sorted by length, which reduces padding, and the largest micro-batch comes first,
-    so that a lack of memory shows immediately. An example longer than the budget is alone.
+    Examples are sorted by length, which reduces padding. The largest micro-batch comes first, so
+    that running out of memory shows immediately. An example longer than the budget gets its own.
 
     Args:
         indices: Indices of the step's examples.
-        columns: Columns of each example: its tokens, and the prefix before them.
+        columns: Number of columns of each example: prefix positions plus tokens.
         token_budget: Maximum rows × columns of a micro-batch.
 
     """
@@ -110,7 +110,7 @@ def micro_batches(
 
 
 def split_rows(batch: MicroBatch, most: int) -> list[MicroBatch]:
-    """Divide a micro-batch into ones of at most so many rows, each padded to its longest row."""
+    """Split a micro-batch into ones of at most ``most`` rows, each padded to its longest row."""
     row, column = batch.positions // batch.tokens.shape[1], batch.positions % batch.tokens.shape[1]
     parts = []
     for first in range(0, len(batch.tokens), most):
@@ -144,7 +144,7 @@ def _epoch(lengths: Sequence[int], settings: TrainSettings, seed: int) -> list[l
     for start in range(0, len(order), group):
         by_length = sorted(order[start : start + group], key=lambda index: -lengths[index])
         batches += [by_length[first : first + size] for first in range(0, len(by_length), size)]
-    # Only the last batch can be short; it stays last, so that every other step is full.
+    # Only the last batch can be short. Keep it last, so that every other step is full.
     short = [batches.pop()] if len(batches[-1]) < size else []
     batches = [batches[index] for index in random.permutation(len(batches))] + short
     return [

@@ -1,4 +1,4 @@
-"""Candidate answers arranged in batches in which those of one question share their beginning."""
+"""Arrange candidate answers in batches that compute a question's common beginning only once."""
 
 import os
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 
 from finetuning.data.formats import DataError
 
-# Group of a continuation, its number within the group, and the number of its token.
+# (group, continuation within the group, token of the answer), as indices.
 Owner = tuple[int, int, int]
 
 
@@ -28,18 +28,18 @@ class Continuation:
 
 @dataclass(frozen=True)
 class CandidateBatch:
-    """Texts of which several have the same beginning, which is computed once.
+    """Texts grouped by their common beginning, which is computed once.
 
     Attributes:
         beginnings: (rows, columns) int64, padded on the left.
-        beginning_lengths: (rows,) int64; number of tokens of each without padding.
-        endings: (rows · n, columns) int64, padded on the right; the n of one beginning are
+        beginning_lengths: (rows,) int64; number of tokens of each beginning without padding.
+        endings: (rows · n, columns) int64, padded on the right; the n endings of a beginning are
             adjacent. n can be 0.
-        ending_lengths: (rows · n,) int64.
-        positions: (targets,) int64; indices into the flattened hidden states of the beginnings,
-            followed by those of the endings, of the tokens *before* each target.
+        ending_lengths: (rows · n,) int64; number of tokens of each ending without padding.
+        positions: (targets,) int64; indices of the tokens *before* each target in the flattened
+            hidden states of the beginnings, followed by those of the endings.
         labels: (targets,) int64; the target tokens.
-        owners: The continuation and token that each target is.
+        owners: The continuation and token that each target belongs to.
 
     """
 
@@ -53,13 +53,13 @@ class CandidateBatch:
 
     @property
     def endings_each(self) -> int:
-        """Number of endings of each beginning."""
+        """Number of endings per beginning."""
         return len(self.endings) // len(self.beginnings)
 
     def tokens_kept(self, columns_before: int) -> int:
-        """Return the padded tokens of each beginning with its endings, prefixes included.
+        """Return the number of padded tokens of each beginning with its endings, prefixes included.
 
-        Every ending has its own copy of the beginning's keys and values.
+        Each ending needs its own copy of the beginning's keys and values.
         """
         columns = self.beginnings.shape[1], self.endings.shape[1]
         return _tokens_kept(self.endings_each, columns_before, *columns)
@@ -75,7 +75,7 @@ class _Unit:
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Tokens of the beginning, and of the longest ending."""
+        """Numbers of tokens of the beginning and of the longest ending."""
         return len(self.beginning), max(map(len, self.endings), default=0)
 
 
@@ -84,11 +84,11 @@ def candidate_batches(
 ) -> list[CandidateBatch]:
     """Arrange groups of continuations in batches.
 
-    The longest common beginning of a group's texts is computed once, and so is a text that only
-    differs in its last token from another, which predicts both.
+    The longest common beginning of a group's texts is computed once. Texts that differ only in
+    their last token are also computed once, because the same hidden state predicts both tokens.
 
     Args:
-        groups: Continuations that are likely to have a common beginning.
+        groups: Groups of continuations that probably have a common beginning.
         padding: The padding token.
         columns_before: Prefix positions before each row's tokens.
         max_tokens: Maximum number of padded tokens of a batch, prefixes included.
@@ -104,7 +104,7 @@ def candidate_batches(
             number=number, group=group, columns_before=columns_before, max_tokens=max_tokens
         )
     ]
-    # The largest batches come first, so that a lack of memory shows immediately.
+    # The largest batches come first, so that running out of memory shows immediately.
     units.sort(key=lambda unit: (-len(unit.endings), *(-size for size in unit.columns)))
     chosen: list[list[_Unit]] = []
     for unit in units:
@@ -128,7 +128,7 @@ def _units(
     number: int, group: Sequence[Continuation], columns_before: int, max_tokens: int
 ) -> list[_Unit]:
     """Divide a group's texts into their common beginning and what follows it."""
-    # Nothing is predicted from the last token.
+    # The last token is omitted, because it predicts nothing.
     texts = [(*c.context.tolist(), *c.answer.tolist()[:-1]) for c in group]
     distinct = sorted(dict.fromkeys(texts), key=len, reverse=True)
     longest = len(distinct[0])
@@ -153,7 +153,7 @@ def _units(
         units.append(unit)
         places |= {text: (unit, index) for index, text in enumerate(endings or [beginning])}
     for candidate, (text, continuation) in enumerate(zip(texts, group, strict=True)):
-        # A text without an entry is the common beginning itself, which every unit has.
+        # A text without an entry equals the common beginning, which every unit contains.
         unit, ending = places.get(text, (units[0], 0))
         first = len(continuation.context) - 1
         for token, label in enumerate(continuation.answer.tolist()):

@@ -7,8 +7,8 @@ from typing import Any
 
 Messages = Sequence[dict[str, str]]
 Spans = list[tuple[int, int]]
-# Of templates that print today's date, so that what is trained doesn't depend on the day. It is the
-# one that Llama 3's prints where there is no clock.
+# Fixed date for templates that print today's date, so that training doesn't depend on the day.
+# Llama 3's template uses the same default.
 _TODAY = datetime(2024, 7, 26)
 _CODES = {f"%{code}": _TODAY.strftime(f"%{code}") for code in "YymBbdjAaHIMSp"} | {"%-d": "26"}
 _DATED = (
@@ -26,7 +26,7 @@ def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple
     """Render a conversation as text.
 
     Returns:
-        The text, and the (start, end) characters of each answer with its end mark.
+        The text, and the (start, end) character span of each answer, including its end mark.
 
     Raises:
         TurnsChangeError: The template renders a turn differently depending on later ones.
@@ -47,7 +47,7 @@ def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple
 
 
 def _answer_start(messages: Messages, tokenizer: Any, text: str) -> int:
-    """Return the character of ``text`` at which the last turn's answer begins."""
+    """Return the index in ``text`` at which the last turn's answer begins."""
     prompt = _apply(tokenizer, messages[:-1], add_generation_prompt=True)
     if text.startswith(prompt):
         return len(prompt)
@@ -55,7 +55,7 @@ def _answer_start(messages: Messages, tokenizer: Any, text: str) -> int:
     if not text.startswith(before):
         raise TurnsChangeError("the chat template changes earlier turns")
     # Some generation prompts end with text that rendered answers lack (DeepSeek's "<think>").
-    # The answer begins where a different answer changes the text.
+    # The answer begins at the first character that a different answer changes.
     probe = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in messages[-1]["content"])
     other = _apply(tokenizer, [*messages[:-1], {"role": "assistant", "content": probe}])
     return max(len(before), len(commonprefix([text, prompt, other])))  # noqa: RUF071
@@ -86,7 +86,7 @@ def _apply(tokenizer: Any, messages: Messages, **options: bool) -> str:
         list(messages),
         chat_template=_DATED + template if "strftime_now" in template else template,
         tokenize=False,
-        # Rows have no thoughts, and a prompt that leaves room for one would make it a target.
+        # Rows have no reasoning text; a template that adds an empty one would make it a target.
         enable_thinking=False,
         **options,
     )

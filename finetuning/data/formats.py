@@ -1,4 +1,4 @@
-"""Read files of rows, and data sets on the Hugging Face Hub, without asking what a row means."""
+"""Read files of rows and data sets from the Hugging Face Hub, without interpreting the rows."""
 
 import csv
 import glob
@@ -20,7 +20,7 @@ class DataError(UserError, ValueError):
 
     Args:
         message: Description of the error, without quotes from the data.
-        quoted: Another library's words, which may quote it.
+        quoted: Another library's message, which may quote the data.
 
     """
 
@@ -30,18 +30,18 @@ class DataError(UserError, ValueError):
 
     @property
     def public(self) -> str:
-        """The message without those words."""
+        """The message without text from other libraries."""
         return self._without_quotes
 
 
 def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
-    """Yield origin and raw value of every row; a value that cannot be read is a `DataError`.
+    """Yield the origin and raw value of each row; an unreadable row yields a `DataError` as value.
 
     Args:
-        path: A file in one of the formats, or the id of a data set, whose split ``train`` is read.
+        path: A file in a supported format, or the id of a data set, whose split ``train`` is read.
 
     Raises:
-        DataError: The file or data set is missing, or can't be read any further.
+        DataError: The file or data set is missing, or the rest of it can't be read.
 
     """
     if isinstance(path, str):
@@ -67,20 +67,20 @@ def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
 
 
 def is_hub_id(text: str) -> bool:
-    """Return whether a text is like an id on the Hugging Face Hub: "name" or "owner/name"."""
+    """Return whether a text has the form of a Hugging Face Hub id: "name" or "owner/name"."""
     return _HUB_ID.fullmatch(text) is not None
 
 
 def is_data_set_id(text: str) -> bool:
-    """Return whether a text is like the id of a data set, and not the relative path of a file."""
+    """Return whether a text has the form of a data set id, and not of a relative file path."""
     return is_hub_id(text) and Path(text).suffix not in FORMATS
 
 
 def check_data_set(identifier: str) -> None:
-    """Check that a data set on the Hugging Face Hub, or in its cache, can be read.
+    """Check that a data set can be read from the Hugging Face Hub or its cache.
 
     Raises:
-        DataError: It can't be.
+        DataError: The data set can't be read.
 
     """
     next(iter(read_values(identifier)), None)
@@ -105,7 +105,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json_array(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read an array of rows, or JSON Lines, which often have this suffix too."""
+    """Read an array of rows, or JSON Lines, which often use the suffix ``.json`` too."""
     try:
         value = _parse_json(path.read_bytes())
     except DataError as error:
@@ -131,10 +131,10 @@ def _parse_json(data: bytes) -> Any:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read every cell as text, without conversion: a number or "NA" can be an answer."""
+    """Read each cell as text without conversion, because a number or "NA" can be an answer."""
     csv.field_size_limit(_MAX_CELL_LENGTH)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        # Strict, because an unclosed quote would otherwise swallow the rest of the file.
+        # Strict, because otherwise an unclosed quote would extend to the end of the file.
         reader = csv.reader(file, strict=True)
         columns: list[str] = []
         while True:
@@ -174,10 +174,10 @@ def _table_row(columns: list[str], cells: list[str]) -> dict[str, str] | DataErr
 
 
 def _stream(reader: str, source: Path | str, **options: str) -> Iterable[Any]:
-    """Stream by ``datasets``, so that no copy of private text remains in its cache."""
+    """Stream with ``datasets``, so that its cache keeps no copy of private text."""
     from datasets import load_dataset
 
     try:
         yield from load_dataset(reader, split="train", streaming=True, **options)
-    except Exception as error:  # Readers of foreign formats can raise anything.
+    except Exception as error:  # Third-party readers can raise any exception.
         raise DataError(f"{source} can't be read", str(error)) from error

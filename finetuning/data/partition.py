@@ -1,4 +1,4 @@
-"""Divide one data set among simulated clients: IID, or skewed in a chosen way."""
+"""Divide one data set among simulated clients: IID, by label, or by a Dirichlet distribution."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def partition(
 ) -> list[list[Row]]:
     """Divide rows into disjoint, non-empty parts that cover all of them.
 
-    With "iid", rows of the same origin, such as a passage with several questions, stay together.
+    With "iid", rows of the same origin, such as several questions on one passage, stay together.
 
     Args:
         rows: The whole data set.
@@ -27,8 +27,8 @@ def partition(
         seed: Seed of the run; equal arguments give equal parts.
 
     Raises:
-        DataError: There are fewer rows than parts, a row without label, or fewer labels than
-            clients.
+        DataError: There are fewer rows than parts or fewer labels than clients, or a row has no
+            label.
 
     """
     if len(rows) < parts:
@@ -79,7 +79,7 @@ def _labels(rows: Sequence[Row], field: str) -> NDArray[np.int64]:
 def _by_label(
     order: NDArray[np.int64], labels: NDArray[np.int64], parts: int
 ) -> list[NDArray[np.int64]]:
-    """Assign each label, largest first, to the client with the fewest rows so far."""
+    """Assign each label, most frequent first, to the client with the fewest rows so far."""
     counts = np.bincount(labels)
     if len(counts) < parts:
         raise DataError(f"{len(counts)} labels can't be divided among {parts} clients")
@@ -98,7 +98,7 @@ def _by_dirichlet(
     alpha: float,
     random: np.random.Generator,
 ) -> list[NDArray[np.int64]]:
-    """Divide each label's rows by shares drawn from Dirichlet(alpha), until no client is empty."""
+    """Divide each label's rows by shares from Dirichlet(alpha); redraw while a client is empty."""
     for _ in range(_DIRICHLET_DRAWS):
         groups: list[list[NDArray[np.int64]]] = [[] for _ in range(parts)]
         for label in range(labels.max() + 1):

@@ -1,4 +1,4 @@
-"""Prompts for generation, built exactly as training builds the text before an answer."""
+"""Prompts for generation, identical to the text before an answer in training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 _NO_LIMIT = 2**31
-# Any text does: no token reaches from a prompt into its answer.
+# Any text works, because no token spans the boundary between a prompt and its answer.
 _PLACEHOLDER = "x"
 
 
@@ -20,11 +20,10 @@ def parse_prompt(value: Any) -> tuple[dict[str, str], ...]:
     """Convert a row of either form to a conversation that ends with a placeholder for its answer.
 
     Args:
-        value: As for `parse_messages`, but ``output``, and a last turn that is an answer, are
-            optional.
+        value: As for `parse_messages`, but ``output`` or a final answer turn is optional.
 
     Raises:
-        DataError: The reason why it is not such a row.
+        DataError: The value is not such a row; the message gives the reason.
 
     """
     if not isinstance(value, dict):
@@ -76,14 +75,14 @@ def prompt_rows(texts: Sequence[str]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of a row's last answer, with that answer.
+    """A row's last answer, and the prompt for it.
 
     Attributes:
         tokens: The tokens before the answer, (tokens,) int64.
-        question: The turn before the answer as text, as far as it is in the tokens.
+        question: Text of the turn before the answer, truncated as in the tokens.
         reference: The answer.
         row: Index of the row.
-        origin: File and line that the row was read from; several rows can be from one line.
+        origin: File and line that the row was read from; one line can produce several rows.
 
     """
 
@@ -95,16 +94,16 @@ class Prompt:
 
 
 def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> list[Prompt]:
-    """Return the prompt of each row's last answer; nothing of it depends on that answer.
+    """Return the prompt for each row's last answer; it does not depend on that answer.
 
     Args:
         rows: Conversations with answers.
         tokenizer: Tokenizer of the base model.
-        max_length: Most tokens of a prompt, with those that every answer has. Longer ones lose the
-            ends of inputs; a row without room for any answer is left out.
+        max_length: Maximum number of tokens of a prompt, including those common to all answers.
+            Inputs are truncated to fit; a row without room for any answer is omitted.
 
     Raises:
-        DataError: The chat template refuses a row, or none is left.
+        DataError: The chat template rejects a row, or no row is left.
 
     """
     from finetuning.data.tokenization import tokenize
@@ -119,7 +118,7 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
         for row, (before, _) in zip(rows, answered, strict=True)
     ]
     examples, _ = tokenize(asked, tokenizer, max_length)
-    # A template that changes earlier turns makes several examples of a row.
+    # A template that changes earlier turns produces several examples per row.
     last_examples = {example.row: example for example in examples}
     prompts = [
         Prompt(
@@ -130,7 +129,7 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
             origin=example.origin,
         )
         for row, example in last_examples.items()
-        # If earlier answers leave no room for the last one, the example ends with one of them.
+        # If there is no room for the last answer, the example ends with an earlier one.
         if example.reference == _PLACEHOLDER
     ]
     if rows and not prompts:
@@ -145,14 +144,14 @@ def tokenize_prompts(rows: Sequence[Row], tokenizer: Any) -> "list[torch.Tensor]
     """Return the tokens before each row's last answer, (tokens,) int64, without a length limit.
 
     Raises:
-        DataError: The chat template refuses a row.
+        DataError: The chat template rejects a row.
 
     """
     from finetuning.data.tokenization import tokenize
 
     prompts = []
     for row in rows:
-        # A template that changes earlier turns makes several examples of a row.
+        # A template that changes earlier turns produces several examples per row.
         examples, _ = tokenize([row], tokenizer, _NO_LIMIT)
         prompts.append(examples[-1].tokens[: examples[-1].prompt_length])
     return prompts

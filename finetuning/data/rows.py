@@ -1,4 +1,4 @@
-"""Read private rows; report what is wrong with which row before anything is trained."""
+"""Read private rows, and report all malformed rows before training starts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Row:
 
     Attributes:
         messages: Turns with the keys ``role`` (system, user or assistant) and ``content``.
-        origin: File and line (or row number) it was read from.
-        fields: The row as it was read, for partitioning by one of its columns.
+        origin: File and line (or row number) that the row was read from.
+        fields: The unconverted row, for partitioning by one of its columns.
 
     """
 
@@ -33,9 +33,9 @@ def read_rows(path: Path | str, skip_bad: bool = False) -> list[Row]:
     """Read conversations from a file or a Hugging Face data set.
 
     Args:
-        path: A ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or the id of a data set, of
-            which the split ``train`` is read.
-        skip_bad: Leave malformed rows out with a warning, instead of raising.
+        path: A ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or the id of a data set, whose
+            split ``train`` is read.
+        skip_bad: Omit malformed rows with a warning, instead of raising.
 
     Raises:
         DataError: The data is missing or empty, or rows are malformed; the message
@@ -49,7 +49,7 @@ def read_rows(path: Path | str, skip_bad: bool = False) -> list[Row]:
 def keep_good(
     rows: list[Parsed], problems: list[str], skip_bad: bool, path: Path | str
 ) -> list[Parsed]:
-    """Return the rows that could be parsed, and print which malformed rows are left out.
+    """Return the rows that could be parsed, and print which malformed rows are omitted.
 
     Raises:
         DataError: No row could be parsed, or some are malformed and ``skip_bad`` is false.
@@ -68,11 +68,11 @@ def keep_good(
 def parse_rows(
     path: Path | str, parse: Callable[[str, Any], Parsed]
 ) -> tuple[list[Parsed], list[str]]:
-    """Return a file's rows, and the problems of those that cannot be parsed.
+    """Return a file's rows, and a problem description for each row that cannot be parsed.
 
     Args:
         path: As for `read_rows`.
-        parse: Converts a row's origin and value, or raises a `DataError` with the reason.
+        parse: Converts an origin and a value to a row, or raises a `DataError` with the reason.
 
     """
     rows: list[Parsed] = []
@@ -88,7 +88,7 @@ def parse_rows(
 
 
 def refuse_malformed(problems: list[str], good: int, advice: str) -> None:
-    """Raise a `DataError` that lists the problems, if any, and gives the advice."""
+    """Raise a `DataError` with the problems and the advice if there are any problems."""
     if not problems:
         return
     shown = problems[:_SHOWN_PROBLEMS]
@@ -104,7 +104,7 @@ def find_part(folder: Path, part: str) -> Path | None:
     """Return ``folder/part.<format>`` if it exists.
 
     Raises:
-        DataError: There are several, so that it is not clear which one is meant.
+        DataError: There are several such files.
 
     """
     files = (folder / f"{part}{suffix}" for suffix in FORMATS)
@@ -115,15 +115,15 @@ def find_part(folder: Path, part: str) -> Path | None:
 
 
 def client_folders(path: Path) -> list[Path]:
-    """Return the folders with training rows in a folder of clients, in the order of names."""
+    """Return the subfolders that contain training rows, sorted by name."""
     return sorted(f for f in path.glob("*") if f.is_dir() and find_part(f, "train"))
 
 
 def find_parts(path: Path, held_out: str = "test") -> tuple[Path, Path | None]:
-    """Return the files of training rows and of held-out rows, if there are any.
+    """Return the file of training rows and that of held-out rows, or None without one.
 
     Args:
-        path: A folder with ``train.<format>`` and perhaps a held-out part, or a file of training
+        path: A folder with ``train.<format>`` and optionally a held-out part, or a file of training
             rows.
         held_out: Name of the held-out part.
 
@@ -149,12 +149,12 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
             an optional ``input``.
 
     Raises:
-        DataError: The reason why it is not such a row.
+        DataError: The value is not such a row; the message gives the reason.
 
     """
     if not isinstance(value, dict):
         raise DataError(f"expected an object, found {type(value).__name__}")
-    # In a table, rows of the other form have an empty cell here.
+    # In CSV and Parquet files, this cell is empty for rows of the other form.
     if value.get("messages") not in (None, ""):
         return _check_turns(value["messages"])
     missing = [key for key in ("instruction", "output") if value.get(key) is None]
@@ -195,10 +195,10 @@ def _check_turns(turns: Any) -> tuple[dict[str, str], ...]:
 
 
 def check_characters(name: str, text: str) -> None:
-    """Refuse text that no tokenizer accepts.
+    """Reject text that no tokenizer accepts.
 
     Raises:
-        DataError: It has half a character.
+        DataError: The text contains a lone surrogate.
 
     """
     # JSON can contain half of a surrogate pair (\ud83d), which no tokenizer accepts.

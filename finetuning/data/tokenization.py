@@ -1,8 +1,8 @@
 """Convert conversations to tokens, with the loss on the answers alone (FedJudge Eq. 1).
 
-Answer tokens are found from the position of each answer in the rendered text and the characters
-that each token covers; token streams are never searched for a template's marks. A prompt has the
-same tokens as when an answer to it is generated: no token reaches from it into the answer.
+Answer tokens are found from each answer's position in the rendered text and the character offsets
+of the tokens; token sequences are never searched for a template's marks. A prompt has the same
+tokens in training and in generation, because no token spans the boundary to the answer.
 """
 
 from bisect import bisect_left
@@ -28,11 +28,11 @@ class Example:
     Attributes:
         tokens: (length,) int64.
         is_target: (length,) bool; true for the tokens of answers and their end marks.
-        prompt_length: Number of tokens before the last answer that has tokens left.
-        reference: That answer as text.
-        row: Index of the row that it is made of; a template can make several examples of one.
-        question: The turn before that answer as text, as far as it is in the tokens.
-        origin: File and line that the row was read from; several rows can be from one line.
+        prompt_length: Number of tokens before the last answer that is not entirely truncated.
+        reference: Text of that answer.
+        row: Index of its row; a template can produce several examples per row.
+        question: Text of the turn before that answer, truncated as in the tokens.
+        origin: File and line that the row was read from; one line can produce several rows.
 
     """
 
@@ -47,7 +47,7 @@ class Example:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A rendered conversation with the (start, end) characters of its answers as ``spans``."""
+    """A rendered conversation; ``spans`` has the (start, end) characters of its answers."""
 
     messages: Messages
     only_last: bool
@@ -61,7 +61,7 @@ class _Conversation:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A tokenized conversation with the (first, after) tokens of its answers as ``spans``."""
+    """A tokenized conversation; ``spans`` has the (first, after) tokens of its answers."""
 
     input_ids: list[int]
     spans: Spans
@@ -69,13 +69,13 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class TokenizationReport:
-    """The effect of ``data.max-length`` and of the chat template.
+    """Counts that show the effect of ``data.max-length`` and of the chat template.
 
     Attributes:
-        inputs_shortened: Examples that lost the end of an input to make room for the outputs.
-        outputs_shortened: Examples whose outputs lost their end nevertheless.
-        left_out: Examples without any output token left.
-        rows_divided: Rows that gave several examples, because of the chat template.
+        inputs_shortened: Examples with an input truncated to make room for the outputs.
+        outputs_shortened: Examples whose outputs were truncated too.
+        left_out: Examples omitted because no output token was left.
+        rows_divided: Rows from which the chat template produced several examples.
         without_end_mark: Examples from which a model doesn't learn to stop, because the chat
             template writes no mark after answers.
 
@@ -97,7 +97,7 @@ def tokenize(
     differently depending on later ones produces one example per answer instead of one per row.
 
     Raises:
-        DataError: The template refuses a row, or no example has an output that fits.
+        DataError: The template rejects a row, or no example has an output that fits.
 
     """
     examples: list[Example] = []
@@ -146,14 +146,14 @@ def tokenize(
 
 
 def end_marks(tokenizer: Any) -> set[int]:
-    """Return the token that ends answers in training; it may not be the checkpoint's own.
+    """Return the tokens that end answers in training; they may differ from the checkpoint's own.
 
-    Empty if the chat template writes none.
+    The set is empty if the chat template writes no end mark.
     """
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     try:
         conversation = _Conversation.of(turns, tokenizer, True)
-    except (TemplateError, TurnsChangeError):  # It may demand a system turn.
+    except (TemplateError, TurnsChangeError):  # The template may require a system turn.
         return set()
     (tokens,) = _encode([conversation], tokenizer)
     return _end_marks(tokens, _marks(tokenizer))
@@ -165,7 +165,7 @@ def _end_marks(tokens: _Tokens, marks: Set[int]) -> set[int]:
 
 
 def _marks(tokenizer: Any) -> frozenset[int]:
-    """Return added tokens, without those that are line breaks or spaces (Gemma has some)."""
+    """Return the added tokens, except line breaks and spaces (Gemma has such tokens)."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(number for number, token in added if token.content.strip())
 
@@ -186,7 +186,7 @@ def _encode(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tok
     """Tokenize rendered conversations and find their answers' tokens."""
     added = frozenset(tokenizer.added_tokens_decoder)
     marks = _marks(tokenizer)
-    # If every text begins with a special mark (SentencePiece's "▁"), pieces can't be joined.
+    # If the tokenizer prefixes each text with a mark (SentencePiece's "▁"), pieces can't be joined.
     if "".join(tokenizer.tokenize("x")).startswith(("▁", "Ġ")):
         encoded = _encode_whole(conversations, tokenizer, added)
     else:
@@ -220,7 +220,7 @@ def _encode_pieces(conversations: Sequence[_Conversation], tokenizer: Any) -> li
 def _encode_whole(
     conversations: Sequence[_Conversation], tokenizer: Any, marks: frozenset[int]
 ) -> list[_Tokens]:
-    """Tokenize whole texts, and divide the tokens that reach from a prompt into an answer."""
+    """Tokenize whole texts, and split the tokens that span a prompt and its answer."""
     texts = [c.text for c in conversations]
     encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
     divide = tokenizer.backend_tokenizer.model.tokenize
@@ -231,7 +231,7 @@ def _encode_whole(
         for start, _ in reversed(c.spans):
             last = bisect_left(begins, start) - 1
             begin, end = offsets[last] if last >= 0 else (0, 0)
-            # A mark can include the whitespace beside it.
+            # An end mark can include adjacent whitespace.
             if end > start and input_ids[last] not in marks:
                 before = [token.id for token in divide(c.text[begin:start].replace(" ", "▁"))]
                 after = [token.id for token in divide(c.text[start:end].replace(" ", "▁"))]
@@ -249,7 +249,7 @@ def _example(
     is_target = torch.zeros(min(len(tokens.input_ids), max_length), dtype=torch.bool)
     for first, after in tokens.spans:
         is_target[first:after] = True
-    # The first token has nothing before it to be predicted from.
+    # The first token can't be predicted, because no token precedes it.
     is_target[:1] = False
     if not is_target.any():
         return None
@@ -274,7 +274,7 @@ def _example(
 def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conversation | None:
     """Remove ``excess`` tokens from the end of the longest input; None if all inputs are empty."""
     messages = [dict(turn) for turn in conversation.messages]
-    # If only the last answer is learned, earlier ones are inputs.
+    # If only the last answer is a target, earlier answers are inputs.
     inputs = [t for t in messages[:-1] if conversation.only_last or t["role"] != "assistant"]
     longest = max(inputs, key=lambda turn: len(turn["content"]))
     content = longest["content"]
@@ -287,5 +287,5 @@ def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conve
     longest["content"] = content[: min(end, len(content) - 1)].rstrip()
     try:
         return _Conversation.of(messages, tokenizer, conversation.only_last)
-    except (TemplateError, TurnsChangeError):  # It may refuse an empty input.
+    except (TemplateError, TurnsChangeError):  # The template may reject an empty input.
         return None

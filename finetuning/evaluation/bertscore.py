@@ -9,12 +9,12 @@ from typing import Any
 
 from finetuning.errors import UserError
 
-# A tokenizer that doesn't know its encoder's length has a larger one.
+# ``model_max_length`` is larger than this if the tokenizer doesn't know its encoder's length.
 _NO_LENGTH = 10**9
 
 
 class EncoderError(UserError, ValueError):
-    """An encoder can't be used; the message says why and what to do."""
+    """An encoder can't be used; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Encoder:
 
     Attributes:
         name: Hugging Face id or folder.
-        layer: Layer whose hidden states are compared, from 1; None for the library's choice, or the
-            last one of an encoder that it doesn't know.
+        layer: Layer whose hidden states are compared, from 1. None uses the library's default, or
+            the last layer for an encoder that the library doesn't know.
 
     """
 
@@ -32,10 +32,10 @@ class Encoder:
     layer: int | None
 
     def check(self) -> None:
-        """Check that the library is installed, and that the encoder has the layer.
+        """Check that the library is installed and that the encoder has the layer.
 
         Raises:
-            EncoderError: The library or the encoder is missing, or it has no such layer.
+            EncoderError: The library or the encoder is missing, or the encoder has no such layer.
 
         """
         if find_spec("bert_score") is None:
@@ -47,7 +47,7 @@ class Encoder:
 
     @property
     def path(self) -> str:
-        """Its folder, or its id."""
+        """The encoder's folder or id."""
         path = Path(self.name).expanduser()
         return str(path) if path.is_dir() else self.name
 
@@ -55,7 +55,7 @@ class Encoder:
         """Return the layer whose hidden states are compared.
 
         Raises:
-            EncoderError: The encoder's configuration can't be read, or it has no such layer.
+            EncoderError: The encoder's configuration can't be read, or has no such layer.
 
         """
         from bert_score.utils import model2layers
@@ -84,7 +84,7 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: En
         EncoderError: The encoder can't be loaded, or has no such layer.
 
     """
-    # The library warns of empty texts, and one token would be left of them.
+    # Exclude empty texts, for which the library warns and would compare a single token.
     kept = [(p, r) for p, r in zip(predictions, references, strict=True) if p.strip()]
     if not kept:
         return 0.0
@@ -98,12 +98,12 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: En
 
 @functools.lru_cache(maxsize=1)
 def _scorer(name: str, layer: int) -> Any:
-    """Load an encoder, which takes longer than to score a few texts."""
+    """Load an encoder; loading takes longer than scoring a few texts."""
     from bert_score import BERTScorer
 
     scorer = BERTScorer(model_type=name, num_layers=layer)
     tokenizer, config = scorer._tokenizer, scorer._model.config
     if tokenizer.model_max_length > _NO_LENGTH:
-        # The library cuts texts to this length. Some encoders' positions begin at 2.
+        # The library truncates texts to this length. Some encoders' positions begin at 2.
         tokenizer.model_max_length = getattr(config, "max_position_embeddings", 512) - 2
     return scorer

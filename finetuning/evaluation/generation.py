@@ -1,4 +1,4 @@
-"""Generate text from prompts, wherever the model's blocks are computed."""
+"""Generate text from prompts, with a whole or a split model."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +12,16 @@ GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": N
 
 
 class Answering(Protocol):
-    """The members that answering requires of a model, wherever its blocks are computed."""
+    """Interface that generation requires of a whole or split model."""
 
     @property
     def columns_before(self) -> int:
-        """Columns that a prefix takes before each row's tokens."""
+        """Number of prefix positions before each row's tokens."""
         ...
 
     @property
     def end_tokens(self) -> list[int]:
-        """Tokens at which the checkpoint ends a text."""
+        """The checkpoint's end-of-text tokens."""
         ...
 
     def generate(
@@ -36,7 +36,7 @@ def sampling(temperature: float, top_p: float) -> Mapping[str, Any]:
 
     Args:
         temperature: Divisor of the logits.
-        top_p: Total probability of the likeliest tokens that are drawn from.
+        top_p: Total probability of the most likely tokens to sample from (nucleus sampling).
 
     """
     if not temperature:
@@ -56,16 +56,16 @@ def generate_texts(
     finished: Callable[[int], object] = lambda count: None,
     exactly: bool = False,
 ) -> list[str]:
-    """Continue prompts in batches of similar length; return the texts in the prompts' order.
+    """Continue prompts in batches of similar length; return the texts in the order of the prompts.
 
     Args:
         model: Model with its adapter.
         tokenizer: Tokenizer of the base model.
         prompts: (tokens,) int64 each.
         batch_size: Maximum number of prompts in a batch.
-        max_new: Maximum number of tokens to generate for each.
-        max_tokens: Maximum number of padded tokens in a batch, with the prefix and new ones; a
-            longer prompt has a batch of its own.
+        max_new: Maximum number of tokens to generate per prompt.
+        max_tokens: Maximum number of padded tokens in a batch, including prefix and new tokens; a
+            longer prompt gets a batch of its own.
         settings: Arguments of ``generate``; see `GREEDY` and `sampling`.
         before_batch: Called with the number of each batch before it is computed.
         finished: Called with the number of prompts of each batch after it is computed.
@@ -106,7 +106,7 @@ def continue_prompts(
         The continuation of each prompt as text, without special tokens and surrounding whitespace.
 
     """
-    # Base models' templates can have an end mark that isn't the checkpoint's (Qwen's `<|im_end|>`).
+    # A base model's template can use an end mark other than the checkpoint's (Qwen: `<|im_end|>`).
     ends = sorted({*model.end_tokens, *end_marks(tokenizer)})
     texts = continue_exactly(
         model=model,
@@ -144,13 +144,14 @@ def batches_by_length(lengths: Sequence[int], size: int, new: int, most: int) ->
     Args:
         lengths: Lengths of the prompts, in tokens.
         size: Maximum number of prompts in a batch.
-        new: Maximum number of tokens to generate for each.
-        most: Maximum number of padded tokens in a batch, new ones included; each prompt fits alone.
+        new: Maximum number of tokens to generate per prompt.
+        most: Maximum number of padded tokens in a batch, including new ones. A longer prompt gets
+            a batch of its own.
 
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        # The first of a batch is its longest.
+        # The first prompt of a batch is the longest.
         if batches and len(batches[-1]) < size:
             longest = lengths[batches[-1][0]] + new
             if (len(batches[-1]) + 1) * longest <= most:

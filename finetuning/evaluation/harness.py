@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, on any model of ours; imported only where it is installed."""
+"""Run lm-evaluation-harness tasks on whole and split models; import only if it is installed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,24 +26,24 @@ from finetuning.model.whole_model import WholeModel
 from finetuning.progress import progress_bar
 from finetuning.tasks.scoring import Model
 
-# The harness's own limits where a task or a model sets none.
+# Defaults of the harness for tasks and models without limits of their own.
 _NEW_TOKENS = 256
 _LENGTH = 2048
 _TEXTS_AT_ONCE = 64
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
-    """A model as the harness sees it, wherever its blocks are computed.
+    """Adapter from a whole or split model to the harness's model interface.
 
-    Texts are tokenized and cut as by the harness's own class for Hugging Face models. What is
-    different is that all continuations of a context are computed together if they fit, the context
-    once; over a lane it is sent as often as it is computed.
+    Texts are tokenized and truncated as in the harness's class for Hugging Face models. The
+    difference: if they fit, all continuations of a context are computed together, and the context
+    is computed, and sent over a lane, only once.
 
     Args:
         model: The model.
         tokenizer: Tokenizer of the base model.
         max_tokens: Maximum number of padded tokens of a batch, prefixes included.
-        max_length: Longest text in tokens. Longer ones lose their beginning.
+        max_length: Maximum length of a text in tokens. Longer texts are truncated at the start.
 
     """
 
@@ -61,14 +61,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context."""
+        """The token that is put before a text without a context."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Tokenize a text, with the tokenizer's special tokens where it doesn't begin with them."""
+        """Tokenize a text, and add special tokens unless the text already begins with one."""
         options = {}
         if add_special_tokens is not None:
             options["add_special_tokens"] = add_special_tokens
@@ -78,7 +78,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return tokens
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """Return the log-probability of whole texts, in windows if they are long."""
+        """Return the log-probability of each whole text; long texts are split into windows."""
         windows = [
             [
                 (None, *make_disjoint_window(window))
@@ -95,7 +95,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [sum(next(found)[0] for _ in own) for own in windows]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """Continue contexts up to one of their stop sequences."""
+        """Continue each context until a stop sequence is generated."""
         # Requests with the same settings share batches.
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
@@ -152,13 +152,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         groups: dict[tuple[int, ...], list[int]] = {}
         continuations: dict[int, Continuation] = {}
         for index, (_text, context, answer) in enumerate(requests):
-            if not answer:  # it is part of the context's last token
+            if not answer:  # the answer is part of the context's last token
                 continue
             if len(answer) > self.max_length:
                 raise DataError(
                     f"an answer has {len(answer)} tokens, and the model {self.max_length}"
                 )
-            # The last token is predicted and not read.
+            # The last token is only predicted, so it takes no position.
             kept = context[max(0, len(context) + len(answer) - self.max_length - 1) :]
             groups.setdefault(tuple(kept), []).append(index)
             continuations[index] = Continuation(torch.tensor(kept), torch.tensor(answer))
@@ -177,20 +177,20 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
 @contextmanager
 def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
-    """Load tasks with their rows, and delete all copies of the rows at the end.
+    """Load tasks with their rows, and delete all copies of the rows on exit.
 
-    Neither the caches of ``datasets`` and ``evaluate`` nor their temporary folder keep any, unless
-    the process is killed.
+    No rows remain in the caches of ``datasets`` and ``evaluate`` or in their temporary folder,
+    unless the process is killed.
 
     Args:
         names: Names of tasks or groups of tasks.
-        folder: Folder whose YAML files describe tasks in addition to the harness's own.
+        folder: Folder of YAML files with additional tasks.
 
     Yields:
-        The harness's manager of tasks.
+        The harness's task manager.
 
     Raises:
-        DataError: There is no task or group of such a name, or it can't be loaded.
+        DataError: A name is neither a task nor a group, or a task can't be loaded.
 
     """
     manager = TaskManager(include_path=folder, include_defaults=False) if folder else None
@@ -204,14 +204,14 @@ def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
             try:
                 manager.load([name])
             except Exception as error:
-                # A task's description contains code, which may raise anything.
+                # A task's description contains code, which may raise any exception.
                 reason = f"{type(error).__name__}: {error}"
                 raise DataError(f"the task {name} can't be loaded: {reason}") from error
         yield manager
 
 
 def max_positions(directory: Path, tokenizer: Any) -> int:
-    """Return the length that the harness takes a model to have been trained for, in tokens."""
+    """Return the maximum length in tokens that the harness assumes for a model."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -226,11 +226,11 @@ def harness_scores(
     Args:
         model: The model.
         names: Names of tasks or groups of tasks.
-        manager: See `loaded_tasks`, which has to go on.
-        limit: Number of rows of each task; None for all.
+        manager: Task manager from `loaded_tasks`, whose context must still be active.
+        limit: Maximum number of rows of each task; None for all.
 
     Returns:
-        The number of questions and the metrics by task.
+        The number of questions and the metrics of each task.
 
     """
     found = simple_evaluate(
@@ -257,7 +257,7 @@ def harness_scores(
 
 @contextmanager
 def _no_copies() -> Iterator[None]:
-    """Have the libraries write their caches to a folder that is deleted."""
+    """Redirect the libraries' caches to a temporary folder within the context."""
     import datasets
     import evaluate
 

@@ -10,11 +10,11 @@ from finetuning.data.tokenization import Example
 
 
 class Measured(Protocol):
-    """The members that measuring a loss requires of a model, wherever its blocks are computed."""
+    """Interface that measuring a loss requires of a whole or split model."""
 
     @property
     def columns_before(self) -> int:
-        """Prefix positions before each row's tokens."""
+        """Number of prefix positions before each row's tokens."""
         ...
 
     def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
@@ -41,7 +41,7 @@ class HeldOutLoss:
 def held_out_loss(
     model: Measured, examples: Sequence[Example], padding: int, batch_size: int
 ) -> HeldOutLoss:
-    """Measure the loss without dropout, with ``batch_size`` of the longest examples at once."""
+    """Measure the loss without dropout; ``batch_size`` of the longest examples fit into a batch."""
     columns = [model.columns_before + len(example.tokens) for example in examples]
     batches = [
         collate([examples[i] for i in group], padding)

@@ -1,4 +1,4 @@
-"""Log-probabilities of candidate answers, wherever the model's blocks are computed."""
+"""Log-probabilities of candidate answers, with a whole or a split model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from finetuning.progress import progress_bar
 
 
 class Scoring(Protocol):
-    """The members that this requires of a model, wherever its blocks are computed."""
+    """Interface that `log_probabilities` requires of a whole or split model."""
 
     @property
     def columns_before(self) -> int:
-        """Prefix positions before each row's tokens."""
+        """Number of prefix positions before each row's tokens."""
         ...
 
     def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each target's log-probability in nats, and whether no token is likelier."""
+        """Return each target's log-probability in nats, and whether no token is more likely."""
         ...
 
 
@@ -43,12 +43,12 @@ def log_probabilities(
     padding: int,
     max_tokens: int,
 ) -> list[list[Likelihood]]:
-    """Compute how likely answers are.
+    """Compute the likelihood of answers.
 
     Args:
         model: Model with its adapter.
-        groups: Continuations that are likely to have a common beginning, which is computed once,
-            as the candidate answers of a question have.
+        groups: Groups of continuations that probably have a common beginning, such as the candidate
+            answers of a question. The common beginning is computed once.
         padding: The padding token.
         max_tokens: Maximum number of padded tokens computed at once, prefixes included.
 

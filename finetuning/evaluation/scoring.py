@@ -3,15 +3,15 @@
 ROUGE-1, ROUGE-2 and ROUGE-L are F1 values. BLEU-4 is the usual BLEU of up to four words; BLEU-N
 is the mean of BLEU-1, BLEU-2, BLEU-3 and BLEU-4.
 
-**BLEU is the mean of sentence BLEU**, with exponential smoothing (NIST's; nltk's method 3), and
-not the BLEU of the corpus, for three reasons: ROUGE is a mean over texts too; a mean over texts
-can be averaged over clients by their numbers of texts, which gives the score of all texts
-together; and the evaluation scripts of Chinese language models, which the paper's experiments
-build on, report it so. It is not comparable with corpus BLEU as reported in machine translation.
-A text of fewer than four words is judged by the orders that it has.
+**BLEU is the mean of sentence BLEU** with exponential smoothing (NIST's; nltk's method 3), and not
+corpus BLEU, for three reasons. ROUGE is a mean over texts too. An average over clients, weighted by
+their numbers of texts, equals the score of all texts together. The evaluation scripts of Chinese
+language models, on which the paper's experiments build, report BLEU in this way. The value is not
+comparable with corpus BLEU as reported in machine translation. For a text of fewer than four words,
+only the n-gram orders that it has are used.
 
-**Words.** Text is lower-cased. Text with a CJK ideograph is segmented by jieba, any other is
-split into runs of letters and digits. Punctuation is ignored.
+**Words.** Text is lower-cased. Text with a CJK ideograph is segmented by jieba; other text is split
+into runs of letters and digits. Punctuation is ignored.
 """
 
 import functools
@@ -37,7 +37,7 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
         each within 0..1 (papers print them times 100).
 
     Raises:
-        ValueError: If there are no texts, or the numbers of texts differ.
+        ValueError: There are no texts, or the numbers of texts differ.
 
     """
     if len(predictions) != len(references):
@@ -46,8 +46,8 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
         )
     if not predictions:
         raise ValueError("there are no predictions to score")
-    # Held in memory, no text is written to disk and processes do not wait for each other's locks;
-    # evaluate still makes an empty folder, which goes where nothing stays.
+    # Keep texts in memory, so that none is written to disk and processes don't wait for locks.
+    # evaluate still creates an empty folder, which is put into a temporary one.
     with TemporaryDirectory() as folder:
         metric = _metric_class()(keep_in_memory=True, cache_dir=folder)
         scores: dict[str, float] = metric.compute(
@@ -60,14 +60,14 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
 def _metric_class() -> Any:
     """Return the scores as a subclass of ``evaluate.Metric``.
 
-    The class is made on first use because importing evaluate takes 0.5 s where transformers is
-    loaded already and 3 s where it is not, and most processes never score a text.
+    The class is created on first use, because importing evaluate takes 0.5 s if transformers is
+    already loaded and 3 s otherwise, and most processes never score a text.
     """
     import datasets
     import evaluate
 
     class GeneratedText(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
-        """ROUGE F1 and BLEU of generated texts, words segmented by language."""
+        """ROUGE F1 and BLEU of generated texts, with words segmented by language."""
 
         def _info(self) -> Any:
             text = datasets.Value("string")
@@ -89,7 +89,7 @@ def _metric_class() -> Any:
 
 
 def words(text: str) -> list[str]:
-    """Split a text into lower-case words without punctuation, Chinese by jieba."""
+    """Split a text into lower-case words without punctuation; Chinese is segmented by jieba."""
     text = text.lower()
     if _CJK_IDEOGRAPH.search(text):
         return [word for word in _jieba_cut()(text) if _WORD.search(word)]
@@ -99,10 +99,10 @@ def words(text: str) -> list[str]:
 def _score_pair(prediction: list[str], reference: list[str]) -> dict[str, float]:
     """Score the words of one prediction against those of its reference."""
     rouge_scorer, bleu_scorers = _scorers()
-    # No word contains a space, so both libraries get back the same words by splitting at spaces.
+    # No word contains a space, so both libraries recover the same words by splitting at spaces.
     predicted, referred = " ".join(prediction), " ".join(reference)
     rouge = rouge_scorer.score(referred, predicted)
-    # The library's percentages can end a rounding error above 100.
+    # Rounding can raise the library's percentages slightly above 100.
     bleu = [min(b.sentence_score(predicted, [referred]).score / 100, 1.0) for b in bleu_scorers]
     return {
         **{name: float(value.fmeasure) for name, value in rouge.items()},
@@ -117,7 +117,7 @@ def _scorers() -> tuple[Any, list[Any]]:
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics import BLEU
 
-    # The library's own tokenizer drops everything but ASCII letters and digits.
+    # The library's own tokenizer drops all characters except ASCII letters and digits.
     spaces = SimpleNamespace(tokenize=str.split)
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=spaces)
     # effective_order: without it a text of three words would score 0 against itself.
@@ -130,12 +130,12 @@ def _scorers() -> tuple[Any, list[Any]]:
 
 @functools.cache
 def _jieba_cut() -> Callable[[str], list[str]]:
-    """Return the segmenter; its dictionary is loaded on the first Chinese text, in 0.7 s."""
+    """Return the segmenter; loading its dictionary for the first Chinese text takes 0.7 s."""
     import jieba
 
     tokenizer = jieba.Tokenizer()
-    # As its initialize(), without the log on stderr and without the copy of the dictionary
-    # in the shared temporary folder, which loads no faster and which anybody could have written.
+    # Like its initialize(), but without the log on stderr and without the dictionary's cache in the
+    # shared temporary folder, which loads no faster and could have been written by any user.
     tokenizer.FREQ, tokenizer.total = tokenizer.gen_pfdict(tokenizer.get_dict_file())
     tokenizer.initialized = True
     cut: Callable[[str], list[str]] = tokenizer.lcut

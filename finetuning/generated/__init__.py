@@ -1,9 +1,9 @@
 """Texts of three institutions in three styles, and neutral text, generated from word lists.
 
-They stand in for the private data of figure 1 of the FedJudge paper where no file and no network
-may be needed: a court that writes views, a consultancy that answers laypeople and a law school
-that reasons step by step. The same people, towns, offences and sums occur in all of them, in
-clearly different styles. A model can be pre-trained on `background` first.
+They replace the private data of figure 1 of the FedJudge paper without requiring files or network
+access: a court that writes views, a consultancy that answers laypeople and a law school that
+reasons step by step. The same people, towns, offences and sums occur in all texts, in clearly
+different styles. A model can first be pre-trained on `background`.
 """
 
 import random
@@ -21,19 +21,19 @@ _WRITERS = {
     "reasoning": reasoning.example,
 }
 STYLES: tuple[str, ...] = tuple(_WRITERS)
-# This many duplicates in a row mean that hardly any new rows are left.
+# After this many consecutive duplicates, hardly any new rows are left.
 _PATIENCE = 2_000
 
 
 def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, str]]:
     """Return `count` rows of a style, each with the keys instruction, input and output.
 
-    The rows depend on the arguments alone, not on the machine, and no two share an input. A
-    smaller count returns the first rows of a larger one. Rows of "train" and of "test" share
-    words and phrases, but neither an input nor the facts behind it, for any seeds and counts.
+    The rows depend only on the arguments, not on the machine, and have distinct inputs. A smaller
+    count returns the first rows of a larger one. Rows of "train" and "test" have words and phrases
+    in common, but no inputs and no facts, for any seeds and counts.
 
     Raises:
-        ValueError: The style or split is unknown, or the style cannot produce so many different
+        ValueError: The style or split is unknown, or the style cannot produce that many different
             rows. Every style can produce 20,000 rows for each split.
 
     """
@@ -56,8 +56,8 @@ def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, 
 def background(count: int, seed: int) -> list[str]:
     """Return `count` different neutral passages of about 60 to 200 words each.
 
-    They depend on the arguments alone. They use the vocabulary of the styles, but not their
-    phrases: a model learns the language from them and has the styles left to learn.
+    They depend only on the arguments. They use the vocabulary of the styles but not their phrases,
+    so that a model learns the language but not the styles.
     """
     random_source = random.Random(f"background {seed}")
     passages: dict[str, None] = {}

@@ -53,7 +53,7 @@ def _register(random_source: random.Random) -> str:
 
 
 def _some_words(random_source: random.Random) -> dict[str, str]:
-    """Draw the subject matter of one passage."""
+    """Draw the words of one passage."""
     choice = random_source.choice
     town, other_town = random_source.sample(WORDS["towns"], 2)
     trade, other_trade = random_source.sample(WORDS["trades"], 2)
@@ -91,7 +91,7 @@ def _some_words(random_source: random.Random) -> dict[str, str]:
 
 
 def _filled(frame: str, words: dict[str, str], random_source: random.Random) -> str:
-    """Fill a frame in, with sums and dates that differ within a passage."""
+    """Fill in a frame; sums and dates are drawn anew each time."""
     year = random_source.randint(1990, 2021)
     return frame.format(
         **words,

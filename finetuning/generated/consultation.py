@@ -1,7 +1,7 @@
 """Consultations: a layperson's short question and a consultant's friendly answer.
 
-After figure 1(b) of the FedJudge paper: everyday trouble told in a few colloquial words, and
-advice in plain words that takes up what was asked, how much or how long, and where to go.
+After figure 1(b) of the FedJudge paper: an everyday problem in a few colloquial words, and plain
+advice that repeats the subject and its extent, and says where to get help.
 """
 
 import random
@@ -16,7 +16,7 @@ from finetuning.generated.vocabulary import (
     read_texts,
 )
 
-# The extents of a matter, and whether each is too large for the help desk.
+# Possible extents of a matter, and whether each is too large for the help desk.
 _EXTENTS = {
     "sums": {money(dollars): dollars > 2_000 for dollars in range(300, 5_000, 200)},
     "times": {
@@ -51,7 +51,7 @@ MATTERS = {
 
 
 def example(random_source: random.Random, split: Split) -> dict[str, str]:
-    """Return one row; no matter meets the same thing and the same extent in both splits."""
+    """Return one row; no combination of matter, thing and extent occurs in both splits."""
     choice = random_source.choice
     name = choice(tuple(MATTERS))
     matter = MATTERS[name]

@@ -1,7 +1,7 @@
 """Court views: formal case facts and the court's view of them.
 
-After figure 1(a) of the FedJudge paper: long input in the register of an indictment, output
-that begins with "This court holds that". Offence, circumstances and sum decide the articles
+After figure 1(a) of the FedJudge paper: a long input in the style of an indictment, and an output
+that begins with "This court holds that". Offence, circumstances and sum determine the articles
 cited, the sentence and the fine, by the fixed rules in `_sentence`.
 """
 
@@ -27,9 +27,9 @@ class Circumstance(NamedTuple):
     Attributes:
         name: Name of the circumstance in court.toml.
         article: Article of the Code of the Province.
-        steps: Number of steps by which it moves the sentence; negative is milder.
-        told: Sentences of the input.
-        weighed: Phrases of the output.
+        steps: Number of steps by which it changes the sentence; negative is milder.
+        told: Sentences for the input.
+        weighed: Phrases for the output.
 
     """
 
@@ -49,7 +49,7 @@ _OFFENCES = {offence.name: offence for offence in OFFENCES}
 
 
 def example(random_source: random.Random, split: Split) -> dict[str, str]:
-    """Return one row; no defendant's surname meets the same offence in both splits."""
+    """Return one row; no combination of surname and offence occurs in both splits."""
     choice = random_source.choice
     offence_name, surname = facts_in_split(
         random_source, split, "court", tuple(_OFFENCES), WORDS["surnames"]
@@ -106,10 +106,10 @@ def example(random_source: random.Random, split: Split) -> dict[str, str]:
 
 
 def _sentence(dollars: int, circumstances: list[Circumstance]) -> tuple[str, str]:
-    """Return the term of imprisonment and the fine, which the input alone determines.
+    """Return the term of imprisonment and the fine, which depend only on the input.
 
-    The value sets the starting term and the fine, and each circumstance moves the term. It is
-    suspended if the loss is compensated and nothing aggravates the case.
+    The value determines the initial term and the fine, and each circumstance changes the term. The
+    term is suspended if the loss is compensated and there is no aggravating circumstance.
     """
     step = 1 + sum(dollars >= limit for limit in (3_000, 10_000, 30_000))
     moves = [circumstance.steps for circumstance in circumstances]

@@ -1,8 +1,8 @@
-"""Questions of law that only an institution with cases of the same matter has seen answered.
+"""Questions of law whose answers occur only in one institution's training data.
 
-Each of twelve matters has one Article of the Code of the Province, and its questions tell neither
-the Article nor the rule. The institutions divide the matters: what one knows of another's can only
-come from training together.
+Each of twelve matters has one Article of the Code of the Province; its questions mention neither
+the Article nor the rule. The matters are divided among the institutions, so a model can learn the
+Articles of other institutions only from joint training.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ MATTERS: tuple[str, ...] = tuple(_TEXTS["matters"])
 
 
 def divide(institutions: int, seed: int) -> list[list[str]]:
-    """Return each institution's matters: all of them shuffled, and divided evenly.
+    """Shuffle the matters and divide them evenly among the institutions.
 
     Raises:
         ValueError: There are more institutions than matters.
@@ -28,9 +28,9 @@ def divide(institutions: int, seed: int) -> list[list[str]]:
 
 
 def questions(matters: Sequence[str], count: int, seed: int, split: Split) -> list[dict[str, str]]:
-    """Return `count` rows that take turns with the matters, as `examples` returns those of a style.
+    """Return `count` rows that cycle through the matters, in the format of `examples`.
 
-    No surname meets the same matter in both splits.
+    No combination of surname and matter occurs in both splits.
     """
     random_source = Random(f"questions {split} {seed}")
     rows: dict[str, dict[str, str]] = {}
@@ -57,6 +57,6 @@ def article(matter: str) -> int:
 
 
 def beginnings() -> dict[int, str]:
-    """Return the beginning of an answer for each Article, by its number."""
+    """Return the beginning of the answer for each Article, by the Article's number."""
     text = _TEXTS["answer"].partition(",")[0] + ","
     return {article(matter): text.format(article=article(matter)) for matter in MATTERS}

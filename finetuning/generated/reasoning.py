@@ -1,7 +1,7 @@
 """Legal reasoning: a small case with numbers, and the steps that lead to its answer.
 
-After figure 1(c) of the FedJudge paper: rigorous written description. Each matter has one rule
-of the Code of the Province, and the amounts, dates or ages of the input decide the answer. The
+After figure 1(c) of the FedJudge paper: a rigorous written description. Each matter has one rule
+of the Code of the Province, and the amounts, dates or ages in the input determine the answer. The
 functions named after the matters draw these values for the sentences of reasoning.toml.
 """
 
@@ -21,7 +21,7 @@ _TEXTS = read_texts("reasoning")
 
 
 def example(random_source: Random, split: Split) -> dict[str, str]:
-    """Return one row; no surname meets the same matter in both splits."""
+    """Return one row; no combination of surname and matter occurs in both splits."""
     choice = random_source.choice
     matter, surname = facts_in_split(
         random_source, split, "reasoning", tuple(MATTERS), WORDS["surnames"]
@@ -50,14 +50,14 @@ def example(random_source: Random, split: Split) -> dict[str, str]:
 
 
 def theft(draw: Random) -> dict[str, object]:
-    """Ask whether a theft is serious, which it is above a fixed sum."""
+    """Ask whether a theft is serious, that is, above a fixed sum."""
     goods, town = draw.choice(WORDS["durable_goods"]), draw.choice(WORDS["towns"])
     value = some_sum(draw, 500, 6_000)
     return {"goods": goods, "town": town, "value": value, "holds": value > 3_000}
 
 
 def limitation(draw: Random) -> dict[str, object]:
-    """Ask whether a claim is barred, some years after it fell due."""
+    """Ask whether a claim is time-barred some years after it fell due."""
     lender, owed = full_name(draw), some_sum(draw, 500, 9_000)
     due, passed = draw.randint(2008, 2015), draw.randint(2, 7)
     years = {"due": due, "passed": passed, "sued": due + passed}
@@ -73,7 +73,7 @@ def deposit(draw: Random) -> dict[str, object]:
 
 
 def notice(draw: Random) -> dict[str, object]:
-    """Ask for the pay due for days that were missing from a notice of dismissal."""
+    """Ask for the pay due if the notice of dismissal was too short."""
     workplace = draw.choice(WORDS["workplaces"])
     given, wage = draw.randrange(5, 30), draw.randrange(40, 140, 10)
     pay = {"wage": wage, "missing": 30 - given, "owed": (30 - given) * wage}
@@ -81,7 +81,7 @@ def notice(draw: Random) -> dict[str, object]:
 
 
 def warranty(draw: Random) -> dict[str, object]:
-    """Ask whether a defect showed within the warranty."""
+    """Ask whether a defect appeared within the warranty period."""
     goods, town = draw.choice(WORDS["durable_goods"]), draw.choice(WORDS["towns"])
     months, price = draw.randint(3, 40), some_sum(draw, 200, 4_000)
     return {"goods": goods, "town": town, "months": months, "price": price, "holds": months <= 24}
@@ -96,14 +96,14 @@ def interest(draw: Random) -> dict[str, object]:
 
 
 def drunk_driving(draw: Random) -> dict[str, object]:
-    """Ask whether a measured level of alcohol makes drunk driving."""
+    """Ask whether a measured level of alcohol constitutes drunk driving."""
     town, trade = draw.choice(WORDS["towns"]), draw.choice(WORDS["trades"])
     level = draw.randint(40, 140)
     return {"town": town, "trade": trade, "level": level, "holds": level > 80}
 
 
 def estate(draw: Random) -> dict[str, object]:
-    """Ask for the share of a spouse and of each child in an estate."""
+    """Ask for the shares of a spouse and of each child in an estate."""
     town, share = draw.choice(WORDS["towns"]), some_sum(draw, 1_000, 9_000)
     heirs = draw.randint(3, 8)
     numbers = {"children": WORDS["numbers"][heirs - 1], "heirs": WORDS["numbers"][heirs]}
@@ -111,14 +111,14 @@ def estate(draw: Random) -> dict[str, object]:
 
 
 def shared_fault(draw: Random) -> dict[str, object]:
-    """Ask for the part of a loss that answers to a part of the fault."""
+    """Ask for the share of a loss that corresponds to a share of the fault."""
     other, fault = full_name(draw), draw.randrange(10, 100, 10)
     loss = some_sum(draw, 500, 9_000)
     return {"other": other, "fault": fault, "loss": loss, "owed": loss * fault // 100}
 
 
 def repeat_offender(draw: Random) -> dict[str, object]:
-    """Ask whether a new offence came soon enough to make a repeat offender."""
+    """Ask whether the time since the last offence makes the defendant a repeat offender."""
     earlier, later = draw.sample([offence.name for offence in OFFENCES], 2)
     end, passed = draw.randint(2005, 2012), draw.randint(2, 9)
     years = {"end": end, "passed": passed, "again": end + passed}
@@ -126,7 +126,7 @@ def repeat_offender(draw: Random) -> dict[str, object]:
 
 
 def appeal(draw: Random) -> dict[str, object]:
-    """Ask whether an appeal was filed within the days allowed."""
+    """Ask whether an appeal was filed in time."""
     day, taken = draw.randint(1, 6), draw.randint(5, 22)
     month, offence = draw.choice(WORDS["months"]), draw.choice(OFFENCES).name
     days = {"served": f"{day} {month}", "filed": f"{day + taken} {month}", "taken": taken}

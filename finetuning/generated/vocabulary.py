@@ -1,8 +1,7 @@
-"""The words that all generated texts share: people, towns, goods, sums, dates, offences.
+"""The vocabulary of all generated texts: people, towns, goods, sums, dates and offences.
 
-The styles and the background draw on the same lists (vocabulary.toml), so that a model can use
-what it reads in one of them in the others. Only the sentences differ, and each style has its own
-file of them.
+The styles and the background use the same lists (vocabulary.toml), so that knowledge from one of
+them transfers to the others. Only the sentences differ; each style has a file of its own.
 """
 
 import hashlib
@@ -16,7 +15,7 @@ Split = Literal["train", "test"]
 
 
 class Offence(NamedTuple):
-    """An offence of the Code of the Province; an offender "took" or was "taking" the `object`."""
+    """An offence of the Code of the Province, with its verb ("took", "taking") and `object`."""
 
     name: str
     article: int
@@ -46,7 +45,7 @@ WORDS["goods"] = WORDS["durable_goods"] + WORDS["bulk_goods"]
 
 
 def money(dollars: int) -> str:
-    """Format a sum: 2400 is "$2,400"."""
+    """Format a sum, such as "$2,400" for 2400."""
     return f"${dollars:,}"
 
 
@@ -56,12 +55,12 @@ def some_sum(random_source: random.Random, lowest: int, highest: int) -> int:
 
 
 def full_name(random_source: random.Random) -> str:
-    """Draw a person, such as "Nora Farrow"."""
+    """Draw a full name, such as "Nora Farrow"."""
     return f"{random_source.choice(WORDS['first_names'])} {random_source.choice(WORDS['surnames'])}"
 
 
 def date(random_source: random.Random, year: int) -> str:
-    """Draw a day of `year`, such as "3 March 2015"."""
+    """Draw a date in `year`, such as "3 March 2015"."""
     return f"{random_source.randint(1, 28)} {random_source.choice(WORDS['months'])} {year}"
 
 
@@ -73,10 +72,10 @@ def capitalised(sentence: str) -> str:
 def facts_in_split(
     random_source: random.Random, split: Split, style: str, *lists: Sequence[str]
 ) -> tuple[str, ...]:
-    """Draw one item of each list, such that the combination belongs to `split`.
+    """Draw one item from each list, such that the combination belongs to `split`.
 
-    Both splits use the same words and differ in their combinations: a model can learn every word
-    of a held-out example from the training examples, but never the whole example.
+    Both splits use the same words in different combinations: the training examples contain every
+    word of a held-out example, but never its combination.
     """
     while True:
         facts = tuple(random_source.choice(items) for items in lists)

@@ -18,20 +18,20 @@ from finetuning.settings import ModelSettings
 
 DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 FILES = (WEIGHTS, *DESCRIPTIONS)
-# How far changing the last token may change earlier logits, relative to the last ones.
+# Largest allowed change of earlier logits when the last token changes, relative to the last logits.
 _CAUSAL_CHANGE = 0.2
 
 
-# The first logs at every import that it uses its own kernels, the second at every product that it
-# computes in float16. Neither message is useful.
+# Silence two messages: the first logs at each import that it uses its own kernels, the second at
+# each matrix product that it is computed in float16.
 for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
     logging.getLogger(_name).setLevel(logging.ERROR)
-# PEFT and this file use names that transformers 5 deprecates and transformers 6 removes.
+# PEFT and this file use names that transformers 5 deprecates, to be removed in transformers 6.
 warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
 
 
 class BaseModelError(UserError, ValueError):
-    """The base model cannot be found or used; the message says why and what to do."""
+    """The base model cannot be found or used; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class BaseModel:
 
     Attributes:
         model: ``transformers`` causal language model with frozen weights.
-        tokenizer: Its ``transformers`` tokenizer, with a padding token.
+        tokenizer: The model's ``transformers`` tokenizer, with a padding token.
         directory: Directory of the checkpoint.
-        reference: Hugging Face id if it has one, otherwise the directory.
+        reference: The model's Hugging Face id if it has one, otherwise the directory.
 
     """
 
@@ -55,8 +55,8 @@ class BaseModel:
 def locate(name: str) -> Path:
     """Return the directory of a checkpoint, named as in ``model.name``.
 
-    ``tiny`` is built on first use, a GGUF file is converted on first use, and the safetensors files
-    of an id are downloaded on first use.
+    On first use, ``tiny`` is built, a GGUF file is converted, and the safetensors files of a
+    Hugging Face id are downloaded.
 
     Raises:
         BaseModelError: There is no such checkpoint, it is neither a GGUF file nor in safetensors
@@ -83,7 +83,7 @@ def locate(name: str) -> Path:
 def reference(name: str, directory: Path) -> str:
     """Return a base model's Hugging Face id, or its directory if it has none.
 
-    That of a GGUF file is in the cache.
+    The directory of a GGUF file's checkpoint is in the cache.
     """
     name = resolve(name)
     return name if is_id(name) else str(directory)
@@ -93,7 +93,7 @@ def load_tokenizer(directory: Path) -> Any:
     """Load a checkpoint's fast tokenizer; the padding token defaults to the end-of-text token.
 
     Raises:
-        BaseModelError: There is none, or it is not a fast one, which maps tokens to characters.
+        BaseModelError: There is none, or it is not a fast tokenizer, which provides offsets.
 
     """
     from transformers import AutoTokenizer
@@ -113,10 +113,10 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def load_base_model(settings: ModelSettings) -> BaseModel:
-    """Load the checkpoint that the settings name, on a GPU if there is one, with frozen weights.
+    """Load the checkpoint named in the settings with frozen weights, on a GPU if there is one.
 
     Raises:
-        BaseModelError: It cannot be found or loaded, or is not causal.
+        BaseModelError: The checkpoint cannot be found or loaded, or is not causal.
 
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -133,7 +133,7 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
-    # They would be random, and differ from process to process.
+    # Missing weights would be initialised randomly, with different values in each process.
     if missing := sorted(report["missing_keys"]):
         raise BaseModelError(
             f"the checkpoint in {directory} lacks {len(missing)} of the tensors of a "
@@ -176,9 +176,9 @@ def prepare(model: Any, settings: ModelSettings) -> None:
     if settings.quantization == "nf4" and model.device.type == "cpu":
         from bitsandbytes.nn import Linear4bit
 
-        # On a processor with AVX512-BF16 bitsandbytes repacks the weights of a layer on its first
-        # use in evaluation mode. From then on no gradient passes through the layer, in training
-        # mode either, and no error is raised.
+        # On a processor with AVX512-BF16, bitsandbytes repacks a layer's weights on its first use
+        # in evaluation mode. After that, no gradient passes through the layer, even in training
+        # mode, and no error is raised.
         for module in model.modules():
             if isinstance(module, Linear4bit):
                 module.support_avx512bf16_for_cpu = False
@@ -187,14 +187,14 @@ def prepare(model: Any, settings: ModelSettings) -> None:
 
 
 def fetch(name: str, files: Sequence[str] = FILES) -> Path:
-    """Download a Hugging Face id's files to the hub's cache; when offline, use the cache alone.
+    """Download a Hugging Face id's files to the Hub's cache; when offline, use only the cache.
 
     Args:
         name: Hugging Face id.
         files: Patterns of the required files.
 
     Raises:
-        BaseModelError: Neither the cache nor the hub has them.
+        BaseModelError: Neither the cache nor the Hub has the files.
 
     """
     from huggingface_hub import snapshot_download
@@ -211,10 +211,10 @@ def fetch(name: str, files: Sequence[str] = FILES) -> Path:
 
 
 def refuse_quantized(config: Any, directory: Path) -> None:
-    """Check that a checkpoint's weights are numbers, and not codes that need scales.
+    """Check that a checkpoint's weights are not quantised.
 
     Raises:
-        BaseModelError: It was saved after it had been quantised.
+        BaseModelError: The checkpoint was saved with quantised weights.
 
     """
     if getattr(config, "quantization_config", None) is not None:
@@ -225,10 +225,10 @@ def refuse_quantized(config: Any, directory: Path) -> None:
 
 
 def refuse_unless_text(config: Any, directory: Path) -> None:
-    """Check that a configuration is that of a model for text alone.
+    """Check that a configuration belongs to a text-only model.
 
     Raises:
-        BaseModelError: The model also reads images or sound.
+        BaseModelError: The model also takes images or sound.
 
     """
     if config.get_text_config() is not config:
@@ -240,10 +240,10 @@ def refuse_unless_text(config: Any, directory: Path) -> None:
 
 @torch.no_grad()
 def refuse_unless_causal(model: Any, directory: Path) -> None:
-    """Check that no token attends to later ones: training relies on it, and pads without a mask.
+    """Check that no token attends to later ones; training relies on this to pad without a mask.
 
     Raises:
-        BaseModelError: Some token does, or the model has other parts than that for text.
+        BaseModelError: A token attends to later ones, or the model is not text-only.
 
     """
     refuse_unless_text(model.config, directory)
@@ -253,7 +253,7 @@ def refuse_unless_causal(model: Any, directory: Path) -> None:
     model.eval()
     one, two = (model(input_ids=ids, use_cache=False).logits[0].float() for ids in (tokens, other))
     change = (one - two).abs().mean(dim=1)
-    # Not exactly 0: the rounding of a token's quantised products depends on its neighbours.
+    # Not exactly 0, because with quantisation a token's rounding depends on the other tokens.
     if change[:-1].max() > _CAUSAL_CHANGE * change[-1]:
         raise BaseModelError(
             f"the model in {directory} is not causal: its tokens attend to later ones, so it can't "

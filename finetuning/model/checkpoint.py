@@ -1,4 +1,4 @@
-"""Facts about a checkpoint that need no heavy library."""
+"""Information about a checkpoint, read without importing any heavy library."""
 
 import json
 import math
@@ -12,14 +12,14 @@ from safetensors import SafetensorError, safe_open
 
 from finetuning.model.gguf_file import GGUFError, read_header
 
-# The names that `save_pretrained` gives; other files beside them hold the same weights again.
+# File names written by `save_pretrained`; other files contain the same weights again.
 WEIGHTS = "model*.safetensors"
-# Names of the number of blocks in config.json.
+# Keys in config.json for the number of blocks.
 _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def problem_of(name: str, path: Path) -> str | None:
-    """Return why a folder or a GGUF file can't be the base model, or None if no reason is known.
+    """Return why a folder or GGUF file can't be used as base model, or None if no problem is found.
 
     Args:
         name: ``model.name``.
@@ -62,7 +62,7 @@ def _problem_of_gguf(name: str, file: Path) -> str | None:
 
 
 def count_blocks(checkpoint: Path) -> int | None:
-    """Return the number of a checkpoint's blocks, or None if only ``transformers`` knows it.
+    """Return a checkpoint's number of blocks, or None if only ``transformers`` can determine it.
 
     Args:
         checkpoint: Directory of the checkpoint, or a GGUF file.
@@ -79,7 +79,7 @@ def count_blocks(checkpoint: Path) -> int | None:
 
 
 def client_parameters(checkpoint: Path, blocks: int | None = None) -> int:
-    """Count the parameters that a client holds, from the headers of its files.
+    """Count the parameters that a client holds, from the headers of the checkpoint's files.
 
     Args:
         checkpoint: Directory of the checkpoint, or a GGUF file.
@@ -97,7 +97,7 @@ def client_parameters(checkpoint: Path, blocks: int | None = None) -> int:
 
 
 def _config(checkpoint: Path) -> Any:
-    """Return the content of config.json, or None if there is none or it can't be parsed."""
+    """Return the content of config.json, or None if it is missing or can't be parsed."""
     try:
         return json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

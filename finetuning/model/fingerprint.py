@@ -12,7 +12,7 @@ from safetensors import safe_open
 from finetuning.files import cache_directory, replacing, stamps
 from finetuning.model.checkpoint import WEIGHTS
 
-# Entries of a fingerprint other than tensors; every party of a split model has them.
+# Entries of a fingerprint other than tensors; all parties of a split model have them.
 PARTIES_SHARE = ("config.json", "tokenizer.json", "chat template")
 # Keys that depend on the library or the path that the checkpoint was saved with.
 _INCIDENTAL = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
@@ -21,8 +21,8 @@ _INCIDENTAL = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", 
 def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[str, str]:
     """Return the SHA-256 digests of all tensors, the configuration, tokenizer and chat template.
 
-    Equal checkpoints have equal fingerprints, however they are sharded. Digests are cached by the
-    files' paths, sizes and times, since reading gigabytes takes a while.
+    Equal checkpoints have equal fingerprints, regardless of sharding. Digests are cached by the
+    files' paths, sizes and modification times, because reading gigabytes takes long.
 
     Args:
         directory: Directory of the checkpoint.
@@ -54,7 +54,7 @@ def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[s
 
 
 def digest(fingerprint: Mapping[str, str]) -> str:
-    """Condense a fingerprint into one SHA-256 digest."""
+    """Return one SHA-256 digest of a fingerprint."""
     return hashlib.sha256(json.dumps(dict(fingerprint), sort_keys=True).encode()).hexdigest()
 
 
@@ -93,7 +93,7 @@ def tensor_digest(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[tor
 
 
 def _chat_template(directory: Path) -> str:
-    """Return the template from either location where checkpoints keep it; empty without one."""
+    """Return the template from either of its possible files, or an empty text."""
     file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -101,6 +101,6 @@ def _chat_template(directory: Path) -> str:
 
 
 def config_digest(path: Path) -> str:
-    """Digest a ``config.json`` without what depends on the path or library that saved it."""
+    """Digest a ``config.json``, excluding keys that depend on its path or the saving library."""
     config = {k: v for k, v in json.loads(path.read_text()).items() if k not in _INCIDENTAL}
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

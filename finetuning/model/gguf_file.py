@@ -1,6 +1,6 @@
-"""A GGUF file as base model: read once, and kept in the cache as a safetensors checkpoint.
+"""Use a GGUF file as base model: convert it once to a safetensors checkpoint in the cache.
 
-All weights are dequantised to float32. The checkpoint is then used as any other is: fingerprints,
+All weights are dequantised to float32. The checkpoint is then used like any other: fingerprints,
 the parts of a split model and bitsandbytes read its tensors by name.
 """
 
@@ -19,19 +19,19 @@ from finetuning.files import cache_directory, replacing, stamps
 
 _ORIGIN = "gguf.json"
 _MAGIC = b"GGUF"
-# Raised by the libraries for a file that ends early or is damaged.
+# Exceptions that the libraries raise for a truncated or damaged file.
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError)
 _SHOWN_NAMES = 3
-# Of what is checked before a file is kept.
+# Version of the conversion and its checks; part of the name in the cache.
 _VERSION = 3
-# Tensors with which llama.cpp scales rotary positions.
+# Name prefixes of the tensors with which llama.cpp scales rotary positions.
 _SCALES = ("rope_freqs", "rope_factors_")
-# Architectures in which some models don't scale queries by the size of a head.
+# Architectures in which some models don't scale queries by the head size.
 _SCALED_QUERIES = {"gemma2", "gemma3"}
 
 
 class GGUFError(ValueError):
-    """A file can't be used as a GGUF checkpoint; the message says why and what to do."""
+    """A file can't be used as a GGUF checkpoint; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Header:
     Attributes:
         architecture: GGUF's name of the architecture.
         weights: Number of weights of each tensor.
-        quantization: Types of all tensors with more than one dimension, from that of the most
-            weights to that of the fewest, such as ``Q4_1, Q8_0``.
-        scales_positions: Whether rotary positions are scaled, as Llama 3.1's are.
-        window: Tokens that a block attends to, where it names a number.
+        quantization: Types of all tensors with more than one dimension, in descending order of
+            their numbers of weights, such as ``Q4_1, Q8_0``.
+        scales_positions: Whether rotary positions are scaled, as in Llama 3.1.
+        window: Size of the sliding attention window in tokens, if given.
 
     """
 
@@ -75,7 +75,7 @@ def checkpoint_of(file: Path) -> Path:
     """Return the directory of a checkpoint with a GGUF file's weights; write it on first use.
 
     It is in the cache under the digest of the file's content. Concurrent processes wait for the one
-    that writes it. Writing needs memory for the whole model in float32.
+    that writes it. Writing requires memory for the whole model in float32.
 
     Raises:
         GGUFError: The file can't be used, or the checkpoint can't be written.
@@ -100,17 +100,17 @@ def checkpoint_of(file: Path) -> Path:
 
 
 def origin_of(directory: Path) -> Origin | None:
-    """Return the GGUF file that a checkpoint was read from, or None if it wasn't."""
+    """Return the GGUF file that a checkpoint was converted from, or None."""
     file = directory / _ORIGIN
     return Origin(**json.loads(file.read_text())) if file.is_file() else None
 
 
 def read_header(file: Path) -> Header:
-    """Read a GGUF file's header, and check that all of its tensors are there.
+    """Read a GGUF file's header, and check that the file contains all of its tensors.
 
     Raises:
-        GGUFError: It isn't a GGUF file, or it is damaged.
-        OSError: It can't be read.
+        GGUFError: The file isn't a GGUF file, or is damaged.
+        OSError: The file can't be read.
 
     """
     with file.open("rb") as content:
@@ -145,16 +145,17 @@ def read_header(file: Path) -> Header:
 
 
 def _reader(file: Path) -> Any:
-    """Return the library's reader of a file; its own takes the numbers beyond the end for empty.
+    """Return the library's reader, extended to raise an error if the header is truncated.
 
-    An array that claims to have 2⁶⁰ elements would keep it busy, and fill the memory, for ever.
+    The original reads empty values beyond the end of the file. For an array with a claimed length
+    of 2⁶⁰ it would run indefinitely and exhaust the memory.
     """
     import numpy as np
     from gguf import GGUFReader
 
     class Reader(GGUFReader):  # type: ignore[misc]
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
-            # A header has a slice for each token, and those of a memmap take four times as long.
+            # Headers are sliced once per token; slicing a memmap takes four times as long.
             self.data: Any = np.asarray(self.data)
             found = super()._get(offset, dtype, count, *order, **options)
             if len(found) < count:
@@ -165,7 +166,7 @@ def _reader(file: Path) -> Any:
 
 
 def _digest(file: Path) -> str:
-    """Return the SHA-256 digest of a file's content, which is read again only after a change."""
+    """Return the SHA-256 digest of a file's content; cached until the file changes."""
     key = hashlib.sha256(json.dumps(stamps(file.resolve())).encode()).hexdigest()
     cached = cache_directory() / "gguf-digests" / key
     if not cached.is_file():
@@ -202,7 +203,7 @@ def _convert(file: Path, header: Header, directory: Path) -> None:
     settings.pop("quantization_config", None)
     if header.architecture == "phi3":  # transformers doesn't read it
         settings["sliding_window"] = header.window
-    # Saved as it is, the model would be described as quantised.
+    # If saved directly, the model's configuration would say that it is quantised.
     with torch.device("meta"):
         plain = type(model)(type(model.config).from_dict(settings))
     plain.load_state_dict(model.state_dict(), assign=True)
@@ -217,7 +218,7 @@ _INSTEAD = "use the checkpoint in safetensors format that it was made from"
 
 
 def _read_model(file: Path, header: Header) -> tuple[Any, list[str]]:
-    """Read a GGUF file by ``transformers``; return the model and the names of absent tensors."""
+    """Read a GGUF file with ``transformers``; return the model and the names of missing tensors."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -235,12 +236,12 @@ def _read_model(file: Path, header: Header) -> tuple[Any, list[str]]:
 
 
 def _has_default_scale(config: Any) -> bool:
-    """Whether queries are scaled by the size of a head, unlike those of the models with 27B."""
+    """Return whether queries are scaled by the head size, which the 27B models don't do."""
     return bool(config.head_dim == config.query_pre_attn_scalar)
 
 
 def _scales_positions(config: Any) -> bool:
-    """Whether positions are scaled, in blocks of any kind."""
+    """Return whether positions are scaled in any kind of block."""
     settings = getattr(config, "rope_parameters", None) or {}
     kinds = [settings, *(each for each in settings.values() if isinstance(each, dict))]
     return any(each.get("rope_type", "default") != "default" for each in kinds)

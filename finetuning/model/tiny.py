@@ -1,8 +1,7 @@
 """``model.name = "tiny"``: a small Llama that is built on first use, in about a minute.
 
-It is pre-trained on neutral generated text, so that fine-tuning on the clients' styles has a
-starting point and something to learn. The recipe determines everything about it, and the result is
-cached under the recipe's digest.
+It is pre-trained on neutral generated text, so that the clients' styles remain to be learned in
+fine-tuning. The recipe completely determines the model, which is cached under the recipe's digest.
 """
 
 import hashlib
@@ -24,10 +23,10 @@ from finetuning.progress import progress_bar
 
 @dataclass(frozen=True)
 class TinyRecipe:
-    """Everything that determines the tiny model.
+    """All parameters of the tiny model.
 
     Attributes:
-        passages: Number of neutral generated texts, of about a hundred words each.
+        passages: Number of neutral generated texts of about a hundred words each.
         inputs: Number of generated inputs of each style.
         sequence_length: Tokens per training sequence.
         version: Version of the code that builds the model.
@@ -50,7 +49,7 @@ class TinyRecipe:
 
 
 def build_tiny(recipe: TinyRecipe | None = None) -> Path:
-    """Return the directory of the tiny checkpoint; build it first if it is not in the cache.
+    """Return the directory of the tiny checkpoint; build it if it is not in the cache.
 
     Concurrent processes wait for the one that builds it.
     """
@@ -75,8 +74,8 @@ def _build(recipe: TinyRecipe, directory: Path) -> None:
     stream = torch.tensor(
         [token for ids in tokenizer(texts)["input_ids"] for token in (*ids, end)], dtype=torch.long
     )
-    # The last bits of a sum depend on the number of threads. With one thread, the model does not
-    # depend on the number of cores, and threads do not wait for each other on a busy machine.
+    # The rounding of a sum depends on the number of threads. With one thread, the model does not
+    # depend on the number of cores, and a busy machine causes no waiting between threads.
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -95,7 +94,7 @@ def _build(recipe: TinyRecipe, directory: Path) -> None:
 
 
 def _texts(recipe: TinyRecipe) -> list[str]:
-    """Return neutral passages and inputs like the clients', but none of their outputs."""
+    """Return neutral passages, and inputs in the clients' styles without their outputs."""
     texts = background(recipe.passages, recipe.seed)
     for style in STYLES:
         texts += [
@@ -109,7 +108,7 @@ def _texts(recipe: TinyRecipe) -> list[str]:
 
 
 def _train_tokenizer(recipe: TinyRecipe, texts: list[str]) -> Any:
-    """Train a byte-level BPE, which can encode any text."""
+    """Train a byte-level BPE tokenizer, which can encode any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""The stages of a training step if one process holds every block of the model."""
+"""Training, scoring and generation if one process holds all blocks of the model."""
 
 import math
 import time
@@ -26,14 +26,14 @@ from finetuning.training.deadline import DeadlineError
 
 
 class WholeModel:
-    """A model with all stages in this process.
+    """A model with all blocks in this process.
 
     Args:
         peft_model: Base model with its adapter, or alone if nothing is trained.
 
     Attributes:
-        deadline: Every forward pass after it raises DeadlineError, on ``time.monotonic``'s clock.
-        end_tokens: Tokens at which the checkpoint ends a text.
+        deadline: Time on ``time.monotonic``'s clock after which forward passes raise DeadlineError.
+        end_tokens: The checkpoint's end-of-text tokens.
 
     """
 
@@ -44,28 +44,28 @@ class WholeModel:
         self._config, self._dtype = causal_lm.config, causal_lm.dtype
         self.end_tokens = end_tokens(causal_lm)
         self._backbone = causal_lm.base_model
-        # Generation too calls it for every token.
+        # A hook, because generation calls the backbone for each token.
         self._backbone.register_forward_pre_hook(self._check_deadline)
         self._head = output_head(causal_lm)
         self._device = peft_model.device
-        # LoRA is part of the blocks; a prefix has to be passed to them.
+        # LoRA is part of the blocks; a prefix must be passed to them.
         encoders = getattr(peft_model, "prompt_encoder", {})
         self._prefix = encoders["default"].embedding.weight if "default" in encoders else None
         self._mixed_precision = self._device.type == "cuda" and causal_lm.dtype == torch.bfloat16
 
     @property
     def columns_before(self) -> int:
-        """Prefix positions before each row's tokens."""
+        """Number of prefix positions before each row's tokens."""
         return 0 if self._prefix is None else self._prefix.shape[-2]
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Add the gradient of a step's loss to the adapter's ``.grad``.
 
-        The loss of a step is the mean over its targets: each micro-batch counts by its share.
+        The loss of a step is the mean over its targets; each micro-batch is weighted by its share.
 
         Args:
             batches: Micro-batches of the step.
-            seed: Seed of the step; each micro-batch derives the seed of its dropout from it.
+            seed: Seed of the step, from which each micro-batch's dropout seed is derived.
 
         Returns:
             Each micro-batch's summed loss in nats.
@@ -86,7 +86,7 @@ class WholeModel:
         return [float(loss) for loss in losses]
 
     def clip(self, maximum: float) -> float:
-        """Scale the adapter's gradients down to the maximum norm, unless it is 0.
+        """Scale the adapter's gradients down to the maximum norm; 0 disables clipping.
 
         Returns:
             The norm before clipping.
@@ -114,7 +114,7 @@ class WholeModel:
             settings: Further arguments of ``generate`` in ``transformers``.
 
         Returns:
-            (rows, columns and new tokens); rows that end early are padded on the right.
+            (rows, columns + new tokens); rows that end early are padded on the right.
 
         """
         with self._mode(training=False):
@@ -128,11 +128,11 @@ class WholeModel:
 
     @torch.no_grad()
     def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute candidate answers without dropout.
+        """Compute the log-probabilities of candidate answers without dropout.
 
         Returns:
             (targets,) the log-probability of each target in nats, and (targets,) whether no token
-            is likelier.
+            is more likely.
 
         """
         with self._mode(training=False):
@@ -148,13 +148,13 @@ class WholeModel:
         return dict(zip(parameters, gradients, strict=True))
 
     def row_gradients(self, batch: MicroBatch) -> tuple[dict[str, torch.Tensor], float]:
-        """Compute the gradient of each row's own loss: the mean over its targets, without dropout.
+        """Compute the gradient of each row's loss, the mean over its targets, without dropout.
 
         Returns:
             (rows, …) ∂Lᵢ/∂W for every adapter weight, and the summed loss of all targets in nats.
 
         Raises:
-            BaseModelError: The adapter is on modules that don't get their inputs row by row.
+            BaseModelError: An adapted module's input has no row dimension.
 
         """
         rows, columns = batch.tokens.shape
@@ -176,7 +176,7 @@ class WholeModel:
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Disable the adapter within the block."""
+        """Disable the adapter within the context."""
         prefix, self._prefix = self._prefix, None
         try:
             with self.peft_model.disable_adapter():
@@ -202,9 +202,9 @@ class WholeModel:
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """Return (rows, columns, hidden) after the last block and norm.
 
-        Padding follows a row's tokens, where causal attention does not look, and predicts nothing.
+        Padding follows a row's tokens, so causal attention never reads it, and it predicts nothing.
         Therefore no mask is needed, and attention can skip everything above the diagonal. With
-        prefixes the tokens' positions are counted from the prefixes' end.
+        prefixes, the tokens' positions are counted from the end of the prefixes.
         """
         inputs = {"input_ids": batch.tokens.to(self._device)}
         if self._prefix is not None:
@@ -215,7 +215,7 @@ class WholeModel:
     def _hidden_of_candidates(self, batch: CandidateBatch) -> torch.Tensor:
         """Return (positions, hidden) of all beginnings, then of all endings.
 
-        Endings are computed with the keys and values of their beginning.
+        Each ending is computed with the keys and values of its beginning.
         """
         before, each = self.columns_before, batch.endings_each
         lengths = batch.beginning_lengths.to(self._device)
@@ -247,7 +247,7 @@ class WholeModel:
         return torch.cat([hidden, compute(batch.endings, mask)])
 
     def _empty_cache(self, rows: int) -> Any:
-        """Return a cache of keys and values with nothing but the prefix in use, if any."""
+        """Return a key-value cache that contains only the prefix, if any."""
         if self._prefix is None:
             from transformers import DynamicCache
 
@@ -279,10 +279,10 @@ class WholeModel:
 
     @contextmanager
     def _recomputing_blocks(self) -> Iterator[None]:
-        """Recompute activations in evaluation mode, if gradient checkpointing is enabled.
+        """Recompute activations in evaluation mode too if gradient checkpointing is enabled.
 
-        Blocks do so in training mode only. This sets the block itself to training mode and not its
-        submodules, and disables the dropout of blocks that apply it themselves (OPT's).
+        Blocks recompute only in training mode. Therefore this sets the block itself, but not its
+        submodules, to training mode, and disables dropout in blocks that apply it directly (OPT).
         """
         blocks = [
             m for m in self.peft_model.modules() if getattr(m, "gradient_checkpointing", False)

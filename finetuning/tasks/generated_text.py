@@ -10,7 +10,7 @@ from finetuning.tasks.question import Question, as_object, text_of
 def cnn_dailymail(origin: str, value: Any) -> list[Question]:
     """Convert a row of CNN/DailyMail."""
     row = as_object(value)
-    # Articles that are too long lose their end.
+    # Articles that are too long are truncated at the end.
     prompt = f"Summarize this article in a few sentences:\n{text_of(row, 'article')}"
     return [Question(origin, prompt, (text_of(row, "highlights"),))]
 
@@ -23,7 +23,7 @@ def xsum(origin: str, value: Any) -> list[Question]:
 
 
 def instruction(origin: str, value: Any) -> list[Question]:
-    """Convert a row in the form of training data, with one question and its answer."""
+    """Convert a row in the training format to one question with its answer."""
     turns = parse_messages(value)
     if [turn["role"] for turn in turns] != ["user", "assistant"]:
         raise DataError("must have one question and its answer")

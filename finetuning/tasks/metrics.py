@@ -1,6 +1,6 @@
 """The tasks' official metrics, each within 0..1.
 
-All functions take questions, and for each the answer that was chosen or generated.
+All functions take questions, and the chosen or generated answer to each question.
 """
 
 import re
@@ -20,7 +20,7 @@ def accuracy(questions: Sequence[Question], predictions: Sequence[str]) -> dict[
 
 
 def commitment_bank(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Return accuracy and macro-F1: the mean of F1 over classes that are right or predicted."""
+    """Return accuracy and macro-F1, the mean F1 over classes that occur as label or prediction."""
     right = [question.answers[0] for question in questions]
     classes = sorted({*right, *predictions})
     f1 = _mean(_f1([r == c for r in right], [p == c for p in predictions]) for c in classes)
@@ -28,13 +28,13 @@ def commitment_bank(questions: Sequence[Question], predictions: Sequence[str]) -
 
 
 def winograd(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Return the share of nouns that are chosen where they are right, and only there."""
+    """Return the accuracy over nouns: right ones must be chosen, and wrong ones not."""
     pairs = zip(questions, predictions, strict=True)
     return {"accuracy": _mean((p == q.candidates[0]) == bool(q.answers) for q, p in pairs)}
 
 
 def multirc(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Return F1a, of all answers, and EM: the share of questions whose answers are all right."""
+    """Return F1a over all answers, and EM, the share of questions with all answers right."""
     right = [question.answers[0] == "yes" for question in questions]
     predicted = [prediction == "yes" for prediction in predictions]
     groups: dict[str, bool] = {}
@@ -44,7 +44,7 @@ def multirc(questions: Sequence[Question], predictions: Sequence[str]) -> dict[s
 
 
 def record(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Return token F1 and exact match, the best over the right answers of each question."""
+    """Return token F1 and exact match, each the maximum over a question's right answers."""
     f1, exact = [], []
     for question, prediction in zip(questions, predictions, strict=True):
         found = _words(prediction)
@@ -83,13 +83,13 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _f1(right: Sequence[bool], predicted: Sequence[bool]) -> float:
-    """Return F1 of the positive class; 0 where nothing of it is found."""
+    """Return F1 of the positive class; 0 without true positives."""
     both = sum(r and p for r, p in zip(right, predicted, strict=True))
     return 2 * both / (sum(right) + sum(predicted)) if both else 0.0
 
 
 def _words(text: str) -> list[str]:
-    """Return a text's words as SQuAD's evaluation compares them."""
+    """Return a text's words, normalised as in SQuAD's evaluation."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return _ARTICLE.sub(" ", kept).split()
 

@@ -1,4 +1,4 @@
-"""A question of a task, and reading what a row says about it."""
+"""A question of a task, and functions that read the fields of a row."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class Question:
     """A question with its right answers.
 
     Attributes:
-        origin: File and line it was read from. Questions of one line share most of their prompt.
+        origin: Source file and line. Questions of one line share most of their prompt.
         prompt: Text of the question.
-        answers: The right answers; any of them will do. Empty if no candidate is right.
+        answers: The right answers, each of which is sufficient. Empty if no candidate is right.
         candidates: The answers to choose from; empty if an answer is generated.
-        group: Key of the answers that the task's metric counts together, such as MultiRC's.
+        group: Key of the answers that the task's metric combines, as in MultiRC.
 
     """
 
@@ -32,7 +32,7 @@ def as_object(value: Any, name: str = "a row") -> Mapping[str, Any]:
     """Check that a JSON value is an object.
 
     Raises:
-        DataError: It is not.
+        DataError: The value is not an object.
 
     """
     if not isinstance(value, dict):
@@ -41,10 +41,10 @@ def as_object(value: Any, name: str = "a row") -> Mapping[str, Any]:
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
-    """Return a field that must be text, without the whitespace around it.
+    """Return a text field, without surrounding whitespace.
 
     Raises:
-        DataError: It is missing, empty, or something else.
+        DataError: The field is missing, empty or of another type.
 
     """
     value = row.get(key)
@@ -58,7 +58,7 @@ def list_of(row: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
     """Return a field that must be a list of objects.
 
     Raises:
-        DataError: It is missing, empty, or something else.
+        DataError: The field is missing, empty or of another type.
 
     """
     value = row.get(key)
@@ -68,10 +68,10 @@ def list_of(row: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
 
 
 def number_of(row: Mapping[str, Any], key: str) -> int:
-    """Return a field that must be a whole number of at least 0.
+    """Return a field that must be an integer of at least 0.
 
     Raises:
-        DataError: It is missing, or something else.
+        DataError: The field is missing or has another value.
 
     """
     value = row.get(key)
@@ -88,13 +88,13 @@ def label_of(row: Mapping[str, Any], names: Mapping[Any, str]) -> str:
         names: Answers by label.
 
     Raises:
-        DataError: There is no label, as in the test parts that are published, or another one.
+        DataError: The label is missing, as in the published test sets, or unknown.
 
     """
     if "label" not in row:
         raise DataError("has no 'label' (SuperGLUE's test parts are published without)")
     label = row["label"]
-    # True equals 1, and would stand for it.
+    # Compare types too, because True equals 1.
     found = [name for known, name in names.items() if type(known) is type(label) and known == label]
     if not found:
         raise DataError(f"'label' must be {' or '.join(repr(name) for name in names)}")

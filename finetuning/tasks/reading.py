@@ -1,4 +1,4 @@
-"""Read the questions of a task, and rows to train on."""
+"""Read the questions of a task, and training rows."""
 
 from pathlib import Path
 
@@ -23,10 +23,10 @@ def read_questions(path: Path, task: Task) -> list[Question]:
 
 
 def read_task_rows(path: Path | str, settings: DataSettings) -> list[Row]:
-    """Read training rows, in the format of the task that the settings name, if they name one.
+    """Read training rows, in the format of the settings' task if they name one.
 
-    A question becomes a row with its first right answer. A question without one, as of a wrong noun
-    of WSC, becomes none.
+    Each question becomes a row with its first right answer. Questions without a right answer, such
+    as those for a wrong noun of WSC, are skipped.
 
     Args:
         path: As for `read_rows`.

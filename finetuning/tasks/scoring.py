@@ -20,12 +20,12 @@ from finetuning.tasks.question import Question
 from finetuning.tasks.tasks import Task
 
 _NO_LIMIT = 2**31
-# Texts generated together; a larger number only adds padding.
+# Number of texts generated together; more would only add padding.
 _TEXTS_AT_ONCE = 64
 
 
 class Model(Answering, Scoring, Protocol):
-    """The members that tasks require of a model, wherever its blocks are computed."""
+    """Interface that tasks require of a whole or split model."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Prepared:
     Attributes:
         task: The task.
         questions: Its questions.
-        candidates: The candidates of each question, if the task has any.
-        prompts: The prompt of each question otherwise, (tokens,) int64.
+        candidates: The candidates of each question, if the task has candidates.
+        prompts: Otherwise the prompt of each question, (tokens,) int64.
 
     """
 
@@ -47,7 +47,7 @@ class Prepared:
 
     @property
     def longest(self) -> tuple[int, str]:
-        """Tokens of the longest text without a generated answer, and where it comes from."""
+        """Token count of the longest text, without a generated answer, and its origin."""
         if self.prompts:
             lengths = [len(prompt) for prompt in self.prompts]
         else:
@@ -82,11 +82,11 @@ def prepare(
         tokenizer: Tokenizer of the base model.
         task: The task.
         questions: Its questions.
-        prompt_length: Maximum length of a prompt to generate from, in tokens; longer ones lose
-            their end. Cloze questions are never shortened.
+        prompt_length: Maximum length of a prompt for generation, in tokens; longer ones are
+            truncated at the end. Cloze questions are never truncated.
 
     Raises:
-        DataError: The chat template refuses a question.
+        DataError: The chat template rejects a question.
 
     """
     if task.is_cloze:
@@ -107,8 +107,8 @@ def answer(
 ) -> Answers:
     """Answer questions.
 
-    Of candidates, the one with the largest summed log-probability is chosen (FL-GLM section 4.1.2),
-    the first of several. Without candidates, the answer is generated greedily.
+    The candidate with the largest summed log-probability is chosen (FL-GLM section 4.1.2); of equal
+    ones, the first. Without candidates, the answer is generated greedily.
 
     Args:
         model: Model with its adapter.
@@ -142,7 +142,7 @@ def answer(
 
 
 def score_answers(task: Task, questions: Sequence[Question], answers: Answers) -> dict[str, float]:
-    """Return the task's metrics, and the mean probability of the right answer where it has one."""
+    """Return the task's metrics, and the mean probability of the right answer if available."""
     metrics = task.metrics(questions, answers.texts)
     if task.has_words:
         metrics["probability"] = sum(answers.probabilities) / len(answers.probabilities)
@@ -153,7 +153,7 @@ def majority_class(task: Task, questions: Sequence[Question]) -> dict[str, float
     """Return the metrics of always giving the most frequent answer; empty without classes."""
     if not task.has_classes:
         return {}
-    # A class is a candidate's number; None is that no candidate is right.
+    # A class is the index of a candidate, or None if no candidate is right.
     right = [q.candidates.index(q.answers[0]) if q.answers else None for q in questions]
     ((most, _),) = Counter(right).most_common(1)
     return task.metrics(questions, ["" if most is None else q.candidates[most] for q in questions])
@@ -188,7 +188,7 @@ def _continuation(row: Row, example: Example, marks: torch.Tensor, tokenizer: An
     if not len(others):
         raise DataError(f"{row.origin}: an answer has no tokens")
     end = int(others[-1]) + 1
-    # Some chat templates put whitespace in front of the end mark.
+    # Some chat templates put whitespace before the end mark.
     while end > 1 and not tokenizer.decode(answer[end - 1 : end]).strip():
         end -= 1
     return Continuation(context=example.tokens[: example.prompt_length], answer=answer[:end])
@@ -219,7 +219,7 @@ def _likelihoods(
     max_tokens: int,
 ) -> list[list[float]]:
     """Return the log-probabilities of each question's continuations."""
-    # Questions of one line have most of their prompt in common, such as a passage.
+    # Questions of one line share most of their prompt, such as a passage.
     groups: dict[str, list[int]] = {}
     for index, question in enumerate(questions):
         groups.setdefault(question.origin, []).append(index)

@@ -1,7 +1,7 @@
 """SuperGLUE's eight tasks as cloze questions (FL-GLM appendix B, table 7).
 
-Rows are those of the official JSON Lines. Where the table's blank stands in mid-sentence the answer
-comes last here, because a causal model would not see what follows the blank.
+Rows have the official JSON Lines format. If the table's blank is in mid-sentence, the answer comes
+last here, because a causal model cannot use the text after the blank.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ def _entailment(origin: str, value: Any, labels: Mapping[str, str]) -> list[Ques
 
 
 def copa(origin: str, value: Any) -> list[Question]:
-    """Convert a row of COPA; a cause is asked for with "because" instead of "so"."""
+    """Convert a row of COPA; "because" asks for a cause, "so" for an effect."""
     row = as_object(value)
     choices = tuple(text_of(row, key).rstrip(".") for key in ("choice1", "choice2"))
     words = {"cause": "because", "effect": "so"}
@@ -83,7 +83,7 @@ def wic(origin: str, value: Any) -> list[Question]:
 
 
 def wsc(origin: str, value: Any) -> list[Question]:
-    """Convert a row of WSC; its noun is the first candidate, and right or not."""
+    """Convert a row of WSC; its noun, right or wrong, is the first candidate."""
     row = as_object(value)
     target = as_object(row.get("target"), "'target'")
     noun, pronoun = text_of(target, "span1_text"), text_of(target, "span2_text")
@@ -92,7 +92,7 @@ def wsc(origin: str, value: Any) -> list[Question]:
     last = first + len(pronoun.split()) - 1
     if last >= len(words):
         raise DataError("'span2_index' is not within 'text'")
-    # Marked, because the same pronoun can be there twice.
+    # Marked, because the same pronoun can occur twice.
     words[first] = f"*{words[first]}"
     words[last] = f"{words[last]}*"
     prompt = f"{' '.join(words)} The pronoun '*{pronoun}*' refers to"
@@ -109,7 +109,7 @@ def wsc(origin: str, value: Any) -> list[Question]:
 
 
 def with_other_nouns(questions: list[Question]) -> list[Question]:
-    """Add to each question of WSC, as candidates, the nouns of others about the same text."""
+    """Add to each question of WSC the nouns of other questions on its text as candidates."""
     nouns: dict[str, dict[str, str]] = {}
     for question in questions:
         (noun,) = question.candidates
@@ -123,14 +123,14 @@ def with_other_nouns(questions: list[Question]) -> list[Question]:
 
 
 def multirc(origin: str, value: Any) -> list[Question]:
-    """Convert a row of MultiRC: a passage, with a question for each answer that may be right."""
+    """Convert a row of MultiRC: a passage, with one question per answer option."""
     passage = as_object(as_object(value).get("passage"), "'passage'")
     text = text_of(passage, "text")
     questions = []
     for number, asked in enumerate(list_of(passage, "questions")):
         question = text_of(asked, "question")
         for answer in list_of(asked, "answers"):
-            if answer.get("text") == "":  # three options of the published training part
+            if answer.get("text") == "":  # as in three options of the published training set
                 continue
             prompt = f"{text} Question: {question} Is it {text_of(answer, 'text')}?"
             right = (label_of(answer, {1: "yes", 0: "no"}),)
@@ -149,14 +149,14 @@ def multirc(origin: str, value: Any) -> list[Question]:
 
 
 def record(origin: str, value: Any) -> list[Question]:
-    """Convert a row of ReCoRD: a passage with its entities, and sentences with a blank."""
+    """Convert a row of ReCoRD: a passage, its entities, and sentences with a blank."""
     row = as_object(value)
     passage = as_object(row.get("passage"), "'passage'")
     text = passage.get("text")
     if not isinstance(text, str):
         raise DataError("needs text in 'text' of 'passage'")
     spans = [(number_of(e, "start"), number_of(e, "end")) for e in list_of(passage, "entities")]
-    # The end is the entity's last character.
+    # ``end`` is the index of the entity's last character.
     entities = tuple(dict.fromkeys(text[start : end + 1].strip() for start, end in spans))
     if not all(entities):
         raise DataError("an entity of 'passage' is not within its 'text'")

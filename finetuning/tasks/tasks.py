@@ -10,14 +10,14 @@ from finetuning.tasks.question import Question
 
 @dataclass(frozen=True)
 class Task:
-    """A task: how its rows are read, and how its answers are judged.
+    """A task: how its rows are read, and how its answers are scored.
 
     Attributes:
-        folder: Usual name of the folder with its files.
-        held_out: Usual name of the file that is evaluated on.
+        folder: Usual name of the folder with the task's files.
+        held_out: Usual name of the file for evaluation.
         convert: Converts a row's origin and value to questions.
-        metrics: Judges answers.
-        complete: Adds to questions what other rows say.
+        metrics: Scores answers.
+        complete: Adds information from other rows to questions.
         is_cloze: Whether an answer is chosen from candidates; otherwise it is generated.
         has_classes: Whether the candidates have the same meaning in all questions.
         has_words: Whether the candidates are single words, whose probabilities are normalised.

@@ -41,9 +41,9 @@ def importance(
 
 
 def shuffled(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """Return importance whose values are in random places of their tensors.
+    """Return importance with the values of each tensor in random order.
 
-    A penalty with it pulls as hard, but at weights that don't matter more than others.
+    This is a control: the penalty has the same strength, but acts on random weights.
     """
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -59,11 +59,11 @@ class ContinualPenalty:
         parameters: Trained weights W by name.
         anchor: Ŵ by name; copied.
         importance: J by name.
-        weight: λ; with 0 gradients stay unchanged, bit for bit, and s is still measured.
-        share: The share of the gradient norm that the penalty is to have, below 1: each step has
-            the λ that gives it, and ``weight`` becomes the last step's. With 0, λ is constant.
-        over: One s over ``all`` tensors, or one for each ``tensor``, whose terms are added and
-            halved as in the code published with the paper.
+        weight: λ. With 0, gradients are unchanged, bit for bit, and s is still measured.
+        share: Target share of the penalty in the gradient norm, below 1. λ is chosen in each step
+            to reach it, and ``weight`` is that of the last step. With 0, λ is constant.
+        over: ``all``: one s over all tensors. ``tensor``: one s per tensor, whose terms are summed
+            and halved as in the code published with the paper.
 
     """
 
@@ -104,7 +104,7 @@ class ContinualPenalty:
     def add_gradient(self) -> float:
         """Add λ·(1 + 2s)·J·sign(W − Ŵ) to every ``.grad``; return its share of the gradient norm.
 
-        The gradient of |δ| at 0 is taken as 0, as autograd does.
+        The gradient of |δ| at 0 is defined as 0, as in autograd.
         """
         if self.weight == self._share == 0:
             return 0.0

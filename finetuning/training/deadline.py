@@ -1,7 +1,7 @@
-"""The error of work that a deadline has ended."""
+"""The error for work that missed its deadline."""
 
 from finetuning.errors import UserError
 
 
 class DeadlineError(UserError, TimeoutError):
-    """A message's time was over before its work was done."""
+    """The time limit of a message expired before its work was done."""

@@ -24,11 +24,11 @@ from finetuning.training.penalty import Penalty
 
 
 class Stages(Protocol):
-    """The stages of a step that the loop requires of a model, wherever its blocks are computed."""
+    """The stages of a step; the interface that the loop requires of a whole or split model."""
 
     @property
     def columns_before(self) -> int:
-        """Prefix positions before each row's tokens."""
+        """Number of prefix positions before each row's tokens."""
         ...
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
@@ -36,7 +36,7 @@ class Stages(Protocol):
         ...
 
     def clip(self, maximum: float) -> float:
-        """Scale all gradients down to the maximum norm, unless it is 0; return the old norm."""
+        """Scale gradients down to the maximum norm (0: no limit); return the norm before."""
         ...
 
 
@@ -45,8 +45,8 @@ class LocalRound:
     """A client's training in a round, and the round's position within the run.
 
     Attributes:
-        steps: Examples of each optimizer step, as indices.
-        first_step: Number of steps in this client's earlier rounds, whether it took part or not.
+        steps: Indices of the examples of each optimizer step.
+        first_step: Number of steps in this client's earlier rounds, including rounds it missed.
         total_steps: Number of steps in all rounds of the run.
         seed: Seed of this client in this round.
         deadline: Deadline on ``time.monotonic``'s clock.
@@ -65,14 +65,14 @@ class TrainingReport:
     """Result of a round of local training.
 
     Attributes:
-        losses: Each step's mean loss per target token in nats, before its update.
+        losses: Mean loss per target token in nats of each step, before its update.
         tokens: Number of tokens processed, without padding.
         target_tokens: Number of tokens predicted.
         seconds: Wall-clock time of the steps.
         gradient_norm: Mean over steps, before clipping.
         learning_rate: Learning rate of the last step.
-        penalty_gradient_share: Mean over the steps after the first, in which the weights are still
-            the global ones and nothing pulls; None without a penalty.
+        penalty_gradient_share: Mean over all steps but the first, in which the weights equal the
+            global ones and the penalty's gradient is 0; None without a penalty.
 
     """
 
@@ -103,23 +103,23 @@ def train_round(
         parameters: The adapter's weights by name; changed in place.
         examples: The client's training examples.
         padding: The padding token.
-        local_round: Examples of each step, and the deadline.
+        local_round: Examples of each step, position in the run, seed and deadline.
         settings: Optimizer, schedule and batch sizes.
         penalty: The penalty to add to the loss, if any.
-        optimizer_state: State to continue from; None starts with a new optimizer.
+        optimizer_state: Optimizer state to continue from; None starts with a new one.
         description: Label of the progress bar.
 
     Returns:
         The report, and the optimizer's state after the last step.
 
     Raises:
-        DeadlineError: The deadline passed; the adapter keeps what was trained until then.
+        DeadlineError: The deadline passed; the adapter keeps the updates made until then.
         FloatingPointError: A loss is not finite.
 
     """
     optimizer = make_optimizer(parameters, settings)
     load_optimizer(optimizer, parameters, optimizer_state or {})
-    # An interrupted round in this process may have left gradients of another client.
+    # An interrupted round of another client in this process may have left gradients.
     optimizer.zero_grad()
     rate = learning_rate(settings, local_round.total_steps)
     lengths = [len(example.tokens) for example in examples]
@@ -143,7 +143,7 @@ def train_round(
             ]
             step_targets = sum(len(batch.labels) for batch in batches)
             summed = sum(model.accumulate(batches, derive_seed(local_round.seed, index)))
-            # A step of private training may have no rows; its update is noise.
+            # A step of private training may have no rows; its update is then only noise.
             loss = summed / max(step_targets, 1)
             if not loss < float("inf"):
                 raise FloatingPointError(f"the loss of step {index + 1} is {loss}")

@@ -13,9 +13,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 def make_optimizer(
     parameters: Mapping[str, torch.nn.Parameter], settings: TrainSettings
 ) -> torch.optim.Optimizer:
-    """Create Adam or AdamW over the adapter's weights."""
+    """Create Adam or AdamW for the adapter's weights."""
     kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    # A party of a split model may have nothing to train, and Torch refuses an empty list.
+    # A party of a split model may have no trainable weights, and Torch rejects an empty list.
     trained = list(parameters.values()) or [torch.nn.Parameter(torch.empty(0))]
     return kind(trained, lr=settings.learning_rate, weight_decay=settings.weight_decay)
 
@@ -24,7 +24,7 @@ def learning_rate(settings: TrainSettings, total_steps: int) -> Callable[[int], 
     """Return the learning rate as a function of the step, counted from 0 over the whole run."""
     from transformers import get_scheduler
 
-    # The library's scheduler only moves forward; only its factor by step is needed here.
+    # The library's scheduler cannot jump to a step; only its factor as a function is used here.
     throwaway = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     names = {"constant": "constant_with_warmup"}
     scheduler = get_scheduler(
@@ -38,9 +38,9 @@ def learning_rate(settings: TrainSettings, total_steps: int) -> Callable[[int], 
 
 
 def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Sum the squares of all gradients' values, with one synchronisation per device.
+    """Return the sum of squares over all gradients, with one synchronisation per device.
 
-    Squares are taken in float64: in float32 that of 1.9e19 is infinite.
+    Squares are computed in float64, because in float32 the square of 1.9e19 is infinite.
     """
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -52,7 +52,7 @@ def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
 def export_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> OptimizerState:
-    """Copy Adam's moments and step counts, named ``<parameter>:<moment>``."""
+    """Copy Adam's moments and step counts, under the names ``<parameter>:<moment>``."""
     return {
         f"{name}:{moment}": optimizer.state[parameter][moment].detach().cpu().clone()
         for name, parameter in parameters.items()

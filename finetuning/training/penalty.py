@@ -1,4 +1,4 @@
-"""A penalty that local training adds to its loss, as a gradient that depends on no row."""
+"""A penalty that local training adds to its loss, as a gradient independent of the rows."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -7,7 +7,7 @@ import torch
 
 
 class Penalty(Protocol):
-    """The members that the training loop and its report require of a penalty.
+    """Interface that the training loop and its report require of a penalty.
 
     Attributes:
         weight: The factor λ or μ.
@@ -25,7 +25,7 @@ class Penalty(Protocol):
         ...
 
     def add_gradient(self) -> float:
-        """Add the penalty's gradient to every parameter's ``.grad``; return its share of the norm.
+        """Add the penalty's gradient to each parameter's ``.grad``; return its share of the norm.
 
         The share is |penalty's gradient| ÷ (|penalty's gradient| + |loss's gradient|).
         """
@@ -54,5 +54,5 @@ def add_gradients(terms: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> f
 
 
 def norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Return the norm over all gradients; the device is waited for once."""
+    """Return the norm over all gradients, with one synchronisation per device."""
     return float(torch.nn.utils.get_total_norm(list(gradients)))

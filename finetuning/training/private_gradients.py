@@ -1,9 +1,9 @@
 """Gradients with differential privacy for single rows (DP-SGD, algorithm 1 of Abadi et al., 2016).
 
-A step takes each row with a probability of its own, clips the gradient of each row's loss, and adds
-Gaussian noise to their sum. The randomness must be secret: anyone who can repeat it can subtract
-the noise. It comes from the operating system and not from the run's seed, which the coordinator
-knows.
+A step samples each row independently, clips the gradient of each row's loss, and adds Gaussian
+noise to the sum of the gradients. The randomness must be secret, because anyone who can reproduce
+it can subtract the noise. It comes from the operating system and not from the run's seed, which the
+coordinator knows.
 """
 
 import math
@@ -17,7 +17,7 @@ from finetuning.data.batching import MicroBatch, split_rows
 from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import RandomBytes, normal, uniform
 
-# Memory of the gradients of the rows that are computed at once; those of one row may take more.
+# Memory limit for the gradients of rows computed together; a single row may exceed it.
 ROW_GRADIENT_BYTES = 256 * 2**20
 
 
@@ -26,9 +26,9 @@ class Noise:
     """The parameters of private steps.
 
     Attributes:
-        multiplier: σ: the noise's standard deviation, as a multiple of the norm.
-        row_norm: C: the largest norm of a row's gradient over all adapter weights.
-        expected_rows: Rows of a step, on average.
+        multiplier: σ, the standard deviation of the noise as a multiple of C.
+        row_norm: C, the maximum norm of a row's gradient over all adapter weights.
+        expected_rows: Expected number of rows in a step.
 
     """
 
@@ -45,8 +45,8 @@ class PrivateGradients:
         parameters: The adapter's weights by name.
         noise: Norm and noise.
         random_bytes: Source of the noise.
-        max_bytes: Memory for gradients of single rows. A micro-batch with more of them is computed
-            in groups of rows.
+        max_bytes: Memory limit for gradients of single rows. A micro-batch that exceeds it is
+            computed in groups of rows.
 
     """
 
@@ -67,7 +67,7 @@ class PrivateGradients:
 
     @property
     def columns_before(self) -> int:
-        """Prefix positions before each row's tokens."""
+        """Number of prefix positions before each row's tokens."""
         return self._model.columns_before
 
     @torch.no_grad()
@@ -76,10 +76,10 @@ class PrivateGradients:
 
         Args:
             batches: Micro-batches of the rows that were drawn; there may be none.
-            seed: Not used: nothing is drawn from a seed that others know.
+            seed: Unused, because others know the seed.
 
         Returns:
-            Each micro-batch's summed loss in nats. It is not private.
+            Each micro-batch's summed loss in nats, which is not differentially private.
 
         """
         noise = self._noise
@@ -91,7 +91,7 @@ class PrivateGradients:
         losses = []
         for batch in batches:
             loss = sum(self._add_rows(rows, sums) for rows in split_rows(batch, self._rows_at_once))
-            # An infinite loss must not end the round, which others would notice.
+            # An infinite loss must not end the round, because others would notice that.
             losses.append(loss if math.isfinite(loss) else 0.0)
         for name, parameter in self._parameters.items():
             parameter.grad = sums[name] / noise.expected_rows
@@ -106,7 +106,7 @@ class PrivateGradients:
         return loss
 
     def clip(self, maximum: float) -> float:
-        """Scale the private gradient down to the maximum norm, unless it is 0.
+        """Scale the private gradient down to the maximum norm; 0 disables clipping.
 
         Returns:
             The norm before clipping.
@@ -116,13 +116,13 @@ class PrivateGradients:
 
 
 def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict[str, torch.Tensor]:
-    """Sum rows' gradients, each scaled down to a norm over all weights together.
+    """Sum the gradients of all rows, each clipped to a maximum norm over all weights.
 
-    A row whose gradient is not finite counts as one without a gradient.
+    A gradient that is not finite counts as 0.
 
     Args:
         gradients: (rows, …) by the weights' names.
-        row_norm: The largest norm.
+        row_norm: The maximum norm.
 
     """
     squares = sum(
@@ -145,7 +145,7 @@ def _like(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def poisson_steps(
     count: int, rate: float, steps: int, random_bytes: RandomBytes = os.urandom
 ) -> list[list[int]]:
-    """Draw the rows of each step: each row with the same probability, independently of all others.
+    """Draw the rows of each step: each row independently, with the same probability.
 
     Args:
         count: Number of rows.

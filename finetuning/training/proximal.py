@@ -1,7 +1,7 @@
 """FedProx's proximal term (Li et al., MLSys 2020, equation 2).
 
 With Ŵ the global adapter just received, local training adds μ/2 · ‖W − Ŵ‖² over all adapter weights
-to its loss.
+W to its loss.
 """
 
 import math
