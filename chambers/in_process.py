@@ -11,10 +11,10 @@ from uuid import uuid4
 
 from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.task_identity import TaskIdentity
 
 from client_app.kept import Kept, keeping_in
 from client_app.main import app as client_app
+from federation.flower_internals import TaskIdentity
 from federation.run_config import Scalar
 from server_app.main import app as server_app
 

@@ -60,6 +60,9 @@ from flwr.supercore.inflatable.inflatable_object import (
 # Encoding of a node key in requests to a SuperLink.
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
+# Messages made in this process belong to the run that is named here.
+from flwr.supercore.task_identity import TaskIdentity
+
 # The class of the grid is the only sign of whether the institutions are simulated.
 from flwr.superlink.grid import HttpGrid, InMemoryGrid
 
@@ -86,6 +89,7 @@ __all__ = [
     "PullObjectRequest",
     "PullObjectResponse",
     "RecordDictProto",
+    "TaskIdentity",
     "aggregate_metricrecords",
     "build_release",
     "context_from_proto",
