@@ -63,13 +63,13 @@ class InProcessGrid(Grid):
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Ask the clients, and return the id of each message."""
+        """Pass messages to the clients, and return their ids."""
         sent = identified(messages)
         self._ask(sent)
         return [message.metadata.message_id for message in sent]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the answers to messages that have one, each once."""
+        """Return available answers to the messages, each only once."""
         return [self._replies.pop(each) for each in message_ids if each in self._replies]
 
     def send_and_receive(

@@ -1,4 +1,4 @@
-"""The audit log: an append-only local file with a line for all data that leaves an institution.
+"""The audit log: an append-only local file that records all data leaving an institution.
 
 Each line is written to disk before the data that it describes is sent.
 """

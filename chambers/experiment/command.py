@@ -187,7 +187,7 @@ def _about(file: Path, size: str, runs: Collection[Run]) -> dict[str, object]:
 
 
 def _commit() -> str | None:
-    """Return the commit of the checkout that this is, marked if files have changed since."""
+    """Return this checkout's commit, marked if files have changed since."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -42,7 +42,7 @@ _MAX_TOKENS = 8192
 def constant_records(
     seed: int, groups: Sequence[Group], measures: Collection[Measure]
 ) -> Iterator[Record]:
-    """Yield what the same answer to every question of a group would score at best."""
+    """Yield the best scores of a single answer to all questions of a group."""
     for group in groups:
         count = len(group.rows)
         if "article" in measures:

@@ -18,7 +18,7 @@ _CLIENTS = 3
 
 @dataclass(frozen=True)
 class Group:
-    """The held-out questions on what one client knows, or those of a data set for all.
+    """The held-out questions for one client, or for a data set that all clients share.
 
     Attributes:
         name: Name of the variant and the client.
@@ -98,6 +98,6 @@ def _generated(variant: str, client: str, of_client: Sequence[str], seed: int, c
         Row(parse_messages(value), f"{client} question {number}", dict(value))
         for number, value in enumerate(values, start=1)
     ]
-    # The questions take turns with the matters.
+    # The questions cycle through the matters.
     articles = [matters.article(of_client[i % len(of_client)]) for i in range(count)]
     return Group(group_name(variant, client), rows, articles)

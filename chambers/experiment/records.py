@@ -9,7 +9,7 @@ from typing import Any
 from chambers.experiment.plan import Measure
 
 GLOBAL, BASE = "global", "base"
-# The arm of what can be had without a model.
+# The arm of the best constant answer.
 CONSTANT = "constant"
 
 

@@ -24,7 +24,7 @@ class Row:
     Attributes:
         label: Its name.
         arm: Its arm.
-        client: The client whose model it is, if it is one's.
+        client: The client whose model it is, if any.
         cells: The interval of each column, by its heading.
         gains: The differences to the arm that it is compared with, in the same columns.
 
@@ -40,8 +40,8 @@ class Row:
 def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> list[Row]:
     """Return the rows of a table, the arms in its order.
 
-    Other arms are compared with the same kind of models of ``against``, or its only kind; of
-    several models, with their mean, question by question.
+    Other arms are compared with the models of ``against`` of the same kind, or its only kind; if
+    there are several, with their mean, question by question.
     """
     models = _models(records, table.measure)
     arms = [CONSTANT, *table.arms]
@@ -115,7 +115,7 @@ def _own_and_others(models: Mapping[str, _Values]) -> dict[str, _Values]:
 
 
 def _groups(model: _Values) -> dict[str, _Values]:
-    """Return a model's values on each group, and on all if there are several."""
+    """Return a model's values on each group, and on all."""
     names = list(dict.fromkeys(group for _, group in model))
     columns = {name: {k: v for k, v in model.items() if k[1] == name} for name in names}
     return columns | {ALL: model}

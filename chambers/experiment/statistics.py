@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _RESAMPLES = 10_000
-# A difference of so many standard errors is found in four of five experiments at the level of 5 %.
+# Four of five experiments detect a difference of this many standard errors at the 5 % level.
 _DETECTABLE = 1.96 + 0.84
 
 # Values of the questions of each seed.

@@ -62,7 +62,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class KeyRow:
-    """The annotator, question and model of an id.
+    """The annotator, question and model behind an id.
 
     Attributes:
         annotator: Number of the sheet.

@@ -100,7 +100,7 @@ class TrainingSession(Session):
     def waits(self) -> bool:
         """Return whether the server owes the client an answer, so that it need not send a frame."""
         waiting = (self._trainer is not None and self._trainer.waits()) or super().waits()
-        # The client must send a gradient if it has an output without one, even if jobs are queued.
+        # The client must send any outstanding gradient, even if jobs are queued.
         return waiting and self._round.answered <= self._round.returned
 
     def holds(self) -> bool:

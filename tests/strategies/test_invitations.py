@@ -37,7 +37,12 @@ def test_keys_are_renewed_every_so_many_rounds_and_at_no_other_time(split_values
 
 
 def test_turns_go_by_name_whatever_the_nodes_ids(split_values, tmp_path):
-    values = split_values | {"rounds": 1, "train.local-steps": 1, "state-path": str(tmp_path)}
+    values = split_values | {
+        "rounds": 1,
+        "train.local-steps": 1,
+        "split.order": "names",
+        "state-path": str(tmp_path),
+    }
     partitions = {1: 2, 2: 0, 3: 1}
     nodes = {n: {"partition-id": i, "num-partitions": 3} for n, i in partitions.items()}
     grid = Noting(values, nodes)
