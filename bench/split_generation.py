@@ -5,8 +5,8 @@
 All processes (server, client, whole model and proxy) are bound to the same core and have one torch
 thread. A batch of prompts of equal length is continued greedily to the full length, with key-value
 caches, in turn by the whole model, over a lane, and over a lane with 20 ms each way at 1 Gbit/s.
-The wire type is float32; the run fails if tokens differ. CPU seconds are user and system time of all
-processes together. Ratios are a side's time ÷ the whole model's.
+The wire type is float32; the run fails if tokens differ. CPU seconds are user and system time of
+all processes together. Ratios are a side's time ÷ the whole model's.
 """
 
 import argparse

@@ -91,7 +91,8 @@ def micro_batches(
 ) -> list[list[int]]:
     """Divide a step's examples into micro-batches of at most ``token_budget`` padded tokens.
 
-    Examples are sorted by length, which reduces padding. The largest micro-batch comes first, so that out-of-memory errors occur immediately. An example longer than the budget gets its own.
+    Examples are sorted by length, which reduces padding. The largest micro-batch comes first, so
+    that out-of-memory errors occur immediately. An example longer than the budget gets its own.
 
     Args:
         indices: Indices of the step's examples.

@@ -25,7 +25,8 @@ def read_questions(path: Path, task: Task) -> list[Question]:
 def read_task_rows(path: Path | str, settings: DataSettings) -> list[Row]:
     """Read training rows, in the format of the settings' task if they name one.
 
-    Each question becomes a row with its first right answer. Questions without a right answer, such as WSC questions with a wrong noun, are skipped.
+    Each question becomes a row with its first right answer. Questions without a right answer, such
+    as WSC questions with a wrong noun, are skipped.
 
     Args:
         path: As for `read_rows`.
