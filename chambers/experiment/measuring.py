@@ -1,10 +1,12 @@
 """Measure the models of an experiment's runs, question by question."""
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from chambers.experiment.records import (
     write_records,
 )
 from federation.run_config import RunConfig
+from federation.run_folder import METRICS
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.saved import read_adapter
 from finetuning.data.candidates import Continuation
@@ -37,6 +40,7 @@ from finetuning.tasks.tasks import TASKS
 
 _BATCH = 16
 _MAX_TOKENS = 8192
+_REPORTED: Collection[Measure] = {"distance", "penalty_gradient_share"}
 
 
 def constant_records(
@@ -91,14 +95,28 @@ def measure_run(
     experiment: Experiment, run: Run, directory: Path, config: RunConfig, groups: Sequence[Group]
 ) -> list[Record]:
     """Return the values of a run's models, which are kept beside it and not computed again."""
-    measures = measures_of(experiment, run.arm)
+    wanted = measures_of(experiment, run.arm)
+    measures = [measure for measure in wanted if measure not in _REPORTED]
     about = {"measures": measures, "questions": {g.name: len(g.rows) for g in groups}}
     file = directory.parent / "measured.jsonl"
     if not file.is_file() or read_about(file) != about:
         measuring, models = Measuring(config), models_of(experiment, run, directory)
         found = [m for each in models for m in measuring.records(each, run.seed, groups, measures)]
         write_records(file, about, found)
-    return read_records(file)
+    reported = [measure for measure in wanted if measure in _REPORTED]
+    return [*read_records(file), *_reported(run, directory, reported)]
+
+
+def _reported(run: Run, directory: Path, measures: Sequence[Measure]) -> Iterator[Record]:
+    """Yield the means over rounds of what each client reported about its training."""
+    lines = (directory / METRICS).read_text(encoding="utf-8").splitlines()
+    trained = [event for event in map(json.loads, lines) if event["event"] == "train"]
+    for measure in measures:
+        for client in sorted({event["client"] for event in trained}):
+            values = [e[measure] for e in trained if e["client"] == client and measure in e]
+            group = group_name(run.variant, client)
+            if values:
+                yield Record(run.arm, GLOBAL, run.seed, group, measure, [mean(values)])
 
 
 def measure_untrained(
@@ -111,8 +129,8 @@ def measure_untrained(
     if arms:
         measuring = Measuring(config)
         for name in arms:
-            model = Model(name, BASE, None)
-            records += measuring.records(model, seed, groups, measures[name])
+            model, own = Model(name, BASE, None), [m for m in measures[name] if m not in _REPORTED]
+            records += measuring.records(model, seed, groups, own)
     return records
 
 

@@ -11,6 +11,7 @@ from chambers.experiment.records import CONSTANT, Record
 from chambers.experiment.results import ALL, Row, rows_of
 from chambers.experiment.statistics import Interval
 
+_UNITS = {"loss": "nats per token", "distance": "the Euclidean norm of adapter weights"}
 _SIZE_OF_CELL = (1.3, 0.5)  # inches
 
 
@@ -59,7 +60,7 @@ def _markdown(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
         for values in filter(None, (_published(table, column) for column in columns)):
             cells.append(f"*{values[name]:g}*" if name in values else "")
         lines.append(_line([row.label, *cells]))
-    unit = "nats per token" if table.measure == "loss" else "%"
+    unit = _UNITS.get(table.measure, "%")
     return "\n".join([f"In {unit}, with 95 % intervals over seeds and questions.", "", *lines, ""])
 
 
@@ -73,7 +74,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _text(value: float, measure: Measure) -> str:
-    text = f"{value:.3f}" if measure == "loss" else f"{100 * value:.0f}"
+    text = f"{value:.3f}" if measure in _UNITS else f"{100 * value:.0f}"
     return text.replace("-", "−")
 
 
@@ -117,7 +118,7 @@ def _heat_map(table: Table, rows: Sequence[Row]) -> str:
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        unit = "nats per token" if table.measure == "loss" else "%"
+        unit = _UNITS.get(table.measure, "%")
         axes.set_title(f"{table.title} ({unit})", fontsize=10, loc="left")
         _write_values(axes, image, values, table.measure)
         file = io.StringIO()

@@ -13,7 +13,17 @@ from chambers.errors import CommandError
 from federation.run_config import Scalar
 
 Measure = Literal[
-    "loss", "article", "accuracy", "answer", "rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"
+    "loss",
+    "article",
+    "accuracy",
+    "answer",
+    "rouge1",
+    "rouge2",
+    "rougeL",
+    "bleu4",
+    "bleu_n",
+    "distance",
+    "penalty_gradient_share",
 ]
 # Names become names of files.
 _NAME = r"^[a-z0-9][a-z0-9-]*$"

@@ -24,7 +24,8 @@ class Record:
         group: Name of the group.
         measure: ``loss`` (nats per token of the reference), ``article`` (whether the right one of
             twelve is the likeliest), ``accuracy`` (whether the right candidate is), ``answer``
-            (whether greedy decoding gives the reference), or a score of what it gives.
+            (whether greedy decoding gives the reference), a score of what it gives, or the mean
+            over rounds of what the client reported: ``distance``, ``penalty_gradient_share``.
         values: One value for each question.
 
     """
