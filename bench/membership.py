@@ -4,7 +4,7 @@ A client trains the demonstration's model for a round on some rows. Like the coo
 attacker has the adapter before and after the round, and decides for each candidate row whether it
 was used. Score *loss*: the decrease of the row's loss. Score *gradient*: the cosine between the
 adapter's change and the row's negative gradient, summed over tensors. Candidates are the rows and
-as many others of the same client, which differ in names and wording.
+64 others of the same client, which differ in names and wording.
 """
 
 import argparse

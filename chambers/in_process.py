@@ -130,6 +130,9 @@ def run_in_process(values: Mapping[str, Scalar], clients: int) -> None:
         values: The run config.
         clients: Number of clients, as in a simulation.
 
+    Raises:
+        Exception: The run failed, with the error of the ServerApp.
+
     """
     nodes = {i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)}
     together = values.get("split.schedule") in {"client-batch", "hierarchical"}

@@ -141,12 +141,17 @@ class Experimenting:
             raise CommandError(f"{self.file}: {place}: {error}") from error
 
     def _refuse_measures(self, experiment: Experiment, configs: Mapping[str, RunConfig]) -> None:
+        from finetuning.tasks.tasks import TASKS
+
         measures = {table.measure for table in experiment.tables}
         for config in configs.values():
             if config.data.path and "article" in measures:
                 raise CommandError(f"{self.file}: only matters have an article to measure")
-            if not config.data.task and "accuracy" in measures:
-                raise CommandError(f"{self.file}: accuracy is measured on a task (data.task)")
+            task = TASKS.get(config.data.task)
+            if "accuracy" in measures and not (task and task.is_cloze):
+                raise CommandError(
+                    f"{self.file}: accuracy is measured on a task with candidates (data.task)"
+                )
 
 
 def _carried_out(

@@ -105,13 +105,14 @@ def _own_and_others(models: Mapping[str, _Values]) -> dict[str, _Values]:
     if not models.keys().isdisjoint({BASE, GLOBAL}):
         (model,) = models.values()
         return {OWN: model, OTHERS: model}
-    keys = next(iter(models.values()))
-    own = {key: models[key[1]][key] for key in keys}
-    others = {
-        key: np.mean([m[key] for name, m in models.items() if name != key[1]], axis=0)
-        for key in keys
+    own = {key: models[key[1]][key] for model in models.values() for key in model}
+    return {
+        OWN: own,
+        OTHERS: {
+            key: _mean([m for name, m in models.items() if name != key[1] and key in m])[key]
+            for key in own
+        },
     }
-    return {OWN: own, OTHERS: others}
 
 
 def _groups(model: _Values) -> dict[str, _Values]:
@@ -122,7 +123,8 @@ def _groups(model: _Values) -> dict[str, _Values]:
 
 
 def _mean(models: Sequence[_Values]) -> _Values:
-    return {key: np.mean([model[key] for model in models], axis=0) for key in models[0]}
+    keys = dict.fromkeys(key for model in models for key in model)
+    return {key: np.mean([m[key] for m in models if key in m], axis=0) for key in keys}
 
 
 def _by_seed(values: _Values) -> BySeed:

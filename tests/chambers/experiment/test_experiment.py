@@ -178,6 +178,23 @@ def test_models_of_clients_are_compared_on_own_questions_and_on_others(file, tmp
     assert mixed[1:4] == ["100", "50", "0"] and mixed[5] == "50"
 
 
+def test_clients_of_several_variants_are_compared_within_their_variant(file, tmp_path, capsys):
+    variants = "[variants.a]\n[variants.b]\n[arms.bare]"
+    text = EXPERIMENT.replace("heat-map = true", 'columns = "own"')
+    file.write_text(text.replace("[arms.bare]", variants))
+    both = [
+        Record(r.arm, f"{v} {r.model}", r.seed, f"{v} {r.group}", "article", r.values)
+        for r in records(together=())
+        for v in "ab"
+        if r.arm == "alone"
+    ]
+    file.write_text(file.read_text().replace('"bare", "alone", "together"', '"alone"'))
+    write_records(tmp_path / RESULTS, {}, both)
+    assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 0
+    (row,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("| alone")]
+    assert [cell.split(" (")[0] for cell in row.split(" | ")[1:3]] == ["100", "0"]
+
+
 def test_models_that_are_no_better_than_a_constant_are_not_compared(file, tmp_path, capsys):
     same = [r for r in records(together=()) if r.arm != "alone"]
     file.write_text(EXPERIMENT.replace('against = "alone"', "").replace('"alone", ', ""))
