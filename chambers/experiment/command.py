@@ -3,10 +3,9 @@
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -171,13 +170,21 @@ def _report(name: str, future: Future[list["Record"]]) -> None:
         print(f"finished: {name}", file=sys.stderr)
 
 
-@contextmanager
-def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+def _pool(jobs: int) -> ProcessPoolExecutor:
     """Start processes that carry out runs, and share the cores."""
-    os.environ |= {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // jobs))
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        yield pool
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    return ProcessPoolExecutor(
+        jobs, mp_context=get_context("spawn"), initializer=_set_up, initargs=(threads,)
+    )
+
+
+def _set_up(threads: int) -> None:
+    """Set up a process of the pool, before it imports the libraries that read the environment."""
+    os.environ |= {
+        "OMP_NUM_THREADS": str(threads),
+        "TQDM_DISABLE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
 
 
 def _about(file: Path, size: str, runs: Collection[Run]) -> dict[str, object]:
