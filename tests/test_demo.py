@@ -15,9 +15,12 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "settings"),
     [
-        ("tiny.toml", ["rounds=1"]),
         ("demo.toml", ["model.name=tiny", "rounds=2", "evaluate.every=2"]),
-        ("demo-split.toml", ["model.name=tiny", "rounds=1", "evaluate.generate=false"]),
+        pytest.param("tiny.toml", ["rounds=1"], marks=pytest.mark.nightly),
+        pytest.param(
+            *("demo-split.toml", ["model.name=tiny", "rounds=1", "evaluate.generate=false"]),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_everyone_gains_from_the_demonstrations(tmp_path, left_over, preset, settings):

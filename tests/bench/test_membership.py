@@ -6,7 +6,7 @@ from bench.membership import measure
 from finetuning.settings import ModelSettings
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_only_row_of_a_round_is_told(checkpoint):
     found = measure(ModelSettings(name=str(checkpoint)), rows=1, seed=0)
     assert found["gradient"] > 0.9 and found["loss"] > 0.6

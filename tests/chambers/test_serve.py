@@ -139,7 +139,7 @@ def test_a_slow_reader_gets_the_rest(run_folder, tmp_path, capsys):
     assert read == [(tmp_path / "whole").read_text()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cut_after_the_last_text_changes_nothing(run_folder, tmp_path):
     with serve(run_folder, log=tmp_path / "log") as (process, _):
         words = generating(run_folder, tmp_path / "invitations" / "alpha.json")

@@ -337,7 +337,7 @@ def test_fedjudge_cl_is_refused_before_training_if_nobody_computes_importance(
     assert not any(file.with_name("privacy.jsonl").exists() for file in files.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_membership_is_harder_to_tell_the_smaller_epsilon_is(checkpoint):
     """A deliberately overfitted model; the attack guesses that rows with less loss are members."""
     count, steps, rate = 24, 60, 0.5

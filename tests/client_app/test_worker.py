@@ -100,7 +100,9 @@ def status(path: Path, first: bytes = b"", whole: bool = True) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fedjudge-cl", "fl-glm"])
+@pytest.mark.parametrize(
+    "strategy", ["fedjudge-cl", pytest.param("fl-glm", marks=pytest.mark.nightly)]
+)
 def test_answers_are_those_without_a_worker_bit_for_bit(
     worker, values, client_folders, deep_checkpoint, tmp_path, strategy
 ):

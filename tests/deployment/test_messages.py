@@ -73,6 +73,7 @@ def test_a_certificate_for_another_name(running):
     )
 
 
+@pytest.mark.nightly
 def test_a_key_that_is_not_registered_or_in_use(running):
     site(running.hosts["court"], "key", "unregistered")
     key = running.hosts["court"].folder / "unregistered"
@@ -128,6 +129,7 @@ def test_flwr_with_another_authority(running, tmp_path):
     explained(said, "Connection to the SuperLink is unavailable")
 
 
+@pytest.mark.nightly
 def test_a_superexec_that_has_ended(running):
     superexec = running.programs["coordinator"]["superexec"]
     superexec.stop()
@@ -157,6 +159,7 @@ def test_another_model(running, tmp_path):
     superexec.start()
 
 
+@pytest.mark.nightly
 def test_an_unsigned_app(running):
     status, log = running.run(SHORT, app=str(CHECKOUT))
     assert status != COMPLETED

@@ -42,7 +42,9 @@ def here_and_there(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fedjudge-cl", "fl-glm"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("fedjudge-cl", marks=pytest.mark.nightly), "fl-glm"]
+)
 def test_the_last_good_one_stays_and_is_resumed(
     values, deep_checkpoint, tmp_path, here_and_there, strategy
 ):

@@ -103,16 +103,11 @@ def events(directory: Path) -> list[dict]:
     [
         ("fedjudge-cl", "lora", "reset", (0, True)),
         ("serial", "lora", "keep", (2, True)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("fedjudge-cl", "prefix", "keep", (2, False)),
-                ("hierarchical", "lora", "keep", (2, False)),
-            )
-        ),
+        pytest.param("hierarchical", "lora", "keep", (2, False), marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
+                ("fedjudge-cl", "prefix", "keep", (2, False)),
                 ("fedjudge-cl", "lora", "reset", (2, False)),
                 ("fedjudge-cl", "lora", "keep", (2, True)),
                 ("hierarchical", "prefix", "keep", (2, True)),

@@ -283,7 +283,7 @@ def test_a_client_whose_supernode_is_lost_is_named(values, tmp_path):
     assert event["left_out"] == [{"client": "beta", "reason": reason}]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_who_joins_later_is_asked_first_and_a_silent_one_three_times(values, tmp_path):
     class Growing(SpyingGrid):
         def get_node_ids(self):

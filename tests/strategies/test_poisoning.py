@@ -63,10 +63,14 @@ ATTACKS = {
     "weights of 1,000, serial": ("serial", "train", 1e3, "update"),
     "weights of 1,000, hierarchical": ("hierarchical", "train", 1e3, "update"),
 }
+BY_DAY = {"weights of 1,000", "J = 2³⁰"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize(
+    "attack",
+    [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in ATTACKS],
+)
 def test_the_others_learn_nearly_as_before_and_go_on_without_gamma(
     values, deep_checkpoint, tmp_path, attack
 ):

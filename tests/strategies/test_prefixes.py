@@ -46,7 +46,9 @@ def test_fedjudge_with_penalty_learns_prefixes(prefix_values, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
+@pytest.mark.parametrize(
+    "schedule", ["serial", pytest.param("hierarchical", marks=pytest.mark.nightly)]
+)
 def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     prefix_values, deep_checkpoint, tmp_path, schedule, monkeypatch
 ):

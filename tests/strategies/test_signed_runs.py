@@ -265,8 +265,17 @@ def many_names(reply):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("spoil", [large, repeated_pieces, a_large_piece, many_names])
+@pytest.mark.parametrize("signed", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *(large, many_names),
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in (repeated_pieces, a_large_piece)
+        ),
+    ],
+)
 def test_a_reply_that_fills_the_memory_is_left_out(ask, signer, tmp_path, spoil, signed):
     superlink = SuperLink(tmp_path, spoil=spoil)
     answers = ask(superlink, signer if signed else None, to_arrays({"lora_A": torch.ones(2, 3)}))

@@ -246,7 +246,7 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     assert "rounds differ; name another folder" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_task_is_measured_on_the_questions_of_each_variant(checkpoint, tmp_path, capsys):
     labels = ["entailment", "neutral", "contradiction"]
     for name, count in (("first", 4), ("second", 6)):

@@ -91,6 +91,7 @@ def write_app(folder: Path, go: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_all_goes_on_when_there_is_space_again_but_the_run(coordinator, tmp_path):
     go, log = tmp_path / "go", coordinator.folder / "superlink.log"
     app = write_app(tmp_path / "app", go)

@@ -99,6 +99,7 @@ def test_only_signed_code_runs_until_the_key_is_withdrawn(coordinator, instituti
         assert coordinator.run("@courts/tiny==1.0.0")[0] == "finished:completed"
 
 
+@pytest.mark.nightly
 def test_an_upgrade_needs_no_restart(coordinator, institution, tmp_path):
     (institution.folder / "trusted.yaml").write_text(reviewer(coordinator, tmp_path / "alice"))
     app = tmp_path / "tiny"
@@ -133,6 +134,7 @@ def test_an_expelled_node_cannot_return(coordinator, institution):
     assert status != 0 and "[code: 23] Public key already in use." in output
 
 
+@pytest.mark.nightly
 def test_check_tells_that_a_key_is_registered_and_changes_nothing(coordinator, institution):
     line = f"ok   {institution.key} is registered"
     assert line in checked(coordinator, institution)
@@ -144,6 +146,7 @@ def test_check_tells_that_a_key_is_registered_and_changes_nothing(coordinator, i
         assert process.poll() is None
 
 
+@pytest.mark.nightly
 def test_renewal_and_a_restored_backup_keep_the_nodes(coordinator, institution, tmp_path):
     backup, restore, _ = documented("Back up and restore")
     (renew,) = documented("Renew the coordinator's certificate")

@@ -125,7 +125,7 @@ def scene(random_checkpoint) -> Served:
     "works",
     [
         [generate] * GENERATORS,
-        [choosing("personalised", "global", ahead=1)] * 2,
+        pytest.param([choosing("personalised", "global", ahead=1)] * 2, marks=pytest.mark.nightly),
         pytest.param([choosing("global", ahead=8)] * 2, marks=pytest.mark.nightly),
     ],
     ids=["generations", "choices of another model", "choices of the same model"],

@@ -93,7 +93,11 @@ class Beta:
 
 
 @pytest.mark.parametrize(
-    "stage", ["in forward", "in backward", pytest.param("between", marks=pytest.mark.nightly)]
+    "stage",
+    [
+        "in backward",
+        *(pytest.param(stage, marks=pytest.mark.nightly) for stage in ("in forward", "between")),
+    ],
 )
 def test_a_stack_goes_on_with_what_a_killed_client_had_finished(base, beginning, stage):
     split = split_settings(schedule="client-batch", window=1, resume_timeout=0.5)

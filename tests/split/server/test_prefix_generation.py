@@ -20,6 +20,7 @@ MAX_CACHED_TOKENS = 3 * (11 + NEW + PREFIX.prefix_length)
 # behind while the texts grow.
 SHORT = ("Mistral", "Gemma3Text")
 CASES = [*ARCHITECTURES.items(), *((name, {"sliding_window": 12}) for name in SHORT)]
+BY_DAY = {"Llama", "Gemma3Text", "GPT2"}
 
 
 def choose(scene: Scene, model, name: str) -> None:
@@ -30,7 +31,13 @@ def choose(scene: Scene, model, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "changes"), CASES)
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        case if case[0] in BY_DAY else pytest.param(*case, marks=pytest.mark.nightly)
+        for case in CASES
+    ],
+)
 def test_texts_are_the_whole_model_s_token_for_token(architecture, changes, random_checkpoint):
     """Those of the base model, too, before and after."""
     directory = random_checkpoint(architecture, **changes)

@@ -163,7 +163,7 @@ def test_a_stack_waits_no_longer_than_for_one_that_is_silent(base, beginning):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("late", ["beta", "gamma"])
+@pytest.mark.parametrize("late", [pytest.param("beta", marks=pytest.mark.nightly), "gamma"])
 def test_an_average_counts_once_whenever_a_lane_is_cut_in_it(base, beginning, late, when):
     """Beta is cut, before the others or when all wait for it, and alpha is, too."""
     split = split_settings(schedule="hierarchical", average_every=2)
