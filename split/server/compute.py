@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeVar
@@ -42,10 +43,6 @@ class Job:
     """A computation that the compute thread runs.
 
     Attributes:
-        owner: Owner, which is notified of an error.
-        priority: Priority. Jobs with lower numbers run first; jobs with the same number run in
-            order of arrival.
-        run: The computation.
         tokens: Padded tokens that the job takes from the activation budget. The owner must return
             them with ``release``, even if the job failed.
         queued: Time at which the job was queued, on the thread's clock.
@@ -95,7 +92,6 @@ class ComputeThread:
 
     Args:
         activation_budget: Maximum padded tokens whose activations are in memory at once.
-        clock: Monotonic clock in seconds.
 
     """
 
@@ -142,19 +138,9 @@ class ComputeThread:
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Run a function in the compute thread; return its result or raise its error."""
-        done = threading.Event()
-        result: list[Result] = []
-        caller = _Caller(done)
-
-        def run() -> None:
-            result.append(function())
-            done.set()
-
-        self.put(Job(caller, Priority.CLEANUP, run))
-        done.wait()
-        if caller.error is not None:
-            raise caller.error
-        return result[0]
+        call: _Call[Result] = _Call()
+        self.put(Job(call, Priority.CLEANUP, lambda: call.set_result(function())))
+        return call.result()
 
     def stop(self) -> None:
         """Stop the thread after the current job. Queued jobs fail."""
@@ -187,13 +173,7 @@ class ComputeThread:
             return None
 
 
-class _Caller:
+class _Call(Future[Result]):
     """Owner of a job for whose result another thread waits."""
 
-    def __init__(self, done: threading.Event) -> None:
-        self.error: BaseException | None = None
-        self._done = done
-
-    def failed(self, error: BaseException) -> None:
-        self.error = error
-        self._done.set()
+    failed = Future.set_exception
