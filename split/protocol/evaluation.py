@@ -16,24 +16,6 @@ from split.protocol.frames import Frame, Kind, Padding, check_size, hidden_of, w
 
 
 @dataclass(frozen=True)
-class EvaluationLimits:
-    """Limits of an evaluation.
-
-    Attributes:
-        window: Maximum number of micro-batches in flight.
-        longest: Padded tokens of the largest micro-batch, prefixes included; 0 to allow only cached
-            texts.
-        max_cached_tokens: Padded tokens of the largest batch of cached texts, prefixes and new
-            tokens included.
-
-    """
-
-    window: int
-    longest: int
-    max_cached_tokens: int
-
-
-@dataclass(frozen=True)
 class ModelChoice:
     """The client has selected a model; ``is_new`` is False if it was selected already."""
 
@@ -64,14 +46,10 @@ class Prompts:
 
 @dataclass(frozen=True)
 class CachedExtension:
-    """Hidden states that follow the cached texts, (rows × endings, columns, hidden).
+    """Hidden states of the next token of each cached text, or of several endings of each text.
 
-    Attributes:
-        step: Step of the frame.
-        index: Index of the frame, counted from the prompts.
-        hidden: Hidden states of the next token of each text, or of several endings of each text.
-        endings: Number of endings of each text; 0 for the next token.
-
+    Their shape is (rows × endings, columns, hidden); ``endings`` is 0 for the next token. The index
+    is counted from the prompts.
     """
 
     step: int
@@ -103,21 +81,32 @@ class Evaluation:
 
     Args:
         columns_before: Prefix length of each model that the client may select, by name.
-        limits: Limits of the evaluation.
+        window: Maximum number of micro-batches in flight.
+        longest: Padded tokens of the largest micro-batch, prefixes included; 0 to allow only cached
+            texts.
+        max_cached_tokens: Padded tokens of the largest batch of cached texts, prefixes and new
+            tokens included.
 
     Attributes:
-        state: State, which determines the frames that may come next.
         choosing: Whether a selected model is not ready yet. Any thread may set it.
         answered: Number of micro-batches whose output was sent. Any thread may increment it.
 
     """
 
-    def __init__(self, columns_before: Mapping[str, int], limits: EvaluationLimits) -> None:
+    def __init__(
+        self,
+        columns_before: Mapping[str, int],
+        window: int,
+        longest: int,
+        max_cached_tokens: int,
+    ) -> None:
         self.state = State.JOINING
         self.choosing = False
         self.answered = 0
         self._models = columns_before
-        self._limits = limits
+        self._window = window
+        self._longest = longest
+        self._max_cached_tokens = max_cached_tokens
         self._model: str | None = None
         self._received = 0
         # For the cached texts: rows and columns of the prompts, new tokens, frames so far.
@@ -170,12 +159,11 @@ class Evaluation:
         return event
 
     def _forward_pass(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> ForwardPass:
-        limits = self._limits
-        if self._received - self.answered >= limits.window:
-            raise ProtocolError(f"more than {limits.window} micro-batches are in flight")
+        if self._received - self.answered >= self._window:
+            raise ProtocolError(f"more than {self._window} micro-batches are in flight")
         tokens = self._tokens(*hidden.shape[:2])
-        if tokens > limits.longest:
-            raise ProtocolError(f"{tokens} padded tokens came; {limits.longest} were agreed")
+        if tokens > self._longest:
+            raise ProtocolError(f"{tokens} padded tokens came; {self._longest} were agreed")
         return ForwardPass(frame.step, frame.micro_batch, hidden, padding)
 
     def _prompts(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> Prompts:
@@ -188,10 +176,10 @@ class Evaluation:
                 f"padding on the {padding.side}"
             )
         tokens = self._tokens(rows, columns + new_tokens)
-        if tokens > self._limits.max_cached_tokens:
+        if tokens > self._max_cached_tokens:
             raise ProtocolError(
                 f"{rows} texts of {columns} + {new_tokens} tokens were requested, with a prefix of "
-                f"{self._prefix}; agreed on are at most {self._limits.max_cached_tokens} tokens "
+                f"{self._prefix}; agreed on are at most {self._max_cached_tokens} tokens "
                 "together (evaluate.generate, evaluate.batch-size, data.max-length, "
                 "evaluate.max-new-tokens, adapter.prefix-length)"
             )

@@ -14,7 +14,6 @@ from split.protocol.errors import LaneError
 from split.protocol.evaluation import (
     CachedExtension,
     Evaluation,
-    EvaluationLimits,
     ForwardPass,
     ModelChoice,
     Prompts,
@@ -34,19 +33,14 @@ class EvaluationSession(Session):
 
     The client may request independent forward passes, text generation for one batch of prompts at a
     time, or the computation of several endings for each text of a batch. The session caches the
-    keys and values of the current batch in the body.
+    keys and values of the current batch in the body. See ``Session`` for the other arguments.
 
     Args:
-        lane: Lane to the client, after the handshake.
         models: Body adapters of the models that the client may select.
         body: The frozen blocks.
         adapter: Kind, rank, scale and targets, or prefix length.
-        compute: Thread that runs the session's jobs.
-        split: Window and time limits.
-        longest: Padded tokens of the largest micro-batch, prefixes included; 0 to allow only
-            cached texts.
-        max_cached_tokens: Maximum padded tokens in the key-value cache, prefixes included.
-        lifetime: Seconds from the client's invitation to the end of the phase of the round.
+        longest: Padded tokens of the largest micro-batch; 0 to allow only cached texts.
+        max_cached_tokens: Maximum padded tokens in the key-value cache.
 
     """
 
@@ -66,13 +60,10 @@ class EvaluationSession(Session):
         self._models = models
         self._body = body
         self._adapter = adapter
-        self._evaluation = Evaluation(
-            {
-                name: 0 if state is None else adapter.columns_before
-                for name, state in models.items()
-            },
-            EvaluationLimits(split.window, longest, max_cached_tokens),
-        )
+        prefixes = {
+            name: 0 if state is None else adapter.columns_before for name, state in models.items()
+        }
+        self._evaluation = Evaluation(prefixes, split.window, longest, max_cached_tokens)
         self._credits = split.window
         self._has_texts = False
         # Used only by the compute thread: name of the selected model's adapter, key-value cache,

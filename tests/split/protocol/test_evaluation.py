@@ -10,7 +10,6 @@ from split.protocol.errors import ProtocolError
 from split.protocol.evaluation import (
     CachedExtension,
     Evaluation,
-    EvaluationLimits,
     ForwardPass,
     ModelChoice,
     Prompts,
@@ -19,7 +18,7 @@ from split.protocol.evaluation import (
 from split.protocol.frames import Frame, Kind
 
 PREFIXES = {"base": 0, "global": 3}
-LIMITS = EvaluationLimits(window=2, longest=12, max_cached_tokens=20)
+WINDOW, LONGEST, MAX_CACHED_TOKENS = 2, 12, 20
 
 
 def hidden(index, rows, columns, side, fields):
@@ -60,7 +59,7 @@ FRAMES = st.one_of(
 @settings(max_examples=400, deadline=None)
 def test_no_sequence_of_frames_exceeds_the_limits(steps):
     """Frames that are refused are left out; a lane would end there."""
-    evaluation = Evaluation(PREFIXES, LIMITS)
+    evaluation = Evaluation(PREFIXES, WINDOW, LONGEST, MAX_CACHED_TOKENS)
     prefix, in_flight, cached, room, texts = 0, 0, 0, 0, (1, 0)
     for sent, answered in steps:
         frame = sent(*texts) if callable(sent) else sent
@@ -77,7 +76,7 @@ def test_no_sequence_of_frames_exceeds_the_limits(steps):
             cached = room = 0
         elif isinstance(event, ForwardPass):
             rows, columns = event.hidden.shape[:2]
-            assert rows * (prefix + columns) <= LIMITS.longest and not room
+            assert rows * (prefix + columns) <= LONGEST and not room
         elif isinstance(event, Prompts):
             rows, columns = event.hidden.shape[:2]
             cached, room, texts = rows * (prefix + columns), event.tokens, (rows, 1)
@@ -86,8 +85,8 @@ def test_no_sequence_of_frames_exceeds_the_limits(steps):
             texts = (texts[0], texts[1] + 1)
             assert not in_flight
         in_flight += isinstance(event, ForwardPass | Prompts | CachedExtension)
-        assert in_flight <= LIMITS.window
-        assert cached <= room <= LIMITS.max_cached_tokens
+        assert in_flight <= WINDOW
+        assert cached <= room <= MAX_CACHED_TOKENS
         if answered and in_flight:
             in_flight -= 1
             evaluation.answered += 1
