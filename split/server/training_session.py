@@ -19,23 +19,21 @@ from split.protocol.training import (
     StepEnd,
     TrainingRound,
 )
+from split.server.body_adapters import SeparateTrainer
 from split.server.compute import ComputeThread
-from split.server.schedules.schedule import ClientTrainer, Schedule
+from split.server.schedules.client_batch import StackedTrainer
+from split.server.schedules.make_schedule import Schedule
 from split.server.session import Session
 from split.settings import SplitSettings
 
 
 class TrainingSession(Session):
-    """Session of one client's round of training.
+    """Session of one client's round of training; see ``Session`` for the other arguments.
 
     Args:
-        lane: Lane to the client.
         largest: The largest plan with which the client may join.
         schedule: Schedule, which determines the adapters and the clients that train together.
-        compute: Thread that runs the session's jobs.
         limits: Limits of the round.
-        split: Time limits.
-        lifetime: Seconds from the client's invitation to the end of the phase of the round.
 
     """
 
@@ -52,7 +50,7 @@ class TrainingSession(Session):
         super().__init__(lane, "train", compute, split, lifetime)
         self._schedule = schedule
         self._round = TrainingRound(largest, limits)
-        self._trainer: ClientTrainer | None = None
+        self._trainer: SeparateTrainer | StackedTrainer | None = None
 
     @property
     def planned_steps(self) -> int:

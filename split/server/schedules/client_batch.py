@@ -17,7 +17,7 @@ from split.settings import SplitSettings
 
 @dataclass(frozen=True)
 class StackedTrainer:
-    """A ``ClientTrainer`` that trains a client together with the others."""
+    """Trains a client together with the others, by the methods of ``SeparateTrainer``."""
 
     forward: Callable[[HeadOutput], None]
     backward: Callable[[OutputGradient], None]
@@ -31,15 +31,7 @@ class StackedTrainer:
 
 
 class ClientBatch(SharedAdapters):
-    """Schedule with one set of adapters, and one optimizer step for all clients' micro-batches.
-
-    Args:
-        adapters: The body with the clients' common adapters.
-        compute: Thread that runs the stacked micro-batches.
-        split: Activation budget, and limits of the time that clients wait for each other.
-        minimum: Minimum number of clients in a round.
-
-    """
+    """Schedule with one set of adapters, and one optimizer step for all clients' micro-batches."""
 
     def __init__(
         self, adapters: BodyAdapters, compute: ComputeThread, split: SplitSettings, minimum: int
@@ -52,7 +44,7 @@ class ClientBatch(SharedAdapters):
         self._round: StackedRound
 
     def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
-        """Prepare for the clients that may join; see ``SharedAdapters.begin_round``."""
+        """Prepare for the clients in ``weights``, which may join."""
         super().begin_round(weights, keep_optimizers, seed)
         with self._changed:
             self._barrier.begin(weights)
@@ -62,10 +54,6 @@ class ClientBatch(SharedAdapters):
 
     def join(self, session: Session, plan: RoundPlan) -> StackedTrainer:
         """Add a client, and wait until all clients have joined.
-
-        Args:
-            session: Session of the client's lane.
-            plan: The client's round.
 
         Raises:
             LaneError: The client's lane has ended.

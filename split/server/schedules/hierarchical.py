@@ -31,7 +31,7 @@ class Hierarchical:
 
     Args:
         make_adapters: Function that returns a new set of body adapters with an optimizer.
-        compute: Thread that runs the jobs that use the adapters.
+        compute: Thread that averages the body adapters.
         state: Initial adapters of the body.
         client_adapters: Adapters of head and tail; later ones must have the same names and shapes.
         split: Averaging period, and time limit for clients to wait for each other.
@@ -69,14 +69,7 @@ class Hierarchical:
         self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
 
     def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
-        """Load the average at the end of the last round into the adapters of every client.
-
-        Args:
-            weights: Weights of the clients that may join, by name.
-            keep_optimizers: Whether to keep the state of the optimizers.
-            seed: Seed of the round, from which the seed of each client is derived.
-
-        """
+        """Load the average at the end of the last round into the adapters of every client."""
         with self._changed:
             self._weights = dict(weights)
             self._keeps_optimizers = keep_optimizers
@@ -85,11 +78,10 @@ class Hierarchical:
             self._waits = WaitBudget()
             self._barrier.begin(weights)
         for client in weights:
-            if client not in self._adapters:
-                self._adapters[client] = self._make_adapters()
-            self._adapters[client].load(self._global)
+            adapters = self._adapters_of(client)
+            adapters.load(self._global)
             if not keep_optimizers:
-                self._adapters[client].load_optimizer({})
+                adapters.load_optimizer({})
 
     def begin_with(self, own: Mapping[str, torch.Tensor]) -> None:
         """Set the adapters of head and tail with which all clients begin the round."""
@@ -97,10 +89,6 @@ class Hierarchical:
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
         """Add a client. If adapters are averaged within the round, wait until all have joined.
-
-        Args:
-            session: Session of the client's lane.
-            plan: The client's round.
 
         Raises:
             LaneError: The client's lane has ended.
@@ -149,13 +137,8 @@ class Hierarchical:
     def average(self, session: Session, step: int, own: State) -> State:
         """Average the adapters of all parties over the clients with more than ``step`` steps.
 
-        Args:
-            session: Session of the client's lane.
-            step: Number of finished steps of the round.
-            own: The client's head and tail adapters.
-
-        Returns:
-            The average of the head and tail adapters. Body adapters are averaged in place.
+        Body adapters are averaged in place; the average of ``own``, the head and tail adapters of
+        the clients, is returned.
 
         Raises:
             RuntimeError: No average is due for this client.
@@ -165,9 +148,8 @@ class Hierarchical:
         """
         client = session.account.client
         with self._changed:
-            if client not in self._averages and client not in self._gathered.get(step, {}):
-                self._hand_in(client, step, own)
-            while client not in self._averages and not self._all_at(step):
+            self._hand_in(client, step, own)
+            while client not in self._averages and self._missing_at(step):
                 session.lane.check()
                 self._note_waiting()
                 self._changed.wait(_POLL_SECONDS)
@@ -202,10 +184,14 @@ class Hierarchical:
 
     def load_optimizers(self, states: Mapping[str, State]) -> None:
         """Restore the states of the clients' optimizers."""
-        for name, state in states.items():
-            if name not in self._adapters:
-                self._adapters[name] = self._make_adapters()
-            self._adapters[name].load_optimizer(state)
+        for client, state in states.items():
+            self._adapters_of(client).load_optimizer(state)
+
+    def _adapters_of(self, client: str) -> BodyAdapters:
+        """Return the adapters of a client, new ones for a new client."""
+        if client not in self._adapters:
+            self._adapters[client] = self._make_adapters()
+        return self._adapters[client]
 
     def _hand_in(self, client: str, step: int, own: State) -> None:
         if not self._average_every or step != self._due[client] or step >= self._steps[client]:
@@ -220,13 +206,7 @@ class Hierarchical:
         self._changed.notify_all()
 
     def _check(self, own: State) -> None:
-        """Check a client's adapters, because the other clients will receive their average.
-
-        Raises:
-            ProtocolError: Names, types or shapes differ from those of head and tail, or a value is
-                too large or not finite.
-
-        """
+        """Check a client's adapters, because the other clients will receive their average."""
         expected = self._client_adapters
         for name in sorted(own.keys() | expected.keys()):
             if name not in own or name not in expected:
@@ -238,9 +218,6 @@ class Hierarchical:
                     f"of float32 and shape {tuple(shape)}"
                 )
             check_size(given, name)
-
-    def _all_at(self, step: int) -> bool:
-        return not self._missing_at(step)
 
     def _missing_at(self, step: int) -> set[str]:
         expected = {name for name, steps in self._steps.items() if steps > step}
@@ -258,13 +235,10 @@ class Hierarchical:
             self._adapters[name].load(self._common_body)
 
     def _mean(self, states: Mapping[str, State], reference: State) -> State:
-        """Return the weighted average of adapters, added up in the order of names.
+        """Return the weighted average of the clients' adapters, added up in the order of names.
 
-        Args:
-            states: Adapters by client.
-            reference: Adapters with which all clients began. Updates that are much larger than
-                those of the other clients are scaled down.
-
+        Differences from ``reference``, with which all clients began, are scaled down if they are
+        much larger than those of the other clients.
         """
         factors = update_factors({n: distance(each, reference) for n, each in states.items()})
         mean = WeightedMean()

@@ -4,8 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from split.protocol.errors import LaneError
-
 _POLL_SECONDS = 1.0
 
 
@@ -17,9 +15,6 @@ class JoinBarrier:
         minimum: Minimum number of clients in a round.
         timeout: Seconds that clients wait for each other.
 
-    Attributes:
-        joined: Names of the clients that have joined.
-
     """
 
     def __init__(self, changed: threading.Condition, minimum: int, timeout: float) -> None:
@@ -28,13 +23,13 @@ class JoinBarrier:
         self._timeout = timeout
         self._invited: set[str] = set()
         self._awaited: set[str] = set()
+        self._joined: set[str] = set()
         self._begun = False
-        self.joined: set[str] = set()
 
     def begin(self, invited: Iterable[str]) -> None:
         """Prepare for a round of the invited clients."""
         self._invited = set(invited)
-        self._awaited, self.joined, self._begun = set(self._invited), set(), False
+        self._awaited, self._joined, self._begun = set(self._invited), set(), False
 
     def mark_absent(self, client: str) -> None:
         """Stop waiting for a client. It may still join."""
@@ -53,14 +48,14 @@ class JoinBarrier:
                 f"{client} joined after the round had begun without it; clients wait for each "
                 f"other for split.join-timeout = {self._timeout:g} s"
             )
-        self.joined.add(client)
+        self._joined.add(client)
         self._changed.notify_all()
 
     def wait(self, client: str, check: Callable[[], None]) -> None:
         """Wait until all clients have joined or the timeout expires. Call with ``changed`` locked.
 
         Args:
-            client: The client that waits. It is removed if its lane ends or too few clients join.
+            client: The client that waits. It is removed on an error.
             check: Function that raises the lane's error if the client's lane has ended.
 
         Raises:
@@ -69,27 +64,25 @@ class JoinBarrier:
 
         """
         end = time.monotonic() + self._timeout
-        while not self._begun and not self._awaited <= self.joined:
-            if (left := end - time.monotonic()) <= 0:
-                break
-            self._changed.wait(min(left, _POLL_SECONDS))
-            try:
+        try:
+            while not self._begun and not self._awaited <= self._joined:
+                if (left := end - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(min(left, _POLL_SECONDS))
                 check()
-            except LaneError:
-                self.joined.discard(client)
-                raise
-        if not self._begun and len(self.joined) < self._minimum:
-            reason = self._too_few()
-            self.joined.discard(client)
-            raise RuntimeError(reason)
+            if not self._begun and len(self._joined) < self._minimum:
+                raise RuntimeError(self._too_few())
+        except RuntimeError:  # includes LaneError
+            self._joined.discard(client)
+            raise
         self._begun = True
         self._changed.notify_all()
 
     def _too_few(self) -> str:
         """Return why the round can't begin: the other clients are late, or will not join."""
-        joined = f"{len(self.joined)} of {len(self._invited)} clients joined"
+        joined = f"{len(self._joined)} of {len(self._invited)} clients joined"
         needed = f"min-nodes = {self._minimum} are needed at once"
-        if self._awaited <= self.joined:
+        if self._awaited <= self._joined:
             return f"{joined}, the others have answered that they can't, and {needed}"
         return (
             f"{joined} within split.join-timeout = {self._timeout:g} s, and {needed}; a simulation "

@@ -8,9 +8,11 @@ from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
 from split.server.schedules.client_batch import ClientBatch
 from split.server.schedules.hierarchical import Hierarchical
-from split.server.schedules.schedule import Schedule
 from split.server.schedules.serial import Serial
 from split.settings import SplitSettings
+
+# How clients share the body. All schedules have the same methods.
+Schedule = Serial | ClientBatch | Hierarchical
 
 
 def make_schedule(
@@ -20,16 +22,7 @@ def make_schedule(
     state: Mapping[PartyName, State],
     minimum: int,
 ) -> Schedule:
-    """Return a new schedule of the kind in ``split.schedule``.
-
-    Args:
-        split: The schedule and its limits.
-        make_adapters: Function that returns a new set of body adapters with an optimizer.
-        compute: Thread that runs the jobs that use the adapters.
-        state: Initial adapters of the whole model, by party.
-        minimum: Minimum number of clients in a round that clients begin together.
-
-    """
+    """Return a new schedule of the kind in ``split.schedule``; see the arguments of each kind."""
     if split.schedule == "serial":
         return Serial(make_adapters())
     if split.schedule == "client-batch":

@@ -10,12 +10,7 @@ from split.server.session import Session
 
 
 class Serial(SharedAdapters):
-    """Schedule with one set of adapters and one optimizer, used by one client at a time.
-
-    Args:
-        adapters: The body with the clients' common adapters.
-
-    """
+    """Schedule with one set of adapters and one optimizer, used by one client at a time."""
 
     def __init__(self, adapters: BodyAdapters) -> None:
         super().__init__(adapters)
@@ -25,10 +20,6 @@ class Serial(SharedAdapters):
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
         """Begin a client's turn.
-
-        Args:
-            session: Session of the client's lane.
-            plan: The client's round.
 
         Raises:
             RuntimeError: The turn of another client has not ended.

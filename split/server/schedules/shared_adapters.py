@@ -10,12 +10,7 @@ from split.server.session import Session
 
 
 class SharedAdapters:
-    """Base class of schedules in which all clients share the adapters and the optimizer.
-
-    Args:
-        adapters: The body with the clients' common adapters.
-
-    """
+    """Base class of schedules in which all clients share the adapters and the optimizer."""
 
     # Key of the optimizer in a checkpoint.
     KEY = "body"
@@ -24,14 +19,7 @@ class SharedAdapters:
         self._adapters = adapters
 
     def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
-        """Begin a round, and replace the optimizer unless it is kept.
-
-        Args:
-            weights: Weights of the clients that may join, by name.
-            keep_optimizers: Whether to keep the state of the optimizer.
-            seed: Seed of the round.
-
-        """
+        """Begin a round, and replace the optimizer unless it is kept."""
         if not keep_optimizers:
             self._adapters.load_optimizer({})
 
