@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Self
 
 from finetuning.adapters.adapter import State
+from finetuning.data.batching import steps_per_round
 from finetuning.settings import AdapterSettings, TrainSettings
 from split.lane.lane import Lane
 from split.model.part import Part
@@ -14,11 +15,10 @@ from split.model.partition import PartyName
 from split.protocol.frames import Kind, Limits, average_bytes
 from split.protocol.invitation import Invitation
 from split.protocol.tickets import Identity
-from split.protocol.training import RoundPlan
+from split.protocol.training import RoundLimits, RoundPlan
 from split.server.body_adapters import BodyAdapters
 from split.server.endpoint import Endpoint, lane_ended_by_errors
 from split.server.evaluation_session import EvaluationSession, Models
-from split.server.round_plan import largest_plan, round_limits
 from split.server.schedules.make_schedule import make_schedule
 from split.server.session import Account
 from split.server.training_session import TrainingSession
@@ -31,23 +31,10 @@ Grant = tuple[RoundPlan | Models, float]
 _END_SECONDS = 600.0
 
 
-class BlockServer:
+class BlockServer(Endpoint):
     """Server of the body for a whole run. Call its methods from one thread only.
 
-    Args:
-        body: The frozen blocks.
-        state: Initial adapters of the whole model, by party.
-        split: Schedule, limits and addresses.
-        adapter: Kind, rank, scale, dropout and targets, or prefix length.
-        train: Settings of the optimizers.
-        run: Name of the run in handshakes.
-        rounds: Number of rounds of the run.
-        longest: Padded tokens of the largest micro-batch that any client may send, prefixes
-            included.
-        columns: Tokens of the longest row that a client may train on or evaluate.
-        minimum: Minimum number of clients in a round that clients begin together.
-        max_cached_tokens: Padded tokens of the largest batch for which a client may generate text.
-            They count towards the activation budget.
+    The arguments are those of ``serve``, except that ``body`` has the frozen blocks.
 
     Raises:
         OSError: The server can't listen on the address in ``split.listen``.
@@ -69,7 +56,6 @@ class BlockServer:
         max_cached_tokens: int = 0,
     ) -> None:
         self._body = body
-        self._split = split
         self._adapter = adapter
         self._train = train
         self._run = run
@@ -90,8 +76,7 @@ class BlockServer:
             window=split.window,
             maximum_columns=columns,
         )
-        self._endpoint = Endpoint(split, limits, on_lane=self._serve)
-        self._compute = self._endpoint.compute
+        super().__init__(split, limits)
         numbers = itertools.count()
         self._schedule = make_schedule(
             split=split,
@@ -106,18 +91,13 @@ class BlockServer:
             state=state,
             minimum=minimum,
         )
-        self._endpoint.start()
+        self._start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.stop()
-
-    @property
-    def address(self) -> str:
-        """The address at which clients reach the server, as host:port."""
-        return self._endpoint.address
 
     def begin_round(self, examples: Mapping[str, int], seed: int, own: State | None = None) -> None:
         """Prepare for a round of training.
@@ -155,14 +135,16 @@ class BlockServer:
                 number that was passed to ``begin_round``.
 
         """
-        plan = largest_plan(
-            examples=self._examples[client] if examples is None else examples,
-            train=self._train,
-            rounds=self._rounds,
-            round_number=round_number,
+        if examples is None:
+            examples = self._examples[client]
+        steps = steps_per_round(examples, self._train)
+        plan = RoundPlan(
+            steps=steps,
+            first_step=(round_number - 1) * steps,
+            total_steps=self._rounds * steps,
             seed=seed,
         )
-        return self._invite(Identity(f"{self._run}/train", round_number, client), plan, lifetime)
+        return self._grant(Identity(f"{self._run}/train", round_number, client), plan, lifetime)
 
     def invite_to_evaluate(
         self, client: str, round_number: int, models: Models, lifetime: float
@@ -178,7 +160,7 @@ class BlockServer:
 
         """
         identity = Identity(f"{self._run}/evaluate", round_number, client)
-        return self._invite(identity, models, lifetime)
+        return self._grant(identity, models, lifetime)
 
     def mark_absent(self, client: str) -> None:
         """Stop waiting for a client that will not start the round."""
@@ -198,7 +180,7 @@ class BlockServer:
         with self._changed:
             self._grants.clear()
             for session in self._open:
-                session.abandon("this phase of the round is over (round-timeout)")
+                session.lane.close("this phase of the round is over (round-timeout)")
             if not self._changed.wait_for(lambda: not self._open, _END_SECONDS):
                 names = sorted(session.account.client for session in self._open)
                 raise RuntimeError(f"lanes did not end within {_END_SECONDS:g} s: {names}")
@@ -215,9 +197,7 @@ class BlockServer:
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Return the body adapters with which the next round begins.
 
-        Args:
-            weights: Weights of the clients whose adapters are averaged, by name; at least one.
-
+        If clients have adapters of their own, they are averaged by ``weights``, at least one.
         """
         return self._compute.call(lambda: self._schedule.end_round(weights))
 
@@ -246,7 +226,7 @@ class BlockServer:
 
     def rotate_keys(self) -> None:
         """Generate a new server key. Invitations with the old key become invalid."""
-        self._endpoint.keys.rotate()
+        self._keys.rotate()
 
     def stop(self) -> None:
         """End all lanes and threads.
@@ -258,16 +238,15 @@ class BlockServer:
         try:
             self.finish_lanes()
         finally:
-            self._endpoint.stop()
+            super().stop()
 
-    def _invite(
+    def _grant(
         self, identity: Identity, allowed: RoundPlan | Models, lifetime: float
     ) -> Invitation:
         self._grants[identity] = allowed, lifetime
-        return self._endpoint.invite(identity, lifetime)
+        return self._invite(identity, lifetime)
 
     def _serve(self, lane: Lane) -> None:
-        """Serve a lane. Called in a separate thread for each lane."""
         with self._changed:
             grant = self._grants.pop(lane.identity, None)
             if grant is None:
@@ -288,11 +267,14 @@ class BlockServer:
     def _session(self, lane: Lane, grant: Grant) -> TrainingSession | EvaluationSession:
         allowed, lifetime = grant
         if isinstance(allowed, RoundPlan):
-            limits = round_limits(
-                split=self._split,
-                train=self._train,
+            # Every micro-batch except the last of a step has at least ``batch_size`` examples.
+            limits = RoundLimits(
+                window=self._split.window,
+                activation_budget=self._split.activation_budget,
                 lanes=1 if self._split.schedule == "serial" else len(self._examples),
                 columns_before=self._adapter.columns_before,
+                micro_batches=self._train.accumulation,
+                rows=self._train.batch_size * self._train.accumulation,
             )
             return TrainingSession(
                 lane=lane,

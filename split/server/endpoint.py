@@ -1,12 +1,11 @@
-"""The endpoint of a block server, with its keys, tickets, lanes and compute thread."""
+"""The base class of block servers, with keys, tickets, lanes and the compute thread."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from split.lane.lane import Lane
 from split.lane.listening import LaneServer
-from split.protocol.errors import LaneError, ProtocolError
 from split.protocol.frames import Limits
 from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
@@ -20,67 +19,59 @@ _MAX_LANES = 256
 
 
 class Endpoint:
-    """Endpoint that accepts the lanes of invited clients until it is stopped.
+    """Base class of servers that accept the lanes of invited clients until they are stopped.
+
+    Subclasses implement ``_serve``, and call ``_start`` when they are ready for lanes. Keys and
+    tickets are in memory only.
 
     Args:
         split: Addresses, key exchange, activation budget and time limits.
         limits: Limits on the frames of clients.
-        on_lane: Function that serves a lane, called in a separate thread for each lane.
-
-    Attributes:
-        compute: Thread that runs the jobs of all sessions.
-        keys: The server's keys, in memory only.
 
     Raises:
         OSError: The server can't listen on the address in ``split.listen``.
 
     """
 
-    def __init__(
-        self, split: SplitSettings, limits: Limits, on_lane: Callable[[Lane], None]
-    ) -> None:
+    def __init__(self, split: SplitSettings, limits: Limits) -> None:
         self._split = split
-        self.keys = ServerKeys(split.key_exchange)
-        self._server = LaneServer(
+        self._keys = ServerKeys(split.key_exchange)
+        self._lanes = LaneServer(
             listen=split.listen,
-            keys=self.keys,
+            keys=self._keys,
             limits=limits,
-            on_lane=on_lane,
+            on_lane=self._serve,
             maximum_lanes=_MAX_LANES,
             resume_timeout=split.resume_timeout,
         )
-        self.compute = ComputeThread(split.activation_budget)
-
-    def start(self) -> None:
-        """Start accepting lanes."""
-        self._server.start()
+        self._compute = ComputeThread(split.activation_budget)
 
     @property
     def address(self) -> str:
         """The address at which clients reach the server, as host:port."""
-        return self._split.advertise or self._server.address
-
-    def invite(self, identity: Identity, lifetime: float, standing: bool = False) -> Invitation:
-        """Invite a client.
-
-        Args:
-            identity: Run, round and client.
-            lifetime: Seconds for which the ticket is valid.
-            standing: Whether the ticket is valid for any number of lanes instead of one.
-
-        """
-        return Invitation(
-            address=self.address,
-            suite=self._split.key_exchange,
-            server_key=self.keys.public,
-            identity=identity,
-            ticket=self._server.issue(identity, lifetime, standing=standing),
-        )
+        return self._split.advertise or self._lanes.address
 
     def stop(self) -> None:
         """End all lanes and threads."""
-        self._server.stop()
-        self.compute.stop()
+        self._lanes.stop()
+        self._compute.stop()
+
+    def _start(self) -> None:
+        self._lanes.start()
+
+    def _invite(self, identity: Identity, lifetime: float, standing: bool = False) -> Invitation:
+        """Invite a client to one lane, or with ``standing`` to any number of lanes."""
+        return Invitation(
+            address=self.address,
+            suite=self._split.key_exchange,
+            server_key=self._keys.public,
+            identity=identity,
+            ticket=self._lanes.issue(identity, lifetime, standing),
+        )
+
+    def _serve(self, lane: Lane) -> None:
+        """Serve a lane. Called in a separate thread for each lane."""
+        raise NotImplementedError
 
 
 @contextmanager
@@ -88,7 +79,7 @@ def lane_ended_by_errors(session: Session) -> Iterator[None]:
     """End a session's lane if the ``with`` block raises, and record the error in its account."""
     try:
         yield
-    except (LaneError, ProtocolError, RuntimeError) as error:
+    except RuntimeError as error:  # includes LaneError and ProtocolError
         session.give_up(f"{type(error).__name__}: {error}")
     except Exception as error:
         _log.exception("serving %r failed", session.lane)

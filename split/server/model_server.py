@@ -4,9 +4,10 @@ import logging
 import math
 import threading
 import time
-from dataclasses import dataclass
+from functools import partial
 
 from finetuning.settings import AdapterSettings
+from split.lane.half_open import time_limit
 from split.lane.lane import Lane
 from split.model.part import Part
 from split.protocol.errors import LaneTimeoutError
@@ -20,11 +21,10 @@ from split.settings import SplitSettings
 _log = logging.getLogger(__name__)
 
 
-class ModelServer:
+class ModelServer(Endpoint):
     """Server of the body that accepts lanes until it is stopped.
 
-    A client has one lane at a time. When it opens another lane, the older one is ended. The
-    server's key and tickets are in memory only, and are lost when the server stops.
+    A client has one lane at a time. When it opens another lane, the older one is ended.
 
     Args:
         body: The frozen blocks.
@@ -48,9 +48,9 @@ class ModelServer:
     ) -> None:
         self._body = body
         self._adapter = adapter
-        self._split = split
         self._run = run
-        self._grants: dict[Identity, _Grant] = {}
+        # What a client may use, and the time of expiry on the clock of time.monotonic.
+        self._grants: dict[Identity, tuple[Models, float]] = {}
         self._sessions: dict[Identity, EvaluationSession] = {}
         self._lock = threading.Lock()
         limits = Limits(
@@ -60,14 +60,8 @@ class ModelServer:
             window=1,  # text generation has one frame in flight
             maximum_columns=max_prompt_length,
         )
-        self._endpoint = Endpoint(split, limits, on_lane=self._serve)
-        self._compute = self._endpoint.compute
-        self._endpoint.start()
-
-    @property
-    def address(self) -> str:
-        """The address at which clients reach the server, as host:port."""
-        return self._endpoint.address
+        super().__init__(split, limits)
+        self._start()
 
     def invite(self, client: str, models: Models, lifetime: float) -> Invitation:
         """Invite a client to use models, any number of times.
@@ -79,19 +73,14 @@ class ModelServer:
 
         """
         identity = Identity(self._run, 0, client)
-        self._grants[identity] = _Grant(models, time.monotonic() + lifetime)
-        return self._endpoint.invite(identity, lifetime, standing=True)
-
-    def stop(self) -> None:
-        """End all lanes and threads."""
-        self._endpoint.stop()
+        self._grants[identity] = models, time.monotonic() + lifetime
+        return self._invite(identity, lifetime, standing=True)
 
     def _serve(self, lane: Lane) -> None:
-        """Serve a lane. Called in a separate thread for each lane."""
-        grant = self._grants[lane.identity]
+        models, expires = self._grants[lane.identity]
         session = EvaluationSession(
             lane=lane,
-            models=grant.models,
+            models=models,
             body=self._body,
             adapter=self._adapter,
             compute=self._compute,
@@ -104,22 +93,15 @@ class ModelServer:
             older = self._sessions.get(lane.identity)
             self._sessions[lane.identity] = session
         if older is not None:
-            older.abandon("another lane was opened with this invitation")
-        expiry = threading.Timer(
-            max(0.0, grant.expires - time.monotonic()),
-            session.abandon,
-            ["the invitation has expired"],
-        )
-        expiry.daemon = True
-        expiry.start()
-        with lane_ended_by_errors(session):
+            older.lane.close("another lane was opened with this invitation")
+        expire = partial(lane.close, "the invitation has expired")
+        with time_limit(expires - time.monotonic(), expire), lane_ended_by_errors(session):
             try:
                 session.serve()
             except LaneTimeoutError as error:
                 # Close without an error, so that a slow user can open another lane and continue.
                 session.account.error = str(error)
-                session.lane.close()
-        expiry.cancel()
+                lane.close()
         with self._lock:
             if self._sessions.get(lane.identity) is session:
                 del self._sessions[lane.identity]
@@ -130,11 +112,3 @@ class ModelServer:
             account.tokens,
             f"; the lane ended early: {account.error}" if account.error else "",
         )
-
-
-@dataclass(frozen=True)
-class _Grant:
-    """Models that a client may use, and the time of expiry on ``time.monotonic``'s clock."""
-
-    models: Models
-    expires: float

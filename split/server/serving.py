@@ -36,12 +36,14 @@ def serve(
         split: Partition, schedule, limits and addresses.
         adapter: Kind, rank, scale, dropout and targets, or prefix length.
         train: Settings of the optimizers.
-        longest: Padded tokens of the largest micro-batch of any client, prefixes included.
-        columns: Tokens of the longest row.
+        longest: Padded tokens of the largest micro-batch that any client may send, prefixes
+            included.
+        columns: Tokens of the longest row that a client may train on or evaluate.
         run: Name of the run in handshakes.
         rounds: Number of rounds of the run.
         minimum: Minimum number of clients in a round that clients begin together.
         max_cached_tokens: Padded tokens of the largest batch for which a client may generate text.
+            They count towards the activation budget.
 
     Raises:
         BaseModelError: The body can't be loaded.

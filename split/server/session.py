@@ -20,19 +20,14 @@ POLL_SECONDS = 1.0
 
 @dataclass
 class Account:
-    """Resources that a client's lane has used.
+    """Resources that a client's lane has used at the server.
 
     Attributes:
-        client: Name of the client.
         purpose: ``train`` or ``evaluate``.
-        steps: Finished optimizer steps.
         tokens: Padded tokens whose forward pass was computed.
         bytes_up: Bytes from the client, on the wire.
-        bytes_down: Bytes to the client, on the wire.
         seconds_computing: Time of the compute thread; on a GPU, only until the work is enqueued.
         seconds_queued: Time that jobs waited for the compute thread.
-        seconds_crypto: Time to encrypt and decrypt records, at the server.
-        seconds_serialisation: Time to serialise and deserialise tensors, at the server.
         seconds: Time from the handshake to the end of the lane.
         resumed: Number of times that the lane was cut and resumed.
         capped: Number of times that a value of the client was capped (``split.share-cap``).
@@ -65,12 +60,6 @@ class Session:
         compute: Thread that runs the session's jobs.
         split: Time limits for the client's next frame, in general and while others wait for
             activation budget that the client occupies.
-        lifetime: Seconds from the client's invitation to the end of the phase of the round.
-
-    Attributes:
-        account: Account of the lane.
-        lane: Lane to the client.
-        compute: Thread that runs the session's jobs.
         lifetime: Seconds from the client's invitation to the end of the phase of the round.
 
     """
@@ -197,22 +186,13 @@ class Session:
         """Return whether the client occupies activation budget that only its next frames free."""
         return False
 
-    def abandon(self, reason: str) -> None:
-        """End the lane from another thread."""
-        self.lane.close(reason)
-
     def give_up(self, reason: str) -> None:
         """End the lane with an error, and send the reason to the client."""
         self.account.error = self.account.error or reason
         self.lane.close(reason)
 
     def _count_waiting(self, seconds: float) -> None:
-        """Add seconds that the client was silent while others waited for its activation budget.
-
-        Raises:
-            LaneTimeoutError: The others have waited for too long.
-
-        """
+        """Add seconds that the client was silent while others waited for its activation budget."""
         seconds = max(0.0, seconds)
         self._kept_once += seconds
         self._kept_in_step += seconds
