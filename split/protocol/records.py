@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from cryptography.exceptions import InvalidTag
@@ -24,69 +25,43 @@ from split.protocol.payload import Description, read_description
 VERSION = 3
 RECORD_BYTES = 2**20  # of payload
 TAG_BYTES = 16
-_FINAL = 1
-# version, kind, flags, zero; step, micro-batch, acknowledged; counter, total payload.
-_HEADER = struct.Struct(">BBBxIIIQQ")
+_HEADER = struct.Struct(">BBBxIIIQQ")  # the version, and the fields of ``RecordHeader``
 HEADER_BYTES = _HEADER.size
 MAX_RECORD_BYTES = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
 # 2³⁴ AES blocks per key keep an adversary's advantage against AES-GCM below 2⁻⁶⁰.
 MAX_BYTES = 2**38
 
 
-@dataclass(frozen=True)
-class RecordHeader:
-    """The header of a record, which is authenticated but not encrypted.
-
-    Attributes:
-        kind: Kind of the frame.
-        final: Whether the frame ends with this record.
-        step: Step of the frame.
-        micro_batch: Micro-batch of the frame.
-        acknowledged: Number of frames that the sender has received over the lane, below 2³².
-        counter: Index of the record in its direction of the stream.
-        total: Payload size of the whole frame in bytes.
-
-    """
+class RecordHeader(NamedTuple):
+    """The header of a record, which is authenticated but not encrypted."""
 
     kind: Kind
-    final: bool
+    final: bool  # whether the frame ends with this record
     step: int
     micro_batch: int
-    acknowledged: int
-    counter: int
-    total: int
+    acknowledged: int  # number of frames that the sender has received over the lane, below 2³²
+    counter: int  # index of the record in its direction of the stream
+    total: int  # payload size of the whole frame in bytes
 
     def pack(self) -> bytes:
         """Return the header's 32 bytes."""
-        return _HEADER.pack(
-            VERSION,
-            self.kind,
-            _FINAL if self.final else 0,
-            self.step,
-            self.micro_batch,
-            self.acknowledged,
-            self.counter,
-            self.total,
-        )
+        return _HEADER.pack(VERSION, *self)
+
+    @property
+    def frame(self) -> tuple[Kind, int, int, int]:
+        """The fields that are equal in all records of a frame."""
+        return self.kind, self.step, self.micro_batch, self.total
 
 
 class Sealer:
-    """Encryption of one direction of a stream.
-
-    Args:
-        key: AES-256 key, which must not be used for anything else.
-
-    Attributes:
-        seconds: Time spent on encryption.
-
-    """
+    """Encryption of one direction of a stream, with a key that is used for nothing else."""
 
     def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
         self._counter = 0
         self._left = MAX_BYTES
         self._scratch = bytearray()  # buffer of the size of the largest record so far
-        self.seconds = 0.0
+        self.seconds = 0.0  # time spent on encryption
 
     def seal(
         self, kind: Kind, step: int, micro_batch: int, acknowledged: int, content: memoryview
@@ -106,13 +81,7 @@ class Sealer:
             piece = content[begin : begin + RECORD_BYTES]
             final = begin + len(piece) == total
             header = RecordHeader(
-                kind=kind,
-                final=final,
-                step=step,
-                micro_batch=micro_batch,
-                acknowledged=acknowledged,
-                counter=self._counter,
-                total=total,
+                kind, final, step, micro_batch, acknowledged, self._counter, total
             ).pack()
             size = HEADER_BYTES + len(piece) + TAG_BYTES
             if len(self._scratch) < size:
@@ -128,27 +97,15 @@ class Sealer:
 
 
 class Opener:
-    """Decryption of one direction of a stream, and reassembly of its frames.
-
-    Args:
-        key: AES-256 key of that direction.
-        limits: Limits on the frames of the other side.
-
-    Attributes:
-        acknowledged: Number of frames that the other side has received, from the last header.
-        frame_bytes: Payload size of the last record's frame.
-        seconds_crypto: Time spent on decryption.
-        seconds_serialisation: Time spent on reading payloads.
-
-    """
+    """Decryption of one direction of a stream, and reassembly of its frames."""
 
     def __init__(self, key: bytes, limits: Limits) -> None:
         self._cipher = AESGCM(key)
         self._limits = limits
         self._counter = 0
         self._partial: _Partial | None = None
-        self.acknowledged = 0
-        self.frame_bytes = 0
+        self.acknowledged = 0  # frames that the other side has received, from the last header
+        self.frame_bytes = 0  # payload size of the last record's frame
         self.seconds_crypto = 0.0
         self.seconds_serialisation = 0.0
 
@@ -185,12 +142,12 @@ class Opener:
             self._decrypt(record, buffer.numpy().data)
             started = time.perf_counter()
             description = read_description(
-                content=buffer.numpy().data,
-                size=header.total,
-                kind=header.kind,
-                limits=self._limits,
+                buffer.numpy().data, header.total, header.kind, self._limits
             )
-            partial = _Partial(header=header, description=description, first=buffer, received=size)
+            if not header.final:
+                first, buffer = buffer, torch.empty(header.total, dtype=torch.uint8)
+                buffer[:size] = first
+            partial = _Partial(header, description, buffer, received=size)
             self.seconds_serialisation += time.perf_counter() - started
         else:
             begin = partial.received
@@ -205,11 +162,7 @@ class Opener:
         self._partial = None
         started = time.perf_counter()
         frame = payload.read(
-            description=partial.description,
-            buffer=partial.buffer,
-            kind=header.kind,
-            step=header.step,
-            micro_batch=header.micro_batch,
+            partial.description, partial.buffer, header.kind, header.step, header.micro_batch
         )
         self.seconds_serialisation += time.perf_counter() - started
         return frame
@@ -220,38 +173,27 @@ class Opener:
 
     def _header(self, record: bytes, size: int) -> RecordHeader:
         """Parse a record's header and check that it is expected now."""
-        version, number, flags, step, micro_batch, acknowledged, counter, total = (
-            _HEADER.unpack_from(record)
-        )
+        version, number, flags, *others = _HEADER.unpack_from(record)
         if version != VERSION:
             raise FrameError(f"a record has version {version}, not {VERSION}")
         if number not in Kind.__members__.values():
             raise FrameError(f"there is no frame of kind {number}")
-        header = RecordHeader(
-            kind=Kind(number),
-            final=flags == _FINAL,
-            step=step,
-            micro_batch=micro_batch,
-            acknowledged=acknowledged,
-            counter=counter,
-            total=total,
-        )
+        header = RecordHeader(Kind(number), flags == 1, *others)
         if header.pack() != record[:HEADER_BYTES]:
             raise FrameError("a record's header has bits set that mean nothing")
-        if counter != self._counter:
+        if header.counter != self._counter:
             raise FrameError(
-                f"record {counter} came where {self._counter} was due: repeated, moved or left out"
+                f"record {header.counter} came where {self._counter} was due: repeated, moved or "
+                "left out"
             )
-        received = 0
-        if self._partial is not None:
-            received = self._partial.received
-            if not self._partial.continues(header):
-                raise FrameError("a frame was interrupted by another one")
+        left = header.total
+        if self._partial is None:
+            self._limits.check_bytes(header.kind, header.total)
         else:
-            self._limits.check_bytes(header.kind, total)
-        if size != min(total - received, RECORD_BYTES) or header.final != (
-            received + size == total
-        ):
+            left -= self._partial.received
+            if header.frame != self._partial.header.frame:
+                raise FrameError("a frame was interrupted by another one")
+        if size != min(left, RECORD_BYTES) or header.final != (size == left):
             raise FrameError("a record's length doesn't fit its frame")
         return header
 
@@ -274,28 +216,14 @@ class Opener:
         self.seconds_crypto += time.perf_counter() - started
 
 
+@dataclass
 class _Partial:
     """A frame of which some records have arrived."""
 
-    def __init__(
-        self, header: RecordHeader, description: Description, first: torch.Tensor, received: int
-    ) -> None:
-        self._header = header
-        self.description = description
-        self.received = received
-        self.buffer = first
-        if not header.final:
-            self.buffer = torch.empty(header.total, dtype=torch.uint8)
-            self.buffer[:received] = first
-
-    def continues(self, header: RecordHeader) -> bool:
-        mine, other = self._header, header
-        return (mine.kind, mine.step, mine.micro_batch, mine.total) == (
-            other.kind,
-            other.step,
-            other.micro_batch,
-            other.total,
-        )
+    header: RecordHeader
+    description: Description
+    buffer: torch.Tensor  # of the whole payload
+    received: int
 
 
 def _nonce(counter: int) -> bytes:
