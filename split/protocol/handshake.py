@@ -31,10 +31,10 @@ from split.protocol.keys import SECRET_BYTES as WRAPPED_SECRET_BYTES
 from split.protocol.keys import SUITE_NUMBERS, KeyExchange, ServerKeys, key_identifier, wrap
 from split.protocol.tickets import Identity, Ticket, TicketBook
 
+_CLIENT, _SERVER = b"client finished", b"server finished"  # labels of the last MAC of each side
 
-class State(Enum):
-    """Stage of a handshake."""
 
+class _State(Enum):
     NEW = "new"
     HELLO = "M1 was sent or received"
     ANSWERED = "M2 was sent or received"
@@ -45,23 +45,15 @@ class _Handshake:
     """Base class that raises ``RuntimeError`` if methods are called in the wrong order."""
 
     def __init__(self) -> None:
-        self.state = State.NEW
+        self._state = _State.NEW
 
-    def _expect(self, state: State) -> None:
-        if self.state is not state:
-            raise RuntimeError(f"the handshake is at {self.state.value!r}, not {state.value!r}")
+    def _expect(self, state: _State) -> None:
+        if self._state is not state:
+            raise RuntimeError(f"the handshake is at {self._state.value!r}, not {state.value!r}")
 
 
 class ClientHandshake(_Handshake):
-    """The client's side of a handshake.
-
-    Args:
-        ticket: Ticket that authorises the client to open the lane.
-        identity: Identity that the ticket was issued for.
-        server_public: The server's current public key.
-        suite: Suite of the key exchange.
-
-    """
+    """The client's side of a handshake, with the ticket's identity and the server's current key."""
 
     def __init__(
         self, ticket: Ticket, identity: Identity, server_public: bytes, suite: KeyExchange
@@ -82,7 +74,7 @@ class ClientHandshake(_Handshake):
             HandshakeError: The server's public key is not of this suite.
 
         """
-        self._expect(State.NEW)
+        self._expect(_State.NEW)
         hello = Hello(
             suite=SUITE_NUMBERS[self._suite],
             identity=self._identity,
@@ -95,7 +87,7 @@ class ClientHandshake(_Handshake):
         wrapped = wrap(self._suite, self._server_public, self._secret, context)
         body = write_hello(replace(hello, wrapped=wrapped))
         self._hello = body + _hello_mac(self._ticket, body)
-        self.state = State.HELLO
+        self._state = _State.HELLO
         return self._hello
 
     def finish(self, answer: bytes) -> tuple[bytes, LaneSecrets]:
@@ -106,27 +98,22 @@ class ClientHandshake(_Handshake):
                 and of the server's key.
 
         """
-        self._expect(State.HELLO)
+        self._expect(_State.HELLO)
         check_prefix(answer, 2)
         if len(answer) != PREFIX_BYTES + SHARE_BYTES + MAC_BYTES:
             raise refused(Refusal.MALFORMED)
         shared = _agree(self._private, answer[PREFIX_BYTES:-MAC_BYTES])
         schedule = KeySchedule(shared, self._secret, self._ticket.secret)
-        _compare(answer[-MAC_BYTES:], schedule.server_finished(self._hello + answer[:-MAC_BYTES]))
+        transcript = self._hello + answer[:-MAC_BYTES]
+        _compare(answer[-MAC_BYTES:], schedule.finished(_SERVER, transcript))
         transcript = self._hello + answer + prefix(3)
-        mac = schedule.client_finished(transcript)
-        self.state = State.FINISHED
+        mac = schedule.finished(_CLIENT, transcript)
+        self._state = _State.FINISHED
         return prefix(3) + mac, schedule.secrets(transcript + mac)
 
 
 class ServerHandshake(_Handshake):
-    """The server's side of a handshake.
-
-    Args:
-        keys: The server's key pair.
-        tickets: Tickets that the server has issued.
-
-    """
+    """The server's side of a handshake."""
 
     def __init__(self, keys: ServerKeys, tickets: TicketBook) -> None:
         super().__init__()
@@ -145,7 +132,7 @@ class ServerHandshake(_Handshake):
             LaneBusyError: This message was received before. A client can retry with a new M1.
 
         """
-        self._expect(State.NEW)
+        self._expect(_State.NEW)
         message = read_hello(hello)
         ticket, identity = self._tickets.find(message.ticket)
         _compare(hello[-MAC_BYTES:], _hello_mac(ticket, hello[:-MAC_BYTES]))
@@ -155,7 +142,7 @@ class ServerHandshake(_Handshake):
             raise refused(Refusal.SUITE)
         self._tickets.note_hello(message.ticket, hello[-MAC_BYTES:])
         self._message, self._ticket, self._transcript = message, ticket, hello
-        self.state = State.HELLO
+        self._state = _State.HELLO
         return identity
 
     def answer(self) -> bytes:
@@ -166,16 +153,16 @@ class ServerHandshake(_Handshake):
             ServerKeyError: The secret is encrypted to another key.
 
         """
-        self._expect(State.HELLO)
+        self._expect(_State.HELLO)
         message = self._message
         wrapped = self._keys.unwrap(message.key, message.wrapped, hello_context(message))
         private = X25519PrivateKey.generate()
         share = private.public_key().public_bytes_raw()
         self._schedule = KeySchedule(_agree(private, message.share), wrapped, self._ticket.secret)
         body = prefix(2) + share
-        answer = body + self._schedule.server_finished(self._transcript + body)
+        answer = body + self._schedule.finished(_SERVER, self._transcript + body)
         self._transcript += answer
-        self.state = State.ANSWERED
+        self._state = _State.ANSWERED
         return answer
 
     def accept(self, finished: bytes) -> tuple[LaneSecrets, bytes]:
@@ -185,13 +172,13 @@ class ServerHandshake(_Handshake):
             HandshakeError: M3 is malformed or altered, or its sender does not have the keys.
 
         """
-        self._expect(State.ANSWERED)
+        self._expect(_State.ANSWERED)
         check_prefix(finished, 3)
         if len(finished) != PREFIX_BYTES + MAC_BYTES:
             raise refused(Refusal.MALFORMED)
         transcript = self._transcript + finished[:-MAC_BYTES]
-        _compare(finished[-MAC_BYTES:], self._schedule.client_finished(transcript))
-        self.state = State.FINISHED
+        _compare(finished[-MAC_BYTES:], self._schedule.finished(_CLIENT, transcript))
+        self._state = _State.FINISHED
         return self._schedule.secrets(self._transcript + finished), self._ticket.identifier
 
 

@@ -20,18 +20,11 @@ MAC_BYTES = 32
 
 @dataclass(frozen=True)
 class LaneSecrets:
-    """Secrets that both sides have after a handshake.
+    """Secrets that both sides have after a handshake."""
 
-    Attributes:
-        up: AES-256 key from client to server.
-        down: AES-256 key from server to client.
-        resumption: Ticket for the next stream of the lane.
-
-    """
-
-    up: bytes = field(repr=False)
-    down: bytes = field(repr=False)
-    resumption: Ticket = field(repr=False)
+    up: bytes = field(repr=False)  # AES-256 key from client to server
+    down: bytes = field(repr=False)  # AES-256 key from server to client
+    resumption: Ticket = field(repr=False)  # for the next stream of the lane
 
 
 class KeySchedule:
@@ -51,13 +44,9 @@ class KeySchedule:
         context = hashlib.sha256(transcript).digest()
         return derive(secret=self._secrets, label=label, context=context, length=length)
 
-    def server_finished(self, transcript: bytes) -> bytes:
-        """Return the server's MAC over M1 and M2, excluding the MAC itself."""
-        return authenticate(self._derive(b"server finished", transcript, 32), transcript)
-
-    def client_finished(self, transcript: bytes) -> bytes:
-        """Return the client's MAC over M1, M2 and M3, excluding the MAC itself."""
-        return authenticate(self._derive(b"client finished", transcript, 32), transcript)
+    def finished(self, label: bytes, transcript: bytes) -> bytes:
+        """Return the last MAC of a side over all messages so far, excluding the MAC itself."""
+        return authenticate(self._derive(label, transcript, 32), transcript)
 
     def secrets(self, transcript: bytes) -> LaneSecrets:
         """Return the stream's keys for the whole transcript: M1, M2 and M3."""
