@@ -14,21 +14,13 @@ from split.protocol.payload import Outgoing
 
 
 class Delivery:
-    """The frames of one end of a lane. Not thread-safe; callers must hold a lock.
-
-    Attributes:
-        received: Number of frames that have arrived over all streams.
-        acknowledged: Number of frames that the other end has acknowledged.
-        kept_bytes: Memory of all frames that are not acknowledged, including unsent frames.
-        unsent_bytes: Memory of the frames that have not been sent over the current stream.
-
-    """
+    """The frames of one end of a lane. Not thread-safe; callers must hold a lock."""
 
     def __init__(self) -> None:
-        self.received = 0
-        self.acknowledged = 0
-        self.kept_bytes = 0
-        self.unsent_bytes = 0
+        self.received = 0  # number of frames that have arrived over all streams
+        self.acknowledged = 0  # number of frames that the other end has acknowledged
+        self.kept_bytes = 0  # memory of all frames that are not acknowledged, unsent ones included
+        self.unsent_bytes = 0  # memory of the frames not yet sent over the current stream
         self._kept: deque[Outgoing] = deque()  # frames from number ``acknowledged`` on
         self._sent = 0  # number of kept frames that were sent over the current stream
 
@@ -48,10 +40,7 @@ class Delivery:
         return frame
 
     def acknowledge(self, count: int) -> None:
-        """Drop the frames that the other end has received.
-
-        Args:
-            count: Number of frames that the other end has received over all streams.
+        """Drop the ``count`` first frames of the lane, which the other end has received.
 
         Raises:
             FrameError: The count is lower than before, or higher than the number of sent frames.

@@ -85,12 +85,7 @@ _WORDS = {
 
 
 class HandshakeError(LaneError):
-    """The handshake failed.
-
-    Attributes:
-        refusal: The reason. Nothing else about the error is sent over the network.
-
-    """
+    """The handshake failed. Only ``refusal``, the reason, is sent over the network."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(_WORDS[refusal])
@@ -129,12 +124,7 @@ def printable(text: str, most: int = 1000) -> str:
 
     Replace characters that are not printable according to ``str.isprintable`` by escape sequences:
     line breaks, control characters, terminal escapes, bidirectional controls and lone surrogates.
-    Letters of all languages are unchanged.
-
-    Args:
-        text: Text from a peer.
-        most: Maximum number of characters; longer text is truncated.
-
+    Letters of all languages are unchanged. Text of more than ``most`` characters is truncated.
     """
     shown = "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: most + 1]

@@ -57,18 +57,14 @@ class Frame:
     """One message of a lane.
 
     Attributes:
-        kind: Kind of the frame.
-        step: Index of the optimizer step, below 2³².
-        micro_batch: Index of the micro-batch within the step, below 2³².
         tensors: Tensors by name, on the CPU. In ``HIDDEN`` and ``GRADIENT`` frames, ``hidden`` and
             ``gradient`` have shape (rows, columns, hidden), and ``lengths``, if present, (rows,).
-        fields: Scalar values by name.
 
     """
 
     kind: Kind
-    step: int = 0
-    micro_batch: int = 0
+    step: int = 0  # index of the optimizer step, below 2³²
+    micro_batch: int = 0  # index of the micro-batch within the step, below 2³²
     tensors: dict[str, Tensor] = field(default_factory=dict)
     fields: dict[str, Value] = field(default_factory=dict)
 
@@ -111,23 +107,19 @@ class Limits:
     """Limits on the frames of a lane, which both sides know before it is opened.
 
     Attributes:
-        hidden: Width of the hidden states.
-        wire_dtype: Data type of hidden states and gradients on the network, in both directions.
-        maximum_tokens: Maximum rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame.
         payload_bytes: Maximum payload by kind. The default is 64 KiB, except for ``AVERAGE``, which
             is not allowed by default, and for ``HIDDEN`` and ``GRADIENT``, whose limit follows from
             ``maximum_tokens``.
-        window: Maximum number of micro-batches in flight.
         maximum_columns: Maximum number of columns of a ``HIDDEN`` or ``GRADIENT`` frame, because
             time and memory of attention grow with its square; None for ``maximum_tokens``.
 
     """
 
-    hidden: int
-    wire_dtype: WireType
-    maximum_tokens: int
+    hidden: int  # width of the hidden states
+    wire_dtype: WireType  # of hidden states and gradients, in both directions
+    maximum_tokens: int  # maximum rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame
     payload_bytes: Mapping[Kind, int] = field(default_factory=dict)
-    window: int = 4
+    window: int = 4  # maximum number of micro-batches in flight
     maximum_columns: int | None = None
 
     @property
@@ -199,12 +191,7 @@ class Limits:
     def check(
         self, kind: Kind, size: int, found: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> None:
-        """Check the size of a payload, and names, types and shapes of its tensors.
-
-        Args:
-            kind: Kind of the frame.
-            size: Size of the payload in bytes.
-            found: Type and shape of each tensor on the network, by name.
+        """Check the size of a payload, and the types and shapes of its tensors by name.
 
         Raises:
             FrameError: The payload is not allowed for this kind.

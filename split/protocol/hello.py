@@ -31,24 +31,14 @@ MAX_HELLO_BYTES = (
 
 @dataclass(frozen=True)
 class Hello:
-    """M1 without its prefix and MAC.
+    """M1 without its prefix and MAC."""
 
-    Attributes:
-        suite: Number of the key exchange suite.
-        identity: Run, round and client of the requested lane.
-        ticket: Identifier of the ticket.
-        share: The client's X25519 share.
-        key: Identifier of the server's public key.
-        wrapped: The secret, encrypted to that key.
-
-    """
-
-    suite: int
+    suite: int  # number of the key exchange suite
     identity: Identity
-    ticket: bytes
-    share: bytes
-    key: bytes
-    wrapped: bytes = field(repr=False)
+    ticket: bytes  # identifier of the ticket
+    share: bytes  # the client's X25519 share
+    key: bytes  # identifier of the server's public key
+    wrapped: bytes = field(repr=False)  # the secret, encrypted to that key
 
 
 def hello_context(hello: Hello) -> bytes:

@@ -54,13 +54,9 @@ def key_identifier(suite: KeyExchange, public: bytes) -> bytes:
 
 
 def wrap(suite: KeyExchange, public: bytes, secret: bytes, context: bytes) -> bytes:
-    """Encrypt a secret to a server's public key.
+    """Encrypt a secret of 32 bytes to a server's public key (see ``ServerKeys.public``).
 
-    Args:
-        suite: Suite of the key.
-        public: The key, in the format of ``ServerKeys.public``.
-        secret: 32 bytes.
-        context: Preceding bytes of the message, which are also needed to decrypt the secret.
+    The context is the preceding bytes of the message, which are also needed to decrypt the secret.
 
     Raises:
         HandshakeError: The public key does not belong to this suite.
@@ -117,12 +113,7 @@ class _RsaKey:
 
 
 class ServerKeys:
-    """The server's current key pair. The private key is in memory only.
-
-    Args:
-        suite: Suite of the key exchange.
-
-    """
+    """The server's current key pair. The private key is in memory only."""
 
     def __init__(self, suite: KeyExchange) -> None:
         self.suite: KeyExchange = suite
@@ -133,25 +124,12 @@ class ServerKeys:
         """Public key: 1,184 bytes for ML-KEM-768 and 32 for X25519, or RSA in DER (SPKI) format."""
         return self._key.public
 
-    @property
-    def identifier(self) -> bytes:
-        """The 32 bytes that identify the public key in a handshake."""
-        return key_identifier(self.suite, self.public)
-
     def rotate(self) -> None:
         """Generate a new key pair and discard the old one."""
         self._key = _RsaKey() if self.suite == "rsa-3072" else _HybridKey()
 
     def unwrap(self, identifier: bytes, wrapped: bytes, context: bytes) -> bytes:
-        """Decrypt a secret that a client encrypted with ``wrap``.
-
-        Args:
-            identifier: Identifier of the key that the secret was encrypted to.
-            wrapped: The encrypted secret, as returned by ``wrap``.
-            context: Preceding bytes of the message.
-
-        Returns:
-            The secret, 32 bytes.
+        """Decrypt a secret that a client encrypted with ``wrap`` to the key with this identifier.
 
         Raises:
             ServerKeyError: The identifier is not that of the current key.

@@ -65,17 +65,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Description:
-    """Description of a payload, which precedes the data of the tensors.
+    """Description of a payload, which precedes the data of the tensors."""
 
-    Attributes:
-        start: Offset of the first tensor's data in bytes.
-        entries: The tensors, in the order of their data.
-        fields: The frame's fields.
-
-    """
-
-    start: int
-    entries: tuple[Entry, ...]
+    start: int  # offset of the first tensor's data in bytes
+    entries: tuple[Entry, ...]  # in the order of their data
     fields: dict[str, Value]
 
     @property
@@ -135,13 +128,9 @@ def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
 
 
 def read_description(content: memoryview, size: int, kind: Kind, limits: Limits) -> Description:
-    """Parse and check the description at the beginning of a payload.
+    """Parse and check the description at the beginning of a payload of ``size`` bytes.
 
-    Args:
-        content: The part of the payload that has arrived.
-        size: Size of the whole payload in bytes.
-        kind: Kind of the frame.
-        limits: Limits of the lane.
+    Only a part of the payload may have arrived in ``content``.
 
     Raises:
         FrameError: The payload is not in safetensors format, or not allowed on the lane.
@@ -207,9 +196,7 @@ def _no_constant(_: str) -> None:
 class Outgoing:
     """An outgoing frame, which is checked on creation and serialised later in another thread.
 
-    Args:
-        frame: The frame. Its tensors must not change until it is written.
-        limits: Limits of the lane.
+    Its tensors must not change until it is written.
 
     Raises:
         FrameError: The frame is not allowed on the lane.
@@ -250,12 +237,7 @@ class Outgoing:
         tokens = TENSOR_OF_KIND.get(self.frame.kind)
         for name, tensor in self.frame.tensors.items():
             if name == tokens and views[name].dtype is torch.int8:
-                quantise(
-                    tensor=tensor.detach(),
-                    integers=views[name],
-                    scales=views[name + SCALE],
-                    name=name,
-                )
+                quantise(tensor.detach(), views[name], views[name + SCALE], name)
             else:
                 views[name].copy_(tensor.detach())
                 _check_finite(views[name], name)
@@ -265,14 +247,9 @@ class Outgoing:
 def read(
     description: Description, buffer: Tensor, kind: Kind, step: int, micro_batch: int
 ) -> Frame:
-    """Return the frame of a complete payload. Its tensors are views of the payload if possible.
+    """Return the frame of a complete payload, uint8 of shape (size,).
 
-    Args:
-        description: Description of this payload.
-        buffer: The payload, uint8 of shape (size,).
-        kind: Kind of the frame.
-        step: Step of the frame.
-        micro_batch: Micro-batch of the frame.
+    Its tensors are views of the payload if possible.
 
     Raises:
         FrameError: A tensor has a number that is not finite, or the row lengths are invalid.
@@ -285,9 +262,7 @@ def read(
     tokens = TENSOR_OF_KIND.get(kind)
     if tokens is not None and tensors[tokens].dtype is torch.int8:
         tensors[tokens] = dequantise(tensors[tokens], tensors.pop(tokens + SCALE), tokens)
-    frame = Frame(
-        kind=kind, step=step, micro_batch=micro_batch, tensors=tensors, fields=description.fields
-    )
+    frame = Frame(kind, step, micro_batch, tensors, description.fields)
     check_padding(frame)
     return frame
 

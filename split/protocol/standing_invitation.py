@@ -2,14 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    AwareDatetime,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    field_validator,
-)
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
 from split.protocol.frames import WireType
 from split.protocol.invitation import Invitation
@@ -26,24 +19,11 @@ _Count = Annotated[int, Field(ge=0)]
 class StandingInvitation(BaseModel):
     """Everything that a client needs to use a served model. Keep its secret confidential.
 
+    The invitation becomes invalid when it expires or the server stops.
+
     Attributes:
-        address: Address of the block server, as host:port.
-        suite: Suite of the key exchange.
-        server_key: The server's public key.
-        run: Name of the server in handshakes.
-        client: The client that is invited.
-        ticket: Identifier of a standing ticket.
-        secret: Secret of that ticket.
-        expires: Time of expiry. The invitation also becomes invalid when the server stops.
-        model: Name of the base model at the server.
         digests: Digests of the base model's tensors that the client needs, as far as the server has
             them.
-        blocks: Number of blocks of the whole model.
-        head_blocks: Number of blocks at the client after the embedding.
-        tail_blocks: Number of blocks at the client before the output head.
-        wire_dtype: Data type of hidden states on the network.
-        max_tokens: Maximum padded tokens of a batch of prompts and answers.
-        max_prompt_length: Tokens of the longest prompt.
         models: Digest of the body adapters by name of the model; see ``body_digest``.
 
     """
@@ -57,22 +37,22 @@ class StandingInvitation(BaseModel):
     )
 
     format: Literal["chambers invitation 1"] = "chambers invitation 1"
-    address: str
+    address: str  # of the block server, as host:port
     suite: KeyExchange
     server_key: bytes
-    run: _Name
+    run: _Name  # name of the server in handshakes
     client: _Name
     ticket: bytes = Field(min_length=IDENTIFIER_BYTES, max_length=IDENTIFIER_BYTES)
     secret: bytes = Field(min_length=SECRET_BYTES, max_length=SECRET_BYTES, repr=False)
     expires: AwareDatetime
-    model: str
+    model: str  # name of the base model at the server
     digests: dict[str, str]
-    blocks: PositiveInt
+    blocks: PositiveInt  # of the whole model
     head_blocks: _Count
     tail_blocks: _Count
     wire_dtype: WireType
-    max_tokens: PositiveInt
-    max_prompt_length: PositiveInt
+    max_tokens: PositiveInt  # maximum padded tokens of a batch of prompts and answers
+    max_prompt_length: PositiveInt  # in tokens
     models: dict[str, str]
 
     @field_validator("address")
@@ -86,14 +66,12 @@ class StandingInvitation(BaseModel):
     @property
     def lane(self) -> Invitation:
         """The invitation with which the client opens a lane."""
-        identity = Identity(self.run, _ROUND, self.client)
-        ticket = Ticket(self.ticket, self.secret)
         return Invitation(
             address=self.address,
             suite=self.suite,
             server_key=self.server_key,
-            identity=identity,
-            ticket=ticket,
+            identity=Identity(self.run, _ROUND, self.client),
+            ticket=Ticket(self.ticket, self.secret),
         )
 
     @property

@@ -33,18 +33,11 @@ _LANES_OF_A_STANDING_TICKET = 64
 
 @dataclass(frozen=True)
 class Identity:
-    """Run, round and client of a lane, which the handshake verifies on both sides.
+    """Run, round and client of a lane, which the handshake verifies on both sides."""
 
-    Attributes:
-        run: Identifier of the run, 1 to 255 bytes of UTF-8.
-        round: Number of the round, below 2³².
-        node: Name of the client, 1 to 255 bytes of UTF-8.
-
-    """
-
-    run: str
-    round: int
-    node: str
+    run: str  # identifier of the run, 1 to 255 bytes of UTF-8
+    round: int  # number of the round, below 2³²
+    node: str  # name of the client, 1 to 255 bytes of UTF-8
 
     def __post_init__(self) -> None:
         for name, value in (("run", self.run), ("node", self.node)):
@@ -56,16 +49,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Authorisation to open a lane.
+    """Authorisation to open a lane."""
 
-    Attributes:
-        identifier: 16 bytes, visible on the network.
-        secret: 32 bytes, never sent over a lane.
-
-    """
-
-    identifier: bytes
-    secret: bytes = field(repr=False)
+    identifier: bytes  # 16 bytes, visible on the network
+    secret: bytes = field(repr=False)  # 32 bytes, never sent over a lane
 
     def __post_init__(self) -> None:
         if len(self.identifier) != IDENTIFIER_BYTES or len(self.secret) != SECRET_BYTES:
@@ -87,12 +74,7 @@ class _Entry:
 
 
 class TicketBook:
-    """The server's tickets. Not thread-safe; callers must hold a lock.
-
-    Args:
-        clock: Monotonic clock in seconds.
-
-    """
+    """The server's tickets. Not thread-safe; callers must hold a lock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -100,23 +82,12 @@ class TicketBook:
         self._tickets_of: dict[bytes, list[bytes]] = {}  # valid tickets by lane, oldest first
 
     def issue(self, identity: Identity, lifetime: float, standing: bool = False) -> Ticket:
-        """Issue a new ticket.
-
-        Args:
-            identity: Run, round and client of its lanes.
-            lifetime: Seconds until the ticket expires.
-            standing: Whether the ticket opens any number of lanes instead of one.
-
-        """
+        """Issue a ticket for one lane, or if standing, for many, that expires in ``lifetime`` s."""
         self._forget()
         ticket = Ticket(secrets.token_bytes(IDENTIFIER_BYTES), secrets.token_bytes(SECRET_BYTES))
         lane = None if standing else secrets.token_bytes(IDENTIFIER_BYTES)
-        self._add(
-            ticket,
-            _Entry(
-                identity=identity, secret=ticket.secret, expires=self._clock() + lifetime, lane=lane
-            ),
-        )
+        expires = self._clock() + lifetime
+        self._add(ticket, _Entry(identity, ticket.secret, expires, lane))
         return ticket
 
     def find(self, identifier: bytes) -> tuple[Ticket, Identity]:
@@ -130,11 +101,7 @@ class TicketBook:
         return Ticket(identifier, entry.secret), entry.identity
 
     def note_hello(self, identifier: bytes, mac: bytes) -> None:
-        """Record the first message of a handshake, so that an eavesdropper can't replay it.
-
-        Args:
-            identifier: Identifier of the ticket.
-            mac: MAC of the message, already verified.
+        """Record the verified MAC of a handshake's first message, so that nobody can replay it.
 
         Raises:
             LaneBusyError: The message was received before. The ticket remains valid.
@@ -152,12 +119,8 @@ class TicketBook:
     def accept(self, identifier: bytes, resumption: Ticket) -> bytes:
         """Record a finished handshake, and add the resumption ticket of its stream.
 
-        Args:
-            identifier: Identifier of the ticket that was presented; it remains valid.
-            resumption: Resumption ticket of the new stream.
-
-        Returns:
-            Identifier of the stream's lane; a standing ticket creates a new lane.
+        The presented ticket with this identifier remains valid. Return the identifier of the
+        stream's lane; a standing ticket creates a new lane.
 
         Raises:
             TicketError: The ticket is unknown, expired or used.
@@ -166,13 +129,7 @@ class TicketBook:
         self._forget()
         used = self._valid(identifier)
         lane = used.lane or secrets.token_bytes(IDENTIFIER_BYTES)
-        entry = _Entry(
-            identity=used.identity,
-            secret=resumption.secret,
-            expires=used.expires,
-            lane=lane,
-            issued=False,
-        )
+        entry = _Entry(used.identity, resumption.secret, used.expires, lane, issued=False)
         self._add(resumption, entry)
         if used.lane is None:
             used.lanes.append(lane)
@@ -187,11 +144,11 @@ class TicketBook:
         return lane
 
     def confirm(self, lane: bytes, resumption: bytes) -> None:
-        """Invalidate all other tickets of a lane after the client's first record on a stream.
+        """Invalidate all tickets of a lane except one, after the client's first record on a stream.
 
         Args:
             lane: Identifier of the lane, as returned by ``accept``.
-            resumption: Identifier of the confirmed stream's resumption ticket.
+            resumption: Identifier of this stream's resumption ticket, which remains valid.
 
         Raises:
             TicketError: The ticket is no longer valid, because a newer stream was confirmed.

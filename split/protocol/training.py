@@ -18,50 +18,28 @@ _LARGEST_NORM = 1e30
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """A client's round of training.
+    """A client's round of training."""
 
-    Attributes:
-        steps: Number of optimizer steps in the round.
-        first_step: Number of optimizer steps in the client's earlier rounds.
-        total_steps: Number of optimizer steps in all rounds of the run.
-        seed: Seed of the client's training in the round.
-        wants_gradient: Whether the client's head has trainable weights.
-
-    """
-
-    steps: int
-    first_step: int
-    total_steps: int
-    seed: int
-    wants_gradient: bool = True
+    steps: int  # number of optimizer steps in the round
+    first_step: int  # number of optimizer steps in the client's earlier rounds
+    total_steps: int  # number of optimizer steps in all rounds of the run
+    seed: int  # of the client's training in the round
+    wants_gradient: bool = True  # whether the client's head has trainable weights
 
 
 @dataclass(frozen=True)
 class RoundLimits:
-    """Limits that apply to every client of a round.
+    """Limits that apply to every client of a round."""
 
-    Attributes:
-        window: Maximum number of micro-batches of a client in flight.
-        activation_budget: Maximum padded tokens whose activations are in memory at once.
-        lanes: Number of clients that share the activation budget.
-        columns_before: Number of prefix positions before the tokens of each row.
-        micro_batches: Maximum number of micro-batches in a step of a client.
-        rows: Maximum number of rows of all micro-batches in a step of a client.
-
-    """
-
-    window: int
-    activation_budget: int
-    lanes: int
-    columns_before: int
-    micro_batches: int
-    rows: int
+    window: int  # maximum number of micro-batches of a client in flight
+    activation_budget: int  # maximum padded tokens whose activations are in memory at once
+    lanes: int  # number of clients that share the activation budget
+    columns_before: int  # number of prefix positions before the tokens of each row
+    micro_batches: int  # maximum number of micro-batches in a step of a client
+    rows: int  # maximum number of rows of all micro-batches in a step of a client
 
     def credits(self, longest: int) -> int:
-        """Return how many micro-batches of a client may be in flight at once.
-
-        Args:
-            longest: Padded tokens of the client's largest micro-batch, prefixes included.
+        """Return how many micro-batches of at most ``longest`` padded tokens may be in flight.
 
         Raises:
             ProtocolError: The largest micro-batch exceeds the activation budget.
@@ -78,28 +56,16 @@ class RoundLimits:
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """A micro-batch after the client's head, and the counts that were sent with it.
+    """A micro-batch after the client's head, and the counts that were sent with it."""
 
-    Attributes:
-        step: Step of the round, counted from 0.
-        index: Index of the micro-batch in the step.
-        hidden: (rows, columns, hidden).
-        padding: Padding of the rows.
-        columns_before: Number of prefix positions before the tokens of each row.
-        targets: Number of predicted tokens in the micro-batch.
-        step_targets: Number of predicted tokens in the whole step.
-        micro_batches: Number of micro-batches in the step.
-
-    """
-
-    step: int
-    index: int
-    hidden: torch.Tensor
+    step: int  # step of the round, counted from 0
+    index: int  # index of the micro-batch in the step
+    hidden: torch.Tensor  # (rows, columns, hidden)
     padding: Padding
-    columns_before: int
-    targets: int
-    step_targets: int
-    micro_batches: int
+    columns_before: int  # number of prefix positions before the tokens of each row
+    targets: int  # number of predicted tokens in the micro-batch
+    step_targets: int  # number of predicted tokens in the whole step
+    micro_batches: int  # number of micro-batches in the step
 
     @property
     def padded_tokens(self) -> int:
@@ -152,13 +118,9 @@ class State(Enum):
 class TrainingRound:
     """State machine that checks a client's frames. Calls of ``receive`` must be serialised.
 
-    Args:
-        largest: The largest plan with which the client may join.
-        limits: Limits of the round.
-
     Attributes:
-        state: State, which determines the frames that may come next.
-        plan: Plan with which the client has joined; before that, the largest plan.
+        plan: Plan with which the client has joined; before that, the largest plan with which it
+            may join.
         credits: Maximum number of the client's micro-batches in flight.
         answered: Number of micro-batches of the step whose output was sent; set by any thread.
         returned: Number of micro-batches of the step whose gradient has arrived.

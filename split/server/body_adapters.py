@@ -28,16 +28,10 @@ _TINY_NORM = 1e-6
 
 @dataclass(frozen=True)
 class Activations:
-    """A micro-batch between its forward pass and its backward pass.
+    """A micro-batch between its forward pass and its backward pass."""
 
-    Attributes:
-        hidden: (rows, columns, hidden) from the client; a leaf tensor.
-        output: Output of the body's last block. Its autograd graph references all activations.
-
-    """
-
-    hidden: torch.Tensor
-    output: torch.Tensor
+    hidden: torch.Tensor  # (rows, columns, hidden) from the client; a leaf tensor
+    output: torch.Tensor  # of the last block; its autograd graph references all activations
 
 
 class BodyAdapters:
@@ -70,14 +64,9 @@ class BodyAdapters:
         self._rates: dict[int, Callable[[int], float]] = {}
 
     def forward(self, hidden: torch.Tensor, padding: Padding, seed: int, grad: bool) -> Activations:
-        """Compute the body's blocks in training mode.
+        """Compute the body's blocks in training mode, with the seed of the dropout.
 
-        Args:
-            hidden: (rows, columns, hidden) from the client's head.
-            padding: Padding of the rows.
-            seed: Seed of the dropout.
-            grad: Whether the client needs the gradient of ``hidden``.
-
+        ``grad`` is whether the client needs the gradient of ``hidden``, (rows, columns, hidden).
         """
         given = hidden.detach().requires_grad_(grad)
         self._body.use(self.name)
@@ -104,11 +93,8 @@ class BodyAdapters:
     def clip(self, others: float) -> tuple[float, float]:
         """Clip the gradients to the maximum norm over all parties; 0 is no clipping.
 
-        Args:
-            others: Squared norm of the gradients of the client's head and tail.
-
-        Returns:
-            The factor, and the norm over all parties before clipping.
+        ``others`` is the squared norm of the gradients of the client's head and tail. Return the
+        factor, and the norm over all parties before clipping.
 
         Raises:
             FloatingPointError: The norm is not finite.
@@ -130,13 +116,7 @@ class BodyAdapters:
         return min(1.0, maximum / (norm + _TINY_NORM)) if maximum else 1.0
 
     def step(self, index: int, total: int) -> None:
-        """Take an optimizer step with the learning rate of the client's step.
-
-        Args:
-            index: Index of the step in the whole run, from 0.
-            total: Number of the client's steps in the whole run.
-
-        """
+        """Take an optimizer step with the learning rate of step ``index`` of ``total``."""
         if total not in self._rates:
             self._rates[total] = learning_rate(self._train, total)
         self._optimizer.param_groups[0]["lr"] = self._rates[total](index)
@@ -173,13 +153,10 @@ class BodyAdapters:
 
 
 class SeparateTrainer:
-    """A ``ClientTrainer`` for adapters that no other client uses at the same time.
+    """Trains a client with adapters that no other client uses at the same time.
 
-    Args:
-        session: Session of the client's lane.
-        adapters: The body with the client's adapters.
-        plan: The client's round.
-
+    The methods are called from the thread of the lane, in the order of the client's frames. Answers
+    are sent over the lane.
     """
 
     def __init__(self, session: Session, adapters: BodyAdapters, plan: RoundPlan) -> None:
@@ -191,17 +168,13 @@ class SeparateTrainer:
 
     def forward(self, output: HeadOutput) -> None:
         """Compute the forward pass of a micro-batch when the activation budget allows it."""
-        seed = derive_seed(
-            "dropout", derive_seed(self._plan.seed, output.step), output.index, "body"
-        )
+        step_seed = derive_seed(self._plan.seed, output.step)
+        seed = derive_seed("dropout", step_seed, output.index, "body")
 
         def forward() -> None:
             self._held += output.budget_tokens
             activations = self._adapters.forward(
-                hidden=output.hidden,
-                padding=output.padding,
-                seed=seed,
-                grad=self._plan.wants_gradient,
+                output.hidden, output.padding, seed, self._plan.wants_gradient
             )
             self._activations[output.index] = (activations, output.budget_tokens)
             self._session.account.tokens += output.padded_tokens
@@ -217,12 +190,8 @@ class SeparateTrainer:
             self._release(budget_tokens)
             result = self._adapters.backward(activations, gradient.gradient)
             if result is not None:
-                self._session.lane.send(
-                    Kind.GRADIENT,
-                    step=gradient.step,
-                    micro_batch=gradient.index,
-                    tensors={"gradient": result},
-                )
+                tensors = {"gradient": result}
+                self._session.lane.send(Kind.GRADIENT, gradient.step, gradient.index, tensors)
 
         self._session.put(Priority.BACKWARD, backward)
 

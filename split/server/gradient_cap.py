@@ -10,17 +10,13 @@ from split.server.share_cap import ShareCap
 class Addition:
     """Contribution of a client's micro-batch to the body's gradient.
 
-    Attributes:
-        size: Sum over its tokens of the norm of the gradient of the summed loss with respect to
-            the body's output.
-        targets: Number of predicted tokens in the micro-batch, as the client reported it.
-        step_targets: Number of predicted tokens in the client's whole step, as reported.
-
+    The size is the sum over its tokens of the norm of the gradient of the summed loss with respect
+    to the body's output.
     """
 
     size: float
-    targets: int
-    step_targets: int
+    targets: int  # number of predicted tokens in the micro-batch, as the client reported it
+    step_targets: int  # number of predicted tokens in the client's whole step, as reported
 
     @property
     def part(self) -> float:
@@ -39,10 +35,6 @@ class GradientCap:
 
     The size is a sum of norms over tokens. It is an upper bound on the norm of the sum, even if the
     gradients of many tokens have the same direction; the norm over all tokens is not.
-
-    Args:
-        multiple: Maximum ratio of a client's value to the median.
-
     """
 
     def __init__(self, multiple: float) -> None:

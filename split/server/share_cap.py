@@ -21,17 +21,10 @@ class ShareCap:
 
     Values that arrive before there is a value of another client are accepted, and compared as soon
     as there is one (``late_factor``).
-
-    Args:
-        multiple: Maximum ratio of a client's value to the median.
-
-    Attributes:
-        capped: Number of times that each client was scaled down.
-
     """
 
     def __init__(self, multiple: float) -> None:
-        self.capped: Counter[str] = Counter()
+        self.capped: Counter[str] = Counter()  # number of times that each client was scaled down
         self._multiple = multiple
         self._squares: dict[str, float] = {}
         self._counts: dict[str, float] = {}
@@ -44,19 +37,14 @@ class ShareCap:
     ) -> dict[str, float]:
         """Return the factor that scales down each client; 1.0 up to the cap.
 
-        Args:
-            squares: Current sums of squares by client.
-            counts: Number of terms of each sum by client; greater than 0.
-
+        ``squares`` are the current sums of squares by client, and ``counts`` the numbers of their
+        terms, which are greater than 0.
         """
-        sums = {
-            client: (
-                self._squares.get(client, 0.0) + squares.get(client, 0.0),
-                self._counts.get(client, 0.0) + counts.get(client, 0.0),
-            )
-            for client in self._squares.keys() | squares.keys()
-        }
-        usual = {client: (total / count) ** 0.5 for client, (total, count) in sums.items()}
+        usual = {}
+        for client in self._squares.keys() | squares.keys():
+            total = self._squares.get(client, 0.0) + squares.get(client, 0.0)
+            count = self._counts.get(client, 0.0) + counts.get(client, 0.0)
+            usual[client] = (total / count) ** 0.5
         factors = {}
         for client, square in squares.items():
             others = [u for name, u in usual.items() if name != client and u > _NEGLIGIBLE]

@@ -14,49 +14,29 @@ from split.server.session import Session
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of the mean loss over a client's step with respect to a micro-batch's output.
+    """The gradient of the mean loss over a client's step with respect to a micro-batch's output."""
 
-    Attributes:
-        tensor: (rows, columns, hidden).
-        size: Sum over the tokens of the norm of each token's gradient.
-
-    """
-
-    tensor: torch.Tensor
-    size: float
+    tensor: torch.Tensor  # (rows, columns, hidden)
+    size: float  # sum over the tokens of the norm of each token's gradient
 
 
 @dataclass(eq=False)
 class Member:
-    """A client whose micro-batches are stacked with those of others.
-
-    Attributes:
-        session: Session of the client's lane.
-        plan: The client's round.
-        micro_batches: Number of micro-batches of the current step; None until the first has
-            arrived.
-        outputs: Micro-batches that have arrived but are not queued yet, by index.
-        gradients: Gradients that have arrived but are not queued yet, by index.
-        squared_norm: Squared norm of the gradients of head and tail, once the step has ended.
-        received: Number of micro-batches of the step that have arrived.
-        answered: Number of micro-batches of the step whose output was sent.
-        returned: Number of micro-batches of the step whose gradient has arrived.
-        finished: Number of micro-batches of the step whose backward pass is done.
-        awaited_since: Time since which other clients have waited for this one; None if none do.
-
-    """
+    """A client whose micro-batches are stacked with those of others."""
 
     session: Session
     plan: RoundPlan
-    micro_batches: int | None = None
+    # Micro-batches and gradients that have arrived but are not queued yet, by index.
     outputs: dict[int, HeadOutput] = field(default_factory=dict)
     gradients: dict[int, Gradient] = field(default_factory=dict)
-    squared_norm: float | None = None
-    received: int = 0
-    answered: int = 0
-    returned: int = 0
-    finished: int = 0
-    awaited_since: float | None = None
+    # The current step.
+    micro_batches: int | None = None  # number of micro-batches; None until the first has arrived
+    received: int = 0  # number of micro-batches that have arrived
+    answered: int = 0  # number of micro-batches whose output was sent
+    returned: int = 0  # number of micro-batches whose gradient has arrived
+    finished: int = 0  # number of micro-batches whose backward pass is done
+    squared_norm: float | None = None  # of the gradients of head and tail, after the step's end
+    awaited_since: float | None = None  # time since which others wait for this client
 
     @property
     def client(self) -> str:
@@ -88,12 +68,6 @@ class StackedMicroBatch:
         number: Number of this pass among the passes with the same index.
         parts: Micro-batch of each member, in the order of their rows.
 
-    Attributes:
-        budget_tokens: Padded tokens taken from the activation budget, prefixes included.
-        computed: Whether the forward pass is done.
-        activations: Activations between the forward and the backward pass; None if all members
-            have left.
-
     """
 
     def __init__(self, index: int, number: int, parts: Mapping[Member, HeadOutput]) -> None:
@@ -101,7 +75,8 @@ class StackedMicroBatch:
         self.number = number
         self.parts = parts
         self.budget_tokens = _budget_tokens(parts)
-        self.computed = False
+        self.computed = False  # whether the forward pass is done
+        # Between the forward and the backward pass; None if all members had left before.
         self.activations: Activations | None = None
 
     def hidden(self) -> tuple[torch.Tensor, Padding]:
@@ -122,11 +97,8 @@ class StackedMicroBatch:
     ) -> torch.Tensor:
         """Return the stacked gradients of the members' summed (not mean) losses.
 
-        Args:
-            gradients: Gradient of each member. Rows of members without a gradient are 0.
-            factors: Factors that scale the gradients, by client.
-            like: Output of the body, for shape, data type and device.
-
+        They are scaled by the factors of the clients, and 0 in the rows of members without a
+        gradient. Shape, data type and device are those of ``like``, the output of the body.
         """
         stacked = torch.zeros_like(like)
         for member, output, part in self.rows_of(stacked):
@@ -137,15 +109,12 @@ class StackedMicroBatch:
 
     def additions(self, gradients: Mapping[Member, Gradient]) -> dict[str, Addition]:
         """Return the contributions of gradients to the body's gradient, by client."""
-        parts = {member: self.parts[member] for member in gradients}
-        return {
-            member.client: Addition(
-                size=gradients[member].size * output.step_targets,
-                targets=output.targets,
-                step_targets=output.step_targets,
-            )
-            for member, output in parts.items()
-        }
+        additions = {}
+        for member, gradient in gradients.items():
+            part = self.parts[member]
+            size = gradient.size * part.step_targets
+            additions[member.client] = Addition(size, part.targets, part.step_targets)
+        return additions
 
     def account(self, seconds: float) -> None:
         """Divide the time of a job among the members, in proportion to their tokens."""
@@ -168,13 +137,8 @@ def stack(
 ) -> Iterator[StackedMicroBatch]:
     """Stack the micro-batches with the same index, in as many passes as the budget requires.
 
-    The budget counts padding: a few long rows with many short rows are mostly padding.
-
-    Args:
-        index: Index of the micro-batches in their steps.
-        parts: Micro-batch of each member, in the order of their rows. Each must fit the budget.
-        budget: Maximum padded tokens of a pass, prefixes included.
-
+    The budget counts the padded tokens of a pass, prefixes included; each micro-batch must fit it.
+    A few long rows with many short rows are mostly padding.
     """
     number = 0
     chosen: dict[Member, HeadOutput] = {}

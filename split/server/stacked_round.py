@@ -44,22 +44,10 @@ _log = logging.getLogger(__name__)
 
 
 class StackedRound:
-    """The stacked computation of all clients of a round.
-
-    Args:
-        adapters: The body with the members' common adapters.
-        compute: Thread that runs the jobs.
-        seed: Seed of the body's dropout in this round.
-        split: Activation budget, cap, and limits of the time that members wait for each other.
-
-    """
+    """The stacked computation of all clients of a round, with the seed of the body's dropout."""
 
     def __init__(
-        self,
-        adapters: BodyAdapters,
-        compute: ComputeThread,
-        seed: int,
-        split: SplitSettings,
+        self, adapters: BodyAdapters, compute: ComputeThread, seed: int, split: SplitSettings
     ) -> None:
         self._adapters = adapters
         self._compute = compute
@@ -227,9 +215,7 @@ class StackedRound:
                 return
             wanted = any(member.plan.wants_gradient for member in stacked.parts)
             hidden, padding = stacked.hidden()
-            stacked.activations = self._adapters.forward(
-                hidden=hidden, padding=padding, seed=seed, grad=wanted
-            )
+            stacked.activations = self._adapters.forward(hidden, padding, seed, wanted)
             output = stacked.activations.output
             stacked.account(time.perf_counter() - started)
             self._note_computed(stacked)
@@ -280,12 +266,7 @@ class StackedRound:
                     scale = part.step_targets * factors[member.client]
                     tensors = {"gradient": rows / scale}
                     with suppress(LaneError):
-                        member.session.lane.send(
-                            Kind.GRADIENT,
-                            step=step,
-                            micro_batch=stacked.index,
-                            tensors=tensors,
-                        )
+                        member.session.lane.send(Kind.GRADIENT, step, stacked.index, tensors)
 
         self._put(Priority.BACKWARD, backward)
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from split.server.session import Session
 
@@ -15,14 +15,9 @@ class WaitBudget:
     seconds are subtracted. A single client can therefore delay a round by at most half of its time,
     even if each of its frames arrives within the other limits. In a round that needs less than half
     of its time, no lane is ended.
-
-    Args:
-        clock: Monotonic clock in seconds.
-
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._seconds: dict[str, float] = {}
         self._awaited: list[str] = []
@@ -41,7 +36,7 @@ class WaitBudget:
 
     def note(self, awaited: Iterable[str]) -> None:
         """Set the clients that others now wait for; end a lane if the total is too long."""
-        now = self._clock()
+        now = time.monotonic()
         for client in self._awaited:
             self._seconds[client] += (now - self._since) / len(self._awaited)
         self._awaited, self._since = list(awaited), now
