@@ -10,7 +10,6 @@ only when the server has decrypted the client's first record.
 
 import hmac
 import secrets
-from dataclasses import replace
 from enum import Enum
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -24,7 +23,6 @@ from split.protocol.hello import (
     hello_context,
     prefix,
     read_hello,
-    write_hello,
 )
 from split.protocol.key_schedule import MAC_BYTES, KeySchedule, LaneSecrets, authenticate, derive
 from split.protocol.keys import SECRET_BYTES as WRAPPED_SECRET_BYTES
@@ -84,8 +82,7 @@ class ClientHandshake(_Handshake):
             wrapped=b"",
         )
         context = hello_context(hello)
-        wrapped = wrap(self._suite, self._server_public, self._secret, context)
-        body = write_hello(replace(hello, wrapped=wrapped))
+        body = context + wrap(self._suite, self._server_public, self._secret, context)
         self._hello = body + _hello_mac(self._ticket, body)
         self._state = _State.HELLO
         return self._hello

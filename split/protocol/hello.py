@@ -57,11 +57,6 @@ def hello_context(hello: Hello) -> bytes:
     )
 
 
-def write_hello(hello: Hello) -> bytes:
-    """Return M1 without its MAC."""
-    return hello_context(hello) + hello.wrapped
-
-
 def read_hello(message: bytes) -> Hello:
     """Parse M1 without checking its MAC.
 

@@ -82,7 +82,7 @@ class TicketBook:
         self._tickets_of: dict[bytes, list[bytes]] = {}  # valid tickets by lane, oldest first
 
     def issue(self, identity: Identity, lifetime: float, standing: bool = False) -> Ticket:
-        """Issue a ticket for one lane, or if standing, for many, that expires in ``lifetime`` s."""
+        """Issue a ticket, valid for ``lifetime`` seconds; a standing one opens many lanes."""
         self._forget()
         ticket = Ticket(secrets.token_bytes(IDENTIFIER_BYTES), secrets.token_bytes(SECRET_BYTES))
         lane = None if standing else secrets.token_bytes(IDENTIFIER_BYTES)

@@ -34,7 +34,7 @@ _END_SECONDS = 600.0
 class BlockServer(Endpoint):
     """Server of the body for a whole run. Call its methods from one thread only.
 
-    The arguments are those of ``serve``, except that ``body`` has the frozen blocks.
+    The arguments are those of ``serve``, with the loaded ``body`` in place of its directory.
 
     Raises:
         OSError: The server can't listen on the address in ``split.listen``.
@@ -91,7 +91,7 @@ class BlockServer(Endpoint):
             state=state,
             minimum=minimum,
         )
-        self._start()
+        self._lanes.start()
 
     def __enter__(self) -> Self:
         return self

@@ -116,7 +116,7 @@ class BodyAdapters:
         return min(1.0, maximum / (norm + _TINY_NORM)) if maximum else 1.0
 
     def step(self, index: int, total: int) -> None:
-        """Take an optimizer step with the learning rate of step ``index`` of ``total``."""
+        """Take step ``index`` of ``total`` in the run, with its learning rate."""
         if total not in self._rates:
             self._rates[total] = learning_rate(self._train, total)
         self._optimizer.param_groups[0]["lr"] = self._rates[total](index)

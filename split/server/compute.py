@@ -76,15 +76,11 @@ def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | N
     ]
     if ready and now - ready[0].queued >= _PATIENCE:
         return ready[0]
-    return min(ready, key=_rank, default=None)
+    return min(ready, key=lambda job: min(job.priority, Priority.FORWARD), default=None)
 
 
 def _first_with_tokens(waiting: Sequence[Job]) -> Job | None:
     return next((job for job in waiting if job.tokens), None)
-
-
-def _rank(job: Job) -> Priority:
-    return min(job.priority, Priority.FORWARD)
 
 
 class ComputeThread:

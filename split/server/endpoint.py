@@ -21,8 +21,8 @@ _MAX_LANES = 256
 class Endpoint:
     """Base class of servers that accept the lanes of invited clients until they are stopped.
 
-    Subclasses implement ``_serve``, and call ``_start`` when they are ready for lanes. Keys and
-    tickets are in memory only.
+    Subclasses implement ``_serve``, and call ``_lanes.start`` when they are ready for lanes. Keys
+    and tickets are in memory only.
 
     Args:
         split: Addresses, key exchange, activation budget and time limits.
@@ -55,9 +55,6 @@ class Endpoint:
         """End all lanes and threads."""
         self._lanes.stop()
         self._compute.stop()
-
-    def _start(self) -> None:
-        self._lanes.start()
 
     def _invite(self, identity: Identity, lifetime: float, standing: bool = False) -> Invitation:
         """Invite a client to one lane, or with ``standing`` to any number of lanes."""

@@ -61,7 +61,7 @@ class ModelServer(Endpoint):
             maximum_columns=max_prompt_length,
         )
         super().__init__(split, limits)
-        self._start()
+        self._lanes.start()
 
     def invite(self, client: str, models: Models, lifetime: float) -> Invitation:
         """Invite a client to use models, any number of times.

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class StackedRound:
-    """The stacked computation of all clients of a round, with the seed of the body's dropout."""
+    """The stacked computation of all clients of a round; the seed is that of the body's dropout."""
 
     def __init__(
         self, adapters: BodyAdapters, compute: ComputeThread, seed: int, split: SplitSettings
@@ -136,7 +136,7 @@ class StackedRound:
 
     def _advance(self) -> None:
         """Queue all jobs whose inputs have arrived."""
-        members = self._in_order()
+        members = [self._members[client] for client in sorted(self._members)]
         while needed := [member for member in members if member.needs(self._next)]:
             if any(self._next not in member.outputs for member in needed):
                 break
@@ -194,9 +194,6 @@ class StackedRound:
 
     def _present(self, stacked: StackedMicroBatch) -> list[Member]:
         return [m for m in stacked.parts if self._members.get(m.client) is m]
-
-    def _in_order(self) -> list[Member]:
-        return [self._members[client] for client in sorted(self._members)]
 
     def _put(self, priority: Priority, work: Callable[[], None], tokens: int = 0) -> None:
         self._compute.put(Job(owner=self, priority=priority, run=work, tokens=tokens))

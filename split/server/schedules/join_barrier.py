@@ -23,13 +23,13 @@ class JoinBarrier:
         self._timeout = timeout
         self._invited: set[str] = set()
         self._awaited: set[str] = set()
-        self._joined: set[str] = set()
+        self.joined: set[str] = set()  # names of the clients that have joined
         self._begun = False
 
     def begin(self, invited: Iterable[str]) -> None:
         """Prepare for a round of the invited clients."""
         self._invited = set(invited)
-        self._awaited, self._joined, self._begun = set(self._invited), set(), False
+        self._awaited, self.joined, self._begun = set(self._invited), set(), False
 
     def mark_absent(self, client: str) -> None:
         """Stop waiting for a client. It may still join."""
@@ -48,7 +48,7 @@ class JoinBarrier:
                 f"{client} joined after the round had begun without it; clients wait for each "
                 f"other for split.join-timeout = {self._timeout:g} s"
             )
-        self._joined.add(client)
+        self.joined.add(client)
         self._changed.notify_all()
 
     def wait(self, client: str, check: Callable[[], None]) -> None:
@@ -65,24 +65,24 @@ class JoinBarrier:
         """
         end = time.monotonic() + self._timeout
         try:
-            while not self._begun and not self._awaited <= self._joined:
+            while not self._begun and not self._awaited <= self.joined:
                 if (left := end - time.monotonic()) <= 0:
                     break
                 self._changed.wait(min(left, _POLL_SECONDS))
                 check()
-            if not self._begun and len(self._joined) < self._minimum:
+            if not self._begun and len(self.joined) < self._minimum:
                 raise RuntimeError(self._too_few())
         except RuntimeError:  # includes LaneError
-            self._joined.discard(client)
+            self.joined.discard(client)
             raise
         self._begun = True
         self._changed.notify_all()
 
     def _too_few(self) -> str:
         """Return why the round can't begin: the other clients are late, or will not join."""
-        joined = f"{len(self._joined)} of {len(self._invited)} clients joined"
+        joined = f"{len(self.joined)} of {len(self._invited)} clients joined"
         needed = f"min-nodes = {self._minimum} are needed at once"
-        if self._awaited <= self._joined:
+        if self._awaited <= self.joined:
             return f"{joined}, the others have answered that they can't, and {needed}"
         return (
             f"{joined} within split.join-timeout = {self._timeout:g} s, and {needed}; a simulation "

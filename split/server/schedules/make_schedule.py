@@ -22,7 +22,11 @@ def make_schedule(
     state: Mapping[PartyName, State],
     minimum: int,
 ) -> Schedule:
-    """Return a new schedule of the kind in ``split.schedule``; see the arguments of each kind."""
+    """Return a new schedule of the kind in ``split.schedule``.
+
+    ``make_adapters`` returns a new set of body adapters with an optimizer, and ``minimum`` is the
+    least number of clients in a round that clients begin together.
+    """
     if split.schedule == "serial":
         return Serial(make_adapters())
     if split.schedule == "client-batch":

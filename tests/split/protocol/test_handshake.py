@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from split.protocol import handshake as module
 from split.protocol.errors import HandshakeError, Refusal, ServerKeyError, TicketError
 from split.protocol.handshake import ClientHandshake, ServerHandshake
-from split.protocol.hello import MAX_HELLO_BYTES, hello_context, read_hello, write_hello
+from split.protocol.hello import MAX_HELLO_BYTES, hello_context, read_hello
 from split.protocol.keys import ServerKeys, wrap
 from split.protocol.tickets import Identity, Ticket, TicketBook
 
@@ -51,7 +51,7 @@ def refusal(call, *arguments):
 
 def with_mac(pair, hello):
     """Return M1 as the owner of the pair's ticket can make it."""
-    body = write_hello(hello)
+    body = hello_context(hello) + hello.wrapped
     return body + module._hello_mac(pair.ticket, body)
 
 
