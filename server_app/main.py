@@ -26,7 +26,6 @@ from server_app.checkpoint import Checkpoint, check_base_model, load_checkpoint
 from server_app.results import Results, new_directory
 from server_app.summary import summary
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL
-from strategies.fedprox import FedProx
 from strategies.fl_glm import FLGLM
 from strategies.journal import Progress
 
@@ -35,7 +34,7 @@ app = ServerApp()
 STRATEGIES = {
     "fedjudge-base": FedJudgeBase,
     "fedjudge-cl": FedJudgeCL,
-    "fedprox": FedProx,
+    "fedprox": FedJudgeBase,
     "fl-glm": FLGLM,
 }
 

@@ -37,16 +37,9 @@ class LargeReplyError(ValueError):
 
 
 def pull(grid: HttpGrid, identifier: str, max_bytes: int) -> Iterable[Message]:
-    """Return the reply to a message if there is one.
+    """Return the reply to the message with this id if there is one.
 
-    Args:
-        grid: Connects to the SuperLink.
-        identifier: Id of the message.
-        max_bytes: Maximum memory for the reply.
-
-    Raises:
-        LargeReplyError: The reply exceeds the limit; it was not fetched completely.
-
+    Raise ``LargeReplyError``, without fetching the complete reply, if it exceeds ``max_bytes``.
     """
     bounded = copy.copy(grid)
     bounded._client = _BoundedClient(grid._runtime_client, max_bytes)  # type: ignore[assignment]
@@ -54,11 +47,9 @@ def pull(grid: HttpGrid, identifier: str, max_bytes: int) -> Iterable[Message]:
 
 
 def check_size(reply: Message, max_bytes: int) -> None:
-    """Check the total size of a reply's arrays; data stored under several names counts repeatedly.
+    """Raise ``LargeReplyError`` if a reply's arrays together exceed a size.
 
-    Raises:
-        LargeReplyError: The total size exceeds the limit.
-
+    Data stored under several names counts repeatedly.
     """
     records: Iterable[ArrayRecord] = reply.content.array_records.values()
     if sum(len(array.data) for record in records for array in record.values()) > max_bytes:

@@ -7,8 +7,6 @@ from logging import WARNING
 from flwr.app import ArrayRecord, Message
 from flwr.common import log
 
-from federation.answers import answers_of
-from federation.messages import ARRAYS, metrics_of, withheld_of
 from strategies.live_status import LiveStatus
 from strategies.not_finite import says_not_finite
 from strategies.participants import Participants, TooFewClientsError
@@ -27,7 +25,7 @@ def collect(
 
     Args:
         collected: Receives the valid replies, and the reasons for leaving out other clients.
-        replies: The replies.
+        replies: Replies; those of other SuperNodes than the participants' are ignored.
         participants: The clients of the run.
         status: Status in which received replies are shown.
         reference: Required names and shapes of the arrays; None for replies without arrays.
@@ -35,16 +33,15 @@ def collect(
 
     """
     for reply in replies:
-        checked = participants.check(reply, reference, minimum)
-        if checked is not None:
-            name, reason = checked
+        if sender := participants.sender_of(reply):
+            reason = participants.check(reply, sender, reference, minimum)
             if reason is None:
-                _add(collected, name, reply, has_arrays=reference is not None)
+                collected.add(sender.name, reply, has_arrays=reference is not None)
             else:
-                collected.left_out[name] = reason
+                collected.left_out[sender.name] = reason
                 if says_not_finite(reply, reason):
-                    collected.not_finite.append(name)
-            status.add(name, reason)
+                    collected.not_finite.append(sender.name)
+            status.add(sender.name, reason)
         del reply  # release its memory before the next reply is pulled
     collected.left_out |= participants.missing({*collected.metrics, *collected.left_out})
     collected.sort()
@@ -53,17 +50,12 @@ def collect(
 
 
 def require_enough(phase: str, collected: Replies, minimum: int) -> None:
-    """Check the number of valid replies.
-
-    Raises:
-        TooFewClientsError: There are fewer than ``minimum`` (``min-nodes``).
-
-    """
-    valid, left_out = collected.metrics, collected.left_out
-    if len(valid) < minimum:
-        lines = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
+    """Raise ``TooFewClientsError`` if there are fewer valid replies than ``min-nodes``."""
+    valid = len(collected.metrics)
+    if valid < minimum:
+        lines = "".join(f"\n  {name}: {reason}" for name, reason in collected.left_out.items())
         raise TooFewClientsError(
-            f"{phase}: {len(valid)} valid replies, and min-nodes = {minimum} are needed; left out:"
+            f"{phase}: {valid} valid replies, and min-nodes = {minimum} are needed; left out:"
             f"{lines or ' nobody'}"
         )
 
@@ -71,13 +63,3 @@ def require_enough(phase: str, collected: Replies, minimum: int) -> None:
 def reasons(left_out: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the clients left out and the reasons, in the format of ``metrics.jsonl``."""
     return [{"client": name, "reason": reason} for name, reason in left_out.items()]
-
-
-def _add(collected: Replies, name: str, reply: Message, has_arrays: bool) -> None:
-    # Arrays that were not requested have not been checked, so they are ignored.
-    arrays = reply.content.array_records[ARRAYS] if has_arrays else None
-    collected.add(name, metrics_of(reply), arrays)
-    collected.answers[name] = answers_of(reply)
-    if withheld := withheld_of(reply):
-        collected.withheld[name] = withheld
-        log(WARNING, "%s: %s", name, withheld)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from logging import WARNING
 
@@ -11,12 +12,7 @@ from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from federation.authentication import (
-    AuthenticationError,
-    Signer,
-    Statement,
-    open_reply,
-)
+from federation.authentication import AuthenticationError, Signer, Statement, open_reply
 from federation.flower_internals import ErrorCode, HttpGrid, InMemoryGrid
 from federation.messages import problem_of
 from federation.packed_content import EncryptedArrays
@@ -34,18 +30,11 @@ _MAX_REPLY_BYTES = 2**26
 
 @dataclass(frozen=True)
 class _Request:
-    """A sent message.
-
-    Attributes:
-        metadata: Metadata of the message.
-        statement: The signed statement about the message, if it was signed.
-        max_bytes: Maximum memory for the reply.
-
-    """
+    """A sent message."""
 
     metadata: Metadata
-    statement: Statement | None
-    max_bytes: int
+    statement: Statement | None  # None if the message isn't signed
+    max_bytes: int  # maximum memory for the reply
 
 
 def exchange(
@@ -66,7 +55,7 @@ def exchange(
 
     Args:
         grid: Connects to the SuperNodes.
-        messages: Messages, at most one per client.
+        messages: At most one message per client.
         timeout: Seconds that each client has to reply.
         signer: Signs the messages, and requires authenticated replies; None for neither.
         array_bytes: Expected size of the arrays in a reply, in bytes.
@@ -83,16 +72,15 @@ def exchange(
         else:
             yield _failed(request.metadata, "the message to it could not be sent")
     sent.clear()
-    pulls: dict[str, _Pull] = {}
+    pulls: dict[str, Future[list[Message]]] = {}
     while waiting:
         is_late = time.monotonic() >= end
         for identifier, request in list(waiting.items()):
             if identifier not in pulls:
-                pulls[identifier] = _Pull(grid, identifier, request)
-                pulls[identifier].begin()
-            if pulls[identifier].is_alive():
+                pulls[identifier] = _begin_pull(grid, identifier, request)
+            if not pulls[identifier].done():
                 continue
-            replies = pulls.pop(identifier).take()
+            replies = pulls.pop(identifier).result()
             if replies:
                 del waiting[identifier]
             while replies:
@@ -137,41 +125,27 @@ def _push_all(
             )
 
 
-class _Pull(threading.Thread):
-    """Thread that pulls the reply to a request, if there is one.
+def _begin_pull(grid: Grid, identifier: str, request: _Request) -> Future[list[Message]]:
+    """Start to pull the reply to a request, and wait briefly for it.
 
     The SuperLink announces a reply before it has received all of its objects, and Flower waits for
-    the rest as long as the client keeps sending objects.
+    the rest as long as the client keeps sending objects. Other grids are pulled without a thread.
     """
+    future: Future[list[Message]] = Future()
 
-    def __init__(self, grid: Grid, identifier: str, request: _Request) -> None:
-        super().__init__(name="reply", daemon=True)
-        self._grid = grid
-        self._identifier = identifier
-        self._request = request
-        self._replies: list[Message] = []
-        self._error: Exception | None = None
-
-    def begin(self) -> None:
-        """Start to pull, and wait briefly; grids other than ``HttpGrid`` pull without a thread."""
-        if isinstance(self._grid, HttpGrid):
-            self.start()
-            self.join(_PATIENCE_SECONDS)
-        else:
-            self.run()
-
-    def run(self) -> None:
-        """Pull the reply, and store it or the error."""
+    def run() -> None:
         try:
-            self._replies = _pull(self._grid, self._identifier, self._request)
+            future.set_result(_pull(grid, identifier, request))
         except Exception as error:
-            self._error = error
+            future.set_exception(error)
 
-    def take(self) -> list[Message]:
-        """Return the pulled replies, or raise the stored error."""
-        if self._error is not None:
-            raise self._error
-        return self._replies
+    if isinstance(grid, HttpGrid):
+        thread = threading.Thread(target=run, name="reply", daemon=True)
+        thread.start()
+        thread.join(_PATIENCE_SECONDS)
+    else:
+        run()
+    return future
 
 
 def _pull(grid: Grid, identifier: str, request: _Request) -> list[Message]:

@@ -1,4 +1,7 @@
-"""FedJudge: federated LoRA with weighted averaging, and with a continual-learning penalty."""
+"""FedJudge: federated LoRA with weighted averaging, and with a continual-learning penalty.
+
+FedProx (Li et al., 2020) differs from FedJudge-Base only in the clients' loss.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -49,11 +52,9 @@ class FedJudgeCL(FedJudgeBase):
         return messages
 
     def _evaluation(self, server_round: int) -> Instruction:
-        instruction = super()._evaluation(server_round)
-        wanted = (
-            self.config.continual.importance == "server" and 0 < server_round < self.config.rounds
-        )
-        return replace(instruction, importance=wanted)
+        averaged = self.config.continual.importance == "server"
+        wanted = averaged and 0 < server_round < self.config.rounds
+        return replace(super()._evaluation(server_round), importance=wanted)
 
     def _use_importance(self, replies: Replies) -> None:
         """Average J over the clients by data size, with outliers capped by ``ImportanceCap``."""

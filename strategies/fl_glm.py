@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from logging import INFO
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common import log
 from flwr.serverapp import Grid
 
@@ -148,30 +148,15 @@ class FLGLM(Rounds):
                     message.content[BODY[model]] = to_arrays(state or {})
             yield message
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average heads and tails by data size, and the body as the schedule requires."""
-        return super().aggregate_train(server_round, self._until_lanes_end(server_round, replies))
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Record each client's metrics; return the averages weighted by data size."""
-        return super().aggregate_evaluate(
-            server_round, self._until_lanes_end(server_round, replies)
-        )
-
     def _serve_body(self, parts: Mapping[PartyName, State]) -> BlockServer:
         """Load the body and start the block server."""
         started = time.monotonic()
         config = self.config
-        prefixes = config.adapter.kind == "prefix"
         check_exactness(
             directory=self._directory,
             settings=config.model,
             partition=self._partition,
-            prefixes=prefixes,
+            prefixes=config.adapter.kind == "prefix",
             generation=config.evaluate.generate,
         )
         server = serve(
@@ -189,14 +174,9 @@ class FLGLM(Rounds):
             max_cached_tokens=config.max_generated_tokens,
         )
         blocks = self._partition.range_of("body")
-        log(
-            INFO,
-            "Blocks %d to %d are served at %s after %.1f s",
-            blocks.start,
-            blocks.stop - 1,
-            server.address,
-            time.monotonic() - started,
-        )
+        seconds = time.monotonic() - started
+        text = "Blocks %d to %d are served at %s after %.1f s"
+        log(INFO, text, blocks.start, blocks.stop - 1, server.address, seconds)
         return server
 
     def _order_seed(self, server_round: int) -> int | None:
@@ -205,28 +185,31 @@ class FLGLM(Rounds):
             return None
         return derive_seed("order", self.config.seed, server_round)
 
-    def _exchange_training(
-        self, messages: Iterable[Message], grid: Grid, timeout: float
+    def _exchange(
+        self, messages: Iterable[Message], grid: Grid, timeout: float, training: bool
     ) -> Iterator[Message]:
-        """Send messages; the serial schedule waits for each reply before sending the next one."""
-        if self.config.split.schedule != "serial":
-            yield from self._exchange(messages, grid, timeout)
-            return
-        for message in messages:
-            self._status.extend(timeout)
-            yield from self._exchange([message], grid, timeout)
-            # End the lane of a late client, so that it can't delay the next client.
-            self._end_lanes(self.progress.finished_rounds + 1)
+        """Send messages, and yield replies; after the last one, end the lanes that are still open.
 
-    def _until_lanes_end(self, server_round: int, replies: Iterable[Message]) -> Iterator[Message]:
-        """Yield replies; after the last one, end the lanes that are still open."""
-        for reply in replies:
+        In training, the serial schedule waits for each reply before it sends the next message, and
+        ends the lane of a late client, so that it can't delay the next client.
+        """
+        if training and self.config.split.schedule == "serial":
+            for message in messages:
+                self._status.extend(timeout)
+                yield from self._until_lanes_end([message], grid, timeout, training)
+        else:
+            yield from self._until_lanes_end(messages, grid, timeout, training)
+
+    def _until_lanes_end(
+        self, messages: Iterable[Message], grid: Grid, timeout: float, training: bool
+    ) -> Iterator[Message]:
+        for reply in super()._exchange(messages, grid, timeout, training):
             if sender := self._participants.sender_of(reply):
                 # If clients start together, the others would wait for a client that doesn't train.
                 self._server.mark_absent(sender.name)
             yield reply
             del reply  # release its memory before the next reply is pulled
-        self._end_lanes(server_round)
+        self._end_lanes(self.progress.finished_rounds + training)
 
     def _lanes(self) -> list[LaneStatus]:
         return [
@@ -244,11 +227,14 @@ class FLGLM(Rounds):
 
     def _bodies_of(self, client: str, server_round: int) -> dict[str, tuple[int, State | None]]:
         """Return the round and the body's adapter of each model that a client evaluates."""
+        bodies: dict[str, tuple[int, State | None]] = {}
         if server_round == 0:
-            bodies: dict[str, tuple[int, State | None]] = {"base": (0, None)}
-            return bodies | ({"global": (0, self._body)} if self.config.initial_adapter else {})
-        own = self._personalised_body(client)
-        return {"global": (server_round, self._body), **({"personalised": own} if own else {})}
+            bodies["base"] = (0, None)
+        if server_round > 0 or self.config.initial_adapter:
+            bodies["global"] = (server_round, self._body)
+        if server_round > 0 and (own := self._personalised_body(client)):
+            bodies["personalised"] = own
+        return bodies
 
     def _personalised_body(self, client: str) -> tuple[int, State | None] | None:
         """Return the round of a client's personalised adapter, and its part for the body."""

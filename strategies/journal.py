@@ -11,22 +11,13 @@ from federation.status import RunStatus
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run.
+    """The progress of a run."""
 
-    Attributes:
-        lineage: Name of the run across its resumptions.
-        finished_rounds: Number of rounds whose adapters have been averaged.
-        evaluated: Whether the current global adapter has been evaluated.
-        importance: J at the current global adapter, if it has been computed.
-        optimizers: States of the server's optimizers, if any.
-
-    """
-
-    lineage: str
-    finished_rounds: int = 0
-    evaluated: bool = False
-    importance: State | None = None
-    optimizers: State | None = None
+    lineage: str  # name of the run across its resumptions
+    finished_rounds: int = 0  # rounds whose adapters have been averaged
+    evaluated: bool = False  # whether the current global adapter has been evaluated
+    importance: State | None = None  # J at the current global adapter, if it has been computed
+    optimizers: State | None = None  # states of the server's optimizers, if any
 
 
 class Journal(Protocol):
@@ -54,9 +45,8 @@ class Journal(Protocol):
             client: Name of the client.
             state: The adapter.
             round_number: Number of the round, from 1.
-            size: Number of the client's training examples.
-            file: An existing safetensors file below ``scratch`` with the same adapter, if any;
-                it may be moved.
+            size: Number of training rows of the client.
+            file: A file below ``scratch`` with the same adapter, if any; it may be moved.
 
         """
         ...

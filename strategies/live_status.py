@@ -11,13 +11,7 @@ _REFRESH_SECONDS = 10.0
 
 
 class LiveStatus:
-    """The current status of a run.
-
-    Args:
-        journal: Journal that writes the status.
-        rounds: Number of rounds of the run.
-
-    """
+    """The current status of a run, written to its journal."""
 
     def __init__(self, journal: Journal, rounds: int) -> None:
         self._journal = journal
@@ -32,15 +26,9 @@ class LiveStatus:
         asked: Collection[str] = (),
         absent: Mapping[str, str] | None = None,
     ) -> None:
-        """Start a phase, and write it to the status.
+        """Start a phase, in which the clients ``asked`` have a number of seconds to reply.
 
-        Args:
-            phase: The new phase.
-            round_number: Number of the round.
-            seconds: Seconds that clients have to reply.
-            asked: Clients that are sent a message in this phase.
-            absent: Reasons why other clients don't take part, by client.
-
+        ``absent`` has the reasons why other clients don't take part.
         """
         now = time.time()
         self._started = time.monotonic()

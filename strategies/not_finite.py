@@ -1,6 +1,7 @@
 """Detect an unusable global adapter: most clients report a loss or gradient that isn't finite."""
 
 import re
+from collections.abc import Collection
 
 from flwr.app import Message
 
@@ -28,17 +29,16 @@ def says_not_finite(reply: Message, reason: str) -> bool:
     return any(not abs(loss) <= LARGEST_METRIC for loss in losses) or reason.endswith(NOT_FINITE)
 
 
-def require_finite(journal: Journal, adapter_round: int, collected: Replies, asked: int) -> None:
-    """Delete the checkpoint of a global adapter that most clients report as unusable.
+def require_finite(
+    journal: Journal, adapter_round: int, collected: Replies, asked: Collection[str]
+) -> None:
+    """Raise ``NotFiniteError`` if most clients report a global adapter as unusable.
 
-    A majority of all queried clients is required, so that one client alone can't reject an adapter.
-    If a client withholds its metrics, its valid replies never report an unusable adapter.
-
-    Raises:
-        NotFiniteError: Most clients report that the adapter is unusable.
-
+    Its checkpoint is deleted. A majority of the clients ``asked`` is required, so that one client
+    alone can't reject an adapter. If a client withholds its metrics, its valid replies never report
+    an unusable adapter.
     """
-    if 2 * len(collected.not_finite) <= asked:
+    if 2 * len(collected.not_finite) <= len(asked):
         return
     journal.discard(adapter_round)
     raise NotFiniteError(

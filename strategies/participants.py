@@ -1,6 +1,5 @@
 """The clients of a run: wait for SuperNodes, register clients by name, and address messages."""
 
-import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -44,31 +43,21 @@ class RefusedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Participant:
-    """A registered client.
+    """A registered client."""
 
-    Attributes:
-        node_id: Flower's id of the client's SuperNode; it changes between simulated runs.
-        name: Name chosen by the institution; unique in a run.
-        examples: Number of training rows, |Dᵢ| in FedJudge Eq. 2.
-        train_examples: Number of training examples, which limits the number of steps; exceeds
-            ``examples`` if a chat template splits conversations.
-        withholds: Whether the client's policy withholds metrics and importance.
-
-    """
-
-    node_id: int
-    name: str
-    examples: int
+    node_id: int  # Flower's id of the client's SuperNode; it changes between simulated runs
+    name: str  # chosen by the institution; unique in a run
+    examples: int  # number of training rows, |Dᵢ| in FedJudge Eq. 2
+    # Number of training examples, which limits the number of steps; exceeds ``examples`` if a chat
+    # template splits conversations.
     train_examples: int
-    withholds: bool
+    withholds: bool  # whether the client's policy withholds metrics and importance
 
 
-def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, NodeInfo]:
+def _wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, NodeInfo]:
     """Wait until ``minimum`` SuperNodes are connected; return all connected ones by id.
 
-    Raises:
-        TooFewClientsError: Fewer SuperNodes are connected after ``timeout`` seconds.
-
+    Raise ``TooFewClientsError`` if fewer are connected after ``timeout`` seconds.
     """
     end = time.monotonic() + timeout
     announced = -1
@@ -106,7 +95,6 @@ class Participants:
         self.fingerprint = dict(fingerprint)
         self._registered: dict[int, Participant] = {}
         self._asked: dict[int, Participant] = {}
-        self._absent: list[str] = []
         # Time at which each queried SuperNode connected; None to query it again.
         self._queried: dict[int, str | None] = {}
         # Number of unanswered queries of each SuperNode.
@@ -127,7 +115,7 @@ class Participants:
             RefusedError: At least one client can't take part.
 
         """
-        nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
+        nodes = _wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
         self._registered, problems, _ = self._query(grid, nodes, self._config.reply_timeout)
         self._queried = _connected_since(nodes)
         if problems:
@@ -152,7 +140,7 @@ class Participants:
             TooFewClientsError: Not enough SuperNodes are connected in time.
 
         """
-        nodes = wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
+        nodes = _wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
         since = _connected_since(nodes)
         gone = self._registered.keys() & self._queried.keys() - nodes.keys()
         newcomers = {
@@ -210,8 +198,6 @@ class Participants:
         """
         connected = [self._registered[n] for n in grid.get_node_ids() if n in self._registered]
         self._asked = {p.node_id: p for p in sorted(connected, key=lambda p: p.name)}
-        known = {p.name for p in self._registered.values()}
-        self._absent = sorted(known - self.asked.keys())
         ttl = self._config.reply_timeout * turns(grid, len(self._asked))
         nodes = list(self._asked)
         if seed is not None:
@@ -219,43 +205,25 @@ class Participants:
         return (Message(RecordDict(dict(content)), node, message_type, ttl=ttl) for node in nodes)
 
     def check(
-        self, reply: Message, reference: ArrayRecord | None, minimum: float = -math.inf
-    ) -> tuple[str, str | None] | None:
-        """Check a reply to one of the last messages.
-
-        Args:
-            reply: The reply.
-            reference: Required names and shapes of the arrays; None for a reply without arrays.
-            minimum: Smallest allowed value in the arrays.
-
-        Returns:
-            The client's name, and the reason for leaving it out or None. None instead of the pair
-            if the sender is not a recipient.
-
-        """
-        participant = self.sender_of(reply)
-        if participant is None:
-            return None
+        self, reply: Message, sender: Participant, reference: ArrayRecord | None, minimum: float
+    ) -> str | None:
+        """Return why a reply can't be used, printable, or None; see ``reason_to_refuse``."""
         reason = reason_to_refuse(
             reply,
-            name=participant.name,
-            examples=participant.examples,
+            name=sender.name,
+            examples=sender.examples,
             base=self.base,
             reference=reference,
             minimum=minimum,
             answers=self._config.evaluate.shown,
         )
-        return participant.name, reason and printable(reason)
+        return reason and printable(reason)
 
     def missing(self, answered: Collection[str]) -> dict[str, str]:
-        """Return the clients that have not replied, with the reasons.
-
-        Args:
-            answered: Names of the clients that have replied.
-
-        """
+        """Return the clients that aren't among those that have answered, with the reasons."""
+        absent = sorted({p.name for p in self._registered.values()} - self.asked.keys())
         silent = f"no reply within {self._config.round_timeout:g} s (round-timeout)"
-        return dict.fromkeys(self._absent, "its SuperNode is not connected") | {
+        return dict.fromkeys(absent, "its SuperNode is not connected") | {
             name: silent for name in self.asked if name not in answered
         }
 

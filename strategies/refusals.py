@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message
@@ -48,12 +48,12 @@ def reason_to_refuse(
     minimum: float = -math.inf,
     answers: int = 0,
 ) -> str | None:
-    """Return why a reply can't be used, or None if it can.
+    """Return why a client's reply to a train or evaluate message can't be used, or None if it can.
 
     Args:
-        reply: Reply to a train or evaluate message.
-        name: Name of the client.
-        examples: Number of training examples that the client registered with.
+        reply: The reply.
+        name: Name with which the client registered.
+        examples: Number of training rows with which the client registered.
         base: Digest of the run's base model.
         reference: Required names and shapes of the arrays; None for a reply without arrays.
         minimum: Smallest allowed value in the arrays.
@@ -72,16 +72,14 @@ def reason_to_refuse(
 def reason_to_refuse_registration(
     reply: Message, name: str, taken: set[str], assigned: str, fingerprint: Mapping[str, str]
 ) -> str | None:
-    """Return why a client can't take part, or None if it can.
+    """Return why a client can't take part, given its reply to a query message, or None if it can.
 
     Args:
-        reply: Reply to a query message.
+        reply: The reply.
         name: Name in the reply.
         taken: Names of other clients.
-        assigned: Name under which the coordinator registered the SuperNode's key; empty if there
-            is none.
-        fingerprint: Fingerprint of the client's part of the base model; empty digests are
-            unknown.
+        assigned: Name under which the coordinator registered the SuperNode's key; may be empty.
+        fingerprint: Fingerprint of the client's part of the base model; empty digests are unknown.
 
     """
     if problem := problem_of(reply):
@@ -111,15 +109,11 @@ def reason_to_refuse_registration(
 
 
 def agreed(configs: Iterable[Mapping[str, Any]], fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """Return the majority digests of the tensors that the coordinator doesn't have.
+    """Return the majority digests of the tensors whose digest in ``fingerprint`` is empty.
 
-    Without a majority, a tensor gets a digest that matches no client, so that the difference must
-    be resolved before training.
-
-    Args:
-        configs: Config records of the replies to query messages.
-        fingerprint: Fingerprint of the clients' part of the model; empty digests are unknown.
-
+    The coordinator doesn't have these tensors. ``configs`` are the config records of the replies to
+    query messages. Without a majority, a tensor gets a digest that matches no client, so that the
+    difference must be resolved before training.
     """
     reported = [
         dict(zip(config["tensors"], config["digests"], strict=True))
@@ -155,11 +149,9 @@ def _base_model_problem(tensors: Any, digests: Any, fingerprint: Mapping[str, st
 
 
 def _are_lists_of_texts(one: Any, other: Any) -> bool:
-    return _are_texts(one) and _are_texts(other) and len(one) == len(other)
-
-
-def _are_texts(value: Any) -> TypeGuard[list[str]]:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    """Return whether two values are lists of texts of the same length."""
+    are_lists = isinstance(one, list) and isinstance(other, list) and len(one) == len(other)
+    return are_lists and all(isinstance(item, str) for item in [*one, *other])
 
 
 def _identity_problem(reply: Message, name: str, base: str) -> str | None:
@@ -209,8 +201,7 @@ def _arrays_problem(
         different = sorted(set(arrays) ^ set(reference))
         return f"its tensors are not the adapter's: {', '.join(different[:3])}"
     for name, expected in reference.items():
-        reason = _array_problem(arrays[name], expected, minimum)
-        if reason is not None:
+        if reason := _array_problem(arrays[name], expected, minimum):
             return f"{name} {reason}"
     return None
 

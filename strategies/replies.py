@@ -3,39 +3,34 @@
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord
+from flwr.app import Message
+from flwr.common import log
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from federation.answers import Answer
-from federation.messages import State, from_arrays
+from federation.answers import Answer, answers_of
+from federation.messages import ARRAYS, State, from_arrays, metrics_of, withheld_of
 from finetuning.files import filling
 
 
 class Replies:
     """Context manager for valid replies; their arrays are files that are deleted on exit.
 
-    Args:
-        folder: Folder for the arrays; a folder left by a killed run is deleted first.
-
-    Attributes:
-        metrics: Metrics of valid replies, by client.
-        answers: Answers sent as text, by client.
-        left_out: Reasons for leaving out other clients, by client.
-        withheld: Reasons of clients whose policies withhold metrics, by client.
-        not_finite: Clients that reported a loss or gradient that isn't finite.
-
+    If a killed run has left the folder of these files, it is deleted first.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        # By client; ``left_out`` and ``withheld`` contain reasons.
         self.metrics: dict[str, Mapping[str, Any]] = {}
         self.answers: dict[str, list[Answer]] = {}
         self.left_out: dict[str, str] = {}
         self.withheld: dict[str, str] = {}
+        # Clients that reported a loss or gradient that isn't finite.
         self.not_finite: list[str] = []
 
     @property
@@ -43,17 +38,22 @@ class Replies:
         """Metrics of the clients that don't withhold metrics."""
         return [metrics for name, metrics in self.metrics.items() if name not in self.withheld]
 
-    def add(self, name: str, metrics: Mapping[str, Any], arrays: ArrayRecord | None) -> None:
-        """Add a client's valid reply, with checked arrays.
+    def add(self, name: str, reply: Message, has_arrays: bool) -> None:
+        """Add a client's valid reply; ignore arrays that were not requested, and not checked.
 
         Raises:
             DiskFullError: The arrays don't fit on the disk.
 
         """
-        self.metrics[name] = dict(metrics)
-        if arrays is not None:
+        self.metrics[name] = dict(metrics_of(reply))
+        self.answers[name] = answers_of(reply)
+        if withheld := withheld_of(reply):
+            self.withheld[name] = withheld
+            log(WARNING, "%s: %s", name, withheld)
+        if has_arrays:
+            state = from_arrays(reply.content.array_records[ARRAYS])
             with filling(self._folder.parent):
-                save_file(from_arrays(arrays), self.file(name), metadata={"format": "pt"})
+                save_file(state, self.file(name), metadata={"format": "pt"})
 
     def leave_out(self, name: str, reason: str) -> None:
         """Leave out a client whose reply was already added."""

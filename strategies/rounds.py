@@ -1,5 +1,6 @@
 """The rounds of all strategies: register, train, average by data size, evaluate, checkpoint."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,23 +14,10 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from federation.answers import answer_events
 from federation.authentication import Signer
-from federation.messages import (
-    ARRAYS,
-    CONFIG,
-    SIZE,
-    Instruction,
-    State,
-    from_arrays,
-    to_arrays,
-)
+from federation.messages import ARRAYS, CONFIG, SIZE, Instruction, State, from_arrays, to_arrays
 from federation.run_config import RunConfig
 from federation.status import LaneStatus, Phase
-from finetuning.adapters.robust_aggregation import (
-    counted_sizes,
-    distance,
-    scaled,
-    update_factors,
-)
+from finetuning.adapters.robust_aggregation import counted_sizes, distance, scaled, update_factors
 from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
 from strategies.collection import collect, reasons, require_enough
@@ -46,13 +34,8 @@ from strategies.scaling import record_scaled
 class Rounds(Strategy):
     """Base class of the strategies: clients train adapters, the server averages by data size.
 
-    Args:
-        config: The run's configuration.
-        fingerprint: Fingerprint of the base model, as computed by the server.
-        progress: Progress from which the run continues.
-        journal: Records the run.
-        signer: Signs the instructions; None for unsigned instructions.
-
+    The run continues from ``progress``. ``fingerprint`` is that of the base model, as computed by
+    the server. Without a ``signer``, instructions aren't signed.
     """
 
     def __init__(
@@ -127,14 +110,12 @@ class Rounds(Strategy):
         finished = self.progress.finished_rounds
         lacks_importance = self._evaluation(finished).importance and not self.progress.importance
         if not self.progress.evaluated or lacks_importance:
-            self._evaluate(
-                round_number=finished, arrays=arrays, grid=grid, timeout=timeout, result=result
-            )
+            self._evaluate(arrays, grid, timeout, result)
         for current in range(finished + 1, num_rounds + 1):
             log(INFO, "")
             log(INFO, "[ROUND %d/%d]", current, num_rounds)
             messages = self.configure_train(current, arrays, ConfigRecord(), grid)
-            replies = self._exchange_training(messages, grid, timeout)
+            replies = self._exchange(messages, grid, timeout, training=True)
             aggregated, metrics = self.aggregate_train(current, replies)
             assert aggregated is not None and metrics is not None  # or an error was raised
             result.arrays = arrays = aggregated
@@ -143,9 +124,7 @@ class Rounds(Strategy):
                 self.progress, finished_rounds=current, evaluated=False, importance=None
             )
             self._checkpoint(arrays)
-            self._evaluate(
-                round_number=current, arrays=arrays, grid=grid, timeout=timeout, result=result
-            )
+            self._evaluate(arrays, grid, timeout, result)
         return result
 
     def configure_train(
@@ -174,14 +153,7 @@ class Rounds(Strategy):
             NotFiniteError: Most clients report that the global adapter is unusable.
 
         """
-        with Replies(self._journal.scratch) as collected:
-            collect(
-                collected=collected,
-                replies=replies,
-                participants=self._participants,
-                status=self._status,
-                reference=self._reference,
-            )
+        with self._collected(replies, self._reference) as collected:
             for name, reason in self._unfinished(list(collected.metrics)).items():
                 collected.leave_out(name, reason)
                 self._status.add(name, reason)
@@ -213,20 +185,30 @@ class Rounds(Strategy):
             measured = collected.measured or list(collected.metrics.values())
             return to_arrays(mean.result()), averages(measured)
 
+    @contextmanager
+    def _collected(
+        self, replies: Iterable[Message], reference: ArrayRecord | None, minimum: float = -math.inf
+    ) -> Iterator[Replies]:
+        """Within the context, provide the valid replies; see ``collect``."""
+        with Replies(self._journal.scratch) as collected:
+            collect(
+                collected=collected,
+                replies=replies,
+                participants=self._participants,
+                status=self._status,
+                reference=reference,
+                minimum=minimum,
+            )
+            yield collected
+
     def _record_round(self, server_round: int, collected: Replies) -> None:
-        """Record the participants and the metrics of a training round.
-
-        Raises:
-            TooFewClientsError: There are fewer valid replies than ``min-nodes``.
-
-        """
+        """Record the participants and the metrics of a training round, if they are sufficient."""
         valid, left_out = collected.metrics, collected.left_out
         event = {"event": "round", "round": server_round, "participants": list(valid)}
         seconds = self._status.seconds
         self._journal.record({**event, "left_out": reasons(left_out), "seconds": seconds})
         if not self._evaluation(server_round - 1).losses:  # else the evaluation checked it
-            asked = len(self._participants.asked)
-            require_finite(self._journal, server_round - 1, collected, asked)
+            require_finite(self._journal, server_round - 1, collected, self._participants.asked)
         require_enough(f"round {server_round}", collected, self.config.min_nodes)
         for name, metrics in valid.items():
             own = {underscored(key): value for key, value in metrics.items() if key != SIZE}
@@ -259,28 +241,18 @@ class Rounds(Strategy):
 
         """
         expected = self._reference if self._evaluation(server_round).importance else None
-        with Replies(self._journal.scratch) as collected:
-            # A negative J would push weights away from the global ones.
-            collect(
-                collected=collected,
-                replies=replies,
-                participants=self._participants,
-                status=self._status,
-                reference=expected,
-                minimum=0.0,
-            )
+        # A negative J would push weights away from the global ones.
+        with self._collected(replies, expected, minimum=0.0) as collected:
             if left_out := dict(sorted((collected.left_out | collected.withheld).items())):
                 missing = {"event": "evaluation-missing", "round": server_round}
                 self._journal.record({**missing, "left_out": reasons(left_out)})
-            asked = len(self._participants.asked)
-            require_finite(self._journal, server_round, collected, asked)
+            require_finite(self._journal, server_round, collected, self._participants.asked)
             for name, metrics in collected.metrics.items():
+                about = {"round": server_round, "client": name}
                 for event in evaluation_events(metrics):
-                    self._journal.record(
-                        {**event, "event": "evaluate", "round": server_round, "client": name}
-                    )
+                    self._journal.record({**event, "event": "evaluate", **about})
                 for event in answer_events(collected.answers[name]):
-                    self._journal.record({**event, "round": server_round, "client": name})
+                    self._journal.record({**event, **about})
             if server_round >= self.config.rounds:
                 # No round follows: the run must fail, so that resuming it repeats this evaluation.
                 require_enough(
@@ -313,26 +285,17 @@ class Rounds(Strategy):
         )
 
     def _exchange(
-        self, messages: Iterable[Message], grid: Grid, timeout: float
+        self, messages: Iterable[Message], grid: Grid, timeout: float, training: bool
     ) -> Iterator[Message]:
-        """Send messages to all clients at once, and yield replies."""
+        """Send train or evaluate messages to all clients at once, and yield replies."""
         return exchange(
             grid=grid,
             messages=messages,
             timeout=timeout,
             signer=self._signer,
             array_bytes=sum(len(array.data) for array in self._reference.values()),
-            on_poll=self._show_progress,
+            on_poll=lambda: self._status.refresh(self._lanes),
         )
-
-    def _exchange_training(
-        self, messages: Iterable[Message], grid: Grid, timeout: float
-    ) -> Iterator[Message]:
-        """Send train messages and yield replies."""
-        return self._exchange(messages, grid, timeout)
-
-    def _show_progress(self) -> None:
-        self._status.refresh(self._lanes)
 
     def _lanes(self) -> list[LaneStatus]:
         """Return the progress of clients within a round; empty if the server doesn't know it."""
@@ -364,12 +327,11 @@ class Rounds(Strategy):
     def _use_importance(self, replies: Replies) -> None:
         """Process the importance J from evaluate replies; only FedJudge-CL requests it."""
 
-    def _evaluate(
-        self, round_number: int, arrays: ArrayRecord, grid: Grid, timeout: float, result: Result
-    ) -> None:
+    def _evaluate(self, arrays: ArrayRecord, grid: Grid, timeout: float, result: Result) -> None:
+        round_number = self.progress.finished_rounds
         messages = list(self.configure_evaluate(round_number, arrays, ConfigRecord(), grid))
         if messages:
-            replies = self._exchange(messages, grid, timeout)
+            replies = self._exchange(messages, grid, timeout, training=False)
             metrics = self.aggregate_evaluate(round_number, replies)
             seconds = self._status.seconds
             self._journal.record({"event": "evaluation", "round": round_number, "seconds": seconds})
