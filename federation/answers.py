@@ -14,20 +14,12 @@ MODELS = ("base", "global", "personalised")
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to a held-out question; texts are single lines of bounded length.
+    """A model's answer to a held-out question; texts are single lines of bounded length."""
 
-    Attributes:
-        model: ``base``, ``global`` or ``personalised``.
-        question: The question.
-        reference: The reference answer.
-        text: The generated answer.
-
-    """
-
-    model: str
+    model: str  # one of ``MODELS``
     question: str
     reference: str
-    text: str
+    text: str  # the generated answer
 
 
 _FIELDS = ("model", "question", "reference", "text")
@@ -39,13 +31,7 @@ def answers_record(answers: Sequence[Answer]) -> ConfigRecord:
 
 
 def answers_problem(reply: Message, most: int) -> str | None:
-    """Return why a reply's answers can't be used, or None if they can.
-
-    Args:
-        reply: Reply to a train or evaluate message.
-        most: Maximum number of answers per model.
-
-    """
+    """Return why a reply's answers, at most ``most`` per model, can't be used, or None."""
     record = _record(reply)
     if record is None:
         return None
@@ -72,18 +58,14 @@ def answers_of(reply: Message) -> list[Answer]:
 
 def answer_events(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Return one ``metrics.jsonl`` event per model that generated answers."""
+    by_model: dict[str, list[dict[str, str]]] = {model: [] for model in MODELS}
+    for a in answers:
+        own = {"question": a.question, "reference": a.reference, "text": a.text}
+        by_model[a.model].append(own)
     return [
-        {
-            "event": "answers",
-            "model": model,
-            "answers": [
-                {"question": a.question, "reference": a.reference, "text": a.text}
-                for a in answers
-                if a.model == model
-            ],
-        }
-        for model in MODELS
-        if any(a.model == model for a in answers)
+        {"event": "answers", "model": model, "answers": own}
+        for model, own in by_model.items()
+        if own
     ]
 
 

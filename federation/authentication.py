@@ -33,51 +33,33 @@ class AuthenticationError(UserError, ValueError):
 
 
 class Statement(BaseModel):
-    """Statement that the coordinator signs.
-
-    Attributes:
-        run: Flower's id of the run. The content holds the lineage of the run and the round.
-        kind: Flower's type of the message.
-        node: Flower's id of the recipient's SuperNode.
-        nonce: Random, in hexadecimal; different in every instruction.
-        time: Unix time of signing, in seconds; strictly increasing within a run.
-        expires: Unix time after which the instruction must not be carried out.
-        secret: Key that authenticates the reply, in hexadecimal.
-        digest: Digest of the content, in hexadecimal.
-
-    """
+    """Statement that the coordinator signs."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    run: int
-    kind: str
-    node: int
+    run: int  # Flower's id of the run; the content holds the lineage of the run and the round
+    kind: str  # Flower's type of the message
+    node: int  # Flower's id of the recipient's SuperNode
+    # Random; different in every instruction.
     nonce: str = Field(pattern=f"^[0-9a-f]{{{2 * _NONCE_BYTES}}}$")
-    time: FiniteFloat
-    expires: FiniteFloat
+    time: FiniteFloat  # Unix time of signing, in seconds; strictly increasing within a run
+    expires: FiniteFloat  # Unix time after which the instruction must not be carried out
+    # Key that authenticates the reply.
     secret: str = Field(pattern=f"^[0-9a-f]{{{2 * _SECRET_BYTES}}}$")
-    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    digest: str = Field(pattern="^[0-9a-f]{64}$")  # of the content
 
 
 class Signer:
-    """Signs the instructions of a run.
-
-    Args:
-        key: The coordinator's key.
-
-    """
+    """Signs the instructions of a run with the coordinator's key."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
         self._last = 0.0
 
     def sign(self, message: Message, shared: EncryptedArrays) -> Statement:
-        """Replace a message's content with a signed version; return the statement about it.
+        """Replace an instruction's content with a signed version; return the statement about it.
 
-        Args:
-            message: An instruction; its metadata is not modified.
-            shared: Encrypts each ArrayRecord only once for several messages.
-
+        ``shared`` encrypts each ArrayRecord only once for several messages.
         """
         packed = pack(message.content, shared)
         # The system clock may be set back, or have a coarse resolution.
@@ -101,30 +83,19 @@ class Signer:
 
 @dataclass(frozen=True)
 class SignedInstruction:
-    """A received signed instruction that has not been verified yet.
+    """A received signed instruction that has not been verified yet."""
 
-    Attributes:
-        text: The statement as it was signed.
-        statement: The statement.
-        signature: The coordinator's signature.
-        body: The records without arrays.
-        arrays: The encrypted arrays.
-
-    """
-
-    text: bytes
+    text: bytes  # the statement as it was signed
     statement: Statement
     signature: bytes
-    body: bytes
-    arrays: Mapping[str, ArrayRecord]
+    body: bytes  # the records without arrays, serialised
+    arrays: Mapping[str, ArrayRecord]  # the encrypted arrays
 
     @classmethod
     def of(cls, message: Message) -> "SignedInstruction | None":
         """Return the signed instruction in a message, or None if the message is not signed.
 
-        Raises:
-            AuthenticationError: The signed instruction is malformed.
-
+        Raise ``AuthenticationError`` if the signed instruction is malformed.
         """
         record = message.content.config_records.get(INSTRUCTION)
         if record is None:
@@ -139,15 +110,8 @@ class SignedInstruction:
     def verify(self, key: Ed25519PublicKey, message: Message, node: int, run: int) -> None:
         """Verify that the coordinator signed this content for this recipient and this time.
 
-        Args:
-            key: The coordinator's key.
-            message: The message that contained the instruction.
-            node: Id of this SuperNode.
-            run: Id of the run.
-
-        Raises:
-            AuthenticationError: The verification failed.
-
+        ``message`` is the one that contained the instruction; ``node`` and ``run`` are Flower's ids
+        of this SuperNode and of the run. Raise ``AuthenticationError`` if the verification fails.
         """
         statement, now = self.statement, time.time()
         try:
@@ -175,12 +139,7 @@ class SignedInstruction:
             )
 
     def content(self) -> RecordDict:
-        """Return the content.
-
-        Raises:
-            AuthenticationError: The content is malformed.
-
-        """
+        """Return the content; raise ``AuthenticationError`` if it is malformed."""
         return _opened(self.body, self.arrays)
 
     def authenticate(self, reply: Message) -> None:
@@ -193,15 +152,10 @@ class SignedInstruction:
 
 
 def open_reply(reply: Message, statement: Statement) -> None:
-    """Verify an authenticated reply, and replace its content with the unpacked records.
+    """Verify a reply without an error, and replace its content with the unpacked records.
 
-    Args:
-        reply: A reply without an error.
-        statement: The coordinator's signed statement for the client that was asked.
-
-    Raises:
-        AuthenticationError: The reply was not made by that client, or it is malformed.
-
+    Raise ``AuthenticationError`` if the reply is malformed, or was not made by the client that
+    received the signed ``statement``.
     """
     record = reply.content.config_records.get(REPLY)
     if record is None:
@@ -226,13 +180,8 @@ def _mac(statement: Statement, digest: str) -> bytes:
 
 
 def _bytes_of(record: ConfigRecord, *names: str) -> list[bytes]:
-    """Return the bytes values of a record that must have exactly these names.
-
-    Raises:
-        AuthenticationError: The record has other names, or values of other types.
-
-    """
-    values = [record.get(name) for name in names]
-    if record.keys() != set(names) or not all(isinstance(value, bytes) for value in values):
+    """Return the values of a record that must have exactly these names, all of bytes."""
+    values = [value for name in names if isinstance(value := record.get(name), bytes)]
+    if record.keys() != set(names) or len(values) < len(names):
         raise AuthenticationError("the message's record is malformed")
-    return [value for value in values if isinstance(value, bytes)]
+    return values

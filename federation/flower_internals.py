@@ -6,6 +6,10 @@ A new version of Flower may change any of them: review and test them before wide
 ``strategies/bounded_pull.py`` also replaces the private client of an ``HttpGrid``.
 """
 
+# Other modules import these names from here.
+# ruff: noqa: F401
+# mypy: implicit-reexport
+
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -70,50 +74,9 @@ from flwr.superlink.grid import HttpGrid, InMemoryGrid
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-__all__ = [
-    "FAB_MAX_SIZE",
-    "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE",
-    "ActivateNodeRequest",
-    "ApiErrorCode",
-    "ContextProto",
-    "ErrorCode",
-    "FleetHttpClient",
-    "FlowerError",
-    "HttpGrid",
-    "InMemoryGrid",
-    "MessageProto",
-    "NodeAuthHttpInterceptor",
-    "NodeInfo",
-    "PullAppMessagesRequest",
-    "PullAppMessagesResponse",
-    "PullObjectRequest",
-    "PullObjectResponse",
-    "RecordDictProto",
-    "TaskIdentity",
-    "aggregate_metricrecords",
-    "build_release",
-    "context_from_proto",
-    "context_to_proto",
-    "get_fab_config",
-    "get_metadata_from_config",
-    "get_object_body",
-    "get_object_type_from_object_content",
-    "message_from_proto",
-    "message_to_proto",
-    "parse_config_args",
-    "public_key_to_bytes",
-    "recorddict_from_proto",
-    "recorddict_to_proto",
-]
-
 
 def build_release(files: Mapping[str, Path]) -> bytes:
-    """Build a release from individual files; ``flwr build`` accepts only a folder.
-
-    Args:
-        files: The app's files, keyed by their paths in the release.
-
-    """
+    """Build a release from files by their paths in it; ``flwr build`` accepts only a folder."""
     # Importing Flower's command line is slow, and only `chambers site sign` needs it.
     from flwr.cli.build import build_fab_from_files
 

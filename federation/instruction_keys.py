@@ -18,9 +18,7 @@ from federation.site_policy import PolicyError
 def signer_of(config: RunConfig, grid: Grid) -> Signer | None:
     """Return the signer of a run's instructions; None if signing is disabled, or in simulation.
 
-    Raises:
-        ConfigError: The run config of a deployment names no key, or an unusable one.
-
+    Raise ``ConfigError`` if the run config of a deployment names no key, or an unusable one.
     """
     if not isinstance(grid, HttpGrid):
         return None
@@ -45,9 +43,7 @@ def signer_of(config: RunConfig, grid: Grid) -> Signer | None:
 def read_private_key(file: Path) -> Ed25519PrivateKey:
     """Read the coordinator's private key.
 
-    Raises:
-        ConfigError: The key can't be read, is not an Ed25519 key, or has a passphrase.
-
+    Raise ``ConfigError`` if it can't be read, is not an Ed25519 key, or has a passphrase.
     """
     key: object = None
     try:
@@ -69,9 +65,7 @@ def read_private_key(file: Path) -> Ed25519PrivateKey:
 def read_public_key(file: str) -> Ed25519PublicKey:
     """Read the coordinator's public key from the file named in a site's policy.
 
-    Raises:
-        PolicyError: The key can't be read, or is not an Ed25519 key.
-
+    Raise ``PolicyError`` if it can't be read, or is not an Ed25519 key.
     """
     key: object = None
     try:

@@ -55,28 +55,19 @@ class InstructionError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Instruction:
-    """The server's request to a client.
+    """The server's request to a client."""
 
-    Attributes:
-        round: Number of the round, from 1; 0 is the evaluation before the first round.
-        lineage: Name of the run across its resumptions; clients keep their state in a folder of
-            this name.
-        base: Digest of the base model's fingerprint.
-        time_limit: Seconds in which the client must carry out the request.
-        losses: In evaluate messages: measure held-out loss (and generate, if the run config sets
-            it).
-        importance: In evaluate messages: compute J at the weights sent. In train messages: use
-            the client's own J.
-        final: In evaluate messages: the weights sent are the final ones of the run; save them.
-
-    """
-
-    round: Annotated[StrictInt, Field(ge=0)]
+    round: Annotated[StrictInt, Field(ge=0)]  # from 1; 0 is the evaluation before the first round
+    # Name of the run across its resumptions, and of the folder in which clients keep their state.
     lineage: Annotated[StrictStr, Field(pattern=r"^[\w-]{1,64}$")]
-    base: StrictStr
+    base: StrictStr  # digest of the base model's fingerprint
+    # Seconds in which the client must carry out the request.
     time_limit: Annotated[FiniteFloat, Field(gt=0)]
+    # In evaluate messages: measure held-out loss (and generate, if the run config sets it).
     losses: StrictBool = False
+    # In evaluate messages: compute J at the weights sent. In train messages: use the client's own.
     importance: StrictBool = False
+    # In evaluate messages: the weights sent are the final ones of the run; save them.
     final: StrictBool = False
 
     def to_record(self) -> ConfigRecord:
@@ -87,9 +78,7 @@ class Instruction:
     def of(cls, message: Message) -> "Instruction":
         """Read the instruction from a message.
 
-        Raises:
-            InstructionError: The instruction is missing, or one of its values is invalid.
-
+        Raise ``InstructionError`` if it is missing, or one of its values is invalid.
         """
         record = message.content.config_records.get(CONFIG, ConfigRecord())
         try:
@@ -116,11 +105,8 @@ def one_line(text: str) -> str:
 def lane_record(invitation: Invitation, models: Mapping[str, int]) -> ConfigRecord:
     """Return an invitation to a lane as a ConfigRecord; it contains the secret of a ticket.
 
-    Args:
-        invitation: Invitation to train, or to evaluate models.
-        models: Models to evaluate or, in train messages, to keep. The values are the rounds of
-            the server's parts.
-
+    ``models`` are those to evaluate or, in train messages, to keep, with the rounds of the server's
+    parts.
     """
     return ConfigRecord(
         {

@@ -17,12 +17,7 @@ _DEPLOYED = "flwr-clientapp"
 
 
 def check_keys(node: Mapping[str, Scalar]) -> None:
-    """Check that all keys are known, since a misspelled ``policy`` key would be ignored.
-
-    Raises:
-        PolicyError: A key is unknown.
-
-    """
+    """Raise ``PolicyError`` for unknown keys, since a misspelled ``policy`` would be ignored."""
     unknown = sorted(node.keys() - {*_KEYS, *_PARTITION_KEYS})
     if unknown:
         raise PolicyError(
@@ -40,12 +35,7 @@ def is_simulation(node: Mapping[str, Scalar]) -> bool:
 
 
 def name_and_data_path(node: Mapping[str, Scalar]) -> tuple[str, Path]:
-    """Return an institution's ``name`` and ``data-path``.
-
-    Raises:
-        DataError: A value is missing or invalid.
-
-    """
+    """Return an institution's ``name`` and ``data-path``; raise ``DataError`` if invalid."""
     missing = [key for key in ("name", "data-path") if not node.get(key)]
     if missing:
         raise DataError(

@@ -47,18 +47,11 @@ class EncryptedArrays:
 
 @dataclass(frozen=True)
 class PackedContent:
-    """The content of a message in the form in which it is sent.
+    """The content of a message in the form in which it is sent."""
 
-    Attributes:
-        body: The records without arrays, and the keys of the arrays, serialised.
-        arrays: The encrypted ArrayRecords.
-        digest: Digest of ``body`` and ``arrays``, in hexadecimal.
-
-    """
-
-    body: bytes
-    arrays: dict[str, ArrayRecord]
-    digest: str
+    body: bytes  # the records without arrays, and the keys of the arrays, serialised
+    arrays: dict[str, ArrayRecord]  # the encrypted ArrayRecords
+    digest: str  # digest of ``body`` and ``arrays``, in hexadecimal
 
 
 def pack(content: RecordDict, shared: EncryptedArrays) -> PackedContent:
@@ -77,12 +70,7 @@ def pack(content: RecordDict, shared: EncryptedArrays) -> PackedContent:
 
 
 def unpack(body: bytes, arrays: Mapping[str, ArrayRecord]) -> RecordDict:
-    """Reverse ``pack``: return the content of a message.
-
-    Raises:
-        ValueError: The content is malformed.
-
-    """
+    """Reverse ``pack``: return the content of a message; raise ``ValueError`` if malformed."""
     try:
         content = recorddict_from_proto(RecordDictProto.FromString(body))
         keys: Any = content.config_records[_ARRAY_KEYS]
@@ -119,15 +107,11 @@ def _digest(body: bytes, arrays: Mapping[str, str]) -> str:
 
 def _record_digest(record: ArrayRecord) -> str:
     """Return the digest of an ArrayRecord; it depends on the order of the arrays."""
-    return _hash(
-        part
-        for name, array in record.items()
-        for part in (
-            name.encode(),
-            f"{array.dtype}\n{array.stype}\n{list(array.shape)}".encode(),
-            array.data,
-        )
-    )
+    parts: list[bytes] = []
+    for name, array in record.items():
+        header = f"{array.dtype}\n{array.stype}\n{list(array.shape)}"
+        parts += [name.encode(), header.encode(), array.data]
+    return _hash(parts)
 
 
 def _hash(parts: Iterable[bytes]) -> str:

@@ -48,13 +48,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def check_resumable(directory: Path, config: RunConfig) -> None:
-    """Check that a run has a checkpoint, and that its config matches the one given to resume it.
+    """Raise ``ConfigError`` unless a run has a checkpoint, and the config with which it began.
 
     A key that didn't exist when the run began is treated as if it had its default value.
-
-    Raises:
-        ConfigError: There is no checkpoint, or the configs differ.
-
     """
     if not directory.is_dir():
         raise ConfigError(f'resume = "{directory}" is not a folder')

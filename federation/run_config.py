@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,7 @@ from finetuning.settings import (
 from split.settings import SplitSettings
 
 Scalar = str | int | float | bool
+StrategyName = Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"]
 
 # Value of ``instruction-key`` that disables the signing of instructions in a deployment.
 UNSIGNED = "none"
@@ -45,7 +46,7 @@ class ConfigError(UserError, ValueError):
 class RunConfig(Section):
     """Settings of a run; settings unrelated to federation are in sections."""
 
-    strategy: Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"] = Field(
+    strategy: StrategyName = Field(
         "fedjudge-cl",
         description="FedJudge with plain averaging (FedAvg), or with the continual-learning "
         "penalty; FedProx, with a proximal term instead; or FL-GLM, where the server holds the "
@@ -246,10 +247,9 @@ class RunConfig(Section):
 
 
 def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
-    """Validate Flower's flat run configuration.
+    """Validate Flower's flat run configuration: scalars by dotted kebab-case key.
 
-    Args:
-        values: Scalars by dotted kebab-case key; missing keys get their default values.
+    Missing keys get their default values.
 
     Raises:
         ConfigError: The configuration is invalid; the message names every unknown key and every
@@ -324,16 +324,12 @@ def _unknown(key: str, value: Scalar, fields: Mapping[str, FieldInfo]) -> str:
 def _allowed(field: FieldInfo) -> str:
     """Describe a field's type and bounds."""
     annotation = field.annotation
-    metadata = list(field.metadata)
-    while get_origin(annotation) is Annotated:
-        annotation, *more = get_args(annotation)
-        metadata += more
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" if value else '`""`' for value in get_args(annotation))
     kind = {bool: "true or false", int: "whole number", float: "number", str: "text"}[annotation]  # type: ignore[index]
     bounds = [
         f"{sign} {getattr(item, name):g}"
-        for item in metadata
+        for item in field.metadata
         for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
         if getattr(item, name, None) is not None
     ]

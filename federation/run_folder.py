@@ -50,9 +50,7 @@ def results_folder(output_dir: str) -> Path:
 def announce(directory: Path) -> None:
     """Create the link to a run's folder that the environment variable ``LINK`` requests, if any.
 
-    Raises:
-        OSError: The link can't be created.
-
+    Raise ``OSError`` if the link can't be created.
     """
     if link := os.environ.get(LINK):
         Path(link).unlink(missing_ok=True)
@@ -67,28 +65,22 @@ class RunningError(RuntimeError):
 def running(directory: Path) -> Iterator[None]:
     """Hold the lock of a run's folder; the operating system releases it when the process ends.
 
-    Raises:
-        RunningError: Another process holds the lock.
-
+    Raise ``RunningError`` if another process holds the lock.
     """
     # Any user who can read the lock file could acquire the lock.
     lock = FileLock(directory / _LOCK, timeout=_LOCK_SECONDS, mode=0o600)
     try:
-        lock.acquire()
+        acquired = lock.acquire()
     except Timeout as error:
         raise RunningError(f"another run is writing to {directory}; wait until it ends") from error
-    try:
+    with acquired:
         yield
-    finally:
-        lock.release()
 
 
 def is_running(directory: Path) -> bool:
     """Return whether a process on this machine holds the lock of a run's folder.
 
-    Raises:
-        OSError: The lock can't be opened.
-
+    Raise ``OSError`` if the lock can't be opened.
     """
     if not (directory / _LOCK).exists():
         return False
@@ -102,17 +94,14 @@ def is_running(directory: Path) -> bool:
 def read_status(directory: Path) -> RunStatus:
     """Read ``status.json``; if it doesn't exist yet, the run is registering clients.
 
-    Raises:
-        ValueError: The file is malformed.
-
+    Raise ``ValueError`` if the file is malformed.
     """
-    with suppress(FileNotFoundError):
-        content = (directory / STATUS).read_bytes()
-        try:
-            return RunStatus.model_validate_json(content)
-        except ValidationError as error:
-            raise ValueError(f"{STATUS} is damaged") from error
-    return RunStatus()
+    try:
+        return RunStatus.model_validate_json((directory / STATUS).read_bytes())
+    except FileNotFoundError:
+        return RunStatus()
+    except ValidationError as error:
+        raise ValueError(f"{STATUS} is damaged") from error
 
 
 def end_status(directory: Path, problem: str = "") -> None:
@@ -131,11 +120,8 @@ def write_status(directory: Path, status: RunStatus) -> None:
 def read_events(path: Path) -> list[Event]:
     """Read ``metrics.jsonl``; return no events if the file doesn't exist.
 
-    An incomplete last line is ignored, since a killed run may leave one.
-
-    Raises:
-        ValueError: Another line is malformed; the message names the file and the line.
-
+    An incomplete last line is ignored, since a killed run may leave one. If another line is
+    malformed, raise ``ValueError`` with the name of the file and the number of the line.
     """
     if not path.exists():
         return []

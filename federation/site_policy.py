@@ -7,29 +7,41 @@
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import platformdirs
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     PositiveFloat,
     PositiveInt,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
-from federation.run_config import leaves
+from federation.run_config import StrategyName, leaves
 from finetuning.errors import UserError
 from finetuning.settings import kebab_case
-
-Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class PolicyError(UserError, ValueError):
     """The site's policy refuses a request, or can't be read; the message names the key."""
+
+
+def _absolute(path: str) -> str:
+    if not Path(path).is_absolute():
+        raise ValueError("must be an absolute path")
+    return path
+
+
+def _all_absolute(paths: list[str]) -> list[str]:
+    return [_absolute(path) for path in paths]
+
+
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 
 
 class _Table(BaseModel):
@@ -68,12 +80,7 @@ class SplitPolicy(_Table):
 
 
 class PrivacyPolicy(_Table):
-    """Row-level differential privacy for training that sends adapters.
-
-    Raises:
-        ValueError: Other keys are set but not ``epsilon``, without which training isn't private.
-
-    """
+    """Row-level differential privacy for training that sends adapters."""
 
     epsilon: PositiveFloat | None = Field(
         None,
@@ -91,24 +98,16 @@ class PrivacyPolicy(_Table):
     row_norm: PositiveFloat = Field(
         1.0, description="Norm that the gradient of each row's loss is scaled down to."
     )
-    account: str = Field(
+    account: AbsolutePath = Field(
         "",
         description="Absolute path of the account of spent ε. Policies for the same rows must "
         "name the same one. Absent: `privacy.jsonl` in the user's state folder.",
     )
 
-    @field_validator("account")
-    @classmethod
-    def _is_absolute(cls, value: str) -> str:
-        _check_absolute(value)
-        return value
-
     @property
     def account_file(self) -> Path:
         """Path of the privacy account."""
-        if self.account:
-            return Path(self.account)
-        return platformdirs.user_state_path("chambers") / "privacy.jsonl"
+        return Path(self.account or platformdirs.user_state_path("chambers") / "privacy.jsonl")
 
     @model_validator(mode="after")
     def _has_epsilon(self) -> Self:
@@ -120,10 +119,10 @@ class PrivacyPolicy(_Table):
 class SitePolicy(_Table):
     """Limits on what a coordinator may request from this institution."""
 
-    strategies: list[Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"]] | None = Field(
+    strategies: list[StrategyName] | None = Field(
         None, description="Allowed values of `strategy`. Absent: all; `fl-glm` needs `[split]` too."
     )
-    instruction_key: str = Field(
+    instruction_key: AbsolutePath = Field(
         "",
         description="Absolute path of the coordinator's public key, `instructions.pub`. Only "
         "instructions that are signed with it are carried out, each once, while they are recent "
@@ -141,7 +140,7 @@ class SitePolicy(_Table):
         "`smollm2` is `HuggingFaceTB/SmolLM2-135M-Instruct`, wherever its weights come from. "
         "The built-in `tiny` is always allowed, unless `base-models` excludes it. Absent: none.",
     )
-    paths: list[str] = Field(
+    paths: Annotated[list[str], AfterValidator(_all_absolute)] = Field(
         [],
         description="The only folders that a run config may name, with everything in them: as "
         "`model.name`, `data.path` or `state-path`. Absent: none.",
@@ -189,26 +188,13 @@ class SitePolicy(_Table):
         "text, with their reference answers and the generated ones (`evaluate.show-answers`), "
         "whatever `min-examples` says. Nothing else that leaves contains text of rows.",
     )
-    audit_log: str = Field(
+    audit_log: AbsolutePath = Field(
         "",
         description="Absolute path of the audit log. Absent: `audit.jsonl` in the user's state "
         "folder (`~/.local/state/chambers` on Linux).",
     )
     split: SplitPolicy = SplitPolicy()
     privacy: PrivacyPolicy = PrivacyPolicy()
-
-    @field_validator("paths")
-    @classmethod
-    def _are_absolute(cls, value: list[str]) -> list[str]:
-        for path in value:
-            _check_absolute(path)
-        return value
-
-    @field_validator("audit_log", "instruction_key")
-    @classmethod
-    def _is_absolute(cls, value: str) -> str:
-        _check_absolute(value)
-        return value
 
     @model_validator(mode="after")
     def _names_block_servers(self) -> "SitePolicy":
@@ -219,18 +205,14 @@ class SitePolicy(_Table):
     @property
     def audit_file(self) -> Path:
         """Path of the audit log."""
-        if self.audit_log:
-            return Path(self.audit_log)
-        return platformdirs.user_state_path("chambers") / "audit.jsonl"
+        return Path(self.audit_log or platformdirs.user_state_path("chambers") / "audit.jsonl")
 
 
 def read_policy(path: str) -> SitePolicy:
     """Read a policy.
 
-    Raises:
-        PolicyError: The file is missing or malformed, or requires a package that isn't installed;
-            the message names the file and the key.
-
+    Raise ``PolicyError``, which names the file and the key, if the file is missing or malformed, or
+    requires a package that isn't installed.
     """
     if not Path(path).is_absolute():
         raise PolicyError(f"the site's policy {path!r} must be named by an absolute path")
@@ -275,11 +257,6 @@ def _explain(problem: dict[str, Any]) -> str:
         return f"{key}: unknown key; docs/policy.md lists all keys"
     reason = problem["msg"].removeprefix("Value error, ")
     return f"{key}: {reason}" if key else reason
-
-
-def _check_absolute(path: str) -> None:
-    if not Path(path).is_absolute():
-        raise ValueError("must be an absolute path")
 
 
 if __name__ == "__main__":

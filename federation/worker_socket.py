@@ -28,12 +28,7 @@ class WorkerError(Exception):
 
 
 def refuse_open_folder(path: Path) -> None:
-    """Check that a socket's folder is not writable by every user.
-
-    Raises:
-        WorkerError: The folder is writable by every user, or doesn't exist.
-
-    """
+    """Raise ``WorkerError`` if a socket's folder is writable by every user, or doesn't exist."""
     try:
         mode = path.parent.stat().st_mode
     except OSError as error:
@@ -50,27 +45,12 @@ def peer_uid(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
-def _refuse_other_users(connection: socket.socket, path: Path) -> None:
-    """Check that the process at the other end belongs to this user, the folder's owner, or root.
-
-    Other users with write access to the folder could create their own socket there.
-
-    Raises:
-        WorkerError: The process belongs to another user.
-
-    """
-    uid = peer_uid(connection)
-    if uid not in {os.getuid(), path.parent.stat().st_uid, 0}:
-        raise WorkerError(f"is a process of user {uid}, to whom {path.parent} doesn't belong")
-
-
 @contextmanager
 def connected_worker(path: Path) -> Iterator[socket.socket]:
-    """Connect to the worker at a path, after checking which user runs it.
+    """Connect to the worker at a path; raise ``WorkerError`` if there is none, or an untrusted one.
 
-    Raises:
-        WorkerError: There is no worker, or it is run by an untrusted user.
-
+    It must belong to this user, the folder's owner, or root: other users with write access to the
+    folder could create their own socket there.
     """
     refuse_open_folder(path)
     with socket.socket(socket.AF_UNIX) as connection:
@@ -81,28 +61,20 @@ def connected_worker(path: Path) -> Iterator[socket.socket]:
             raise WorkerError(f"is not running ({error.strerror})") from error
         except OSError as error:
             raise WorkerError(f"can't be reached: {error}") from error
-        _refuse_other_users(connection, path)
+        uid = peer_uid(connection)
+        if uid not in {os.getuid(), path.parent.stat().st_uid, 0}:
+            raise WorkerError(f"is a process of user {uid}, to whom {path.parent} doesn't belong")
         yield connection
 
 
 def send(connection: socket.socket, content: bytes) -> None:
-    """Send a frame.
-
-    Raises:
-        OSError: The other end has closed the connection, or has stopped reading.
-
-    """
+    """Send a frame; raise ``OSError`` if the other end has closed, or has stopped reading."""
     connection.sendall(_LENGTH.pack(len(content)))
     connection.sendall(content)
 
 
 def receive(connection: socket.socket, most: int = MAX_BYTES) -> bytes:
-    """Receive a frame of at most ``most`` bytes.
-
-    Raises:
-        OSError: The frame is too long, or was not received completely.
-
-    """
+    """Receive a frame; raise ``OSError`` if it exceeds ``most`` bytes, or is incomplete."""
     (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     if size > most:
         raise OSError(f"a frame of {size} bytes, and at most {most} were expected")
