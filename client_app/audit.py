@@ -30,16 +30,10 @@ class AuditError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class AuditLog:
-    """An audit log, which several processes may share.
-
-    Attributes:
-        path: Path of the file.
-        title: Name of the file in error messages.
-
-    """
+    """An audit log, which several processes may share."""
 
     path: Path
-    title: str = "audit log"
+    title: str = "audit log"  # name of the file in error messages
 
     def append(
         self,
@@ -48,10 +42,8 @@ class AuditLog:
     ) -> None:
         """Append a line, and wait until it is written to disk.
 
-        Args:
-            event: Content of the line; the time is added.
-            check: Called with the earlier lines, while other processes are locked out. Raises an
-                error if the new line must not be written.
+        The time is added. ``check`` is called with the earlier lines, while other processes are
+        locked out, and raises an error if the new line must not be written.
 
         Raises:
             AuditError: The line can't be written; no part of it remains in the file.

@@ -13,12 +13,9 @@ from federation.site_policy import SitePolicy
 def authenticate(
     policy: SitePolicy, message: Message, context: Context, instruction: SignedInstruction | None
 ) -> None:
-    """Check that the coordinator signed a message for this site, this run and this time.
+    """Raise ``AuthenticationError`` unless the coordinator signed a message for this site, now.
 
-    Raises:
-        AuthenticationError: The signature is missing, invalid, or for another site, run or time.
-        PolicyError: The coordinator's key can't be read.
-
+    Raise ``PolicyError`` if the coordinator's key can't be read.
     """
     key = read_public_key(policy.instruction_key)
     if instruction is None:
@@ -32,7 +29,7 @@ def authenticate(
 def check_fresh(
     about: Mapping[str, Any], run_id: int, time: float, lines: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Check that neither an instruction itself nor a newer one was received before.
+    """Raise ``AuthenticationError`` if an instruction, or a newer one, was received before.
 
     A resumed run repeats rounds, but with a different Flower run id.
 
@@ -41,9 +38,6 @@ def check_fresh(
         run_id: Flower's id of the run.
         time: Unix time of signing, in seconds.
         lines: Existing lines of the audit log.
-
-    Raises:
-        AuthenticationError: The instruction, or a newer one, was received before.
 
     """
     for line in lines:

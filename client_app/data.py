@@ -9,6 +9,7 @@ import numpy as np
 from flwr.common import log
 
 from federation.node_config import name_and_data_path
+from federation.run_config import Scalar
 from finetuning.data.formats import DataError, is_data_set_id
 from finetuning.data.partition import partition
 from finetuning.data.rows import Row, client_folders, find_parts, parse_messages
@@ -33,30 +34,18 @@ CENTER = "center"
 
 @dataclass(frozen=True)
 class ClientData:
-    """A client's name and its rows.
-
-    Attributes:
-        name: Name of the institution.
-        train: Training rows.
-        test: Held-out rows.
-
-    """
+    """A client's name and its rows."""
 
     name: str
     train: list[Row]
-    test: list[Row]
+    test: list[Row]  # held-out rows
 
 
-def read_client_data(
-    settings: DataSettings, node: Mapping[str, str | int | float | bool], seed: int
-) -> ClientData:
-    """Read a client's data.
+def read_client_data(settings: DataSettings, node: Mapping[str, Scalar], seed: int) -> ClientData:
+    """Read a client's data, given a run's data settings and seed.
 
-    Args:
-        settings: The run's data settings.
-        node: Node config of the SuperNode: ``name`` and ``data-path`` or, in simulation, Flower's
-            ``partition-id`` and ``num-partitions``.
-        seed: Seed of the run.
+    ``node`` is the SuperNode's config: ``name`` and ``data-path`` or, in simulation, Flower's
+    ``partition-id`` and ``num-partitions``.
 
     Raises:
         DataError: The data is missing, or rows are malformed.
@@ -69,7 +58,7 @@ def read_client_data(
                 f'data.pool = "{settings.pool}" is for simulations: this SuperNode has rows of its '
                 "own, which no other client can have"
             )
-        return reader.own(node)
+        return reader.folder(*name_and_data_path(node))
     index, count = int(node["partition-id"]), int(node["num-partitions"])
     if settings.pool:
         return reader.pool(count)
@@ -135,10 +124,6 @@ class _Reader:
         if self.settings.generated == "styles":
             return _style(index, self.seed)
         return _school(self.settings.generated, index, count, self.seed)
-
-    def own(self, node: Mapping[str, str | int | float | bool]) -> ClientData:
-        """Read the files named in a SuperNode's configuration."""
-        return self.folder(*name_and_data_path(node))
 
     def one_of(self, folders: list[Path], index: int, count: int) -> ClientData:
         """Read the folder of one of the clients."""

@@ -18,33 +18,19 @@ from split.client.split_model import SplitModel
 
 @dataclass
 class Evaluation:
-    """The results for an evaluate message.
+    """The results for an evaluate message."""
 
-    Attributes:
-        metrics: Metrics named ``<model>.<metric>``.
-        answers: Answers to send as text.
-        importance: J at the global adapter, if it was requested.
-
-    """
-
-    metrics: Metrics = field(default_factory=dict)
-    answers: list[Answer] = field(default_factory=list)
-    importance: State | None = None
+    metrics: Metrics = field(default_factory=dict)  # named ``<model>.<metric>``
+    answers: list[Answer] = field(default_factory=list)  # to send as text
+    importance: State | None = None  # J at the global adapter, if it was requested
 
     def measure(
         self, kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Task
     ) -> None:
         """Measure a model's held-out loss and, if configured, score its generated answers.
 
-        If the run config requests it, answers are also kept as text, but only before the first
-        round and after the last.
-
-        Args:
-            kind: ``base``, ``global`` or ``personalised``.
-            model: The model, whole or split, with the adapter to measure.
-            tokenizer: Tokenizer of the base model.
-            task: The client's held-out data and the run's settings.
-
+        ``kind`` is ``base``, ``global`` or ``personalised``. If the run config requests it, answers
+        are also kept as text, but only before the first round and after the last.
         """
         settings, test = task.config.evaluate, task.institution.test
         held_out = held_out_loss(

@@ -1,6 +1,6 @@
-"""The client side of FedJudge: the client has the whole model and exchanges only adapters."""
+"""The client side of FedJudge and FedProx: clients have the whole model and exchange adapters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,10 @@ import torch
 from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.institution import Institution
 from client_app.kept import keep_one
-from client_app.policy import require
 from client_app.task import Metrics, Task, training_metrics
 from federation.messages import ARRAYS, IMPORTANCE
 from federation.run_config import RunConfig
-from federation.site_policy import PrivacyPolicy, SitePolicy
+from federation.site_policy import PrivacyPolicy
 from finetuning.adapters.adapter import (
     State,
     attach_adapter,
@@ -35,6 +34,7 @@ from finetuning.training.continual import ContinualPenalty, importance, shuffled
 from finetuning.training.loop import LocalRound, Stages, train_round
 from finetuning.training.penalty import Penalty
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
+from finetuning.training.proximal import ProximalPenalty
 
 # Artificial rows of different lengths for a trial computation.
 _TRIAL = [
@@ -42,47 +42,11 @@ _TRIAL = [
     for tokens in ([3, 5, 7, 9], [3, 5])
 ]
 
-PenaltyOf = Callable[[Task, WholeModel, Mapping[str, torch.nn.Parameter]], Penalty | None]
-
 
 def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
-    """Return the base model's directory and fingerprint.
-
-    Raises:
-        BaseModelError: The base model can't be found.
-
-    """
+    """Return the base model's directory and fingerprint; raise ``BaseModelError`` if missing."""
     directory = locate(config.model.name)
     return directory, fingerprint(directory)
-
-
-def check(policy: SitePolicy, config: RunConfig) -> None:
-    """Check the policy's limits on importance: its use in training, and the number of its rows.
-
-    Raises:
-        PolicyError: The policy doesn't allow these settings.
-
-    """
-    if config.strategy != "fedjudge-cl":
-        return
-    own = computes_importance(config, "train")
-    require(
-        policy.privacy.epsilon is None or not own,
-        'continual.importance = "client"',
-        "privacy.epsilon: the site's own importance has no noise, and would steer its training",
-    )
-    used = config.continual.importance_examples
-    require(
-        used >= policy.min_examples or policy.privacy.epsilon is not None,
-        f"continual.importance-examples = {used}",
-        f"min-examples = {policy.min_examples}",
-    )
-
-
-def computes_importance(config: RunConfig, kind: str) -> bool:
-    """Return whether messages of this kind may request J, for training or for averaging."""
-    asking = "train" if config.continual.importance == "client" else "evaluate"
-    return config.strategy == "fedjudge-cl" and kind == asking
 
 
 def train(task: Task) -> tuple[State, Metrics]:
@@ -92,30 +56,11 @@ def train(task: Task) -> tuple[State, Metrics]:
         The local adapter, and the round's metrics.
 
     """
-    adapter, metrics, penalty = train_adapter(task, _penalty)
-    if penalty is not None:
-        weighted, count = penalty.distance(), sum(value.numel() for value in adapter.values())
-        metrics["importance-distance"], metrics["lambda"] = weighted, penalty.weight
-        metrics["mean-importance-distance"] = weighted / count
-    return adapter, metrics
-
-
-def train_adapter(task: Task, penalty_of: PenaltyOf) -> tuple[State, Metrics, Penalty | None]:
-    """Train from the global adapter for one round.
-
-    Args:
-        task: Training task.
-        penalty_of: Returns the penalty term of the loss, or None.
-
-    Returns:
-        The local adapter, the metrics common to these strategies, and the penalty.
-
-    """
     model, _ = _model_of(task)
     model.deadline = task.deadline
     load_adapter(model.peft_model, task.arrays[ARRAYS])
     parameters = trainable_parameters(model.peft_model)
-    penalty = penalty_of(task, model, parameters)
+    penalty = _penalty(task, model, parameters)
     optimizer_state = task.saved_optimizer()
     stages: Stages = model
     if terms := task.site.privacy:
@@ -140,7 +85,11 @@ def train_adapter(task: Task, penalty_of: PenaltyOf) -> tuple[State, Metrics, Pe
     if penalty is not None:
         metrics["penalty"] = penalty.value()
         metrics["penalty-gradient-share"] = report.penalty_gradient_share or 0.0
-    return adapter, metrics, penalty
+    if isinstance(penalty, ContinualPenalty):
+        weighted, count = penalty.distance(), sum(value.numel() for value in adapter.values())
+        metrics["importance-distance"], metrics["lambda"] = weighted, penalty.weight
+        metrics["mean-importance-distance"] = weighted / count
+    return adapter, metrics
 
 
 def evaluate(task: Task) -> Evaluation:
@@ -207,10 +156,6 @@ def _model_of(task: Task) -> tuple[WholeModel, Any]:
     """Return the model with an adapter and its tokenizer, loaded once per process.
 
     The adapter has the weights of the previous message: load new ones before use.
-
-    Raises:
-        BaseModelError: The model can't be loaded, or the adapter doesn't fit.
-
     """
     return _load_model(task.config.model, task.config.adapter, task.institution.model_files)
 
@@ -226,9 +171,7 @@ def _load_model(
 def _importance(model: WholeModel, institution: Institution, config: RunConfig) -> State:
     """Compute J at the adapter's current weights, on training examples sampled by the run's seed.
 
-    Returns:
-        J, keyed by the adapter's exported names.
-
+    J is keyed by the adapter's exported names.
     """
     examples = institution.drawn(config.seed, config.continual.importance_examples)
     rows = [collate([example], institution.padding) for example in examples]
@@ -237,18 +180,17 @@ def _importance(model: WholeModel, institution: Institution, config: RunConfig) 
     return {names[name]: value.float().cpu() for name, value in values.items()}
 
 
-def global_weights(
-    task: Task, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
-) -> State:
-    """Return the global adapter's weights, keyed by the names of the model's parameters."""
-    names = exported_names(model.peft_model)
-    return {name: task.arrays[ARRAYS][names[name]] for name in parameters}
-
-
 def _penalty(
     task: Task, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
 ) -> Penalty | None:
-    """Return the continual-learning penalty for this round, or None if there is no importance."""
+    """Return the proximal term, the continual-learning penalty if there is an importance, or None.
+
+    Both are distances from the global adapter.
+    """
+    names = exported_names(model.peft_model)
+    anchor = {name: task.arrays[ARRAYS][names[name]] for name in parameters}
+    if task.config.strategy == "fedprox":
+        return ProximalPenalty(parameters, anchor, task.config.fedprox.mu)
     weights = task.arrays.get(IMPORTANCE)
     if task.instruction.importance:
         weights = _importance(model, task.institution, task.config)
@@ -257,10 +199,9 @@ def _penalty(
     settings, number = task.config.continual, task.instruction.round
     if settings.shuffle:
         weights = shuffled(weights, derive_seed("importance", task.config.seed, number))
-    names = exported_names(model.peft_model)
     return ContinualPenalty(
         parameters,
-        anchor=global_weights(task, model, parameters),
+        anchor=anchor,
         importance={name: weights[names[name]] for name in parameters},
         weight=settings.weight,
         share=settings.share,

@@ -6,11 +6,9 @@ from pathlib import Path
 
 from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.kept import keep_one
-from client_app.policy import check_address, require
 from client_app.task import Metrics, Task, training_metrics
 from federation.messages import ARRAYS, BODY, invitation_of, models_of
 from federation.run_config import RunConfig
-from federation.site_policy import SitePolicy
 from finetuning.adapters.adapter import State, initial_adapter, load_state
 from finetuning.files import Stamps
 from finetuning.model.base_model import load_tokenizer
@@ -33,49 +31,18 @@ _PARTS: tuple[PartyName, ...] = ("head", "tail")
 def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
     """Return the base model's directory, and the fingerprint of head and tail.
 
-    Raises:
-        BaseModelError: The base model can't be found, or doesn't match its split parts.
-
+    Raise ``BaseModelError`` if the base model can't be found, or doesn't match its split parts.
     """
     directory = locate_parts(config.model.name, config.split, _PARTS)
     partition = partition_of(directory, config.split)
-    prefixes = config.adapter.kind == "prefix"
     check_exactness(
         directory=directory,
         settings=config.model,
         partition=partition,
-        prefixes=prefixes,
+        prefixes=config.adapter.kind == "prefix",
         generation=config.evaluate.generate,
     )
     return directory, fingerprint(directory, tensors_of(directory, partition, _PARTS))
-
-
-def check(policy: SitePolicy, config: RunConfig) -> None:
-    """Check whether the policy allows sending hidden states, after how many blocks, and to where.
-
-    Raises:
-        PolicyError: The policy doesn't allow these settings.
-
-    """
-    split, allowed = config.split, policy.split
-    require(
-        policy.privacy.epsilon is None,
-        'strategy = "fl-glm"',
-        "privacy.epsilon: hidden states of single rows leave, which no honest ε covers",
-    )
-    require(allowed.allowed, 'strategy = "fl-glm"', "split.allowed = false")
-    require(
-        split.head_blocks >= allowed.min_head_blocks,
-        f"split.head-blocks = {split.head_blocks}",
-        f"split.min-head-blocks = {allowed.min_head_blocks}",
-    )
-    if split.advertise or not split.listen.endswith(":0"):
-        check_address(policy, split.advertise or split.listen)
-
-
-def computes_importance(_config: RunConfig, _kind: str) -> bool:
-    """Return False: FL-GLM doesn't use J."""
-    return False
 
 
 def train(task: Task) -> tuple[State, Metrics]:
@@ -169,10 +136,6 @@ def _load_parts(
     """Return the head and the tail with adapters, loaded once per process.
 
     The adapters have the weights of the previous message: load new ones before use.
-
-    Raises:
-        BaseModelError: The model can't be loaded.
-
     """
     directory = locate_parts(model.name, split, _PARTS)
     parts = load_parts(

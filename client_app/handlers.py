@@ -12,9 +12,11 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.common import log
 
-from client_app import fedjudge, fedprox, fl_glm
+from client_app import fedjudge, fl_glm
+from client_app.audit import describe
 from client_app.evaluation import Evaluation
 from client_app.institution import Institution, open_institution
+from client_app.policy import check_institution
 from client_app.site import Site, open_site
 from client_app.state import ClientState
 from client_app.task import Metrics, Task
@@ -30,7 +32,6 @@ from federation.messages import (
     to_arrays,
 )
 from federation.run_config import RunConfig, parse_run_config
-from federation.site_policy import SitePolicy
 from finetuning.adapters.adapter import State
 from finetuning.errors import UserError
 from finetuning.model.base_model import BaseModelError
@@ -41,14 +42,6 @@ app = ClientApp()
 
 class Strategy(Protocol):
     """The client side of a strategy, implemented as a module."""
-
-    def check(self, policy: SitePolicy, config: RunConfig) -> None:
-        """Raise ``PolicyError`` if the site's policy doesn't allow this strategy."""
-        ...
-
-    def computes_importance(self, config: RunConfig, kind: str) -> bool:
-        """Return whether messages of this kind may request J."""
-        ...
 
     def base_model(self, config: RunConfig) -> tuple[Path, dict[str, str]]:
         """Return the directory and the fingerprint of the client's part of the base model."""
@@ -66,7 +59,7 @@ class Strategy(Protocol):
 _STRATEGIES: dict[str, Strategy] = {
     "fedjudge-base": fedjudge,
     "fedjudge-cl": fedjudge,
-    "fedprox": fedprox,
+    "fedprox": fedjudge,
     "fl-glm": fl_glm,
 }
 Handler = Callable[[Message, Context], Message]
@@ -106,7 +99,8 @@ def _reply_of_site(
             reply = handler(message, context, site)
         except Exception as error:
             reply = _problem(message, context, error)
-        site.record_reply(message, reply)
+        if site.policy:
+            site.record("reply", **describe(message, reply))
     except UserError as error:
         return _problem(message, context, error)
     return reply
@@ -174,22 +168,15 @@ def evaluate(message: Message, context: Context, site: Site) -> Message:
 def _open(context: Context, site: Site) -> tuple[RunConfig, Institution]:
     config = parse_run_config(context.run_config)
     site.check_run(config)
-    strategy = _STRATEGIES[config.strategy]
+    base_model = _STRATEGIES[config.strategy].base_model
+    institution = open_institution(config, context.node_config, base_model)
     if site.policy:
-        strategy.check(site.policy, config)
-    institution = open_institution(config, context.node_config, strategy.base_model)
-    site.check_institution(config, institution)
+        check_institution(site.policy, config, institution)
     return config, institution
 
 
 def _task(message: Message, context: Context, site: Site) -> Task:
-    """Prepare the task of a train or evaluate message.
-
-    Raises:
-        BaseModelError: The local base model differs from the run's.
-        PolicyError: The site's policy doesn't allow what the message requests.
-
-    """
+    """Prepare the task of a train or evaluate message, and check that it is permitted."""
     started = time.monotonic()
     instruction = Instruction.of(message)
     config, institution = _open(context, site)
@@ -198,13 +185,7 @@ def _task(message: Message, context: Context, site: Site) -> Task:
             f"the base model in {institution.directory} is not the run's: it was changed or "
             "replaced"
         )
-    kind = site.about["kind"]
-    permitted = site.accept(
-        instruction=instruction,
-        config=config,
-        institution=institution,
-        computes_importance=_STRATEGIES[config.strategy].computes_importance(config, kind),
-    )
+    permitted = site.accept(instruction, config, institution)
     log(INFO, "%s is ready in %.1f s", institution.name, time.monotonic() - started)
     return Task(
         message=message,

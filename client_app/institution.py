@@ -25,37 +25,20 @@ BaseModel = Callable[[RunConfig], tuple[Path, dict[str, str]]]
 
 @dataclass(frozen=True)
 class Institution:
-    """One client of a run.
-
-    Attributes:
-        name: Name chosen by the institution.
-        size: Number of training rows, |Dᵢ| in FedJudge Eq. 2.
-        train: Tokenized training examples.
-        test: Tokenized held-out examples.
-        asked: Prompts of the held-out rows to generate answers for; empty without
-            ``evaluate.generate``.
-        lines: Number of input lines of the training rows; a task may split a line into rows.
-        rows_divided: Number of training rows that were split into several examples.
-        padding: Id of the padding token.
-        directory: Directory of the base model.
-        fingerprint: Fingerprint of the base model, or of the client's parts, as computed by the
-            client.
-        model_files: Stamps of the base model's files and of the GGUF file they were made from.
-        data_files: Stamps of the institution's data files.
-
-    """
+    """One client of a run."""
 
     name: str
-    size: int
+    size: int  # number of training rows, |Dᵢ| in FedJudge Eq. 2
     train: list[Example]
-    test: list[Example]
+    test: list[Example]  # held-out examples
+    # Prompts of the held-out rows to generate answers for; empty without ``evaluate.generate``.
     asked: list[Prompt]
-    lines: int
-    rows_divided: int
-    padding: int
-    directory: Path
-    fingerprint: dict[str, str]
-    model_files: Stamps
+    lines: int  # number of input lines of the training rows; a task may split a line into rows
+    rows_divided: int  # number of training rows that were split into several examples
+    padding: int  # id of the padding token
+    directory: Path  # of the base model
+    fingerprint: dict[str, str]  # of the base model, or of the parts held by the client
+    model_files: Stamps  # of the base model's files and of the GGUF file they were made from
     data_files: Stamps
 
     def drawn(self, seed: int, count: int) -> list[Example]:

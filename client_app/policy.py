@@ -18,14 +18,13 @@ from finetuning.data.prompts import Prompt
 from finetuning.data.tokenization import Example
 from finetuning.model.fingerprint import digest
 from finetuning.model.names import TINY, hub_id
+from split.settings import SplitSettings
 
 
 def check_run(policy: SitePolicy, config: RunConfig) -> None:
-    """Check a run config before accessing any file or model that it names.
+    """Raise ``PolicyError`` for settings that the policy doesn't allow.
 
-    Raises:
-        PolicyError: The policy doesn't allow these settings.
-
+    This is checked before accessing any file or model that the run config names.
     """
     if policy.strategies is not None:
         known = config.strategy in policy.strategies
@@ -54,14 +53,16 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
     )
     if policy.privacy.epsilon is not None:
         _check_privacy(config)
+    if config.strategy == "fedjudge-cl":
+        _check_importance(policy, config)
+    if config.strategy == "fl-glm":
+        _check_split(policy, config.split)
 
 
 def check_institution(policy: SitePolicy, config: RunConfig, institution: Institution) -> None:
-    """Check the base model and the size of a round, which depends on the institution's data.
+    """Raise ``PolicyError`` if the policy doesn't allow the base model, or the size of a round.
 
-    Raises:
-        PolicyError: The policy doesn't allow these settings.
-
+    The size depends on the institution's data.
     """
     base = digest(institution.fingerprint)
     if policy.base_models is not None:
@@ -99,21 +100,10 @@ def check_request(
     instruction: Instruction,
     config: RunConfig,
     institution: Institution,
-    computes_importance: bool,
 ) -> None:
-    """Check the values requested by a message, and the number of rows they are computed from.
+    """Raise ``PolicyError`` if a "train" or "evaluate" message requests what isn't allowed.
 
-    Args:
-        policy: The policy.
-        kind: Kind of the message.
-        instruction: Instruction of the message.
-        config: The run's configuration.
-        institution: The institution's data.
-        computes_importance: Whether the run's strategy requests importance in such messages.
-
-    Raises:
-        PolicyError: The policy doesn't allow these settings.
-
+    This includes values that are computed from too few rows.
     """
     limit = instruction.time_limit
     _at_most(name="the time limit", value=limit, key="max-seconds", limit=policy.max_seconds)
@@ -127,11 +117,14 @@ def check_request(
         if config.evaluate.generate:
             _check_rows("generation", _rows(institution.asked), policy)
     if instruction.importance:
-        settings = (
-            f'"{config.strategy}" with continual.importance = "{config.continual.importance}"'
+        source = config.continual.importance
+        used_in = "train" if source == "client" else "evaluate"
+        settings = f'"{config.strategy}" with continual.importance = "{source}"'
+        require(
+            config.strategy == "fedjudge-cl" and kind == used_in,
+            f"importance in {kind} messages",
+            f"strategy = {settings} doesn't use it",
         )
-        none = f"strategy = {settings} doesn't use it"
-        require(computes_importance, f"importance in {kind} messages", none)
         used = institution.drawn(config.seed, config.continual.importance_examples)
         _check_rows("importance", _rows(used), policy)
 
@@ -142,16 +135,13 @@ def check_steps(
     steps: Sequence[Sequence[int]],
     average_every: int,
 ) -> None:
-    """Check that an adapter is trained on enough rows each time before it is sent.
+    """Raise ``PolicyError`` for too many steps, or too few rows before an adapter is sent.
 
     Args:
         policy: The policy.
         examples: The institution's training examples.
         steps: Indices of the examples in each step of the round.
         average_every: Steps after which adapters are sent within the round; 0 for never.
-
-    Raises:
-        PolicyError: There are too few rows or too many steps.
 
     """
     _at_most(name="steps", value=len(steps), key="max-steps", limit=policy.max_steps)
@@ -162,12 +152,7 @@ def check_steps(
 
 
 def check_address(policy: SitePolicy, address: str) -> None:
-    """Check the address of a block server.
-
-    Raises:
-        PolicyError: The policy doesn't allow a lane to the address.
-
-    """
+    """Raise ``PolicyError`` unless the policy allows a lane to the address of a block server."""
     known = {entry.lower() for entry in policy.coordinators or ()}
     host = address.rpartition(":")[0]
     listed = address.lower() in known or host.lower() in known
@@ -177,16 +162,9 @@ def check_address(policy: SitePolicy, address: str) -> None:
 def check_counts(
     policy: SitePolicy, about: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Check the number of runs and messages that this site has accepted.
+    """Raise ``PolicyError`` if a message exceeds ``max-runs`` or ``max-rounds``.
 
-    Args:
-        policy: The policy.
-        about: ``kind``, ``run`` and ``client`` of the message.
-        lines: Existing lines of the audit log.
-
-    Raises:
-        PolicyError: The message exceeds ``max-runs`` or ``max-rounds``.
-
+    ``about`` has its ``kind``, ``run`` and ``client``; accepted messages are in the audit log.
     """
     if policy.max_runs is None and policy.max_rounds is None:
         return
@@ -226,6 +204,38 @@ def _check_privacy(config: RunConfig) -> None:
         "privacy.epsilon: rows of a batch are quantised together, so that one changes another's "
         "gradient",
     )
+
+
+def _check_importance(policy: SitePolicy, config: RunConfig) -> None:
+    """Check the use of importance in training, and the number of its rows."""
+    require(
+        policy.privacy.epsilon is None or config.continual.importance != "client",
+        'continual.importance = "client"',
+        "privacy.epsilon: the site's own importance has no noise, and would steer its training",
+    )
+    used = config.continual.importance_examples
+    require(
+        used >= policy.min_examples or policy.privacy.epsilon is not None,
+        f"continual.importance-examples = {used}",
+        f"min-examples = {policy.min_examples}",
+    )
+
+
+def _check_split(policy: SitePolicy, split: SplitSettings) -> None:
+    """Check whether hidden states may be sent, after how many blocks, and to where."""
+    require(
+        policy.privacy.epsilon is None,
+        'strategy = "fl-glm"',
+        "privacy.epsilon: hidden states of single rows leave, which no honest ε covers",
+    )
+    require(policy.split.allowed, 'strategy = "fl-glm"', "split.allowed = false")
+    require(
+        split.head_blocks >= policy.split.min_head_blocks,
+        f"split.head-blocks = {split.head_blocks}",
+        f"split.min-head-blocks = {policy.split.min_head_blocks}",
+    )
+    if split.advertise or not split.listen.endswith(":0"):
+        check_address(policy, split.advertise or split.listen)
 
 
 def _check_paths(policy: SitePolicy, config: RunConfig) -> None:

@@ -19,18 +19,11 @@ from finetuning.settings import TrainSettings
 
 @dataclass(frozen=True)
 class PrivateSteps:
-    """Steps of training with differential privacy.
+    """Steps of training with differential privacy."""
 
-    Attributes:
-        sampling_rate: q: the probability that a row is sampled in a step.
-        noise_multiplier: σ, as a multiple of the policy's ``row-norm``.
-        steps: Number of steps.
-
-    """
-
-    sampling_rate: float
-    noise_multiplier: float
-    steps: int
+    sampling_rate: float  # q: the probability that a row is sampled in a step
+    noise_multiplier: float  # σ, as a multiple of the policy's ``row-norm``
+    steps: int  # number of steps
 
 
 def private_steps(
@@ -59,12 +52,7 @@ def epsilon(spent: Iterable[PrivateSteps], delta: float) -> float:
 
 
 class PrivacyAccount:
-    """The privacy account of one institution's rows.
-
-    Args:
-        policy: The site's ε, δ and path of the account.
-
-    """
+    """The privacy account of one institution's rows; ``policy`` has its ε, δ and path."""
 
     def __init__(self, policy: PrivacyPolicy) -> None:
         assert policy.epsilon is not None
@@ -89,12 +77,7 @@ class PrivacyAccount:
         return spent
 
     def check(self, steps: PrivateSteps) -> None:
-        """Check whether the policy's ε allows these steps, without recording them.
-
-        Raises:
-            PolicyError: ε would exceed the policy's limit.
-
-        """
+        """Raise ``PolicyError`` if ε would exceed the policy's limit; don't record the steps."""
         self._check(_read(self._log.lines()), steps)
 
     def _check(self, before: list[PrivateSteps], steps: PrivateSteps) -> float:

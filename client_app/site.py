@@ -1,6 +1,6 @@
 """Apply an institution's policy to a message, and record the message in the audit log."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from logging import WARNING
 from typing import Any
@@ -9,7 +9,7 @@ from flwr.app import Context, Message
 from flwr.common import log
 
 from client_app import policy as checks
-from client_app.audit import AuditLog, describe
+from client_app.audit import AuditLog
 from client_app.authenticity import authenticate, check_fresh
 from client_app.institution import Institution
 from client_app.privacy_account import PrivacyAccount, PrivateSteps, account_line, private_steps
@@ -18,31 +18,18 @@ from federation.messages import Instruction, InstructionError
 from federation.node_config import check_keys, is_simulation
 from federation.run_config import RunConfig, Scalar
 from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_policy
-from finetuning.data.tokenization import Example
 
 
 @dataclass(frozen=True)
 class Site:
-    """An institution's policy for one message; without a policy, nothing is refused or recorded.
-
-    Attributes:
-        policy: The institution's policy, if it has one.
-        about: Client, kind of message, run and round, for the audit log.
-        is_simulated: Whether the client is simulated.
-
-    """
+    """An institution's policy for one message; without a policy, nothing is refused or recorded."""
 
     policy: SitePolicy | None
-    about: Mapping[str, Any]
+    about: Mapping[str, Any]  # client, kind of message, run and round, for the audit log
     is_simulated: bool
 
     def check_run(self, config: RunConfig) -> None:
-        """Check a run config before accessing any file or model that it names.
-
-        Raises:
-            PolicyError: The policy doesn't allow these settings.
-
-        """
+        """Raise ``PolicyError`` for settings that aren't allowed; see ``policy.check_run``."""
         if self.policy:
             checks.check_run(self.policy, config)
         elif config.evaluate.shown and not self.is_simulated:
@@ -52,16 +39,6 @@ class Site:
                 "--node-config names no policy"
             )
 
-    def check_institution(self, config: RunConfig, institution: Institution) -> None:
-        """Check the base model and the size of a round.
-
-        Raises:
-            PolicyError: The policy doesn't allow these settings.
-
-        """
-        if self.policy:
-            checks.check_institution(self.policy, config, institution)
-
     @property
     def privacy(self) -> PrivacyPolicy | None:
         """The settings of differential privacy, or None if the policy doesn't require it."""
@@ -69,17 +46,10 @@ class Site:
         return terms if terms and terms.epsilon is not None else None
 
     def check_budget(self, config: RunConfig, institution: Institution, finished: int) -> None:
-        """Check that the policy's ε is sufficient for the remaining rounds of a run.
-
-        Raises:
-            PolicyError: ε is not sufficient.
-
-        """
+        """Raise ``PolicyError`` if the policy's ε doesn't suffice for a run's remaining rounds."""
         if self.privacy:
             rounds = config.rounds - finished
-            steps = private_steps(
-                policy=self.privacy, settings=config.train, rows=institution.size, rounds=rounds
-            )
+            steps = private_steps(self.privacy, config.train, institution.size, rounds)
             PrivacyAccount(self.privacy).check(steps)
 
     def spend(self, config: RunConfig, institution: Institution) -> PrivateSteps:
@@ -97,26 +67,8 @@ class Site:
         self.record("privacy", epsilon=spent, delta=self.privacy.delta, **account_line(steps))
         return steps
 
-    def check_steps(
-        self, examples: Sequence[Example], steps: Sequence[Sequence[int]], average_every: int
-    ) -> None:
-        """Check the number of rows used in a round; see ``policy.check_steps``.
-
-        Raises:
-            PolicyError: There are too few rows or too many steps.
-
-        """
-        if self.policy:
-            checks.check_steps(
-                policy=self.policy, examples=examples, steps=steps, average_every=average_every
-            )
-
     def accept(
-        self,
-        instruction: Instruction,
-        config: RunConfig,
-        institution: Institution,
-        computes_importance: bool,
+        self, instruction: Instruction, config: RunConfig, institution: Institution
     ) -> Instruction:
         """Check and count a train or evaluate message; return the instruction that is permitted.
 
@@ -127,41 +79,22 @@ class Site:
         """
         if self.policy is None:
             return instruction
-        policy, kind = self.policy, self.about["kind"]
+        policy = self.policy
         # If held-out rows are not used, their number need not be checked.
         measured = policy.evaluation and self.privacy is None
         instruction = replace(instruction, losses=instruction.losses and measured)
         checks.check_request(
             policy=policy,
-            kind=kind,
+            kind=self.about["kind"],
             instruction=instruction,
             config=config,
             institution=institution,
-            computes_importance=computes_importance,
         )
         AuditLog(policy.audit_file).append(
             {"event": "accepted", **self.about},
             check=lambda lines: checks.check_counts(policy, self.about, lines),
         )
         return instruction
-
-    def receive(self, run_id: int, time: float) -> None:
-        """Record a signed instruction before it is carried out.
-
-        Args:
-            run_id: Flower's id of the run.
-            time: Unix time at which the instruction was signed, in seconds.
-
-        Raises:
-            AuthenticationError: The instruction, or a newer one, was received before.
-            AuditError: The instruction can't be recorded.
-
-        """
-        assert self.policy is not None
-        line = {"event": "instruction", **self.about, "run-id": str(run_id), "signed": time}
-        AuditLog(self.policy.audit_file).append(
-            line, check=lambda lines: check_fresh(self.about, run_id, time, lines)
-        )
 
     def check_lane(self, address: str) -> None:
         """Check the address of a block server, and record that a lane is opened.
@@ -176,33 +109,15 @@ class Site:
             self.record("lane", address=address)
 
     def record(self, event: str, **facts: Any) -> None:
-        """Append a line about this message to the audit log.
-
-        Raises:
-            AuditError: The line can't be written.
-
-        """
+        """Append a line about this message to the audit log; raise ``AuditError`` on failure."""
         if self.policy:
             AuditLog(self.policy.audit_file).append({"event": event, **self.about, **facts})
-
-    def record_reply(self, message: Message, reply: Message) -> None:
-        """Append a line that describes the content of a reply.
-
-        Raises:
-            AuditError: The line can't be written.
-
-        """
-        if self.policy:
-            self.record("reply", **describe(message, reply))
 
 
 def open_site(message: Message, context: Context, instruction: SignedInstruction | None) -> Site:
     """Read the policy named in the SuperNode's configuration, and authenticate the message.
 
-    Args:
-        message: The message; its content is replaced with that of the signed instruction.
-        context: Flower's context of the message.
-        instruction: The signed instruction in the message, if there is one.
+    If there is a signed instruction, the message's content is replaced with the instruction's.
 
     Raises:
         PolicyError: The named policy is missing or malformed, or the configuration has unknown
@@ -243,10 +158,13 @@ def _opened(
         about |= {"run": asked.lineage, "round": asked.round}
     except InstructionError:
         pass  # the handler refuses and records it later
-    site = replace(site, about=about)
     if policy and policy.instruction_key and instruction:
-        site.receive(context.run_id, instruction.statement.time)
-    return site
+        run_id, time = context.run_id, instruction.statement.time
+        AuditLog(policy.audit_file).append(
+            {"event": "instruction", **about, "run-id": str(run_id), "signed": time},
+            check=lambda lines: check_fresh(about, run_id, time, lines),
+        )
+    return replace(site, about=about)
 
 
 def _policy_of(node: Mapping[str, Scalar]) -> SitePolicy | None:

@@ -12,24 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-import torch
 from safetensors.torch import load_file, save_file
 
+from federation.messages import State
 from finetuning.files import remove_unfinished, replacing, write_json
 
 _KEPT_ROUNDS = 2
-State = dict[str, torch.Tensor]
 
 
 class ClientState:
     """The state of a client in a run; by default, it is in the user's state folder."""
 
     def __init__(self, state_path: str, lineage: str, client: str) -> None:
-        root = (
-            Path(state_path).expanduser()
-            if state_path
-            else platformdirs.user_state_path("chambers")
-        )
+        root = Path(state_path or platformdirs.user_state_path("chambers")).expanduser()
         self.directory = root / lineage / client
 
     def save(
@@ -37,11 +32,7 @@ class ClientState:
     ) -> None:
         """Save the adapter and the optimizer state after a round; keep the last two rounds.
 
-        Args:
-            round_number: Number of the round.
-            adapter: The adapter after the round.
-            optimizer: The optimizer state after the round.
-            counted: An additional round to keep, whose adapter the server averaged.
+        ``counted`` is an additional round to keep, whose adapter the server averaged.
 
         Raises:
             DiskFullError: The disk is full; no partial files remain.
@@ -81,10 +72,7 @@ class ClientState:
 
     def _load(self, round_number: int, file: str) -> State | None:
         known = [number for number in self._rounds() if number <= round_number]
-        if not known:
-            return None
-        state: Mapping[str, torch.Tensor] = load_file(self._round(max(known)) / file)
-        return dict(state)
+        return dict(load_file(self._round(max(known)) / file)) if known else None
 
     def _rounds(self) -> list[int]:
         return [

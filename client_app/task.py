@@ -7,6 +7,7 @@ from flwr.app import Message
 from flwr.common import log
 
 from client_app.institution import Institution
+from client_app.policy import check_steps
 from client_app.site import Site
 from client_app.state import ClientState
 from federation.messages import Instruction
@@ -26,28 +27,16 @@ _MAX_STEPS_A_SECOND = 1000
 
 @dataclass(frozen=True)
 class Task:
-    """A train or evaluate message, with all data needed to carry it out.
-
-    Attributes:
-        message: The message itself.
-        instruction: The instruction that the site's policy permits.
-        config: The run's configuration.
-        institution: The client's data.
-        site: The institution's policy and audit log.
-        state: The client's files from earlier rounds.
-        arrays: The message's adapters by record name.
-        deadline: Deadline as a value of ``time.monotonic``.
-
-    """
+    """A train or evaluate message, with all data needed to carry it out."""
 
     message: Message
-    instruction: Instruction
+    instruction: Instruction  # what the site's policy permits of the message's instruction
     config: RunConfig
     institution: Institution
     site: Site
     state: ClientState
-    arrays: dict[str, State]
-    deadline: float
+    arrays: dict[str, State]  # the message's adapters by record name
+    deadline: float  # as a value of ``time.monotonic``
 
     @property
     def title(self) -> str:
@@ -57,8 +46,7 @@ class Task:
     def local_round(self, average_every: int = 0) -> LocalRound:
         """Return the steps of this round with their examples, and the deadline.
 
-        Args:
-            average_every: Steps after which adapters are sent within the round; 0 for never.
+        ``average_every`` is the number of steps after which adapters are sent; 0 for never.
 
         Raises:
             PolicyError: The site's policy doesn't allow these steps.
@@ -74,7 +62,8 @@ class Task:
             round_number=number,
             seed=derive_seed("order", self.config.seed, name),
         )
-        self.site.check_steps(self.institution.train, steps, average_every)
+        if policy := self.site.policy:
+            check_steps(policy, self.institution.train, steps, average_every)
         return LocalRound(
             steps=steps,
             first_step=(number - 1) * per_round,
@@ -86,9 +75,7 @@ class Task:
     def steps(self, examples: int) -> int:
         """Return the number of steps of a round; check it before allocating the list of steps.
 
-        Raises:
-            DeadlineError: There are too many steps for the time limit.
-
+        Raise ``DeadlineError`` if there are too many steps for the time limit.
         """
         steps, seconds = steps_per_round(examples, self.config.train), self.instruction.time_limit
         if steps > seconds * _MAX_STEPS_A_SECOND:
@@ -115,11 +102,7 @@ class Task:
     def save(self, adapter: State, optimizer: OptimizerState, counted: int | None = None) -> None:
         """Save the local adapter, and the optimizer state if the run config keeps it.
 
-        Args:
-            adapter: The local adapter.
-            optimizer: The optimizer state.
-            counted: The last round whose adapter the server averaged, if it must be kept.
-
+        ``counted`` is the last round whose adapter the server averaged, if it must be kept.
         """
         keeps = self.config.train.optimizer_state == "keep"
         self.state.save(self.instruction.round, adapter, optimizer if keeps else {}, counted)

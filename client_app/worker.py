@@ -47,12 +47,9 @@ CALLER_ENDED = 75
 
 
 class Worker:
-    """Server that answers messages on a socket, one at a time.
+    """Server that answers messages on a listening socket, one at a time.
 
-    Args:
-        listener: The listening socket.
-        uids: Ids of the users whose processes may connect.
-
+    ``uids`` are the ids of the users whose processes may connect.
     """
 
     def __init__(self, listener: socket.socket, uids: Collection[int]) -> None:

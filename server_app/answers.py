@@ -8,18 +8,11 @@ from federation.run_folder import Event
 
 @dataclass
 class Question:
-    """A held-out question of a client.
-
-    Attributes:
-        text: The question.
-        reference: The reference answer.
-        answers: The latest answer of each model.
-
-    """
+    """A held-out question of a client."""
 
     text: str
     reference: str
-    answers: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)  # the latest answer of each model
 
 
 def questions(events: Iterable[Event]) -> dict[str, list[Question]]:

@@ -20,22 +20,13 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after a round.
-
-    Attributes:
-        progress: Progress of the run.
-        state: The global adapter.
-        sizes: Number of training examples of each client that has taken part.
-        rounds: Round of each client's personalised adapter; lower if the client was left out.
-        metrics_bytes: Length of ``metrics.jsonl`` when the checkpoint was saved.
-
-    """
+    """The state of a run after a round."""
 
     progress: Progress
-    state: State
-    sizes: dict[str, int]
-    rounds: dict[str, int]
-    metrics_bytes: int
+    state: State  # the global adapter
+    sizes: dict[str, int]  # number of training rows of each client that has taken part
+    rounds: dict[str, int]  # round of each personalised adapter; lower if the client was left out
+    metrics_bytes: int  # length of ``metrics.jsonl`` when the checkpoint was saved
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
@@ -71,9 +62,7 @@ def discard_checkpoint(directory: Path, round_number: int) -> None:
 def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     """Read the newest checkpoint of a run's folder.
 
-    Raises:
-        ConfigError: There is no readable checkpoint, or ``config`` differs from the run's config.
-
+    Raise ``ConfigError`` if there is none, it can't be read, or ``config`` differs from the run's.
     """
     check_resumable(directory, config)
     newest = checkpoint_files(directory)[-1]
@@ -81,7 +70,7 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
         with safe_open(newest, framework="pt") as content:
             fields = json.loads(content.metadata()["checkpoint"])
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-        sizes, rounds, recorded = (fields.pop(k) for k in ("sizes", "rounds", "metrics_bytes"))
+        own = {key: fields.pop(key) for key in ("sizes", "rounds", "metrics_bytes")}
         progress = Progress(
             **fields,
             importance=_with_prefix(tensors, "importance.") or None,
@@ -89,21 +78,13 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
         )
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{newest} can't be read: {error}") from error
-    return Checkpoint(
-        progress=progress,
-        state=_with_prefix(tensors, "adapter."),
-        sizes=sizes,
-        rounds=rounds,
-        metrics_bytes=recorded,
-    )
+    return Checkpoint(progress, _with_prefix(tensors, "adapter."), **own)
 
 
 def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
     """Compare the base model with that of the run to resume.
 
-    Raises:
-        ConfigError: The base models differ, or ``base-model.json`` can't be read.
-
+    Raise ``ConfigError`` if they differ, or ``base-model.json`` can't be read.
     """
     file = directory / "base-model.json"
     try:

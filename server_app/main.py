@@ -98,10 +98,7 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
 def first_adapter(config: RunConfig, base: Path, with_initial: bool = True) -> tuple[State, Any]:
     """Return the global adapter before round 1, and its PEFT configuration.
 
-    Args:
-        config: The run's configuration.
-        base: Directory of the base model.
-        with_initial: Whether to read ``initial-adapter``; a resumed run doesn't need it.
+    A resumed run doesn't need to read ``initial-adapter``.
 
     Raises:
         AdapterError: ``initial-adapter`` can't be used.
@@ -140,9 +137,7 @@ def _show_summary(directory: Path) -> None:
 def open_directory(config: RunConfig) -> Path:
     """Return the results folder: a new one, or that of the run to resume.
 
-    Raises:
-        ConfigError: The folder can't be written to, or the run can't be resumed.
-
+    Raise ``ConfigError`` if the folder can't be written to, or the run can't be resumed.
     """
     if not config.resume:
         return new_directory(config)
@@ -154,9 +149,7 @@ def open_directory(config: RunConfig) -> Path:
 def checkpoint_of(config: RunConfig, directory: Path) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None for a new run.
 
-    Raises:
-        ConfigError: The run has already finished its rounds.
-
+    Raise ``ConfigError`` if the run has already finished its rounds.
     """
     if not config.resume:
         return None

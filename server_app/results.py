@@ -36,12 +36,8 @@ _PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizer
 class Results:
     """Writes a run's results; the strategy's ``Journal``.
 
-    Args:
-        directory: Folder of the run, created by ``new_directory`` or by the run to resume.
-        config: The run's configuration.
-        base: Id or directory of the base model.
-        peft_config: PEFT's configuration of the adapters.
-
+    The folder of the run must exist. ``base`` is the id or directory of the base model;
+    ``peft_config`` is PEFT's configuration of the adapters.
     """
 
     def __init__(self, directory: Path, config: RunConfig, base: str, peft_config: Any) -> None:
@@ -112,11 +108,10 @@ class Results:
         is resumed, the round may be repeated without this client.
         """
         self._sizes[client], self._rounds[client] = size, round_number
-        title = f"Personalised adapter of {client}"
         self._save_adapter(
             folder=self._trained(round_number) / client,
             state=state if file is None else file,
-            title=title,
+            title=f"Personalised adapter of {client}",
             sizes={client: size},
             rounds=round_number,
         )
@@ -239,9 +234,7 @@ def _printable(value: Any) -> Any:
 def new_directory(config: RunConfig) -> Path:
     """Create a new folder for a run, named after the time and the strategy.
 
-    Raises:
-        ConfigError: ``output-dir`` can't be written to.
-
+    Raise ``ConfigError`` if ``output-dir`` can't be written to.
     """
     parent = results_folder(config.output_dir)
     name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{config.strategy}"

@@ -11,10 +11,6 @@ class TensorBoardFile:
     """Writes numbers for TensorBoard; does nothing without the extra ``tensorboard``.
 
     The output is optional: ``metrics.jsonl`` and the report contain the same numbers.
-
-    Args:
-        folder: Folder for the file.
-
     """
 
     def __init__(self, folder: Path) -> None:
