@@ -43,11 +43,8 @@ class AuditLog:
         """Append a line, and wait until it is written to disk.
 
         The time is added. ``check`` is called with the earlier lines, while other processes are
-        locked out, and raises an error if the new line must not be written.
-
-        Raises:
-            AuditError: The line can't be written; no part of it remains in the file.
-
+        locked out, and raises an error if the new line must not be written. If the line can't be
+        written, raise ``AuditError``; no part of it remains in the file.
         """
         line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **event}
         try:

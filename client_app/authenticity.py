@@ -31,14 +31,9 @@ def check_fresh(
 ) -> None:
     """Raise ``AuthenticationError`` if an instruction, or a newer one, was received before.
 
-    A resumed run repeats rounds, but with a different Flower run id.
-
-    Args:
-        about: The instruction's ``client``, ``nonce``, ``run`` (its lineage) and ``round``.
-        run_id: Flower's id of the run.
-        time: Unix time of signing, in seconds.
-        lines: Existing lines of the audit log.
-
+    ``about`` has the instruction's ``client``, ``nonce``, ``run`` (its lineage) and ``round``;
+    ``time`` is the Unix time of signing, in seconds; ``lines`` are those of the audit log. A
+    resumed run repeats rounds, but with a different Flower run id.
     """
     for line in lines:
         if line.get("event") != "instruction" or line.get("client") != about["client"]:

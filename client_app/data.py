@@ -45,11 +45,8 @@ def read_client_data(settings: DataSettings, node: Mapping[str, Scalar], seed: i
     """Read a client's data, given a run's data settings and seed.
 
     ``node`` is the SuperNode's config: ``name`` and ``data-path`` or, in simulation, Flower's
-    ``partition-id`` and ``num-partitions``.
-
-    Raises:
-        DataError: The data is missing, or rows are malformed.
-
+    ``partition-id`` and ``num-partitions``. Raise ``DataError`` if the data is missing, or rows are
+    malformed.
     """
     reader = _Reader(settings, seed)
     if "data-path" in node or "partition-id" not in node:

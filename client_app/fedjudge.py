@@ -44,7 +44,7 @@ _TRIAL = [
 
 
 def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
-    """Return the base model's directory and fingerprint; raise ``BaseModelError`` if missing."""
+    """Return the base model's directory and fingerprint; raise ``BaseModelError`` without one."""
     directory = locate(config.model.name)
     return directory, fingerprint(directory)
 
@@ -52,9 +52,7 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
 def train(task: Task) -> tuple[State, Metrics]:
     """Train from the global adapter for one round (FedJudge Algorithm 1, ClientUpdate).
 
-    Returns:
-        The local adapter, and the round's metrics.
-
+    Return the local adapter, and the round's metrics.
     """
     model, _ = _model_of(task)
     model.deadline = task.deadline

@@ -48,12 +48,8 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
 def train(task: Task) -> tuple[State, Metrics]:
     """Train head and tail for one round; the server computes the body.
 
-    Returns:
-        The local adapters of head and tail, and the round's metrics.
-
-    Raises:
-        LaneError: The block server can't be reached, or the lane has ended.
-
+    Return the local adapters of head and tail, and the round's metrics. Raise ``LaneError`` if the
+    block server can't be reached, or the lane has ended.
     """
     config, local_round = task.config, task.local_round(task.config.split.average_every)
     with _split_model(task, training=True) as model:

@@ -137,12 +137,8 @@ def check_steps(
 ) -> None:
     """Raise ``PolicyError`` for too many steps, or too few rows before an adapter is sent.
 
-    Args:
-        policy: The policy.
-        examples: The institution's training examples.
-        steps: Indices of the examples in each step of the round.
-        average_every: Steps after which adapters are sent within the round; 0 for never.
-
+    ``steps`` has the indices of the examples in each step of the round. Within the round, adapters
+    are sent after every ``average_every`` steps; 0 for never.
     """
     _at_most(name="steps", value=len(steps), key="max-steps", limit=policy.max_steps)
     every = average_every or len(steps)

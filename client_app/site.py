@@ -55,10 +55,7 @@ class Site:
     def spend(self, config: RunConfig, institution: Institution) -> PrivateSteps:
         """Record the privacy loss of a round before it is trained; return its steps.
 
-        Raises:
-            PolicyError: ε is not sufficient.
-            AuditError: The privacy loss can't be recorded.
-
+        Raise ``PolicyError`` if ε is not sufficient, ``AuditError`` if it can't be recorded.
         """
         assert self.privacy is not None
         steps = private_steps(self.privacy, config.train, institution.size)
@@ -72,10 +69,7 @@ class Site:
     ) -> Instruction:
         """Check and count a train or evaluate message; return the instruction that is permitted.
 
-        Raises:
-            PolicyError: The policy doesn't allow the message.
-            AuditError: The message can't be recorded.
-
+        Raise ``PolicyError`` if the message isn't allowed, ``AuditError`` if it can't be recorded.
         """
         if self.policy is None:
             return instruction
@@ -99,10 +93,7 @@ class Site:
     def check_lane(self, address: str) -> None:
         """Check the address of a block server, and record that a lane is opened.
 
-        Raises:
-            PolicyError: The policy doesn't allow the address.
-            AuditError: The lane can't be recorded.
-
+        Raise ``PolicyError`` if the address isn't allowed, ``AuditError`` if it can't be recorded.
         """
         if self.policy:
             checks.check_address(self.policy, address)

@@ -32,11 +32,8 @@ class ClientState:
     ) -> None:
         """Save the adapter and the optimizer state after a round; keep the last two rounds.
 
-        ``counted`` is an additional round to keep, whose adapter the server averaged.
-
-        Raises:
-            DiskFullError: The disk is full; no partial files remain.
-
+        ``counted`` is an additional round to keep, whose adapter the server averaged. If the disk
+        is full, raise ``DiskFullError``; no partial files remain.
         """
         with replacing(self._round(round_number)) as aside:
             aside.mkdir(parents=True)

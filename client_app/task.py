@@ -46,12 +46,9 @@ class Task:
     def local_round(self, average_every: int = 0) -> LocalRound:
         """Return the steps of this round with their examples, and the deadline.
 
-        ``average_every`` is the number of steps after which adapters are sent; 0 for never.
-
-        Raises:
-            PolicyError: The site's policy doesn't allow these steps.
-            DeadlineError: There are too many steps for the time limit.
-
+        ``average_every`` is the number of steps after which adapters are sent; 0 for never. Raise
+        ``PolicyError`` if the site's policy doesn't allow these steps, ``DeadlineError`` if they
+        are too many for the time limit.
         """
         settings, name, number = self.config.train, self.institution.name, self.instruction.round
         lengths = [len(example.tokens) for example in self.institution.train]

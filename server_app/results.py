@@ -76,11 +76,8 @@ class Results:
     def record(self, event: Mapping[str, Any]) -> None:
         """Append an event to ``metrics.jsonl``, and its numbers to TensorBoard.
 
-        Texts are escaped and shortened, since texts from peers must not make the run fail.
-
-        Raises:
-            DiskFullError: The disk is full.
-
+        Texts are escaped and shortened, since texts from peers must not make the run fail. Raise
+        ``DiskFullError`` if the disk is full.
         """
         event = _printable(event)
         with filling(self.directory):
@@ -128,9 +125,7 @@ class Results:
     def checkpoint(self, progress: Progress, state: State) -> None:
         """Save a checkpoint, the current report, and the evaluated adapters.
 
-        Raises:
-            DiskFullError: The disk is full; the previous checkpoint is kept.
-
+        If the disk is full, raise ``DiskFullError``, and keep the previous checkpoint.
         """
         rounds = progress.finished_rounds
         if progress.evaluated and rounds > self._global_round:

@@ -23,14 +23,9 @@ def collect(
 ) -> None:
     """Check replies as they arrive; release an invalid reply immediately.
 
-    Args:
-        collected: Receives the valid replies, and the reasons for leaving out other clients.
-        replies: Replies; those of other SuperNodes than the participants' are ignored.
-        participants: The clients of the run.
-        status: Status in which received replies are shown.
-        reference: Required names and shapes of the arrays; None for replies without arrays.
-        minimum: Smallest allowed value in the arrays.
-
+    ``collected`` receives the valid replies, and the reasons for leaving out other clients.
+    ``reference`` has the required names and shapes of the arrays; None for replies without arrays.
+    ``minimum`` is their smallest allowed value.
     """
     for reply in replies:
         if sender := participants.sender_of(reply):

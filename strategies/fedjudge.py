@@ -30,9 +30,7 @@ class FedJudgeCL(FedJudgeBase):
     ) -> Iterable[Message]:
         """Create a train message for every connected client, with J if the server averages it.
 
-        Raises:
-            RefusedError: All clients withhold J, which the next round needs.
-
+        Raise ``RefusedError`` if all clients withhold J, which the next round needs.
         """
         messages = list(super().configure_train(server_round, arrays, config, grid))
         if self._evaluation(server_round).importance and self._participants.all_withhold:

@@ -68,21 +68,14 @@ class FLGLM(Rounds):
 
     @staticmethod
     def locate_base_model(config: RunConfig) -> Path:
-        """Return the directory of the server's part of the base model.
-
-        Raises:
-            BaseModelError: The base model can't be found.
-
-        """
+        """Return the folder of the middle blocks; raise ``BaseModelError`` if they are missing."""
         return locate_parts(config.model.name, config.split, ("body",))
 
     @contextmanager
     def _prepared(self, grid: Grid, arrays: ArrayRecord) -> Iterator[ArrayRecord]:
         """Serve the body during a run; yield the adapters of head and tail.
 
-        Raises:
-            RefusedError: Tickets would be sent unencrypted.
-
+        Raise ``RefusedError`` if tickets would be sent unencrypted.
         """
         parts = take_apart(from_arrays(arrays), self._partition)
         self._body = parts["body"]

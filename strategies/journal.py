@@ -41,13 +41,8 @@ class Journal(Protocol):
     ) -> None:
         """Save a client's personalised adapter, which is its local adapter after training.
 
-        Args:
-            client: Name of the client.
-            state: The adapter.
-            round_number: Number of the round, from 1.
-            size: Number of training rows of the client.
-            file: A file below ``scratch`` with the same adapter, if any; it may be moved.
-
+        ``size`` is the client's number of training rows; ``file`` is a file below ``scratch`` with
+        the same adapter, if any, and may be moved.
         """
         ...
 

@@ -110,10 +110,8 @@ class Participants:
     def register_all(self, grid: Grid) -> None:
         """Register every SuperNode before training starts.
 
-        Raises:
-            TooFewClientsError: Not enough SuperNodes connect in time.
-            RefusedError: At least one client can't take part.
-
+        Raise ``TooFewClientsError`` if not enough SuperNodes connect in time, ``RefusedError`` if
+        at least one client can't take part.
         """
         nodes = _wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
         self._registered, problems, _ = self._query(grid, nodes, self._config.reply_timeout)
@@ -133,12 +131,8 @@ class Participants:
         one may have used the same name. A SuperNode that doesn't answer, perhaps because it is
         preparing a large model, is queried again in the next rounds, at most three times in all.
 
-        Returns:
-            Reasons for refusing clients, by name.
-
-        Raises:
-            TooFewClientsError: Not enough SuperNodes are connected in time.
-
+        Return the reasons for refusing clients, by name. Raise ``TooFewClientsError`` if not enough
+        SuperNodes are connected in time.
         """
         nodes = _wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
         since = _connected_since(nodes)
@@ -232,9 +226,7 @@ class Participants:
     ) -> tuple[dict[int, Participant], dict[str, str], set[int]]:
         """Query nodes for their name, data size and base model.
 
-        Returns:
-            The participants by node, the problems by name, and the nodes that did not answer.
-
+        Return the participants by node, the problems by name, and the nodes that did not answer.
         """
         instruction = self._instruction.to_record()
         self._assigned |= {number: node.name for number, node in nodes.items() if node.name}

@@ -79,7 +79,7 @@ def reason_to_refuse_registration(
         name: Name in the reply.
         taken: Names of other clients.
         assigned: Name under which the coordinator registered the SuperNode's key; may be empty.
-        fingerprint: Fingerprint of the client's part of the base model; empty digests are unknown.
+        fingerprint: Digests of the tensors that clients must have; empty digests are unknown.
 
     """
     if problem := problem_of(reply):

@@ -41,9 +41,7 @@ class Replies:
     def add(self, name: str, reply: Message, has_arrays: bool) -> None:
         """Add a client's valid reply; ignore arrays that were not requested, and not checked.
 
-        Raises:
-            DiskFullError: The arrays don't fit on the disk.
-
+        Raise ``DiskFullError`` if the arrays don't fit on the disk.
         """
         self.metrics[name] = dict(metrics_of(reply))
         self.answers[name] = answers_of(reply)

@@ -63,12 +63,7 @@ class Rounds(Strategy):
 
     @staticmethod
     def locate_base_model(config: RunConfig) -> Path:
-        """Return the directory of the server's part of the base model.
-
-        Raises:
-            BaseModelError: The base model can't be found.
-
-        """
+        """Return the directory of the base model; raise ``BaseModelError`` if it is missing."""
         return locate(config.model.name)
 
     def start(
