@@ -30,19 +30,12 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
         known = config.strategy in policy.strategies
         require(known, f'strategy = "{config.strategy}"', "not in its strategies")
     _check_paths(policy, config)
-    _at_most(name="rounds", value=config.rounds, key="max-rounds", limit=policy.max_rounds)
-    _at_most(
-        name="round-timeout",
-        value=config.round_timeout,
-        key="max-seconds",
-        limit=policy.max_seconds,
-    )
-    _at_most(
-        name="train.local-steps",
-        value=config.train.local_steps,
-        key="max-steps",
-        limit=policy.max_steps,
-    )
+    for name, value, key, limit in (
+        ("rounds", config.rounds, "max-rounds", policy.max_rounds),
+        ("round-timeout", config.round_timeout, "max-seconds", policy.max_seconds),
+        ("train.local-steps", config.train.local_steps, "max-steps", policy.max_steps),
+    ):
+        _at_most(name=name, value=value, key=key, limit=limit)
     generates = config.evaluate.generate
     require(policy.generation or not generates, "evaluate.generate = true", "generation = false")
     shown = config.evaluate.shown
@@ -86,12 +79,8 @@ def check_institution(policy: SitePolicy, config: RunConfig, institution: Instit
         require(delta * count < 1, "training with so many rows", f"privacy.delta = {delta:g}")
     most = config.train.local_steps * config.train.batch_size * config.train.accumulation
     _check_rows("training", min(rows, most or rows), policy)
-    _at_most(
-        name="steps",
-        value=steps_per_round(count, config.train),
-        key="max-steps",
-        limit=policy.max_steps,
-    )
+    steps = steps_per_round(count, config.train)
+    _at_most(name="steps", value=steps, key="max-steps", limit=policy.max_steps)
 
 
 def check_request(
@@ -174,12 +163,8 @@ def check_counts(
     number = accepted.count((about["run"], about["kind"])) + 1
     # Allow one more evaluation than rounds, since a run also evaluates before the first round.
     spare = about["kind"] == "evaluate"
-    _at_most(
-        name=f"{about['kind']} messages",
-        value=number - spare,
-        key="max-rounds",
-        limit=policy.max_rounds,
-    )
+    name = f"{about['kind']} messages"
+    _at_most(name=name, value=number - spare, key="max-rounds", limit=policy.max_rounds)
 
 
 def _check_privacy(config: RunConfig) -> None:

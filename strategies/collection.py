@@ -1,6 +1,5 @@
 """Collect and check the replies of one phase; record which clients are left out, and why."""
 
-import math
 from collections.abc import Iterable, Mapping
 from logging import WARNING
 
@@ -19,7 +18,7 @@ def collect(
     participants: Participants,
     status: LiveStatus,
     reference: ArrayRecord | None,
-    minimum: float = -math.inf,
+    minimum: float,
 ) -> None:
     """Check replies as they arrive; release an invalid reply immediately.
 
