@@ -31,9 +31,9 @@ def check_fresh(
 ) -> None:
     """Raise ``AuthenticationError`` if an instruction, or a newer one, was received before.
 
-    ``about`` has the instruction's ``client``, ``nonce``, ``run`` (its lineage) and ``round``;
-    ``time`` is the Unix time of signing, in seconds; ``lines`` are those of the audit log. A
-    resumed run repeats rounds, but with a different Flower run id.
+    A resumed run repeats rounds, but with a different Flower run id (``run_id``). ``about`` has the
+    instruction's ``client``, ``nonce``, ``run`` (its lineage) and ``round``; ``time`` is the Unix
+    time of signing, in seconds; ``lines`` are the existing lines of the audit log.
     """
     for line in lines:
         if line.get("event") != "instruction" or line.get("client") != about["client"]:

@@ -90,7 +90,7 @@ def check_request(
     config: RunConfig,
     institution: Institution,
 ) -> None:
-    """Raise ``PolicyError`` if a "train" or "evaluate" message requests what isn't allowed.
+    """Raise ``PolicyError`` if a train or evaluate message requests what isn't allowed.
 
     This includes values that are computed from too few rows.
     """

@@ -23,7 +23,7 @@ class PrivateSteps:
 
     sampling_rate: float  # q: the probability that a row is sampled in a step
     noise_multiplier: float  # σ, as a multiple of the policy's ``row-norm``
-    steps: int  # number of steps
+    steps: int
 
 
 def private_steps(

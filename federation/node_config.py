@@ -35,7 +35,7 @@ def is_simulation(node: Mapping[str, Scalar]) -> bool:
 
 
 def name_and_data_path(node: Mapping[str, Scalar]) -> tuple[str, Path]:
-    """Return an institution's ``name`` and ``data-path``; raise ``DataError`` if invalid."""
+    """Return an institution's ``name`` and ``data-path``; raise ``DataError`` if one is invalid."""
     missing = [key for key in ("name", "data-path") if not node.get(key)]
     if missing:
         raise DataError(
