@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from finetuning.data.rows import Row, parse_messages, parse_rows, refuse_malformed
+from finetuning.data.rows import Row, parse_messages, parse_rows
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.generated import examples
 
@@ -145,9 +145,7 @@ def _boolq(file: Path) -> list[Row]:
         )
         return Row(messages, origin, value)
 
-    rows, problems = parse_rows(file, parse)
-    refuse_malformed(problems, len(rows), "download it again")
-    return rows
+    return parse_rows(file, parse, advice="download it again")
 
 
 def _texts(

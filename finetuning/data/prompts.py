@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetuning.data.formats import DataError
-from finetuning.data.rows import Row, parse_messages, parse_rows, refuse_malformed
+from finetuning.data.rows import Row, parse_messages, parse_rows
 
 if TYPE_CHECKING:
     import torch
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 _NO_LIMIT = 2**31
 # Any text works, because no token spans the boundary between a prompt and its answer.
 _PLACEHOLDER = "x"
+_ANSWER = {"role": "assistant", "content": _PLACEHOLDER}
 
 
 def parse_prompt(value: Any) -> tuple[dict[str, str], ...]:
     """Convert a row of either form to a conversation that ends with a placeholder for its answer.
 
-    Args:
-        value: As for `parse_messages`, but ``output`` or a final answer turn is optional.
+    The row is as for `parse_messages`, but ``output`` or a final answer turn is optional.
 
     Raises:
         DataError: The value is not such a row; the message gives the reason.
@@ -35,29 +35,18 @@ def parse_prompt(value: Any) -> tuple[dict[str, str], ...]:
         return parse_messages(value)
     answered = isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant"
     question = turns[:-1] if answered else turns
-    answer = {"role": "assistant", "content": _PLACEHOLDER}
-    return parse_messages({"messages": [*question, answer]})
+    return parse_messages({"messages": [*question, _ANSWER]})
 
 
 def read_prompts(path: Path) -> list[Row]:
-    """Read prompts from a file of rows, ignoring each row's last answer.
-
-    Args:
-        path: A ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file.
-
-    Returns:
-        Conversations that end with a placeholder for the answer.
+    """Read conversations from a file, with a placeholder in place of each row's last answer.
 
     Raises:
         DataError: The file is missing or empty, or rows are malformed; the message
             names file, line and reason.
 
     """
-    rows, problems = parse_rows(path, lambda o, v: Row(parse_prompt(v), o, v))
-    refuse_malformed(problems, len(rows), "fix them")
-    if not rows:
-        raise DataError(f"no rows in {path}")
-    return rows
+    return parse_rows(path, lambda o, v: Row(parse_prompt(v), o, v), advice="fix them")
 
 
 def prompt_rows(texts: Sequence[str]) -> list[Row]:
@@ -96,11 +85,8 @@ class Prompt:
 def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> list[Prompt]:
     """Return the prompt for each row's last answer; it does not depend on that answer.
 
-    Args:
-        rows: Conversations with answers.
-        tokenizer: Tokenizer of the base model.
-        max_length: Maximum number of tokens of a prompt, including those common to all answers.
-            Inputs are truncated to fit; a row without room for any answer is omitted.
+    A prompt has at most ``max_length`` tokens, including those common to all answers. Inputs are
+    truncated to fit; a row without room for any answer is omitted.
 
     Raises:
         DataError: The chat template rejects a row, or no row is left.
@@ -108,15 +94,11 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
     """
     from finetuning.data.tokenization import tokenize
 
-    answered = []
+    asked, references = [], []
     for row in rows:
         last = max(i for i, turn in enumerate(row.messages) if turn["role"] == "assistant")
-        answered.append((row.messages[:last], row.messages[last]["content"]))
-    placeholder = {"role": "assistant", "content": _PLACEHOLDER}
-    asked = [
-        replace(row, messages=(*before, placeholder))
-        for row, (before, _) in zip(rows, answered, strict=True)
-    ]
+        references.append(row.messages[last]["content"])
+        asked.append(replace(row, messages=(*row.messages[:last], _ANSWER)))
     examples, _ = tokenize(asked, tokenizer, max_length)
     # A template that changes earlier turns produces several examples per row.
     last_examples = {example.row: example for example in examples}
@@ -124,7 +106,7 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
         Prompt(
             tokens=example.tokens[: example.prompt_length],
             question=example.question,
-            reference=answered[row][1],
+            reference=references[row],
             row=row,
             origin=example.origin,
         )

@@ -30,49 +30,28 @@ class Row:
 
 
 def read_rows(path: Path | str, skip_bad: bool = False) -> list[Row]:
-    """Read conversations from a file or a Hugging Face data set.
+    """Read conversations, with paths, malformed rows and errors as in `parse_rows`."""
+    return parse_rows(path, lambda o, v: Row(parse_messages(v), o, v), skip_bad)
+
+
+def parse_rows(
+    path: Path | str,
+    parse: Callable[[str, Any], Parsed],
+    skip_bad: bool = False,
+    advice: str = "fix them, or set data.skip-bad-rows=true to leave them out",
+) -> list[Parsed]:
+    """Read rows from a file or a Hugging Face data set.
 
     Args:
         path: A ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or the id of a data set, whose
             split ``train`` is read.
+        parse: Converts an origin and a value to a row, or raises a `DataError` with the reason.
         skip_bad: Omit malformed rows with a warning, instead of raising.
+        advice: Remedy for malformed rows in the error message.
 
     Raises:
         DataError: The data is missing or empty, or rows are malformed; the message
             names file, line and reason.
-
-    """
-    rows, problems = parse_rows(path, lambda o, v: Row(parse_messages(v), o, v))
-    return keep_good(rows=rows, problems=problems, skip_bad=skip_bad, path=path)
-
-
-def keep_good(
-    rows: list[Parsed], problems: list[str], skip_bad: bool, path: Path | str
-) -> list[Parsed]:
-    """Return the rows that could be parsed, and print which malformed rows are omitted.
-
-    Raises:
-        DataError: No row could be parsed, or some are malformed and ``skip_bad`` is false.
-
-    """
-    if not skip_bad:
-        advice = "fix them, or set data.skip-bad-rows=true to leave them out"
-        refuse_malformed(problems, len(rows), advice)
-    for problem in problems:
-        print(f"left out: {problem}", flush=True)
-    if not rows:
-        raise DataError(f"no rows in {path}")
-    return rows
-
-
-def parse_rows(
-    path: Path | str, parse: Callable[[str, Any], Parsed]
-) -> tuple[list[Parsed], list[str]]:
-    """Return a file's rows, and a problem description for each row that cannot be parsed.
-
-    Args:
-        path: As for `read_rows`.
-        parse: Converts an origin and a value to a row, or raises a `DataError` with the reason.
 
     """
     rows: list[Parsed] = []
@@ -84,20 +63,19 @@ def parse_rows(
             rows.append(parse(origin, value))
         except DataError as error:
             problems.append(f"{origin}: {error}")
-    return rows, problems
-
-
-def refuse_malformed(problems: list[str], good: int, advice: str) -> None:
-    """Raise a `DataError` with the problems and the advice if there are any problems."""
-    if not problems:
-        return
-    shown = problems[:_SHOWN_PROBLEMS]
-    if len(problems) > len(shown):
-        shown.append(f"… and {len(problems) - len(shown)} more")
-    raise DataError(
-        f"{len(problems)} of {len(problems) + good} rows are malformed ({advice}):\n  "
-        + "\n  ".join(shown)
-    )
+    if problems and not skip_bad:
+        shown = problems[:_SHOWN_PROBLEMS]
+        if len(problems) > len(shown):
+            shown.append(f"… and {len(problems) - len(shown)} more")
+        raise DataError(
+            f"{len(problems)} of {len(problems) + len(rows)} rows are malformed ({advice}):\n  "
+            + "\n  ".join(shown)
+        )
+    for problem in problems:
+        print(f"left out: {problem}", flush=True)
+    if not rows:
+        raise DataError(f"no rows in {path}")
+    return rows
 
 
 def find_part(folder: Path, part: str) -> Path | None:
@@ -122,10 +100,8 @@ def client_folders(path: Path) -> list[Path]:
 def find_parts(path: Path, held_out: str = "test") -> tuple[Path, Path | None]:
     """Return the file of training rows and that of held-out rows, or None without one.
 
-    Args:
-        path: A folder with ``train.<format>`` and optionally a held-out part, or a file of training
-            rows.
-        held_out: Name of the held-out part.
+    ``path`` is a folder with ``train.<format>`` and optionally a held-out part, or a file of
+    training rows.
 
     Raises:
         DataError: There are no training rows, or several files of them.
@@ -142,11 +118,10 @@ def find_parts(path: Path, held_out: str = "test") -> tuple[Path, Path | None]:
 
 
 def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
-    """Convert a row of either form to a conversation.
+    """Convert a row to a conversation.
 
-    Args:
-        value: ``{"messages": [{"role", "content"}, …]}``, or ``{"instruction", "output"}`` with
-            an optional ``input``.
+    A row is ``{"messages": [{"role", "content"}, …]}``, or ``{"instruction", "output"}`` with an
+    optional ``input``.
 
     Raises:
         DataError: The value is not such a row; the message gives the reason.
@@ -170,10 +145,12 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
     question = "\n".join(text for text in (texts["instruction"], texts["input"]) if text.strip())
     if not question:
         raise DataError("'instruction' and 'input' are both empty")
-    return (
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": texts["output"]},
-    )
+    return question_and_answer(question, texts["output"])
+
+
+def question_and_answer(question: str, answer: str) -> tuple[dict[str, str], ...]:
+    """Return a conversation of one question and its answer."""
+    return {"role": "user", "content": question}, {"role": "assistant", "content": answer}
 
 
 def _check_turns(turns: Any) -> tuple[dict[str, str], ...]:
@@ -195,13 +172,8 @@ def _check_turns(turns: Any) -> tuple[dict[str, str], ...]:
 
 
 def check_characters(name: str, text: str) -> None:
-    """Reject text that no tokenizer accepts.
-
-    Raises:
-        DataError: The text contains a lone surrogate.
-
-    """
-    # JSON can contain half of a surrogate pair (\ud83d), which no tokenizer accepts.
+    """Raise a `DataError` if a text has a lone surrogate, which no tokenizer accepts."""
+    # JSON can contain half of a surrogate pair (\ud83d).
     try:
         text.encode()
     except UnicodeEncodeError as error:

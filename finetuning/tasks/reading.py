@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from finetuning.data.rows import Row, keep_good, parse_rows, read_rows, refuse_malformed
+from finetuning.data.rows import Row, parse_rows, question_and_answer, read_rows
 from finetuning.settings import DataSettings
-from finetuning.tasks.question import Question
+from finetuning.tasks.question import Question, as_object
 from finetuning.tasks.tasks import TASKS, Task
 
 
@@ -16,10 +16,8 @@ def read_questions(path: Path, task: Task) -> list[Question]:
             names file, line and reason.
 
     """
-    rows, problems = parse_rows(path, task.convert)
-    refuse_malformed(problems, len(rows), "fix them")
-    kept = keep_good(rows, problems, skip_bad=False, path=path)
-    return task.complete([question for row in kept for question in row])
+    rows = parse_rows(path, lambda o, v: task.convert(o, as_object(v)), advice="fix them")
+    return task.complete([question for row in rows for question in row])
 
 
 def read_task_rows(path: Path | str, settings: DataSettings) -> list[Row]:
@@ -27,32 +25,19 @@ def read_task_rows(path: Path | str, settings: DataSettings) -> list[Row]:
 
     Each question becomes a row with its first right answer. Questions without a right answer, such
     as WSC questions with a wrong noun, are skipped.
-
-    Args:
-        path: As for `read_rows`.
-        settings: The run's data settings.
-
-    Raises:
-        DataError: The data is missing or empty, or rows are malformed; the message
-            names file, line and reason.
-
+    Paths and errors are those of `parse_rows`.
     """
     if not settings.task:
-        return read_rows(path, skip_bad=settings.skip_bad_rows)
-    task = TASKS[settings.task]
-    rows, problems = parse_rows(path, lambda origin, value: (value, task.convert(origin, value)))
+        return read_rows(path, settings.skip_bad_rows)
+    convert = TASKS[settings.task].convert
+    rows = parse_rows(path, lambda o, v: (v, convert(o, as_object(v))), settings.skip_bad_rows)
     return [
         Row(
-            messages=(
-                {"role": "user", "content": question.prompt},
-                {"role": "assistant", "content": question.answers[0]},
-            ),
+            messages=question_and_answer(question.prompt, question.answers[0]),
             origin=question.origin,
             fields={"label": question.answers[0], **value},
         )
-        for value, questions in keep_good(
-            rows=rows, problems=problems, skip_bad=settings.skip_bad_rows, path=path
-        )
+        for value, questions in rows
         for question in questions
         if question.answers
     ]
