@@ -1,4 +1,7 @@
-"""A question of a task, and functions that read the fields of a row."""
+"""A question of a task, and functions that read the fields of a row.
+
+The functions raise a `DataError` if a field is missing or has another type or value.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,24 +32,14 @@ class Question:
 
 
 def as_object(value: Any, name: str = "a row") -> Mapping[str, Any]:
-    """Check that a JSON value is an object.
-
-    Raises:
-        DataError: The value is not an object.
-
-    """
+    """Check that a JSON value is an object."""
     if not isinstance(value, dict):
         raise DataError(f"{name} must be an object, found {type(value).__name__}")
     return value
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
-    """Return a text field, without surrounding whitespace.
-
-    Raises:
-        DataError: The field is missing, empty or of another type.
-
-    """
+    """Return a text field, which may not be empty, without surrounding whitespace."""
     value = row.get(key)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"needs text in {key!r}")
@@ -55,12 +48,7 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 
 
 def list_of(row: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
-    """Return a field that must be a list of objects.
-
-    Raises:
-        DataError: The field is missing, empty or of another type.
-
-    """
+    """Return a field that must be a list of objects, at least one."""
     value = row.get(key)
     if not isinstance(value, list) or not value:
         raise DataError(f"needs a list in {key!r}")
@@ -68,12 +56,7 @@ def list_of(row: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
 
 
 def number_of(row: Mapping[str, Any], key: str) -> int:
-    """Return a field that must be an integer of at least 0.
-
-    Raises:
-        DataError: The field is missing or has another value.
-
-    """
+    """Return a field that must be an integer of at least 0."""
     value = row.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise DataError(f"needs a whole number in {key!r}")
@@ -81,21 +64,12 @@ def number_of(row: Mapping[str, Any], key: str) -> int:
 
 
 def label_of(row: Mapping[str, Any], names: Mapping[Any, str]) -> str:
-    """Return the answer that a row's label stands for.
-
-    Args:
-        row: The row.
-        names: Answers by label.
-
-    Raises:
-        DataError: The label is missing, as in the published test sets, or unknown.
-
-    """
+    """Return the answer that a row's label stands for, from the answers by label."""
     if "label" not in row:
         raise DataError("has no 'label' (SuperGLUE's test parts are published without)")
     label = row["label"]
     # Compare types too, because True equals 1.
-    found = [name for known, name in names.items() if type(known) is type(label) and known == label]
-    if not found:
-        raise DataError(f"'label' must be {' or '.join(repr(name) for name in names)}")
-    return found[0]
+    for known, name in names.items():
+        if type(known) is type(label) and known == label:
+            return name
+    raise DataError(f"'label' must be {' or '.join(map(repr, names))}")

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from finetuning.data.candidates import Continuation
 from finetuning.data.formats import DataError
 from finetuning.data.prompts import prompt_rows
-from finetuning.data.rows import Row
+from finetuning.data.rows import Row, question_and_answer
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.evaluation.generation import Answering, generate_texts
 from finetuning.evaluation.log_probabilities import Scoring, log_probabilities
@@ -33,8 +34,6 @@ class Prepared:
     """Questions as tokens.
 
     Attributes:
-        task: The task.
-        questions: Its questions.
         candidates: The candidates of each question, if the task has candidates.
         prompts: Otherwise the prompt of each question, (tokens,) int64.
 
@@ -52,10 +51,8 @@ class Prepared:
             lengths = [len(prompt) for prompt in self.prompts]
         else:
             lengths = [max(len(c.context) + len(c.answer) for c in own) for own in self.candidates]
-        return max(
-            (length, question.origin)
-            for length, question in zip(lengths, self.questions, strict=True)
-        )
+        origins = [question.origin for question in self.questions]
+        return max(zip(lengths, origins, strict=True))
 
 
 @dataclass(frozen=True)
@@ -78,12 +75,8 @@ def prepare(
 ) -> Prepared:
     """Convert questions to tokens.
 
-    Args:
-        tokenizer: Tokenizer of the base model.
-        task: The task.
-        questions: Its questions.
-        prompt_length: Maximum length of a prompt for generation, in tokens; longer ones are
-            truncated at the end. Cloze questions are never truncated.
+    Prompts for generation are truncated at the end to ``prompt_length`` tokens; cloze questions are
+    never truncated.
 
     Raises:
         DataError: The chat template rejects a question.
@@ -99,23 +92,14 @@ def prepare(
 
 
 def answer(
-    model: Model,
-    tokenizer: Any,
-    prepared: Prepared,
-    max_tokens: int,
-    new_tokens: int,
+    model: Model, tokenizer: Any, prepared: Prepared, max_tokens: int, new_tokens: int
 ) -> Answers:
     """Answer questions.
 
     The candidate with the largest summed log-probability is chosen (FL-GLM section 4.1.2); of equal
-    ones, the first. Without candidates, the answer is generated greedily.
-
-    Args:
-        model: Model with its adapter.
-        tokenizer: Tokenizer of the base model.
-        prepared: The questions.
-        max_tokens: Maximum number of padded tokens of a batch, prefixes and answers included.
-        new_tokens: Maximum length of a generated answer, in tokens.
+    ones, the first. Without candidates, the answer is generated greedily, with at most
+    ``new_tokens`` tokens. A batch has at most ``max_tokens`` padded tokens, with prefixes and
+    answers.
 
     Raises:
         DataError: A question is too long.
@@ -123,10 +107,7 @@ def answer(
     """
     if prepared.task.is_cloze:
         return _choose(
-            model=model,
-            padding=tokenizer.pad_token_id,
-            prepared=prepared,
-            max_tokens=max_tokens,
+            model=model, padding=tokenizer.pad_token_id, prepared=prepared, max_tokens=max_tokens
         )
     with progress_bar(total=len(prepared.prompts), description="generating") as bar:
         texts = generate_texts(
@@ -162,31 +143,24 @@ def majority_class(task: Task, questions: Sequence[Question]) -> dict[str, float
 def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[Continuation]]:
     """Return the tokens of each question's candidates, without end marks."""
     rows = [
-        Row(
-            messages=(
-                {"role": "user", "content": question.prompt},
-                {"role": "assistant", "content": text},
-            ),
-            origin=question.origin,
-            fields={},
-        )
+        Row(question_and_answer(question.prompt, text), question.origin, fields={})
         for question in questions
         for text in question.candidates
     ]
     examples, _ = tokenize(rows, tokenizer, _NO_LIMIT)
     marks = torch.tensor(sorted(tokenizer.added_tokens_decoder))
-    found = iter(zip(rows, examples, strict=True))
+    found = iter(examples)
     return [
-        [_continuation(*next(found), marks, tokenizer) for _ in question.candidates]
+        [_continuation(next(found), marks, tokenizer) for _ in question.candidates]
         for question in questions
     ]
 
 
-def _continuation(row: Row, example: Example, marks: torch.Tensor, tokenizer: Any) -> Continuation:
+def _continuation(example: Example, marks: torch.Tensor, tokenizer: Any) -> Continuation:
     answer = example.tokens[example.is_target]
     others = (~torch.isin(answer, marks)).nonzero()
     if not len(others):
-        raise DataError(f"{row.origin}: an answer has no tokens")
+        raise DataError(f"{example.origin}: an answer has no tokens")
     end = int(others[-1]) + 1
     # Some chat templates put whitespace before the end mark.
     while end > 1 and not tokenizer.decode(answer[end - 1 : end]).strip():
@@ -195,43 +169,21 @@ def _continuation(row: Row, example: Example, marks: torch.Tensor, tokenizer: An
 
 
 def _choose(model: Scoring, padding: int, prepared: Prepared, max_tokens: int) -> Answers:
-    found = _likelihoods(
+    pairs = zip(prepared.questions, prepared.candidates, strict=True)
+    # Questions of one line share most of their prompt, such as a passage.
+    by_line = groupby(pairs, key=lambda pair: pair[0].origin)
+    found = log_probabilities(
         model=model,
-        questions=prepared.questions,
-        continuations=prepared.candidates,
+        groups=[[c for _, candidates in line for c in candidates] for _, line in by_line],
         padding=padding,
         max_tokens=max_tokens,
     )
+    likelihoods = chain.from_iterable(found)
     texts, probabilities = [], []
-    for question, sums in zip(prepared.questions, found, strict=True):
+    for question in prepared.questions:
+        sums = [next(likelihoods).log_probability for _ in question.candidates]
         texts.append(question.candidates[sums.index(max(sums))])
         shares = torch.tensor(sums, dtype=torch.float64).softmax(0).tolist()
-        pairs = zip(question.candidates, shares, strict=True)
-        probabilities.append(math.fsum(p for text, p in pairs if text in question.answers))
+        candidates = zip(question.candidates, shares, strict=True)
+        probabilities.append(math.fsum(p for text, p in candidates if text in question.answers))
     return Answers(texts, probabilities)
-
-
-def _likelihoods(
-    model: Scoring,
-    questions: Sequence[Question],
-    continuations: Sequence[Sequence[Continuation]],
-    padding: int,
-    max_tokens: int,
-) -> list[list[float]]:
-    """Return the log-probabilities of each question's continuations."""
-    # Questions of one line share most of their prompt, such as a passage.
-    groups: dict[str, list[int]] = {}
-    for index, question in enumerate(questions):
-        groups.setdefault(question.origin, []).append(index)
-    of_groups = log_probabilities(
-        model=model,
-        groups=[[c for index in group for c in continuations[index]] for group in groups.values()],
-        padding=padding,
-        max_tokens=max_tokens,
-    )
-    found: list[list[float]] = [[]] * len(questions)
-    for group, likelihoods in zip(groups.values(), of_groups, strict=True):
-        values = iter(likelihoods)
-        for index in group:
-            found[index] = [next(values).log_probability for _ in continuations[index]]
-    return found

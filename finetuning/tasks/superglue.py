@@ -15,76 +15,50 @@ _YES_NO = ("yes", "no")
 _TRUE_FALSE = {True: "yes", False: "no"}
 
 
-def boolq(origin: str, value: Any) -> list[Question]:
+def boolq(origin: str, row: Mapping[str, Any]) -> list[Question]:
     """Convert a row of BoolQ."""
-    row = as_object(value)
     passage, question = text_of(row, "passage"), text_of(row, "question").rstrip("?")
     prompt = f"{passage} Question: {question}? Answer:"
-    return [
-        Question(
-            origin=origin, prompt=prompt, answers=(label_of(row, _TRUE_FALSE),), candidates=_YES_NO
-        )
-    ]
+    return [Question(origin, prompt, (label_of(row, _TRUE_FALSE),), _YES_NO)]
 
 
-def cb(origin: str, value: Any) -> list[Question]:
+def cb(origin: str, row: Mapping[str, Any]) -> list[Question]:
     """Convert a row of CommitmentBank."""
     labels = {"entailment": "yes", "contradiction": "no", "neutral": "maybe"}
-    return _entailment(origin, value, labels)
+    return _entailment(origin, row, labels)
 
 
-def rte(origin: str, value: Any) -> list[Question]:
+def rte(origin: str, row: Mapping[str, Any]) -> list[Question]:
     """Convert a row of RTE."""
-    return _entailment(origin, value, {"entailment": "yes", "not_entailment": "no"})
+    return _entailment(origin, row, {"entailment": "yes", "not_entailment": "no"})
 
 
-def _entailment(origin: str, value: Any, labels: Mapping[str, str]) -> list[Question]:
-    row = as_object(value)
+def _entailment(origin: str, row: Mapping[str, Any], labels: Mapping[str, str]) -> list[Question]:
     prompt = f'"{text_of(row, "premise")}" "{text_of(row, "hypothesis")}"?'
-    return [
-        Question(
-            origin=origin,
-            prompt=prompt,
-            answers=(label_of(row, labels),),
-            candidates=tuple(labels.values()),
-        )
-    ]
+    return [Question(origin, prompt, (label_of(row, labels),), tuple(labels.values()))]
 
 
-def copa(origin: str, value: Any) -> list[Question]:
+def copa(origin: str, row: Mapping[str, Any]) -> list[Question]:
     """Convert a row of COPA; "because" asks for a cause, "so" for an effect."""
-    row = as_object(value)
     choices = tuple(text_of(row, key).rstrip(".") for key in ("choice1", "choice2"))
     words = {"cause": "because", "effect": "so"}
     if row.get("question") not in words:
         raise DataError("needs 'cause' or 'effect' in 'question'")
     premise = text_of(row, "premise").rstrip(".")
     prompt = f'"{choices[0]}" or "{choices[1]}"? {premise}, {words[row["question"]]}'
-    return [
-        Question(
-            origin=origin,
-            prompt=prompt,
-            answers=(label_of(row, dict(enumerate(choices))),),
-            candidates=choices,
-        )
-    ]
+    right = label_of(row, dict(enumerate(choices)))
+    return [Question(origin, prompt, (right,), choices)]
 
 
-def wic(origin: str, value: Any) -> list[Question]:
+def wic(origin: str, row: Mapping[str, Any]) -> list[Question]:
     """Convert a row of WiC."""
-    row = as_object(value)
     first, second, word = (text_of(row, key) for key in ("sentence1", "sentence2", "word"))
     prompt = f'"{first}" / "{second}" Similar sense of "{word}"?'
-    return [
-        Question(
-            origin=origin, prompt=prompt, answers=(label_of(row, _TRUE_FALSE),), candidates=_YES_NO
-        )
-    ]
+    return [Question(origin, prompt, (label_of(row, _TRUE_FALSE),), _YES_NO)]
 
 
-def wsc(origin: str, value: Any) -> list[Question]:
+def wsc(origin: str, row: Mapping[str, Any]) -> list[Question]:
     """Convert a row of WSC; its noun, right or wrong, is the first candidate."""
-    row = as_object(value)
     target = as_object(row.get("target"), "'target'")
     noun, pronoun = text_of(target, "span1_text"), text_of(target, "span2_text")
     text, words = text_of(row, "text"), text_of(row, "text").split()
@@ -96,16 +70,8 @@ def wsc(origin: str, value: Any) -> list[Question]:
     words[first] = f"*{words[first]}"
     words[last] = f"{words[last]}*"
     prompt = f"{' '.join(words)} The pronoun '*{pronoun}*' refers to"
-    is_right = label_of(row, _TRUE_FALSE) == "yes"
-    return [
-        Question(
-            origin=origin,
-            prompt=prompt,
-            answers=(noun,) if is_right else (),
-            candidates=(noun,),
-            group=text,
-        )
-    ]
+    right = (noun,) if label_of(row, _TRUE_FALSE) == "yes" else ()
+    return [Question(origin, prompt, right, candidates=(noun,), group=text)]
 
 
 def with_other_nouns(questions: list[Question]) -> list[Question]:
@@ -122,9 +88,9 @@ def with_other_nouns(questions: list[Question]) -> list[Question]:
     return completed
 
 
-def multirc(origin: str, value: Any) -> list[Question]:
+def multirc(origin: str, row: Mapping[str, Any]) -> list[Question]:
     """Convert a row of MultiRC: a passage, with one question per answer option."""
-    passage = as_object(as_object(value).get("passage"), "'passage'")
+    passage = as_object(row.get("passage"), "'passage'")
     text = text_of(passage, "text")
     questions = []
     for number, asked in enumerate(list_of(passage, "questions")):
@@ -134,23 +100,15 @@ def multirc(origin: str, value: Any) -> list[Question]:
                 continue
             prompt = f"{text} Question: {question} Is it {text_of(answer, 'text')}?"
             right = (label_of(answer, {1: "yes", 0: "no"}),)
-            questions.append(
-                Question(
-                    origin=origin,
-                    prompt=prompt,
-                    answers=right,
-                    candidates=_YES_NO,
-                    group=f"{origin} {number}",
-                )
-            )
+            group = f"{origin} {number}"
+            questions.append(Question(origin, prompt, right, _YES_NO, group))
     if not questions:
         raise DataError("has no answer that is text")
     return questions
 
 
-def record(origin: str, value: Any) -> list[Question]:
+def record(origin: str, row: Mapping[str, Any]) -> list[Question]:
     """Convert a row of ReCoRD: a passage, its entities, and sentences with a blank."""
-    row = as_object(value)
     passage = as_object(row.get("passage"), "'passage'")
     text = passage.get("text")
     if not isinstance(text, str):
@@ -168,7 +126,5 @@ def record(origin: str, value: Any) -> list[Question]:
             raise DataError("a 'query' has no @placeholder")
         prompt = f"{shown}\n{query.replace('@placeholder', '___')}\nThe blank is"
         answers = dict.fromkeys(text_of(answer, "text") for answer in list_of(asked, "answers"))
-        questions.append(
-            Question(origin=origin, prompt=prompt, answers=tuple(answers), candidates=entities)
-        )
+        questions.append(Question(origin, prompt, tuple(answers), entities))
     return questions

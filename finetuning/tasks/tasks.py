@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from finetuning.tasks import generated_text, metrics, superglue
@@ -15,7 +16,7 @@ class Task:
     Attributes:
         folder: Usual name of the folder with the task's files.
         held_out: Usual name of the file for evaluation.
-        convert: Converts a row's origin and value to questions.
+        convert: Converts a row to questions, given its origin and the row.
         metrics: Scores answers.
         complete: Adds information from other rows to questions.
         is_cloze: Whether an answer is chosen from candidates; otherwise it is generated.
@@ -26,7 +27,7 @@ class Task:
 
     folder: str
     held_out: str
-    convert: Callable[[str, Any], list[Question]]
+    convert: Callable[[str, Mapping[str, Any]], list[Question]]
     metrics: Callable[[Sequence[Question], Sequence[str]], dict[str, float]]
     complete: Callable[[list[Question]], list[Question]] = list
     is_cloze: bool = True
@@ -34,38 +35,13 @@ class Task:
     has_words: bool = True
 
 
-def _generated(
-    folder: str,
-    held_out: str,
-    convert: Callable[[str, Any], list[Question]],
-    metrics: Callable[[Sequence[Question], Sequence[str]], dict[str, float]],
-) -> Task:
-    return Task(
-        folder=folder,
-        held_out=held_out,
-        convert=convert,
-        metrics=metrics,
-        is_cloze=False,
-        has_classes=False,
-        has_words=False,
-    )
-
+_generated = partial(Task, is_cloze=False, has_classes=False, has_words=False)
 
 TASKS: Mapping[str, Task] = {
-    "boolq": Task(
-        folder="BoolQ", held_out="val", convert=superglue.boolq, metrics=metrics.accuracy
-    ),
-    "cb": Task(folder="CB", held_out="val", convert=superglue.cb, metrics=metrics.commitment_bank),
-    "copa": Task(
-        folder="COPA",
-        held_out="val",
-        convert=superglue.copa,
-        metrics=metrics.accuracy,
-        has_words=False,
-    ),
-    "multirc": Task(
-        folder="MultiRC", held_out="val", convert=superglue.multirc, metrics=metrics.multirc
-    ),
+    "boolq": Task("BoolQ", "val", superglue.boolq, metrics.accuracy),
+    "cb": Task("CB", "val", superglue.cb, metrics.commitment_bank),
+    "copa": Task("COPA", "val", superglue.copa, metrics.accuracy, has_words=False),
+    "multirc": Task("MultiRC", "val", superglue.multirc, metrics.multirc),
     "record": Task(
         folder="ReCoRD",
         held_out="val",
@@ -74,8 +50,8 @@ TASKS: Mapping[str, Task] = {
         has_classes=False,
         has_words=False,
     ),
-    "rte": Task(folder="RTE", held_out="val", convert=superglue.rte, metrics=metrics.accuracy),
-    "wic": Task(folder="WiC", held_out="val", convert=superglue.wic, metrics=metrics.accuracy),
+    "rte": Task("RTE", "val", superglue.rte, metrics.accuracy),
+    "wic": Task("WiC", "val", superglue.wic, metrics.accuracy),
     "wsc": Task(
         folder="WSC",
         held_out="val",
@@ -85,30 +61,11 @@ TASKS: Mapping[str, Task] = {
         has_words=False,
     ),
     "cnn-dailymail": _generated(
-        folder="cnn_dailymail",
-        held_out="test",
-        convert=generated_text.cnn_dailymail,
-        metrics=metrics.summaries,
+        "cnn_dailymail", "test", generated_text.cnn_dailymail, metrics.summaries
     ),
-    "xsum": _generated(
-        folder="xsum", held_out="test", convert=generated_text.xsum, metrics=metrics.summaries
-    ),
-    "huatuo": _generated(
-        folder="huatuo", held_out="val", convert=generated_text.instruction, metrics=metrics.medical
-    ),
-    "court": _generated(
-        folder="court", held_out="test", convert=generated_text.instruction, metrics=metrics.legal
-    ),
-    "consultation": _generated(
-        folder="consultation",
-        held_out="test",
-        convert=generated_text.instruction,
-        metrics=metrics.legal,
-    ),
-    "reasoning": _generated(
-        folder="reasoning",
-        held_out="test",
-        convert=generated_text.instruction,
-        metrics=metrics.legal,
-    ),
+    "xsum": _generated("xsum", "test", generated_text.xsum, metrics.summaries),
+    "huatuo": _generated("huatuo", "val", generated_text.instruction, metrics.medical),
+    "court": _generated("court", "test", generated_text.instruction, metrics.legal),
+    "consultation": _generated("consultation", "test", generated_text.instruction, metrics.legal),
+    "reasoning": _generated("reasoning", "test", generated_text.instruction, metrics.legal),
 }
