@@ -18,7 +18,7 @@ from federation.resumption import check_resumable
 from federation.run_config import RunConfig, Scalar, parse_run_config
 from federation.run_folder import METRICS, read_events, results_folder
 from finetuning.adapters.saved import AdapterError, check_folder
-from finetuning.data.formats import DataError, check_data_set, is_data_set_id, is_hub_id
+from finetuning.data.formats import DataError, is_data_set_id, is_hub_id, read_values
 from finetuning.data.rows import client_folders, find_part
 from finetuning.model.checkpoint import count_blocks, problem_of
 from finetuning.model.names import BUILT_IN, TINY, resolve
@@ -255,7 +255,7 @@ def _check_data(settings: DataSettings, clients: int) -> None:
         if not is_data_set_id(settings.path):
             raise CommandError(f'data.path = "{path}": there is no such file or folder')
         try:
-            check_data_set(settings.path)
+            next(read_values(settings.path), None)
         except DataError as error:
             raise CommandError(
                 f'data.path = "{path}": there is no such file or folder, and no data set with this '

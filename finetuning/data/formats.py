@@ -18,10 +18,8 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 class DataError(UserError, ValueError):
     """Data is missing or malformed; the message names files, lines and reasons.
 
-    Args:
-        message: Description of the error, without quotes from the data.
-        quoted: Another library's message, which may quote the data.
-
+    ``message`` is without quotes from the data; ``quoted`` is the message of another library, which
+    may quote the data.
     """
 
     def __init__(self, message: str, quoted: str = "") -> None:
@@ -37,8 +35,7 @@ class DataError(UserError, ValueError):
 def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
     """Yield the origin and raw value of each row; an unreadable row yields a `DataError` as value.
 
-    Args:
-        path: A file in a supported format, or the id of a data set, whose split ``train`` is read.
+    ``path`` is a file in a supported format, or the id of a data set: its split ``train`` is read.
 
     Raises:
         DataError: The file or data set is missing, or the rest of it can't be read.
@@ -52,16 +49,9 @@ def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{path} is not a file")
     if path.suffix not in FORMATS:
         raise DataError(f"{path}: the format must be one of {', '.join(FORMATS)}")
+    readers = {".jsonl": _json_lines, ".json": _json_array, ".csv": _csv_rows, ".parquet": _parquet}
     try:
-        if path.suffix == ".jsonl":
-            yield from _json_lines(path)
-        elif path.suffix == ".json":
-            yield from _json_array(path)
-        elif path.suffix == ".csv":
-            yield from _csv_rows(path)
-        else:
-            pattern = glob.escape(str(path))
-            yield from _number(path, _stream("parquet", path, data_files=pattern))
+        yield from readers[path.suffix](path)
     except OSError as error:
         raise DataError(f"{path} can't be read: {error.strerror or error}") from error
 
@@ -76,16 +66,6 @@ def is_data_set_id(text: str) -> bool:
     return is_hub_id(text) and Path(text).suffix not in FORMATS
 
 
-def check_data_set(identifier: str) -> None:
-    """Check that a data set can be read from the Hugging Face Hub or its cache.
-
-    Raises:
-        DataError: The data set can't be read.
-
-    """
-    next(iter(read_values(identifier)), None)
-
-
 def _number(path: Path | str, values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     for number, value in enumerate(values, start=1):
         yield f"{path}, row {number}", value
@@ -96,12 +76,11 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            value: Any
+            origin = f"{path}:{number}"
             try:
-                value = _parse_json(line)
+                yield origin, _parse_json(line)
             except DataError as error:
-                value = error
-            yield f"{path}:{number}", value
+                yield origin, error
 
 
 def _json_array(path: Path) -> Iterator[tuple[str, Any]]:
@@ -171,6 +150,10 @@ def _table_row(columns: list[str], cells: list[str]) -> dict[str, str] | DataErr
     except UnicodeEncodeError:
         return DataError("not UTF-8")
     return dict(zip(columns, cells, strict=True))
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    return _number(path, _stream("parquet", path, data_files=glob.escape(str(path))))
 
 
 def _stream(reader: str, source: Path | str, **options: str) -> Iterable[Any]:
