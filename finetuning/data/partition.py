@@ -11,6 +11,7 @@ from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
 
 _DIRICHLET_DRAWS = 1000
+_Integers = NDArray[np.int64]
 
 
 def partition(
@@ -19,12 +20,7 @@ def partition(
     """Divide rows into disjoint, non-empty parts that cover all of them.
 
     With "iid", rows of the same origin, such as several questions on one passage, stay together.
-
-    Args:
-        rows: The whole data set.
-        parts: Number of clients.
-        settings: Kind of partition; ``partition_field`` names the column with the label.
-        seed: Seed of the run; equal arguments give equal parts.
+    Equal arguments give equal parts.
 
     Raises:
         DataError: There are fewer rows than parts or fewer labels than clients, or a row has no
@@ -41,7 +37,7 @@ def partition(
         lengths = np.array([sum(len(turn["content"]) for turn in row.messages) for row in rows])
         groups = np.array_split(order[np.argsort(lengths[order], kind="stable")], parts)
     else:
-        labels = _labels(rows, settings.partition_field)
+        labels = _labels(rows, settings.partition_field)[order]
         if settings.partition == "label":
             groups = _by_label(order, labels, parts)
         else:
@@ -66,7 +62,7 @@ def _iid(rows: Sequence[Row], parts: int, random: np.random.Generator) -> list[l
     return [[row for n in order[part::parts] for row in together[n]] for part in range(parts)]
 
 
-def _labels(rows: Sequence[Row], field: str) -> NDArray[np.int64]:
+def _labels(rows: Sequence[Row], field: str) -> _Integers:
     """Number the labels in alphabetical order."""
     for row in rows:
         if row.fields.get(field) in (None, ""):
@@ -76,9 +72,7 @@ def _labels(rows: Sequence[Row], field: str) -> NDArray[np.int64]:
     return np.array([numbers[str(row.fields[field])] for row in rows])
 
 
-def _by_label(
-    order: NDArray[np.int64], labels: NDArray[np.int64], parts: int
-) -> list[NDArray[np.int64]]:
+def _by_label(order: _Integers, labels: _Integers, parts: int) -> list[_Integers]:
     """Assign each label, most frequent first, to the client with the fewest rows so far."""
     counts = np.bincount(labels)
     if len(counts) < parts:
@@ -88,28 +82,23 @@ def _by_label(
     for label in np.argsort(-counts, kind="stable"):
         owners[label] = np.argmin(sizes)
         sizes[owners[label]] += counts[label]
-    return [order[owners[labels[order]] == part] for part in range(parts)]
+    return [order[owners[labels] == part] for part in range(parts)]
 
 
 def _by_dirichlet(
-    order: NDArray[np.int64],
-    labels: NDArray[np.int64],
-    parts: int,
-    alpha: float,
-    random: np.random.Generator,
-) -> list[NDArray[np.int64]]:
+    order: _Integers, labels: _Integers, parts: int, alpha: float, random: np.random.Generator
+) -> list[_Integers]:
     """Divide each label's rows by shares from Dirichlet(alpha); redraw while a client is empty."""
     for _ in range(_DIRICHLET_DRAWS):
-        groups: list[list[NDArray[np.int64]]] = [[] for _ in range(parts)]
+        pieces = []
         for label in range(labels.max() + 1):
-            own = order[labels[order] == label]
+            own = order[labels == label]
             shares = random.dirichlet(np.full(parts, alpha))
             cuts = np.rint(np.cumsum(shares)[:-1] * len(own)).astype(int)
-            for group, piece in zip(groups, np.split(own, cuts), strict=True):
-                group.append(piece)
-        merged = [np.concatenate(group) for group in groups]
-        if all(len(group) for group in merged):
-            return merged
+            pieces.append(np.split(own, cuts))
+        groups = [np.concatenate(group) for group in zip(*pieces, strict=True)]
+        if all(len(group) for group in groups):
+            return groups
     raise DataError(
         f"data.dirichlet-alpha = {alpha} leaves one of {parts} clients without data in "
         f"{_DIRICHLET_DRAWS} draws; raise it"
