@@ -1,8 +1,10 @@
 """Arrange examples in optimizer steps and padded micro-batches."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,6 +15,14 @@ from finetuning.settings import TrainSettings
 
 # Examples are sorted by length within groups of this many micro-batches.
 _GROUPED_MICRO_BATCHES = 50
+
+
+class Prefixed(Protocol):
+    """A whole or split model that can have a prefix."""
+
+    @property
+    def columns_before(self) -> int:
+        """Number of prefix positions before each row's tokens."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +72,8 @@ def round_steps(
     """Return the examples of each optimizer step of a round.
 
     A round continues where the previous one ended: with ``local_steps`` it can end inside an epoch.
-    Each epoch has its own order, in which examples of similar length are close together.
-
-    Args:
-        lengths: Number of tokens of each example.
-        settings: Batch sizes, and epochs or local steps.
-        round_number: Number of the round, from 1.
-        seed: Seed of this client in this run.
-
-    Returns:
-        Steps, each a list of indices into ``lengths``.
-
+    Each epoch has its own order, in which examples of similar length are close together. Rounds
+    count from 1; each step is a list of indices into ``lengths``, the examples' numbers of tokens.
     """
     per_epoch = _steps_per_epoch(len(lengths), settings)
     per_round = steps_per_round(len(lengths), settings)
@@ -87,25 +88,28 @@ def round_steps(
 
 
 def micro_batches(
-    indices: Sequence[int], columns: Sequence[int], token_budget: int
+    indices: Sequence[int], columns: Sequence[int], token_budget: int, most_rows: int = sys.maxsize
 ) -> list[list[int]]:
-    """Divide a step's examples into micro-batches of at most ``token_budget`` padded tokens.
+    """Divide examples or prompts into batches of at most ``token_budget`` padded tokens.
 
-    Examples are sorted by length, which reduces padding. The largest micro-batch comes first, so
-    that out-of-memory errors occur immediately. An example longer than the budget gets its own.
+    They are sorted by length, which reduces padding. The largest batch comes first, so that
+    out-of-memory errors occur immediately. An example longer than the budget gets its own.
 
     Args:
-        indices: Indices of the step's examples.
-        columns: Number of columns of each example: prefix positions plus tokens.
-        token_budget: Maximum rows × columns of a micro-batch.
+        indices: Indices of the examples.
+        columns: Number of columns of each: prefix positions, tokens and those to be generated.
+        token_budget: Maximum rows × columns of a batch.
+        most_rows: Maximum number of rows of a batch.
 
     """
     groups: list[list[int]] = []
+    last: list[int] = []
     for index in sorted(indices, key=lambda index: (-columns[index], index)):
-        if groups and (len(groups[-1]) + 1) * columns[groups[-1][0]] <= token_budget:
-            groups[-1].append(index)
+        if last and len(last) < most_rows and (len(last) + 1) * columns[last[0]] <= token_budget:
+            last.append(index)
         else:
-            groups.append([index])
+            last = [index]
+            groups.append(last)
     return groups
 
 

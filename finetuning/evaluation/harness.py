@@ -1,7 +1,7 @@
 """Run lm-evaluation-harness tasks on whole and split models; import only if it is installed."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,12 +39,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     difference: if they fit, all continuations of a context are computed together, and the context
     is computed, and sent over a lane, only once.
 
-    Args:
-        model: The model.
-        tokenizer: Tokenizer of the base model.
-        max_tokens: Maximum number of padded tokens of a batch, prefixes included.
-        max_length: Maximum length of a text in tokens. Longer texts are truncated at the start.
-
+    A batch has at most ``max_tokens`` padded tokens, prefixes included. Texts of more than
+    ``max_length`` tokens are truncated at the start.
     """
 
     def __init__(self, model: Model, tokenizer: Any, max_tokens: int, max_length: int) -> None:
@@ -111,10 +107,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                     raise DataError(
                         f"a task generates up to {new} tokens, and the model has {self.max_length}"
                     )
-                prompts = [
-                    torch.tensor(self.tok_encode(requests[i].args[0])[new - self.max_length :])
-                    for i in group
-                ]
+                contexts = [self.tok_encode(requests[i].args[0]) for i in group]
+                kept = self.max_length - new
+                prompts = [torch.tensor(c[-kept:], dtype=torch.int64) for c in contexts]
                 beams = int(settings.get("num_beams") or 1)
                 if beams > 1 and not isinstance(self._model, WholeModel):
                     raise DataError(
@@ -127,6 +122,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                         f"a prompt of {longest} tokens takes {largest} with its answer, and "
                         f"at most {self._max_tokens} can be computed at once"
                     )
+                if not settings["do_sample"]:
+                    settings |= GREEDY
+                settings |= {"stop_strings": stops, "tokenizer": self.tokenizer}
                 answers = generate_texts(
                     model=self._model,
                     tokenizer=self.tokenizer,
@@ -134,17 +132,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                     batch_size=_TEXTS_AT_ONCE,
                     max_new=new,
                     max_tokens=self._max_tokens // beams,
-                    settings=self._settings(settings, stops),
+                    settings=settings,
                     finished=bar.update,
                     exactly=True,
                 )
                 for i, text in zip(group, answers, strict=True):
                     texts[i] = postprocess_generated_text(text, stops, None)
         return texts
-
-    def _settings(self, settings: Mapping[str, Any], stops: Sequence[str]) -> dict[str, Any]:
-        own = dict(settings) if settings["do_sample"] else {**settings, **GREEDY}
-        return {**own, "stop_strings": list(stops), "tokenizer": self.tokenizer}
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -177,17 +171,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
 @contextmanager
 def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
-    """Load tasks with their rows, and delete all copies of the rows on exit.
+    """Load tasks with their rows, yield a `TaskManager`, and delete copies of the rows on exit.
 
     No rows remain in the caches of ``datasets`` and ``evaluate`` or in their temporary folder,
-    unless the process is killed.
-
-    Args:
-        names: Names of tasks or groups of tasks.
-        folder: Folder of YAML files with additional tasks.
-
-    Yields:
-        The harness's task manager.
+    unless the process is killed. Names are those of tasks or groups of tasks; ``folder`` has YAML
+    files with additional tasks.
 
     Raises:
         DataError: A name is neither a task nor a group, or a task can't be loaded.
@@ -221,17 +209,10 @@ def max_positions(directory: Path, tokenizer: Any) -> int:
 def harness_scores(
     model: HarnessModel, names: Sequence[str], manager: Any, limit: int | None
 ) -> dict[str, dict[str, Any]]:
-    """Score a model on tasks of the harness.
+    """Return the number of questions and the metrics of each task or group of tasks.
 
-    Args:
-        model: The model.
-        names: Names of tasks or groups of tasks.
-        manager: Task manager from `loaded_tasks`, whose context must still be active.
-        limit: Maximum number of rows of each task; None for all.
-
-    Returns:
-        The number of questions and the metrics of each task.
-
+    ``manager`` is from `loaded_tasks`, whose context must still be active; ``limit`` is the maximum
+    number of rows of each task, None for all.
     """
     found = simple_evaluate(
         model=model,
@@ -266,12 +247,8 @@ def _no_copies() -> Iterator[None]:
         (datasets.config, "DOWNLOADED_DATASETS_PATH"),
         (evaluate.config, "HF_METRICS_CACHE"),
     ]
-    before = [getattr(config, name) for config, name in places]
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, ExitStack() as stack:
         for config, name in places:
+            stack.callback(setattr, config, name, getattr(config, name))
             setattr(config, name, Path(folder) / name)
-        try:
-            yield
-        finally:
-            for (config, name), value in zip(places, before, strict=True):
-                setattr(config, name, value)
+        yield

@@ -5,21 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from finetuning.data.batching import MicroBatch, collate, micro_batches
+from finetuning.data.batching import MicroBatch, Prefixed, collate, micro_batches
 from finetuning.data.tokenization import Example
 
 
-class Measured(Protocol):
+class Measured(Prefixed, Protocol):
     """Interface that measuring a loss requires of a whole or split model."""
-
-    @property
-    def columns_before(self) -> int:
-        """Number of prefix positions before each row's tokens."""
-        ...
 
     def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
         """Return each micro-batch's summed loss in nats, without dropout."""
-        ...
 
 
 @dataclass(frozen=True)

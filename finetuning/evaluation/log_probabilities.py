@@ -6,31 +6,24 @@ from typing import Protocol
 
 import torch
 
+from finetuning.data.batching import Prefixed
 from finetuning.data.candidates import CandidateBatch, Continuation, candidate_batches
 from finetuning.progress import progress_bar
 
 
-class Scoring(Protocol):
+class Scoring(Prefixed, Protocol):
     """Interface that `log_probabilities` requires of a whole or split model."""
-
-    @property
-    def columns_before(self) -> int:
-        """Number of prefix positions before each row's tokens."""
-        ...
 
     def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each target's log-probability in nats, and whether no token is more likely."""
-        ...
 
 
 @dataclass(frozen=True)
 class Likelihood:
     """Log-probability of an answer after its context.
 
-    Attributes:
-        log_probability: Sum over the answer's tokens, in nats (FL-GLM section 4.1.2).
-        is_greedy: Whether greedy decoding would generate it.
-
+    ``log_probability`` is the sum over the answer's tokens, in nats (FL-GLM section 4.1.2), and
+    ``is_greedy`` says whether greedy decoding would generate the answer.
     """
 
     log_probability: float
@@ -38,12 +31,9 @@ class Likelihood:
 
 
 def log_probabilities(
-    model: Scoring,
-    groups: Sequence[Sequence[Continuation]],
-    padding: int,
-    max_tokens: int,
+    model: Scoring, groups: Sequence[Sequence[Continuation]], padding: int, max_tokens: int
 ) -> list[list[Likelihood]]:
-    """Compute the likelihood of answers.
+    """Compute the likelihood of each continuation of each group.
 
     Args:
         model: Model with its adapter.
@@ -51,9 +41,6 @@ def log_probabilities(
             answers of a question. The common beginning is computed once.
         padding: The padding token.
         max_tokens: Maximum number of padded tokens computed at once, prefixes included.
-
-    Returns:
-        The likelihood of each continuation of each group.
 
     Raises:
         DataError: A text does not fit into ``max_tokens``.

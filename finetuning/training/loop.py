@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from finetuning.data.batching import MicroBatch, collate, micro_batches
+from finetuning.data.batching import MicroBatch, Prefixed, collate, micro_batches
 from finetuning.data.tokenization import Example
 from finetuning.progress import progress_bar
 from finetuning.randomness import derive_seed
@@ -23,21 +23,14 @@ from finetuning.training.optimization import (
 from finetuning.training.penalty import Penalty
 
 
-class Stages(Protocol):
+class Stages(Prefixed, Protocol):
     """The stages of a step; the interface that the loop requires of a whole or split model."""
-
-    @property
-    def columns_before(self) -> int:
-        """Number of prefix positions before each row's tokens."""
-        ...
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Add the gradient of the step's mean loss per target; return each summed loss in nats."""
-        ...
 
     def clip(self, maximum: float) -> float:
         """Scale gradients down to the maximum norm (0: no limit); return the norm before."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -103,9 +96,9 @@ def train_round(
         parameters: The adapter's weights by name; changed in place.
         examples: The client's training examples.
         padding: The padding token.
-        local_round: Examples of each step, position in the run, seed and deadline.
+        local_round: Indices of each step's examples, and the round's position within the run.
         settings: Optimizer, schedule and batch sizes.
-        penalty: The penalty to add to the loss, if any.
+        penalty: The penalty to add to the loss.
         optimizer_state: Optimizer state to continue from; None starts with a new one.
         description: Label of the progress bar.
 
