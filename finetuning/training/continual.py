@@ -11,7 +11,7 @@ import torch
 
 from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import WholeModel
-from finetuning.training.penalty import add_gradients, norm
+from finetuning.training.penalty import Penalty, norm
 
 Jacobian = Literal["mean-absolute", "mean-gradient"]
 Sum = Literal["all", "tensor"]
@@ -27,9 +27,6 @@ def importance(
         rows: Training examples, each in a micro-batch of its own; at least one.
         jacobian: ``mean-absolute`` averages |∂L/∂W| over rows, with L the mean over a row's
             targets; ``mean-gradient`` takes the absolute value of the average.
-
-    Returns:
-        A float32 tensor of non-negative values for every trainable parameter, by name.
 
     """
     total: dict[str, torch.Tensor] = {}
@@ -52,8 +49,10 @@ def shuffled(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.
     }
 
 
-class ContinualPenalty:
-    """λ·(s + s²), whose gradient is added to that of the loss.
+class ContinualPenalty(Penalty):
+    """λ·(s + s²), whose gradient λ·(1 + 2s)·J·sign(W − Ŵ) is added to that of the loss.
+
+    The gradient of |δ| at 0 is defined as 0, as in autograd.
 
     Args:
         parameters: Trained weights W by name.
@@ -76,16 +75,11 @@ class ContinualPenalty:
         share: float = 0.0,
         over: Sum = "all",
     ) -> None:
-        self.weight = weight
+        super().__init__(parameters, anchor, weight)
         self._share = share
         self._over = over
-        self._terms = [
-            (
-                parameter,
-                anchor[name].detach().to(parameter, copy=True),
-                importance[name].detach().to(parameter, copy=True),
-            )
-            for name, parameter in parameters.items()
+        self._importance = [
+            importance[name].detach().to(w, copy=True) for name, w in parameters.items()
         ]
 
     def distance(self) -> float:
@@ -100,29 +94,26 @@ class ContinualPenalty:
         s = sum(distances)
         return self.weight * (s + s * s)
 
-    @torch.no_grad()
     def add_gradient(self) -> float:
-        """Add λ·(1 + 2s)·J·sign(W − Ŵ) to every ``.grad``; return its share of the gradient norm.
+        """Add the gradient unless it is 0; return its share of the gradient norm."""
+        return super().add_gradient() if self.weight or self._share else 0.0
 
-        The gradient of |δ| at 0 is defined as 0, as in autograd.
-        """
-        if self.weight == self._share == 0:
-            return 0.0
+    def _gradients(self) -> list[torch.Tensor]:
         distances = self._distances()
         slopes = [1 + 2 * sum(distances)] * len(distances)
         if self._over == "tensor":
             slopes = [0.5 + s for s in distances]
         gradients = [
-            (w, slope * j * (w - anchor).sign())
-            for slope, (w, anchor, j) in zip(slopes, self._terms, strict=True)
+            slope * j * change.sign()
+            for slope, j, change in zip(slopes, self._importance, self._changes(), strict=True)
         ]
         if self._share:
-            pull = norm(gradient for _, gradient in gradients)
-            loss = norm(w.grad for w, _ in gradients if w.grad is not None)
+            pull, loss = norm(gradients), self._norm_of_loss()
             self.weight = self._share / (1 - self._share) * loss / pull if pull else 0.0
-        return add_gradients((w, self.weight * gradient) for w, gradient in gradients)
+        return [self.weight * gradient for gradient in gradients]
 
     @torch.no_grad()
     def _distances(self) -> list[float]:
         """Return Σ J·|W − Ŵ| of each tensor."""
-        return [float((j * (w - anchor).abs()).sum()) for w, anchor, j in self._terms]
+        pairs = zip(self._importance, self._changes(), strict=True)
+        return [float((j * change.abs()).sum()) for j, change in pairs]

@@ -1,58 +1,67 @@
 """A penalty that local training adds to its loss, as a gradient independent of the rows."""
 
-from collections.abc import Iterable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 
-class Penalty(Protocol):
-    """Interface that the training loop and its report require of a penalty.
+class Penalty(ABC):
+    """A penalty on the difference between the trained weights and the global ones.
 
-    Attributes:
+    Args:
+        parameters: Trained weights W by name.
+        anchor: The weights Ŵ of the global adapter just received, by name; copied.
         weight: The factor λ or μ.
 
     """
 
-    weight: float
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        anchor: Mapping[str, torch.Tensor],
+        weight: float,
+    ) -> None:
+        self.weight = weight
+        self._parameters = list(parameters.values())
+        self._anchors = [anchor[name].detach().to(w, copy=True) for name, w in parameters.items()]
 
+    @abstractmethod
     def distance(self) -> float:
         """Return the distance of the weights from the global ones."""
-        ...
 
+    @abstractmethod
     def value(self) -> float:
         """Return the penalty."""
-        ...
 
+    @abstractmethod
+    def _gradients(self) -> Sequence[torch.Tensor]:
+        """Return the penalty's gradient for each parameter."""
+
+    @torch.no_grad()
     def add_gradient(self) -> float:
         """Add the penalty's gradient to each parameter's ``.grad``; return its share of the norm.
 
         The share is |penalty's gradient| ÷ (|penalty's gradient| + |loss's gradient|).
         """
-        ...
+        gradients = self._gradients()
+        ours, theirs = norm(gradients), self._norm_of_loss()
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+        return ours / (ours + theirs) if ours + theirs else 0.0
+
+    def _changes(self) -> Iterator[torch.Tensor]:
+        """Yield W − Ŵ of each parameter."""
+        return (w - anchor for w, anchor in zip(self._parameters, self._anchors, strict=True))
+
+    def _norm_of_loss(self) -> float:
+        """Return the norm of the loss's gradient."""
+        return norm([w.grad for w in self._parameters if w.grad is not None])
 
 
-def add_gradients(terms: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> float:
-    """Add gradients to parameters' ``.grad``.
-
-    Args:
-        terms: Parameters, each with the gradient to add.
-
-    Returns:
-        Their share of the gradient norm, as in `Penalty.add_gradient`.
-
-    """
-    added = list(terms)
-    ours = norm(gradient for _, gradient in added)
-    theirs = norm(parameter.grad for parameter, _ in added if parameter.grad is not None)
-    for parameter, gradient in added:
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad += gradient
-    return ours / (ours + theirs) if ours + theirs else 0.0
-
-
-def norm(gradients: Iterable[torch.Tensor]) -> float:
+def norm(gradients: Sequence[torch.Tensor]) -> float:
     """Return the norm over all gradients, with one synchronisation per device."""
-    return float(torch.nn.utils.get_total_norm(list(gradients)))
+    return float(torch.nn.utils.get_total_norm(gradients))

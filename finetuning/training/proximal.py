@@ -5,45 +5,23 @@ W to its loss.
 """
 
 import math
-from collections.abc import Mapping
 
 import torch
 
-from finetuning.training.penalty import add_gradients
+from finetuning.training.penalty import Penalty
 
 
-class ProximalPenalty:
-    """μ/2 · ‖W − Ŵ‖², whose gradient μ·(W − Ŵ) is added to that of the loss.
-
-    Args:
-        parameters: Trained weights W by name.
-        anchor: Ŵ by name; copied.
-        weight: μ.
-
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        anchor: Mapping[str, torch.Tensor],
-        weight: float,
-    ) -> None:
-        self.weight = weight
-        self._terms = [
-            (parameter, anchor[name].detach().to(parameter, copy=True))
-            for name, parameter in parameters.items()
-        ]
+class ProximalPenalty(Penalty):
+    """μ/2 · ‖W − Ŵ‖², whose gradient μ·(W − Ŵ) is added to that of the loss."""
 
     @torch.no_grad()
     def distance(self) -> float:
         """Return ‖W − Ŵ‖."""
-        return math.sqrt(sum(float((w - anchor).square().sum()) for w, anchor in self._terms))
+        return math.sqrt(sum(float(change.square().sum()) for change in self._changes()))
 
     def value(self) -> float:
         """Return μ/2 · ‖W − Ŵ‖²."""
         return self.weight / 2 * self.distance() ** 2
 
-    @torch.no_grad()
-    def add_gradient(self) -> float:
-        """Add μ·(W − Ŵ) to every parameter's ``.grad``; return its share of the gradient norm."""
-        return add_gradients((w, self.weight * (w - anchor)) for w, anchor in self._terms)
+    def _gradients(self) -> list[torch.Tensor]:
+        return [self.weight * change for change in self._changes()]
