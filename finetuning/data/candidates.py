@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -14,13 +15,7 @@ Owner = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Continuation:
-    """A candidate answer and what precedes it.
-
-    Attributes:
-        context: (tokens,) int64; at least one.
-        answer: (tokens,) int64; at least one.
-
-    """
+    """A candidate answer and what precedes it: (tokens,) int64 each, at least one token."""
 
     context: torch.Tensor
     answer: torch.Tensor
@@ -87,23 +82,16 @@ def candidate_batches(
     The longest common beginning of a group's texts is computed once. Texts that differ only in
     their last token are also computed once, because the same hidden state predicts both tokens.
 
-    Args:
-        groups: Groups of continuations that probably have a common beginning.
-        padding: The padding token.
-        columns_before: Prefix positions before each row's tokens.
-        max_tokens: Maximum number of padded tokens of a batch, prefixes included.
+    A batch has at most ``max_tokens`` padded tokens, including the ``columns_before`` prefix
+    positions before each row's tokens.
 
     Raises:
         DataError: A text does not fit.
 
     """
-    units = [
-        unit
-        for number, group in enumerate(groups)
-        for unit in _units(
-            number=number, group=group, columns_before=columns_before, max_tokens=max_tokens
-        )
-    ]
+    units: list[_Unit] = []
+    for number, group in enumerate(groups):
+        units += _units(number, group, columns_before=columns_before, max_tokens=max_tokens)
     # The largest batches come first, so that running out of memory shows immediately.
     units.sort(key=lambda unit: (-len(unit.endings), *(-size for size in unit.columns)))
     chosen: list[list[_Unit]] = []
@@ -149,7 +137,8 @@ def _units(
     units = []
     places: dict[tuple[int, ...], tuple[_Unit, int]] = {}
     for beginning, endings in divided:
-        unit = _Unit(_tensor(beginning), [_tensor(text[len(beginning) :]) for text in endings])
+        rests = [torch.tensor(text[len(beginning) :]) for text in endings]
+        unit = _Unit(torch.tensor(beginning), rests)
         units.append(unit)
         places |= {text: (unit, index) for index, text in enumerate(endings or [beginning])}
     for candidate, (text, continuation) in enumerate(zip(texts, group, strict=True)):
@@ -161,22 +150,11 @@ def _units(
     return units
 
 
-def _tensor(tokens: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(tokens, dtype=torch.int64)
-
-
 def _batch(units: Sequence[_Unit], padding: int) -> CandidateBatch:
-    pad = torch.nn.utils.rnn.pad_sequence
-    beginnings = pad(
-        [u.beginning for u in units],
-        batch_first=True,
-        padding_value=padding,
-        padding_side="left",
-    )
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_value=padding)
+    beginnings = pad([unit.beginning for unit in units], padding_side="left")
     endings = [ending for unit in units for ending in unit.endings]
-    padded = torch.zeros(0, 0, dtype=torch.int64)
-    if endings:
-        padded = pad(endings, batch_first=True, padding_value=padding)
+    padded = pad(endings) if endings else torch.zeros(0, 0, dtype=torch.int64)
     positions, labels, owners = [], [], []
     columns = beginnings.shape[1]
     for row, unit in enumerate(units):

@@ -67,7 +67,7 @@ class _Tokens:
     spans: Spans
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenizationReport:
     """Counts that show the effect of ``data.max-length`` and of the chat template.
 
@@ -81,11 +81,11 @@ class TokenizationReport:
 
     """
 
-    inputs_shortened: int
-    outputs_shortened: int
-    left_out: int
-    rows_divided: int
-    without_end_mark: int
+    inputs_shortened: int = 0
+    outputs_shortened: int = 0
+    left_out: int = 0
+    rows_divided: int = 0
+    without_end_mark: int = 0
 
 
 def tokenize(
@@ -101,11 +101,11 @@ def tokenize(
 
     """
     examples: list[Example] = []
-    inputs = outputs = left_out = divided = endless = 0
+    report = TokenizationReport()
     marks = _marks(tokenizer)
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         of_rows = [_conversations(row, tokenizer) for row in rows[first : first + _ROWS_AT_ONCE]]
-        divided += sum(len(of_row) > 1 for of_row in of_rows)
+        report.rows_divided += sum(len(of_row) > 1 for of_row in of_rows)
         conversations = [conversation for of_row in of_rows for conversation in of_row]
         indices = [row for row, of_row in enumerate(of_rows, start=first) for _ in of_row]
         encoded = _encode(conversations, tokenizer)
@@ -125,24 +125,18 @@ def tokenize(
                 origin=rows[row].origin,
             )
             if example is None:
-                left_out += 1
+                report.left_out += 1
             else:
-                endless += not _end_marks(tokens, marks)
-                inputs += was_shortened
-                outputs += len(tokens.input_ids) > max_length
+                report.without_end_mark += not _end_marks(tokens, marks)
+                report.inputs_shortened += was_shortened
+                report.outputs_shortened += len(tokens.input_ids) > max_length
                 examples.append(example)
     if not examples:
         raise DataError(
             f"none of {len(rows)} rows has an output that fits even partly into data.max-length = "
             f"{max_length} tokens"
         )
-    return examples, TokenizationReport(
-        inputs_shortened=inputs,
-        outputs_shortened=outputs,
-        left_out=left_out,
-        rows_divided=divided,
-        without_end_mark=endless,
-    )
+    return examples, report
 
 
 def end_marks(tokenizer: Any) -> set[int]:
