@@ -42,30 +42,24 @@ def replacing(target: Path) -> Iterator[Path]:
         DiskFullError: The content doesn't fit on the disk.
 
     """
+    aside = target.with_name(f".{target.name}.{os.getpid()}.new")
     with filling(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _aside(target) as aside:
-            yield aside
-
-
-@contextmanager
-def _aside(target: Path) -> Iterator[Path]:
-    aside = target.with_name(f".{target.name}.{os.getpid()}.new")
-    _remove(aside)
-    try:
-        yield aside
-        _flush(aside)
-        if target.is_dir():
-            # A non-empty folder can't be replaced by a rename.
-            old = target.with_name(f".{target.name}.{os.getpid()}.old")
-            _remove(old)
-            target.rename(old)
-            aside.rename(target)
-            _remove(old)
-        else:
-            aside.replace(target)
-    finally:
         _remove(aside)
+        try:
+            yield aside
+            _flush(aside)
+            if target.is_dir():
+                # A non-empty folder can't be replaced by a rename.
+                old = target.with_name(f".{target.name}.{os.getpid()}.old")
+                _remove(old)
+                target.rename(old)
+                aside.rename(target)
+                _remove(old)
+            else:
+                aside.replace(target)
+        finally:
+            _remove(aside)
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -6,14 +6,7 @@ configuration, its error messages and ``docs/configuration.md`` are generated fr
 
 from typing import Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 def kebab_case(name: str) -> str:

@@ -19,25 +19,17 @@ class EncoderError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Encoder:
-    """The model that compares texts.
+    """The model that compares texts, by Hugging Face id or folder.
 
-    Attributes:
-        name: Hugging Face id or folder.
-        layer: Layer whose hidden states are compared, from 1. None uses the library's default, or
-            the last layer for an encoder that the library doesn't know.
-
+    ``layer`` is that whose hidden states are compared, from 1. None uses the library's default, or
+    the last layer for an encoder that the library doesn't know.
     """
 
     name: str
     layer: int | None
 
     def check(self) -> None:
-        """Check that the library is installed and that the encoder has the layer.
-
-        Raises:
-            EncoderError: The library or the encoder is missing, or the encoder has no such layer.
-
-        """
+        """Raise `EncoderError` if the library or the encoder is missing, or has no such layer."""
         if find_spec("bert_score") is None:
             raise EncoderError("BERTScore needs the library: pip install 'chambers[bertscore]'")
         path = Path(self.name).expanduser()
@@ -52,12 +44,7 @@ class Encoder:
         return str(path) if path.is_dir() else self.name
 
     def compared_layer(self) -> int:
-        """Return the layer whose hidden states are compared.
-
-        Raises:
-            EncoderError: The encoder's configuration can't be read, or has no such layer.
-
-        """
+        """Return the layer whose hidden states are compared; raise as `check` does."""
         from bert_score.utils import model2layers
         from transformers import AutoConfig
 
@@ -75,10 +62,7 @@ class Encoder:
 def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: Encoder) -> float:
     """Return the mean F1 of BERTScore, without rescaling, usually within 0..1.
 
-    Args:
-        predictions: Generated texts. An empty one scores 0.
-        references: The reference texts.
-        encoder: The encoder.
+    An empty prediction scores 0.
 
     Raises:
         EncoderError: The encoder can't be loaded, or has no such layer.

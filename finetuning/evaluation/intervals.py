@@ -6,14 +6,7 @@ from statistics import stdev
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Return half of the 95 % confidence interval of a mean, by Student's t.
-
-    Raises:
-        ValueError: There are fewer than two values.
-
-    """
-    if len(values) < 2:
-        raise ValueError("an interval needs at least two values")
+    """Return half of the 95 % confidence interval of a mean of two or more values (Student's t)."""
     from scipy.stats import t
 
     quantile = float(t.ppf(0.975, len(values) - 1))

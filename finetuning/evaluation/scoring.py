@@ -26,11 +26,7 @@ _CJK_IDEOGRAPH = re.compile("[\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U000
 
 
 def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Score generated texts, each against its one reference.
-
-    Args:
-        predictions: Generated texts, in the order of the references. An empty one scores 0.
-        references: The reference texts.
+    """Score generated texts, each against its one reference; an empty text scores 0.
 
     Returns:
         ``rouge1``, ``rouge2``, ``rougeL``, ``bleu4`` and ``bleu_n``: means over all texts,

@@ -26,9 +26,8 @@ def learning_rate(settings: TrainSettings, total_steps: int) -> Callable[[int], 
 
     # The library's scheduler cannot jump to a step; only its factor as a function is used here.
     throwaway = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    names = {"constant": "constant_with_warmup"}
     scheduler = get_scheduler(
-        names.get(settings.schedule, settings.schedule),
+        "constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
         throwaway,
         num_warmup_steps=round(settings.warmup_ratio * total_steps),
         num_training_steps=total_steps,

@@ -40,14 +40,8 @@ class Noise:
 class PrivateGradients:
     """The stages of a training step, with private gradients of a whole model.
 
-    Args:
-        model: Computes gradients by row.
-        parameters: The adapter's weights by name.
-        noise: Norm and noise.
-        random_bytes: Source of the noise.
-        max_bytes: Memory limit for gradients of single rows. A micro-batch that exceeds it is
-            computed in groups of rows.
-
+    A micro-batch whose gradients of single rows exceed ``max_bytes`` is computed in groups of rows.
+    ``random_bytes`` is the source of the noise.
     """
 
     def __init__(
@@ -74,9 +68,7 @@ class PrivateGradients:
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Set the adapter's ``.grad`` to the private gradient: (Σ clipped + noise) / expected rows.
 
-        Args:
-            batches: Micro-batches of the rows that were drawn; there may be none.
-            seed: Unused, because others know the seed.
+        There may be no micro-batches. The seed is unused, because others know it.
 
         Returns:
             Each micro-batch's summed loss in nats, which is not differentially private.
@@ -106,24 +98,14 @@ class PrivateGradients:
         return loss
 
     def clip(self, maximum: float) -> float:
-        """Scale the private gradient down to the maximum norm; 0 disables clipping.
-
-        Returns:
-            The norm before clipping.
-
-        """
+        """Scale the private gradient down to a norm (0: no limit); return the norm before."""
         return self._model.clip(maximum)
 
 
 def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict[str, torch.Tensor]:
-    """Sum the gradients of all rows, each clipped to a maximum norm over all weights.
+    """Sum gradients, (rows, …) by name, over rows, each clipped to a maximum norm over all weights.
 
     A gradient that is not finite counts as 0.
-
-    Args:
-        gradients: (rows, …) by the weights' names.
-        row_norm: The maximum norm.
-
     """
     squares = sum(
         torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64).square()
@@ -145,14 +127,9 @@ def _like(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def poisson_steps(
     count: int, rate: float, steps: int, random_bytes: RandomBytes = os.urandom
 ) -> list[list[int]]:
-    """Draw the rows of each step: each row independently, with the same probability.
+    """Draw the rows of each step: each of ``count`` rows independently, with probability ``rate``.
 
-    Args:
-        count: Number of rows.
-        rate: Probability of each row in each step.
-        steps: Number of steps; some may have no row.
-        random_bytes: Source of the draws.
-
+    Some steps may have no row.
     """
     return [
         (uniform(count, random_bytes) < rate).nonzero().flatten().tolist() for _ in range(steps)
