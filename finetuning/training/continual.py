@@ -95,7 +95,7 @@ class ContinualPenalty(Penalty):
         return self.weight * (s + s * s)
 
     def add_gradient(self) -> float:
-        """Add the gradient unless it is 0; return its share of the gradient norm."""
+        """Add the gradient unless λ is 0 in all steps; return its share of the gradient norm."""
         return super().add_gradient() if self.weight or self._share else 0.0
 
     def _gradients(self) -> list[torch.Tensor]:

@@ -103,9 +103,9 @@ class PrivateGradients:
 
 
 def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict[str, torch.Tensor]:
-    """Sum gradients, (rows, …) by name, over rows, each clipped to a maximum norm over all weights.
+    """Sum each weight's gradients, (rows, …), over rows, which are clipped to ``row_norm``.
 
-    A gradient that is not finite counts as 0.
+    The norm of a row is over all weights. A gradient that is not finite counts as 0.
     """
     squares = sum(
         torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64).square()
