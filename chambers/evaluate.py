@@ -9,11 +9,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from chambers.errors import CommandError
 from chambers.interruption import interrupt_at_end
-from chambers.sources import AdapterOptions, BaseModelOptions, check_output, option
+from chambers.sources import (
+    AdapterOptions,
+    BaseModelOptions,
+    argument,
+    check_at_least_one,
+    check_output,
+    global_adapter,
+    option,
+)
 from finetuning.data.formats import DataError
 from finetuning.data.rows import find_part
 from finetuning.evaluation.bertscore import Encoder, EncoderError
@@ -21,7 +27,7 @@ from finetuning.files import replacing
 from finetuning.settings import ModelSettings
 from finetuning.tasks.question import Question
 from finetuning.tasks.reading import read_questions
-from finetuning.tasks.tasks import TASKS, Task
+from finetuning.tasks.tasks import TASKS
 
 if TYPE_CHECKING:
     from chambers.models import Source
@@ -48,9 +54,7 @@ class Evaluate(BaseModelOptions):
     val.jsonl. A table is written to standard output.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    models: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL_OR_RUN]…", show_default=False)
-    ] = None
+    models: Annotated[list[str] | None, argument("[MODEL_OR_RUN]…")] = None
     tasks: Annotated[
         str,
         option(
@@ -105,12 +109,12 @@ class Evaluate(BaseModelOptions):
 
     def __call__(self) -> int:
         """Score the models."""
-        chosen = self._tasks()
+        self._check()
         encoder = self._encoder()
         named = [self._named(text) for text in self.models or [""]]
-        questions = {name: self._questions(name, task) for name, task in chosen.items()}
+        questions = {name: self._questions(name) for name in self._names() if name in TASKS}
         from chambers.models import find
-        from chambers.task_scores import Scored, measure, render
+        from chambers.task_scores import measure, render
 
         # Copies of rows must be deleted on SIGTERM and SIGHUP too, as on Ctrl-C.
         interrupt_at_end()
@@ -121,18 +125,16 @@ class Evaluate(BaseModelOptions):
                 sources.setdefault(_name_of(source.settings, sources), source.bare)
                 if source.adapter is not None:
                     sources[text] = source
-            scored = Scored(
-                questions={name: (TASKS[name], own) for name, own in questions.items()},
-                batch_tokens=self.batch_tokens,
-                prompt_length=self.max_length,
-                new_tokens=self.max_new_tokens,
-                encoder=encoder,
-                harness=harness,
-                limit=self.limit,
-            )
             scores: Scores = {}
             try:
-                measure(sources, scored, scores)
+                measure(
+                    options=self,
+                    sources=sources,
+                    questions=questions,
+                    encoder=encoder,
+                    harness=harness,
+                    scores=scores,
+                )
             finally:
                 # Keep the scores computed so far, even after an interruption.
                 if scores:
@@ -141,12 +143,10 @@ class Evaluate(BaseModelOptions):
                     self._write(self.output, sources, scores)
         return 0
 
-    def _tasks(self) -> dict[str, Task]:
-        """Return the tasks by name; refuse invalid options and missing folders."""
-        for name in ("limit", "batch_tokens", "max_length", "max_new_tokens", "bertscore_layer"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise CommandError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    def _check(self) -> None:
+        """Refuse invalid options and missing folders."""
+        positive = ("limit", "batch_tokens", "max_length", "max_new_tokens", "bertscore_layer")
+        check_at_least_one(self, *positive)
         names = self._names()
         if not names:
             raise CommandError("--tasks names none")
@@ -165,7 +165,6 @@ class Evaluate(BaseModelOptions):
             check_output(self.output)
         if not self.models and not self.invitation and not self.model:
             raise CommandError("no model is named: add the folder of a run, or a base model")
-        return {name: TASKS[name] for name in names if name in TASKS}
 
     def _encoder(self) -> Encoder | None:
         if self.bertscore is None:
@@ -205,9 +204,7 @@ class Evaluate(BaseModelOptions):
         if text and (folder / "adapter_config.json").is_file():
             adapter = folder
         elif text and (folder / "base-model.json").is_file():
-            adapter = folder / "adapters" / "global"
-            if not adapter.is_dir():
-                raise CommandError(f"{folder} has no adapters/global: the run finished no round")
+            adapter = global_adapter(folder)
         options = AdapterOptions(
             model=self.model if adapter or not text else text,
             adapter=adapter,
@@ -217,8 +214,9 @@ class Evaluate(BaseModelOptions):
         options.check_folders()
         return options
 
-    def _questions(self, name: str, task: Task) -> Sequence[Question]:
+    def _questions(self, name: str) -> Sequence[Question]:
         assert self.data is not None
+        task = TASKS[name]
         folders = sorted(
             f for f in self.data.iterdir() if f.name.lower() in {task.folder.lower(), name}
         )

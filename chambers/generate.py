@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import typer
-
 from chambers.errors import CommandError
-from chambers.sources import AdapterOptions, check_output, option
+from chambers.sources import (
+    AdapterOptions,
+    argument,
+    check_at_least_one,
+    check_output,
+    option,
+)
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
 from finetuning.data.rows import Row
 from finetuning.files import filling
@@ -44,9 +48,7 @@ class Generate(AdapterOptions):
     prompts.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]…", show_default=False)
-    ] = None
+    prompts: Annotated[list[str] | None, argument("[PROMPT]…")] = None
     file: Annotated[
         Path | None,
         option(
@@ -78,15 +80,16 @@ class Generate(AdapterOptions):
         """Generate the texts."""
         self._check()
         rows = self._rows()
-        from chambers.models import find, opened
+        from chambers.models import check_length, find, opened
         from finetuning.model.base_model import load_tokenizer
 
         source = find(self, self.invitation)
         tokenizer = load_tokenizer(source.directory)
         prompts = tokenize_prompts(rows, tokenizer)
-        _refuse_too_long(
-            rows=rows, lengths=[len(p) for p in prompts], source=source, new=self.max_new_tokens
+        longest, origin = max(
+            (len(prompt), row.origin) for prompt, row in zip(prompts, rows, strict=True)
         )
+        check_length(source, longest, origin, self.max_new_tokens)
         if source.adapter is None:
             print("no --adapter: the base model alone answers", file=sys.stderr)
         with opened(source) as model, _open_output(self.output) as output:
@@ -101,21 +104,17 @@ class Generate(AdapterOptions):
 
     def _check(self) -> None:
         """Refuse invalid options, and files and folders that don't exist."""
-        for name in ("max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                option = name.replace("_", "-")
-                raise CommandError(f"--{option} {getattr(self, name)}: must be at least 1")
+        check_at_least_one(self, "max_new_tokens", "batch_size")
         if not self.temperature >= 0:
             raise CommandError(f"--temperature {self.temperature:g}: must be 0 or more")
         if not 0 < self.top_p <= 1:
             raise CommandError(f"--top-p {self.top_p:g}: must be above 0 and at most 1")
         if self.file and self.prompts:
             raise CommandError("prompts and --file can't be combined")
-        file, output = self.file, self.output
-        if file and output and file.resolve() == output.resolve():
-            raise CommandError(f"--output would overwrite --file {file}")
-        if output:
-            check_output(output)
+        if self.output:
+            if self.file and self.file.resolve() == self.output.resolve():
+                raise CommandError(f"--output would overwrite --file {self.file}")
+            check_output(self.output)
         self.check_folders()
 
     def _rows(self) -> list[Row]:
@@ -164,34 +163,6 @@ class Generate(AdapterOptions):
                     before_batch=seed,
                     finished=bar.update,
                 )
-
-
-def _refuse_too_long(
-    rows: Sequence[Row], lengths: Sequence[int], source: "Source", new: int
-) -> None:
-    """Check the lengths of prompts before loading the model.
-
-    Raises:
-        BaseModelError: A prompt exceeds the positions of the base model.
-        CommandError: A prompt exceeds the block server's limits.
-
-    """
-    from finetuning.model.positions import check_positions
-
-    longest, origin = max((length, row.origin) for row, length in zip(rows, lengths, strict=True))
-    before = {"the prefix": source.columns_before} if source.columns_before else {}
-    row = before | {f"the tokens of {origin}": longest, "--max-new-tokens": new}
-    check_positions(source.directory, row)
-    if sum(row.values()) > source.max_tokens:
-        raise CommandError(
-            f"{' and '.join(row)} are {' + '.join(map(str, row.values()))}, and the block server "
-            f"allows {source.max_tokens}; shorten it, or lower --max-new-tokens"
-        )
-    if longest > source.max_prompt_length:
-        raise CommandError(
-            f"{origin} has {longest} tokens, and the block server allows "
-            f"{source.max_prompt_length} in a prompt; shorten it"
-        )
 
 
 @contextmanager

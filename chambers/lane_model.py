@@ -123,29 +123,25 @@ class LaneModel:
         return compute()
 
     def _open(self) -> None:
-        invitation, client_parts = self._invitation, self._client_parts
-        limits = Limits(
-            hidden=client_parts["head"].hidden_size,
-            wire_dtype=invitation.wire_dtype,
-            maximum_tokens=invitation.max_tokens,
-            window=1,
-        )
-        busy_until = min(self._deadline, time.monotonic() + _BUSY_SECONDS)
-        timeout = invitation.split.resume_timeout
+        invitation, head = self._invitation, self._client_parts["head"]
         self._lane = open_lane(
             invitation=invitation.lane,
-            limits=limits,
+            limits=Limits(
+                hidden=head.hidden_size,
+                wire_dtype=invitation.wire_dtype,
+                maximum_tokens=invitation.max_tokens,
+                window=1,
+            ),
             deadline=self._deadline,
-            resume_timeout=timeout,
+            resume_timeout=invitation.split.resume_timeout,
             patience=_PATIENCE_SECONDS,
-            busy_until=busy_until,
+            busy_until=min(self._deadline, time.monotonic() + _BUSY_SECONDS),
         )
-        timeout = invitation.split.frame_timeout
         self._model = SplitModel(
-            head=client_parts["head"],
-            tail=client_parts["tail"],
+            head=head,
+            tail=self._client_parts["tail"],
             lane=self._lane,
-            frame_timeout=timeout,
+            frame_timeout=invitation.split.frame_timeout,
             deadline=self._deadline,
         )
         try:
@@ -157,19 +153,17 @@ class LaneModel:
 
 def explained(error: LaneError, invitation: StandingInvitation) -> CommandError:
     """Convert an error of a lane to an explanation for the owner of the invitation."""
-    reason = str(error)
+    refusal = error.refusal if isinstance(error, HandshakeError) else None
+    expired = isinstance(error, LaneDeadlineError) or invitation.expires <= datetime.now(UTC)
     new = "ask the coordinator for a new one"
-    if isinstance(error, LaneDeadlineError) or invitation.expires <= datetime.now(UTC):
+    if expired or refusal is Refusal.TICKET_EXPIRED:
         reason = f"this invitation has expired; {new}"
     elif isinstance(error, LaneTimeoutError):
         reason = "it has not answered in time; it may be out of reach, or busy: try again later"
-    elif isinstance(error, HandshakeError):
-        reason = {
-            Refusal.TICKET_UNKNOWN: f"it was restarted after this invitation was written; {new}",
-            Refusal.SERVER_KEY: f"it was restarted after this invitation was written; {new}",
-            Refusal.TICKET_EXPIRED: f"this invitation has expired; {new}",
-            Refusal.SUITE: f"the invitation was altered; {new}",
-            Refusal.TICKET_FOREIGN: f"the invitation was altered; {new}",
-            Refusal.AUTHENTICATION: f"the invitation was altered; {new}",
-        }.get(error.refusal, reason)
+    elif refusal in {Refusal.TICKET_UNKNOWN, Refusal.SERVER_KEY}:
+        reason = f"it was restarted after this invitation was written; {new}"
+    elif refusal in {Refusal.SUITE, Refusal.TICKET_FOREIGN, Refusal.AUTHENTICATION}:
+        reason = f"the invitation was altered; {new}"
+    else:
+        reason = str(error)
     return CommandError(f"the block server at {invitation.address}: {reason}")

@@ -8,17 +8,12 @@ from pathlib import Path
 from chambers.errors import CommandError
 from chambers.invitation_file import read_invitation
 from chambers.lane_model import LaneModel, explained
-from chambers.sources import (
-    AdapterOptions,
-    find_run,
-    open_adapter,
-    refuse_other_base,
-    split_adapter,
-)
+from chambers.sources import AdapterOptions, find_run, refuse_other_base, split_adapter
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
-from finetuning.adapters.saved import SavedAdapter
+from finetuning.adapters.saved import SavedAdapter, read_adapter
 from finetuning.model.base_model import load_base_model, locate, reference
 from finetuning.model.fingerprint import fingerprint
+from finetuning.model.positions import check_positions
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import ModelSettings
 from finetuning.tasks.scoring import Model
@@ -78,24 +73,56 @@ class Source:
 def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
     """Find the model named by the options, and check that its parts are compatible.
 
-    Args:
-        options: Base model and adapter.
-        invitation_file: Invitation to a block server; None for a whole model.
+    With an invitation to a block server, only head and tail are on this machine.
 
     Raises:
         UserError: A part is missing, or incompatible with the others.
 
     """
-    adapter = open_adapter(options.adapter) if options.adapter else None
+    adapter = read_adapter(options.adapter) if options.adapter else None
     if invitation_file:
-        invitation = read_invitation(invitation_file)
-        return _find_ends(options, adapter, invitation)
+        return _find_ends(options, adapter, read_invitation(invitation_file))
     run = find_run(adapter)
     settings = options.settings(adapter, run)
     directory = locate(settings.name)
     if run is not None:
         refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
     return Source(settings, directory, adapter)
+
+
+def check_length(
+    source: Source, longest: int, origin: str, new_tokens: int, batch_tokens: int = _NO_LIMIT
+) -> None:
+    """Check the length of the longest prompt before loading the model.
+
+    Args:
+        source: The model.
+        longest: Number of tokens in the longest prompt.
+        origin: Where that prompt is from, for error messages.
+        new_tokens: Maximum number of tokens to generate after it; 0 if there is no generation.
+        batch_tokens: Value of ``--batch-tokens``.
+
+    Raises:
+        BaseModelError: The prompt exceeds the positions of the base model.
+        CommandError: The prompt exceeds ``--batch-tokens`` or the block server's limits.
+
+    """
+    row = {"the prefix": source.columns_before} if source.columns_before else {}
+    row[f"the tokens of {origin}"] = longest
+    if new_tokens:
+        row["--max-new-tokens"] = new_tokens
+    check_positions(source.directory, row)
+    if longest > source.max_prompt_length:
+        raise CommandError(
+            f"{origin} has {longest} tokens, and the block server allows "
+            f"{source.max_prompt_length} in a prompt; shorten it"
+        )
+    total = f"{' and '.join(row)} are {' + '.join(map(str, row.values()))}"
+    if sum(row.values()) > batch_tokens:
+        raise CommandError(f"{total}, and --batch-tokens allows {batch_tokens}")
+    if sum(row.values()) > source.max_tokens:
+        cure = "shorten it, or lower --max-new-tokens" if new_tokens else "shorten it"
+        raise CommandError(f"{total}, and the block server allows {source.max_tokens}; {cure}")
 
 
 @contextmanager
@@ -127,23 +154,22 @@ def _find_ends(
     if partition != _partition_of(invitation):
         raise CommandError(
             f"the base model here is not {whose}: it has {partition.blocks} blocks, not "
-            f"{invitation.blocks}; name the same checkpoint with "
-            f"--model ({invitation.model})"
+            f"{invitation.blocks}; name the same checkpoint with --model ({invitation.model})"
         )
     own = fingerprint(directory, tensors_of(directory, partition, _CLIENT_PARTS))
     refuse_other_base(own, invitation.digests, whose)
     if run is not None:
         refuse_other_base(own, run.digests, f"that of {run.directory}")
-    prefixes = adapter is not None and adapter.settings.kind == "prefix"
     check_exactness(
         directory=directory,
         settings=settings,
         partition=partition,
-        prefixes=prefixes,
+        prefixes=adapter is not None and adapter.settings.kind == "prefix",
         generation=True,
     )
+    bare = Source(settings, directory, invitation=invitation)
     if adapter is None:
-        return Source(settings=settings, directory=directory, adapter=None, invitation=invitation)
+        return bare
     parts = split_adapter(adapter, partition)
     digest = body_digest(adapter.settings, parts["body"])
     chosen = next((name for name, served in invitation.models.items() if served == digest), None)
@@ -155,14 +181,7 @@ def _find_ends(
             "that is served, or ask the coordinator to serve the adapter's run"
         )
     client_adapter = parts["head"] | parts["tail"]
-    return Source(
-        settings=settings,
-        directory=directory,
-        adapter=adapter,
-        invitation=invitation,
-        chosen=chosen,
-        client_adapter=client_adapter,
-    )
+    return replace(bare, adapter=adapter, chosen=chosen, client_adapter=client_adapter)
 
 
 def _whole(source: Source) -> WholeModel:

@@ -6,18 +6,13 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-import typer
 from pydantic import ValidationError
 
 from chambers.errors import CommandError
-from chambers.sources import AdapterOptions, RunFolder, find_run, open_adapter, option, read_run
-from finetuning.adapters.saved import SavedAdapter
+from chambers.sources import AdapterOptions, RunFolder, argument, check_at_least_one, option
 from split.settings import SplitSettings
-
-if TYPE_CHECKING:
-    from chambers.serving import Served
 
 _DAY_SECONDS = 24 * 60 * 60.0
 _MAX_DAYS = 3650
@@ -41,7 +36,7 @@ class Serve(AdapterOptions):
     server runs until it is interrupted.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    run: Annotated[Path | None, typer.Argument(metavar="RUN_FOLDER", show_default=False)] = None
+    run: Annotated[Path | None, argument("RUN_FOLDER")] = None
     head_blocks: Annotated[
         int | None,
         option("Number of the clients' first blocks; default: the run's, else 1.", "N"),
@@ -106,12 +101,11 @@ class Serve(AdapterOptions):
             raise CommandError(
                 f"--valid-for {self.valid_for:g}: must be more than 0 days, {_MAX_DAYS} at most"
             )
-        if self.max_prompt_length < 1:
-            raise CommandError(f"--max-prompt-length {self.max_prompt_length}: must be at least 1")
+        check_at_least_one(self, "max_prompt_length")
         self.check_folders()
         import logging
 
-        from chambers.serving import serving
+        from chambers.serving import find, serving
 
         logging.basicConfig(
             level=logging.INFO,
@@ -120,7 +114,7 @@ class Serve(AdapterOptions):
             datefmt="%H:%M:%S",
         )
         over = threading.Event()
-        served = self.find()
+        served = find(self)
         with serving(served, self.valid_for * _DAY_SECONDS) as (address, files):
             for name in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(name, lambda *_: over.set())
@@ -132,47 +126,13 @@ class Serve(AdapterOptions):
             print("ending", flush=True)
         return 0
 
-    def find(self) -> "Served":
-        """Find the models named by the options.
-
-        Raises:
-            CommandError: A part is missing, or incompatible with the others.
-
-        """
-        from chambers.serving import find
-
-        run = read_run(self.run.expanduser()) if self.run else None
-        adapter = self._shared_adapter(run)
-        source = run or find_run(adapter)
-        return find(
-            run=source,
-            personalised=run is not None,
-            adapter=adapter,
-            split=self.split(source.config if source else {}),
-            clients=self.invited(source),
-            settings=self.settings(adapter, source),
-            folder=self.invitations,
-            max_prompt_length=self.max_prompt_length,
-        )
-
-    def _shared_adapter(self, run: RunFolder | None) -> SavedAdapter | None:
-        """Return the adapter that all clients may use."""
-        if self.adapter:
-            return open_adapter(self.adapter)
-        if run is None:
-            return None
-        directory = run.directory / "adapters" / "global"
-        if not directory.is_dir():
-            raise CommandError(f"{run.directory} has no adapters/global: the run finished no round")
-        return open_adapter(directory)
-
     def check_folders(self) -> None:
         """See ``AdapterOptions.check_folders``."""
         if self.run and self.adapter:
             raise CommandError("a run's folder and --adapter can't be combined")
         if not (self.run or self.adapter or self.model):
             raise CommandError("nothing to serve: name a run's folder, --adapter or --model")
-        if self.run and not self.run.expanduser().is_dir():
+        if self.run and not self.run.is_dir():
             raise CommandError(f"{self.run} is not a run's folder: there is no such folder")
         super().check_folders()
 

@@ -1,17 +1,24 @@
 """The models and the server of ``chambers serve``."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chambers.errors import CommandError
 from chambers.invitation_file import write_invitation
-from chambers.sources import RunFolder, open_adapter, refuse_other_base, split_adapter
+from chambers.sources import (
+    find_run,
+    global_adapter,
+    read_run,
+    refuse_other_base,
+    split_adapter,
+)
 from federation.messages import is_name
 from finetuning.adapters.adapter import State
-from finetuning.adapters.saved import SavedAdapter
+from finetuning.adapters.saved import read_adapter
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import PARTIES_SHARE, fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings
@@ -23,6 +30,9 @@ from split.model.partition import Partition, partition_of
 from split.protocol.standing_invitation import StandingInvitation
 from split.server.model_server import ModelServer
 from split.settings import SplitSettings
+
+if TYPE_CHECKING:
+    from chambers.serve import Serve
 
 _RUN = "chambers serve"
 
@@ -53,42 +63,28 @@ class Served:
     max_prompt_length: int
 
 
-def find(
-    *,
-    run: RunFolder | None,
-    personalised: bool,
-    adapter: SavedAdapter | None,
-    settings: ModelSettings,
-    split: SplitSettings,
-    clients: Sequence[str],
-    folder: Path,
-    max_prompt_length: int,
-) -> Served:
-    """Find the parts of the models to serve, and check that they are compatible.
-
-    Args:
-        run: The run that trained the adapters, if known.
-        personalised: Whether to serve the run's personalised adapters too.
-        adapter: The adapter that all clients may use; None for the base model alone.
-        settings: The base model.
-        split: Addresses, partition and limits.
-        clients: Names of the clients to invite.
-        folder: Folder for the invitations.
-        max_prompt_length: Maximum number of tokens in a prompt.
+def find(options: "Serve") -> Served:
+    """Find the models named by the options, and check that their parts are compatible.
 
     Raises:
         UserError: A part is missing, or incompatible with the others.
 
     """
+    served_run = read_run(options.run) if options.run else None
+    shared = global_adapter(options.run) if options.run else options.adapter
+    adapter = read_adapter(shared) if shared else None
+    run = served_run or find_run(adapter)
+    split = options.split(run.config if run else {})
+    clients = options.invited(run)
     for name in clients:
         if not is_name(name):
             raise CommandError(
                 f"--clients {name!r} can't be a client's name: letters, digits, ' ', '.', '-'"
             )
+    settings = options.settings(adapter, run)
     directory = locate_parts(settings.name, split, ("body",))
     if run is not None:
-        own = fingerprint(directory)
-        refuse_other_base(own, run.digests, f"that of {run.directory}")
+        refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
     partition = partition_of(directory, split)
     common = {} if adapter is None else {"global": split_adapter(adapter, partition)["body"]}
     check_exactness(
@@ -99,9 +95,9 @@ def find(
         generation=True,
     )
     models: dict[str, dict[str, State | None]] = {c: {"base": None, **common} for c in clients}
-    if personalised and run is not None:
-        for client in {*clients} & {*run.clients}:
-            own_adapter = open_adapter(run.directory / "adapters" / "clients" / client)
+    if served_run is not None:
+        for client in {*clients} & {*served_run.clients}:
+            own_adapter = read_adapter(served_run.directory / "adapters" / "clients" / client)
             models[client]["personalised"] = split_adapter(own_adapter, partition)["body"]
     return Served(
         settings=settings,
@@ -110,8 +106,8 @@ def find(
         directory=directory,
         adapter=adapter.settings if adapter else AdapterSettings(),
         models=models,
-        folder=folder,
-        max_prompt_length=max_prompt_length,
+        folder=options.invitations,
+        max_prompt_length=options.max_prompt_length,
     )
 
 
@@ -119,9 +115,7 @@ def find(
 def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Path]]]:
     """Load the body, listen, and write an invitation for each client.
 
-    Args:
-        served: The models.
-        lifetime: Seconds until the invitations expire.
+    The invitations expire after ``lifetime`` seconds.
 
     Yields:
         The address, and the invitation files by client.
@@ -132,13 +126,12 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
 
     """
     try:
-        devices = body_devices(served.split)
         parts = load_parts(
             settings=served.settings,
             directory=served.directory,
             partition=served.partition,
             parties=("body",),
-            devices=devices,
+            devices=body_devices(served.split),
         )
     except BaseModelError as error:
         # Here the devices are set by an option, since they may differ from those used in training.

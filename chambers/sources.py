@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from chambers.errors import CommandError
-from finetuning.adapters.saved import SavedAdapter, check_folder, read_adapter
+from finetuning.adapters.saved import SavedAdapter, check_folder
 from finetuning.model.names import BUILT_IN
 from finetuning.settings import ModelSettings
 
@@ -32,8 +32,23 @@ def option(description: str, metavar: str | None = None) -> Any:
     return typer.Option(help=description, metavar=metavar, show_default=False, callback=_expanded)
 
 
+def argument(metavar: str) -> Any:
+    """Declare a positional argument; ``~`` is expanded in paths, as in options."""
+    return typer.Argument(metavar=metavar, show_default=False, callback=_expanded)
+
+
 def _expanded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
     return value.expanduser() if isinstance(value, Path) else value
+
+
+def check_at_least_one(options: object, *names: str) -> None:
+    """Raise ``CommandError`` if one of the named options is given and less than 1."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise CommandError(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 
 def check_output(file: Path) -> None:
@@ -89,7 +104,7 @@ class AdapterOptions(BaseModelOptions):
 
         """
         if self.adapter:
-            check_folder(self.adapter.expanduser())
+            check_folder(self.adapter)
         if self.model and _is_missing(self.model):
             raise _no_base_model(self.model)
 
@@ -98,10 +113,7 @@ class AdapterOptions(BaseModelOptions):
     ) -> ModelSettings:
         """Return the settings of the base model from the options or, by default, from the run.
 
-        Args:
-            adapter: The adapter to use.
-            run: The run that trained the adapter.
-            offered: Name of the base model according to another party.
+        Without a run, ``offered`` is the base model's name according to another party.
 
         Raises:
             CommandError: No base model is given, or it isn't on this machine.
@@ -176,23 +188,23 @@ def find_run(adapter: SavedAdapter | None) -> RunFolder | None:
     return None
 
 
-def open_adapter(directory: Path) -> SavedAdapter:
-    """Read an adapter's folder.
+def global_adapter(run: Path) -> Path:
+    """Return the folder of a run's global adapter.
 
     Raises:
-        AdapterError: The folder is not an adapter's.
+        CommandError: The run has none.
 
     """
-    return read_adapter(directory.expanduser())
+    folder = run / "adapters" / "global"
+    if not folder.is_dir():
+        raise CommandError(f"{run} has no adapters/global: the run finished no round")
+    return folder
 
 
 def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what: str) -> None:
     """Compare the digests of base models for the tensors that both sides have.
 
-    Args:
-        own: Digests of the local base model.
-        expected: Digests of the expected base model; empty digests are unknown.
-        what: Description of the expected base model for the error message.
+    Empty digests in ``expected`` are unknown; ``what`` describes the expected base model.
 
     Raises:
         CommandError: The base models differ.

@@ -2,21 +2,22 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from chambers.errors import CommandError
-from chambers.models import Source, opened
+from chambers.models import Source, check_length, opened
 from finetuning.data.formats import DataError
 from finetuning.evaluation.bertscore import Encoder, EncoderError, bertscore
 from finetuning.model.base_model import load_tokenizer
-from finetuning.model.positions import check_positions
 from finetuning.tasks.question import Question
 from finetuning.tasks.scoring import Model, Prepared, answer, majority_class, prepare, score_answers
-from finetuning.tasks.tasks import TASKS, Task
+from finetuning.tasks.tasks import TASKS
+
+if TYPE_CHECKING:
+    from chambers.evaluate import Evaluate
 
 # By task: the number of questions, the metrics of the most frequent answer, and the metrics and
 # seconds of each model.
@@ -26,94 +27,84 @@ Harness = tuple[Sequence[str], Any]
 _MAJORITY = "majority"
 
 
-@dataclass(frozen=True)
-class Scored:
-    """Tasks and limits for ``measure``.
-
-    Attributes:
-        questions: Each task and its questions, by task name.
-        batch_tokens: Maximum number of padded tokens computed at once.
-        prompt_length: Maximum length of a prompt to generate from, in tokens.
-        new_tokens: Maximum length of a generated answer, in tokens.
-        encoder: Encoder for BERTScore of generated answers; None for no BERTScore.
-        harness: Names and manager of tasks in lm-evaluation-harness, if any.
-        limit: Maximum number of rows of each harness task; None for all.
-
-    """
-
-    questions: Mapping[str, tuple[Task, Sequence[Question]]]
-    batch_tokens: int
-    prompt_length: int
-    new_tokens: int
-    encoder: Encoder | None
-    harness: Harness | None
-    limit: int | None
-
-
-def measure(sources: Mapping[str, Source], scored: Scored, scores: Scores) -> None:
+def measure(
+    options: "Evaluate",
+    sources: Mapping[str, Source],
+    questions: Mapping[str, Sequence[Question]],
+    encoder: Encoder | None,
+    harness: Harness | None,
+    scores: Scores,
+) -> None:
     """Score models one after another.
 
     Args:
+        options: Limits on rows and tokens.
         sources: The models by name.
-        scored: Tasks and limits.
+        questions: The questions by task name.
+        encoder: Encoder for BERTScore of generated answers; None for no BERTScore.
+        harness: Names and manager of tasks in lm-evaluation-harness, if any.
         scores: Receives the scores of each task as soon as they are computed.
 
     Raises:
         UserError: A question is too long, or a model can't be used.
 
     """
-    prepared = {name: _prepare(source, scored) for name, source in sources.items()}
+    prepared = {name: _prepare(options, source, questions) for name, source in sources.items()}
     for model_name, source in sources.items():
         tokenizer, tasks = prepared[model_name]
         with opened(source) as model:
-            for name, questions in tasks.items():
+            max_tokens = min(options.batch_tokens, source.max_tokens)
+            for name, tokenized in tasks.items():
+                task, own = tokenized.task, tokenized.questions
                 started = time.perf_counter()
                 answers = answer(
                     model=model,
                     tokenizer=tokenizer,
-                    prepared=questions,
-                    max_tokens=min(scored.batch_tokens, source.max_tokens),
-                    new_tokens=scored.new_tokens,
+                    prepared=tokenized,
+                    max_tokens=max_tokens,
+                    new_tokens=options.max_new_tokens,
                 )
                 seconds = time.perf_counter() - started
-                metrics = score_answers(questions.task, questions.questions, answers)
+                metrics = score_answers(task, own, answers)
                 if name not in scores:
-                    task, own = scored.questions[name]
                     majority = majority_class(task, own)
                     scores[name] = {"questions": len(own), _MAJORITY: majority, "models": {}}
                 kept = {**metrics, "seconds": round(seconds, 3)}
                 scores[name]["models"][model_name] = kept
-                if scored.encoder is not None and not questions.task.is_cloze:
-                    references = [question.answers[0] for question in questions.questions]
-                    kept["bertscore"] = _bertscore(answers.texts, references, scored.encoder)
-            if scored.harness is not None:
+                if encoder is not None and not task.is_cloze:
+                    references = [question.answers[0] for question in own]
+                    kept["bertscore"] = _bertscore(answers.texts, references, encoder)
+            if harness is not None:
                 for name, found in _harness_scores(
-                    model=model, tokenizer=tokenizer, source=source, scored=scored
+                    options=options,
+                    harness=harness,
+                    model=model,
+                    tokenizer=tokenizer,
+                    source=source,
                 ).items():
                     empty = {"questions": found["questions"], _MAJORITY: {}, "models": {}}
                     scores.setdefault(name, empty)["models"][model_name] = found["metrics"]
 
 
 def _harness_scores(
-    model: Model, tokenizer: Any, source: Source, scored: Scored
+    options: "Evaluate", harness: Harness, model: Model, tokenizer: Any, source: Source
 ) -> dict[str, dict[str, Any]]:
     from finetuning.evaluation.harness import HarnessModel, harness_scores, max_positions
 
-    assert scored.harness is not None
-    names, manager = scored.harness
+    names, manager = harness
     seen = HarnessModel(
         model=model,
         tokenizer=tokenizer,
-        max_tokens=min(scored.batch_tokens, source.max_tokens),
+        max_tokens=min(options.batch_tokens, source.max_tokens),
         max_length=min(
             max_positions(source.directory, tokenizer) - source.columns_before,
             source.max_prompt_length,
         ),
     )
     try:
-        return harness_scores(model=seen, names=names, manager=manager, limit=scored.limit)
+        return harness_scores(model=seen, names=names, manager=manager, limit=options.limit)
     except DataError as error:
-        raise CommandError(f"{error}; --batch-tokens is {scored.batch_tokens}") from error
+        raise CommandError(f"{error}; --batch-tokens is {options.batch_tokens}") from error
 
 
 def render(scores: Scores) -> None:
@@ -146,39 +137,27 @@ def _bertscore(texts: Sequence[str], references: Sequence[str], encoder: Encoder
         raise CommandError(f"--bertscore: {error}") from error
 
 
-def _prepare(source: Source, scored: Scored) -> tuple[Any, dict[str, Prepared]]:
+def _prepare(
+    options: "Evaluate", source: Source, questions: Mapping[str, Sequence[Question]]
+) -> tuple[Any, dict[str, Prepared]]:
     """Tokenize the questions and check their lengths, before loading weights."""
     tokenizer = load_tokenizer(source.directory)
     prepared = {
         name: prepare(
             tokenizer=tokenizer,
-            task=task,
-            questions=questions,
-            prompt_length=scored.prompt_length,
+            task=TASKS[name],
+            questions=own,
+            prompt_length=options.max_length,
         )
-        for name, (task, questions) in scored.questions.items()
+        for name, own in questions.items()
     }
-    for questions in prepared.values():
-        _refuse_too_long(source, questions, scored)
-    return tokenizer, prepared
-
-
-def _refuse_too_long(source: Source, questions: Prepared, scored: Scored) -> None:
-    longest, origin = questions.longest
-    row = {"the prefix": source.columns_before} if source.columns_before else {}
-    row[f"the tokens of {origin}"] = longest
-    if not questions.task.is_cloze:
-        row["--max-new-tokens"] = scored.new_tokens
-    check_positions(source.directory, row)
-    if longest > source.max_prompt_length:
-        raise CommandError(
-            f"{origin} has {longest} tokens, and the block server allows {source.max_prompt_length}"
+    for tokenized in prepared.values():
+        longest, origin = tokenized.longest
+        check_length(
+            source=source,
+            longest=longest,
+            origin=origin,
+            new_tokens=0 if tokenized.task.is_cloze else options.max_new_tokens,
+            batch_tokens=options.batch_tokens,
         )
-    for name, most in (
-        ("--batch-tokens allows", scored.batch_tokens),
-        ("the block server allows", source.max_tokens),
-    ):
-        if sum(row.values()) > most:
-            raise CommandError(
-                f"{' and '.join(row)} are {' + '.join(map(str, row.values()))}, and {name} {most}"
-            )
+    return tokenizer, prepared

@@ -2,13 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from chambers.errors import CommandError
 from chambers.sources import option
-
-if TYPE_CHECKING:
-    from chambers.site.report import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,51 +62,16 @@ class Check:
 
     def __call__(self) -> int:
         """Run all checks, and print a line for each."""
-        from chambers.site.report import Report
-
-        report = Report()
         if self.coordinator:
-            self._coordinator(report, self.coordinator.expanduser())
+            self._require("the coordinator", "proxy", "database")
+            from chambers.site.check_coordinator import check_coordinator as check
         else:
-            self._institution(report)
-        return 0 if report.passed else 1
+            needed = ("superlink", "root_certificates", "auth_supernode_private_key", "node_config")
+            self._require("an institution", *needed)
+            from chambers.site.check_institution import check_institution as check
+        return 0 if check(self).passed else 1
 
-    def _coordinator(self, report: "Report", folder: Path) -> None:
-        from chambers.site.check_coordinator import check_coordinator
-
-        self._require("proxy", "database")
-        check_coordinator(
-            report=report,
-            folder=folder,
-            superlink=self.superlink or "127.0.0.1:8000",
-            proxy=self.proxy,
-            database=self._path("database"),
-            model_name=self.model,
-        )
-
-    def _institution(self, report: "Report") -> None:
-        from chambers.site.check_institution import check_institution
-
-        self._require(
-            *("superlink", "root_certificates", "auth_supernode_private_key", "node_config")
-        )
-        check_institution(
-            report=report,
-            superlink=self.superlink,
-            authority=self._path("root_certificates"),
-            key_file=self._path("auth_supernode_private_key"),
-            trusted_file=self._path("trusted_entities") if self.trusted_entities else None,
-            node_config=self.node_config,
-            model_name=self.model,
-            task=self.task,
-        )
-
-    def _path(self, name: str) -> Path:
-        path: Path = getattr(self, name)
-        return path.expanduser()
-
-    def _require(self, *names: str) -> None:
+    def _require(self, where: str, *names: str) -> None:
         missing = [f"--{name.replace('_', '-')}" for name in names if not getattr(self, name)]
         if missing:
-            where = "the coordinator" if self.coordinator else "an institution"
             raise CommandError(f"at {where}, {' and '.join(missing)} must be given")

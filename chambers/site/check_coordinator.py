@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
 from cryptography.exceptions import InvalidSignature
@@ -25,23 +26,20 @@ from chambers.site.connection import filtered, healthy, host_and_port, lasting
 from chambers.site.instructions import check_instructions
 from chambers.site.report import AdviceError, Report
 
+if TYPE_CHECKING:
+    from chambers.site.check import Check
+
 _DATABASE_SECONDS = 10.0
 
 
-def check_coordinator(
-    *, report: Report, folder: Path, superlink: str, proxy: str, database: Path, model_name: str
-) -> None:
+def check_coordinator(options: "Check") -> Report:
     """Check the certificates, the SuperLink and its proxy, database, model, disks, GPU and clock.
 
-    Args:
-        report: Report for the results.
-        folder: Folder of ``chambers site certificates`` and of the proxy.
-        superlink: Address of the SuperLink.
-        proxy: Public address of the proxy.
-        database: The SuperLink's database.
-        model_name: Name or folder of a base model; empty to skip this check.
-
+    ``options.coordinator`` is the folder of ``chambers site certificates`` and of the proxy.
     """
+    folder, proxy, database = options.coordinator, options.proxy, options.database
+    assert folder and database
+    report = Report()
     authority, server = folder / AUTHORITY, folder / SERVER
     report.line(_pair, server, folder / SERVER_KEY)
     report.line(_chain, server, authority)
@@ -51,12 +49,12 @@ def check_coordinator(
     )
     report.line(_lasting, authority, "begin a new authority, as docs/operations.md describes")
     report.line(check_instructions, folder)
-    report.line(_answers, "SuperLink", superlink, folder)
+    report.line(_answers, "SuperLink", options.superlink or "127.0.0.1:8000", folder)
     if report.line(_answers, "proxy", proxy, folder):
         report.line(filtered, proxy, authority)
     report.line(_writable, database)
-    if model_name:
-        report.line(model, model_name)
+    if options.model:
+        report.line(model, options.model)
     results = platformdirs.user_data_path("chambers") / "runs"
     report.line(
         disk, database.parent, "enlarge it, or shrink the database as docs/operations.md describes"
@@ -67,6 +65,7 @@ def check_coordinator(
     # With fl-glm, the coordinator computes the body of the model.
     report.line(gpu)
     report.line(_clock)
+    return report
 
 
 def _pair(file: Path, key_file: Path) -> str:

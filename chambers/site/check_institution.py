@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
 import yaml
@@ -9,9 +10,7 @@ from click import ClickException
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import (
-    load_ssh_public_key,
-)
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from pydantic import ValidationError
 
 from chambers.errors import CommandError
@@ -32,31 +31,16 @@ from finetuning.data.rows import find_parts
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 
+if TYPE_CHECKING:
+    from chambers.site.check import Check
 
-def check_institution(
-    *,
-    report: Report,
-    superlink: str,
-    authority: Path,
-    key_file: Path,
-    trusted_file: Path | None,
-    node_config: str,
-    model_name: str,
-    task: str,
-) -> None:
-    """Check the connection to the coordinator, keys, policy, data, model and machine.
 
-    Args:
-        report: Report for the results.
-        superlink: Address of the coordinator's proxy.
-        authority: File with the certificate authority of the coordinator.
-        key_file: Node key.
-        trusted_file: File with the keys of trusted reviewers; None if any code is accepted.
-        node_config: The SuperNode's node config, as on its command line.
-        model_name: Name or folder of a base model; empty to skip this check.
-        task: Task that defines the format of the rows; empty for the default format.
-
-    """
+def check_institution(options: "Check") -> Report:
+    """Check the connection to the coordinator, keys, policy, data, model and machine."""
+    superlink, node_config = options.superlink, options.node_config
+    authority, key_file = options.root_certificates, options.auth_supernode_private_key
+    assert authority and key_file
+    report = Report()
     report.line(_lasting, authority)
     has_key = report.line(_readable, key_file)
     if report.line(_reaches, superlink, authority):
@@ -66,14 +50,15 @@ def check_institution(
         report.line(filtered, superlink, authority)
         if report.line(clock, answer.ahead) and has_key:
             report.line(_registered, superlink, authority, key_file)
-    report.line(_trusted, trusted_file)
+    report.line(_trusted, options.trusted_entities)
     report.line(_policy, node_config)
-    report.line(_data, node_config, task)
+    report.line(_data, node_config, options.task)
     report.line(_worker, node_config)
-    if model_name:
-        report.line(model, model_name)
+    if options.model:
+        report.line(model, options.model)
     report.line(disk, platformdirs.user_state_path("chambers"))
     report.line(gpu)
+    return report
 
 
 def _lasting(file: Path) -> str:

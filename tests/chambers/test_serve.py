@@ -18,7 +18,7 @@ from chambers import models
 from chambers.__main__ import parse
 from chambers.invitation_file import read_invitation
 from chambers.lane_model import explained
-from chambers.serving import serving
+from chambers.serving import find, serving
 from split.protocol.errors import LaneDeadlineError, LaneTimeoutError
 from tests.chambers.conftest import refused, serve, told, write_run
 from tests.split.lanes import Proxy
@@ -27,7 +27,7 @@ from tests.split.lanes import Proxy
 @contextmanager
 def serving_here(folder, *words, lifetime=60.0, **split):
     """Serve in this process; return the address and the invitations' files."""
-    served = parse(["serve", *map(str, words), "--invitations", str(folder)]).find()
+    served = find(parse(["serve", *map(str, words), "--invitations", str(folder)]))
     changed = replace(served, split=served.split.model_copy(update=split))
     with serving(changed, lifetime) as opened:
         yield opened
