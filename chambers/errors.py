@@ -1,10 +1,20 @@
 """Errors that end a command."""
 
+from pathlib import Path
+
 from finetuning.errors import UserError
 
 
 class CommandError(UserError):
     """A command can't be carried out."""
+
+
+def read_bytes(file: Path) -> bytes:
+    """Read a file; raise ``CommandError`` with its name and the reason if it can't be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CommandError(f"{file} can't be read: {error.strerror}") from error
 
 
 def described(error: OSError) -> str:

@@ -18,11 +18,11 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from chambers.errors import CommandError
+from chambers.errors import CommandError, read_bytes
 from finetuning.files import replacing, write_secret
 
-AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
-SERVER, SERVER_KEY = "server.pem", "server.key"
+# Names of certificates; the key of a certificate has the suffix .key instead.
+AUTHORITY, SERVER = "authority.pem", "server.pem"
 # The SuperLink's SuperExec connects to 127.0.0.1; without these names no run can start.
 LOOPBACK = ("localhost", "127.0.0.1")
 # Ten years and a day, so that a certificate may be valid for ten years.
@@ -42,10 +42,7 @@ class Authority:
     def issue(self, folder: Path, names: Sequence[str], days: int) -> x509.Certificate:
         """Write a server's certificate with a new key to ``server.pem`` and ``server.key``.
 
-        Args:
-            folder: The folder to write to.
-            names: Host names and addresses of the server.
-            days: Days until the certificate expires.
+        The certificate is valid for the host names and addresses in ``names``.
 
         Raises:
             CommandError: The authority expires before the certificate.
@@ -77,7 +74,7 @@ class Authority:
             )
             .sign(self.key, hashes.SHA256())
         )
-        _write(certificate=certificate, file=folder / SERVER, key=key, key_file=folder / SERVER_KEY)
+        _write(folder / SERVER, certificate, key)
         return certificate
 
 
@@ -88,7 +85,8 @@ def open_authority(folder: Path) -> Authority:
         CommandError: A file is missing or invalid, or the key doesn't match the certificate.
 
     """
-    file, key_file = folder / AUTHORITY, folder / AUTHORITY_KEY
+    file = folder / AUTHORITY
+    key_file = file.with_suffix(".key")
     if not file.exists() and not key_file.exists():
         return _create_authority(folder)
     for here, other in ((file, key_file), (key_file, file)):
@@ -101,35 +99,20 @@ def open_authority(folder: Path) -> Authority:
 
 
 def read_certificate(file: Path) -> x509.Certificate:
-    """Read a certificate in PEM format.
-
-    Raises:
-        CommandError: The file can't be read, or is not a certificate.
-
-    """
+    """Read a certificate in PEM format; raise ``CommandError`` if the file isn't one."""
     try:
-        return x509.load_pem_x509_certificate(file.read_bytes())
-    except OSError as error:
-        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+        return x509.load_pem_x509_certificate(read_bytes(file))
     except ValueError as error:
         raise CommandError(f"{file} is not a certificate in PEM format") from error
 
 
 def read_key(file: Path) -> ec.EllipticCurvePrivateKey:
-    """Read an elliptic-curve key in PEM format without a passphrase.
-
-    Raises:
-        CommandError: The file can't be read, or doesn't contain such a key.
-
-    """
+    """Read an elliptic-curve key in PEM format; raise ``CommandError`` if the file isn't one."""
     try:
-        key = load_pem_private_key(file.read_bytes(), password=None)
-    except OSError as error:
-        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+        key = load_pem_private_key(read_bytes(file), password=None)
     except (TypeError, ValueError) as error:  # TypeError: the key has a passphrase
-        raise CommandError(f"{file} is not a private key in PEM format without passphrase") from (
-            error
-        )
+        problem = f"{file} is not a private key in PEM format without passphrase"
+        raise CommandError(problem) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise CommandError(f"{file} is not an elliptic-curve key")
     return key
@@ -182,9 +165,7 @@ def _create_authority(folder: Path) -> Authority:
         .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
         .sign(key, hashes.SHA256())
     )
-    _write(
-        certificate=certificate, file=folder / AUTHORITY, key=key, key_file=folder / AUTHORITY_KEY
-    )
+    _write(folder / AUTHORITY, certificate, key)
     return Authority(certificate, key)
 
 
@@ -226,10 +207,9 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _write(
-    certificate: x509.Certificate, file: Path, key: ec.EllipticCurvePrivateKey, key_file: Path
-) -> None:
+def _write(file: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+    """Write a certificate, and its key to the file with the suffix ``.key``."""
     key_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    write_secret(key_file, key_bytes)
+    write_secret(file.with_suffix(".key"), key_bytes)
     with replacing(file) as aside:
         aside.write_bytes(certificate.public_bytes(Encoding.PEM))

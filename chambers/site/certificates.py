@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from chambers.errors import CommandError
-from chambers.sources import option
+from chambers.sources import argument, option
 
 _MAX_DAYS = 3650
 
@@ -28,7 +26,7 @@ class Certificates:
     coordinator; authority.key is only needed for renewals, and can be stored elsewhere until then.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False)]
+    folder: Annotated[Path, argument("FOLDER")]
     name: Annotated[
         list[str] | None,
         option(
@@ -53,8 +51,7 @@ class Certificates:
         )
         from chambers.site.instructions import open_instructions
 
-        folder = self.folder.expanduser()
-        server = folder / SERVER
+        folder, server = self.folder, self.folder / SERVER
         names = self.name or []
         if not names and server.is_file():
             names = names_of(read_certificate(server))
@@ -62,9 +59,8 @@ class Certificates:
         authority = open_authority(folder)
         public = open_instructions(folder)
         certificate = authority.issue(folder, names, self.days)
-        authority_end, end = (
-            issued.not_valid_after_utc.date() for issued in (authority.certificate, certificate)
-        )
+        authority_end = authority.certificate.not_valid_after_utc.date()
+        end = certificate.not_valid_after_utc.date()
         print(f"{folder / AUTHORITY}: valid until {authority_end}; hand it to every institution")
         print(f"{public}: hand it to every institution, whose policy names it as instruction-key")
         print(

@@ -16,7 +16,6 @@ from chambers.site.authority import (
     AUTHORITY,
     LOOPBACK,
     SERVER,
-    SERVER_KEY,
     names_of,
     read_certificate,
     read_key,
@@ -41,7 +40,7 @@ def check_coordinator(options: "Check") -> Report:
     assert folder and database
     report = Report()
     authority, server = folder / AUTHORITY, folder / SERVER
-    report.line(_pair, server, folder / SERVER_KEY)
+    report.line(_pair, server, server.with_suffix(".key"))
     report.line(_chain, server, authority)
     report.line(_names, server, proxy)
     report.line(

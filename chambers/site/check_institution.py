@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from pydantic import ValidationError
 
-from chambers.errors import CommandError
+from chambers.errors import CommandError, read_bytes
 from chambers.site.authority import read_certificate
 from chambers.site.check_machine import disk, gpu, model
 from chambers.site.connection import clock, filtered, healthy, lasting
@@ -71,12 +71,7 @@ def _readable(file: Path) -> str:
 
 
 def _node_key(file: Path) -> ec.EllipticCurvePrivateKey:
-    """Read a node key in the same way as Flower.
-
-    Raises:
-        CommandError: The key can't be read, isn't accepted by Flower, or other users can read it.
-
-    """
+    """Read a node key that Flower accepts and that other users can't read."""
     key = read_private_key(file)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise CommandError(
@@ -106,9 +101,7 @@ def _trusted(file: Path | None) -> str:
             "review a release, and trust the key that has signed it (chambers site sign)"
         )
     try:
-        entities = yaml.safe_load(file.read_bytes())
-    except OSError as error:
-        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+        entities = yaml.safe_load(read_bytes(file))
     except yaml.YAMLError as error:
         raise CommandError(f"{file} is not YAML: {error}") from error
     if not isinstance(entities, dict) or not entities:

@@ -33,12 +33,7 @@ class Answer:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split an address into host and port; IPv6 addresses must be in brackets.
-
-    Raises:
-        CommandError: The address is invalid.
-
-    """
+    """Split an address into host and port, or raise ``CommandError``; IPv6 needs brackets."""
     host, separator, port = address.rpartition(":")
     host = host.strip("[]")
     if not (host and separator and port.isdecimal() and int(port) < 2**16):
@@ -47,12 +42,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def get(address: str, path: str, authority: Path) -> Answer:
-    """Send a GET request.
-
-    Args:
-        address: Host and port; IPv6 addresses in brackets.
-        path: Path of the URL.
-        authority: File with the certificates of trusted authorities.
+    """Send a GET request over TLS; ``authority`` has the certificates of trusted authorities.
 
     Raises:
         CommandError: No server with this name answered over TLS.

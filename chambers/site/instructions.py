@@ -14,12 +14,7 @@ KEY, PUBLIC = "instructions.key", "instructions.pub"
 
 
 def open_instructions(folder: Path) -> Path:
-    """Return the path of the public key; create the key pair if it doesn't exist.
-
-    Raises:
-        CommandError: A file is missing or invalid, or the keys don't match.
-
-    """
+    """Return the path of the public key; create the key pair if it doesn't exist."""
     key, public = folder / KEY, folder / PUBLIC
     if not key.exists() and not public.exists():
         write_pair(key, Ed25519PrivateKey.generate(), public)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from chambers.sources import argument
 
 
 @dataclass(frozen=True)
@@ -18,21 +18,17 @@ class Key:
     the coordinator registers.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
+    file: Annotated[Path, argument("FILE")]
 
     def __call__(self) -> int:
         """Write the key pair; refuse to overwrite existing files."""
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        from chambers.site.ssh_keys import public_file, write_pair
+        from chambers.site.ssh_keys import write_pair
 
-        file = self.file.expanduser()
         # Flower only reads keys on NIST curves in OpenSSH format, without a passphrase.
-        write_pair(file, ec.generate_private_key(ec.SECP384R1()))
-        public = public_file(file)
-        print(
-            f"{file}: for flower-supernode --auth-supernode-private-key; keep it secret\n"
-            f"{public}: send it to the coordinator, who registers it with\n"
-            f"  flwr supernode register {public.name} deployment --name NAME"
-        )
+        public = write_pair(self.file, ec.generate_private_key(ec.SECP384R1()))
+        print(f"{self.file}: for flower-supernode --auth-supernode-private-key; keep it secret")
+        print(f"{public}: send it to the coordinator, who registers it with")
+        print(f"  flwr supernode register {public.name} deployment --name NAME")
         return 0

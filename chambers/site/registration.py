@@ -22,11 +22,6 @@ def is_registered(superlink: str, authority: Path, key: ec.EllipticCurvePrivateK
     The function requests activation with an invalid heartbeat interval. The SuperLink always
     refuses this request; its error code depends on whether the key is registered.
 
-    Args:
-        superlink: Host and port of the SuperLink or its proxy.
-        authority: File with the certificate authority of the SuperLink.
-        key: The node key.
-
     Raises:
         CommandError: There is no response, or it has neither of the two error codes.
 

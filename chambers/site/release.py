@@ -51,12 +51,7 @@ def key_id(key: Ed25519PrivateKey) -> str:
 
 
 def read_signing_key(file: Path) -> Ed25519PrivateKey:
-    """Read a reviewer's key.
-
-    Raises:
-        CommandError: The file can't be read, or is not an Ed25519 key.
-
-    """
+    """Read a reviewer's key; raise ``CommandError`` if the file isn't one."""
     key = read_private_key(file)
     if not isinstance(key, Ed25519PrivateKey):
         raise CommandError(
@@ -68,19 +63,13 @@ def read_signing_key(file: Path) -> Ed25519PrivateKey:
 def app_of(content: bytes, origin: Path | str) -> str:
     """Return the name and version of a release in Flower's format, ``@publisher/name==1.2.3``.
 
-    Args:
-        content: The release.
-        origin: Source of the release, for error messages.
+    ``origin`` names the release in error messages.
 
     Raises:
         CommandError: The content is not a release, or too large for Flower.
 
     """
-    from federation.flower_internals import (
-        FAB_MAX_SIZE,
-        get_fab_config,
-        get_metadata_from_config,
-    )
+    from federation.flower_internals import FAB_MAX_SIZE, get_fab_config, get_metadata_from_config
 
     if len(content) > FAB_MAX_SIZE:
         raise CommandError(f"{origin} has {len(content)} bytes; Flower takes {FAB_MAX_SIZE}")
@@ -109,27 +98,24 @@ def publish(folder: Path, content: bytes, verification: Verification, url: str) 
         CommandError: The folder contains a malformed answer.
 
     """
-    file = folder / f"{hashlib.sha256(content).hexdigest()}.fab"
+    file, answer_file = folder / f"{hashlib.sha256(content).hexdigest()}.fab", folder / ANSWER
     by_key = {}
     if file.exists():
-        by_key = {signed.public_key_id: signed for signed in _read_answer(folder).verifications}
+        try:
+            older = Answer.model_validate_json(answer_file.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise CommandError(
+                f"{answer_file} has no signatures of the release beside it; delete {folder} and "
+                "sign again"
+            ) from error
+        by_key = {signed.public_key_id: signed for signed in older.verifications}
     by_key[verification.public_key_id] = verification
     with replacing(file) as aside:
         aside.write_bytes(content)
     answer = Answer(fab_url=f"{url.rstrip('/')}/{file.name}", verifications=list(by_key.values()))
-    with replacing(folder / ANSWER) as aside:
+    with replacing(answer_file) as aside:
         aside.write_text(answer.model_dump_json(indent=1) + "\n")
-    for older in folder.glob(_DIGEST_NAME):
-        if older != file:
-            older.unlink()
+    for release in folder.glob(_DIGEST_NAME):
+        if release != file:
+            release.unlink()
     return list(by_key)
-
-
-def _read_answer(folder: Path) -> Answer:
-    file = folder / ANSWER
-    try:
-        return Answer.model_validate_json(file.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise CommandError(
-            f"{file} has no signatures of the release beside it; delete {folder} and sign again"
-        ) from error

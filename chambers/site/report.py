@@ -36,21 +36,18 @@ class Report:
         """
         try:
             print(f"ok   {check(*arguments, **keywords)}", flush=True)
+            return True
         except AdviceError as error:
             print(f"warn {error}", flush=True)
+            return True
         except UserError as error:
-            return self._fix(str(error))
+            problem = str(error)
         except OSError as error:
             where = f"{error.filename} can't be read: " if error.filename else ""
-            cure = (
-                "; run this as the programs' user, and see who owns the file and its folders"
-                if isinstance(error, PermissionError)
-                else ""
-            )
-            return self._fix(f"{where}{error.strerror or error}{cure}")
-        return True
-
-    def _fix(self, text: str) -> bool:
-        print(f"fix  {text}", flush=True)
+            problem = f"{where}{error.strerror or error}"
+            if isinstance(error, PermissionError):
+                cure = "run this as the programs' user, and see who owns the file and its folders"
+                problem += f"; {cure}"
+        print(f"fix  {problem}", flush=True)
         self.passed = False
         return False

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from chambers.app_folder import app_files
-from chambers.errors import CommandError
-from chambers.sources import option
+from chambers.errors import CommandError, read_bytes
+from chambers.sources import argument, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +26,11 @@ class Sign:
     another release replaces it and all signatures.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    release: Annotated[Path | None, typer.Argument(metavar="[RELEASE.fab]", show_default=False)] = (
-        None
-    )
+    release: Annotated[Path | None, argument("[RELEASE.fab]")] = None
     key: Annotated[Path, option("Signing key, from chambers site signing-key.", "FILE")]
     output: Annotated[Path, option("Folder to write to, or to add to.", "FOLDER")]
     url: Annotated[
-        str,
-        option("URL of the folder for the SuperLink; default http://127.0.0.1:8002.", "URL"),
+        str, option("URL of the folder for the SuperLink; default http://127.0.0.1:8002.", "URL")
     ] = "http://127.0.0.1:8002"
 
     def __call__(self) -> int:
@@ -43,26 +38,17 @@ class Sign:
         if not self.url.startswith(("http://", "https://")):
             raise CommandError(f"--url {self.url}: must begin with http:// or https://")
         from chambers.site.release import app_of, key_id, publish, read_signing_key, sign
+        from federation.flower_internals import build_release
 
-        content = self._content()
+        content = read_bytes(self.release) if self.release else build_release(app_files())
         release = self.release or "the release of the installed chambers"
         app = app_of(content, release)
-        key = read_signing_key(self.key.expanduser())
-        folder = self.output.expanduser()
+        key = read_signing_key(self.key)
         signers = publish(
-            folder=folder, content=content, verification=sign(content, key), url=self.url
+            folder=self.output, content=content, verification=sign(content, key), url=self.url
         )
         print(f"{release}: signed by {key_id(key)}")
-        print(f"{folder}: {app}, signed by {', '.join(signers)}; to run it on the coordinator:")
+        names = ", ".join(signers)
+        print(f"{self.output}: {app}, signed by {names}; to run it on the coordinator:")
         print(f"  flwr run {app} deployment")
         return 0
-
-    def _content(self) -> bytes:
-        if self.release is None:
-            from federation.flower_internals import build_release
-
-            return build_release(app_files())
-        try:
-            return self.release.expanduser().read_bytes()
-        except OSError as error:
-            raise CommandError(f"{self.release} can't be read: {error.strerror}") from error

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from chambers.sources import argument
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,19 @@ class SigningKey:
     flower-supernode --trusted-entities.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
+    file: Annotated[Path, argument("FILE")]
 
     def __call__(self) -> int:
         """Write the key pair; refuse to overwrite existing files."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         from chambers.site.release import key_id
-        from chambers.site.ssh_keys import public_file, public_line, write_pair
+        from chambers.site.ssh_keys import public_line, write_pair
 
-        file = self.file.expanduser()
         key = Ed25519PrivateKey.generate()
-        write_pair(file, key)
-        print(f"{file}: for chambers site sign --key; keep it secret")
-        print(f"{public_file(file)}: its public half")
+        public = write_pair(self.file, key)
+        print(f"{self.file}: for chambers site sign --key; keep it secret")
+        print(f"{public}: its public half")
         print("line for the trusted.yaml of each site that trusts this reviewer:")
-        print(f"{key_id(key)}: {json.dumps(public_line(key, file.name))}")
+        print(f"{key_id(key)}: {json.dumps(public_line(key, self.file.name))}")
         return 0

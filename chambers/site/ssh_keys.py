@@ -13,28 +13,16 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_private_key,
 )
 
-from chambers.errors import CommandError
+from chambers.errors import CommandError, read_bytes
 from finetuning.files import replacing, write_secret
 
 PrivateKey = ec.EllipticCurvePrivateKey | Ed25519PrivateKey
 
 
-def public_file(file: Path) -> Path:
-    """Return the path of the public key for the path of a private key."""
-    return file.with_name(f"{file.name}.pub")
-
-
 def read_private_key(file: Path) -> object:
-    """Read a private key in OpenSSH format; return None if it is invalid or has a passphrase.
-
-    Raises:
-        CommandError: The file can't be read.
-
-    """
+    """Read a private key in OpenSSH format; return None if it is invalid or has a passphrase."""
     try:
-        return load_ssh_private_key(file.read_bytes(), password=None)
-    except OSError as error:
-        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+        return load_ssh_private_key(read_bytes(file), password=None)
     except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: the key has a passphrase
         return None
 
@@ -45,26 +33,18 @@ def public_line(key: PrivateKey, comment: str) -> str:
     return f"{public.decode()} {comment}"
 
 
-def write_pair(file: Path, key: PrivateKey, public: Path | None = None) -> None:
+def write_pair(file: Path, key: PrivateKey, public: Path | None = None) -> Path:
     """Write a private key without passphrase, readable only by this user, and the public key.
 
-    Args:
-        file: Path of the private key.
-        key: The private key.
-        public: Path of the public key; None for ``FILE.pub``.
-
-    Raises:
-        CommandError: A file already exists.
-        OSError: A file can't be written.
-
+    Existing files are refused. Return the path of the public key, by default ``FILE.pub``.
     """
-    public = public or public_file(file)
+    public = public or file.with_name(f"{file.name}.pub")
     for target in (file, public):
         if target.exists():
             raise CommandError(
                 f"{target} exists; a new key needs a new name, and must be registered or trusted"
             )
-    secret = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    write_secret(file, secret)
+    write_secret(file, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     with replacing(public) as aside:
         aside.write_text(public_line(key, file.name) + "\n")
+    return public

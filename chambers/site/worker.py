@@ -8,6 +8,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from chambers.sources import argument
+
 _CODE = Path(__file__).resolve().parent.parent.parent
 
 
@@ -23,7 +25,7 @@ class Worker:
     belong to this site alone. docs/worker.md describes when messages are answered without a worker.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    socket: Annotated[Path, typer.Argument(metavar="SOCKET", show_default=False)]
+    socket: Annotated[Path, argument("SOCKET")]
     allow_uid: Annotated[
         list[int] | None,
         typer.Option(
