@@ -6,27 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chambers.errors import CommandError
+from chambers.errors import CommandError, read_bytes
 
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with the answers of all models.
+    """A question with the answers of all models."""
 
-    Attributes:
-        name: The row's id, or the question itself.
-        text: The question.
-        reference: The expected answer; empty if there is none.
-        answers: Answers by model.
-
-    """
-
-    name: str
+    name: str  # the row's id, or the question itself
     text: str
-    reference: str
-    answers: Mapping[str, str]
+    reference: str  # the expected answer; empty if there is none
+    answers: Mapping[str, str]  # by model
 
 
 @dataclass(frozen=True)
@@ -43,10 +35,7 @@ def read_answers(files: Mapping[str, Path]) -> list[Question]:
 
     A row is ``{"question", "answer"}`` with an optional ``reference`` and ``id``, or a row written
     by ``chambers generate --output``. Rows of different files are matched by id or, without ids,
-    by question.
-
-    Args:
-        files: JSON Lines files by model.
+    by question. ``files`` are JSON Lines files by model.
 
     Raises:
         CommandError: A file can't be read, a row is malformed, or files have different questions;
@@ -102,11 +91,7 @@ def _read(file: Path) -> dict[str, _Answer]:
 
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the origin and the value of each line."""
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise CommandError(f"{file} can't be read: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_bytes(file).splitlines(), start=1):
         if line.strip():
             try:
                 yield f"{file}:{number}", json.loads(line.decode("utf-8-sig"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from chambers.errors import CommandError
+from chambers.errors import CommandError, read_bytes
 from chambers.sheet.answers import Question
 
 LOWEST, HIGHEST = 1, 5
@@ -29,27 +29,13 @@ _VERSION = 1
 
 
 @dataclass(frozen=True)
-class SheetAnswer:
-    """An answer without the name of its model.
-
-    Attributes:
-        id: Random id; only the key maps it to the annotator, question and model.
-        text: The answer.
-
-    """
-
-    id: str
-    text: str
-
-
-@dataclass(frozen=True)
 class SheetQuestion:
-    """A question with its answers in random order."""
+    """A question, and its answers in random order by random id; only the key maps ids to models."""
 
     number: int
     text: str
     reference: str
-    answers: tuple[SheetAnswer, ...]
+    answers: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -62,32 +48,17 @@ class Sheet:
 
 @dataclass(frozen=True)
 class KeyRow:
-    """The annotator, question and model behind an id.
-
-    Attributes:
-        annotator: Number of the sheet.
-        number: Number of the question in the sheet.
-        question: Name of the question; see `Question`.
-        model: Name of the model.
-
-    """
+    """The annotator, question and model behind an id."""
 
     annotator: int
-    number: int
+    number: int  # of the question in the annotator's sheet
     question: str
     model: str
 
 
 @dataclass(frozen=True)
 class Key:
-    """The key: the annotator, question and model of each id.
-
-    Attributes:
-        seed: Seed of all orders and ids.
-        models: Names of the models, in their original order.
-        rows: Entries for the ids in all sheets.
-
-    """
+    """The key: the seed of all orders and ids, and the model behind each id of all sheets."""
 
     seed: int
     models: tuple[str, ...]
@@ -105,14 +76,8 @@ def blind(
 ) -> tuple[list[Sheet], Key]:
     """Create a sheet for each annotator, and the key.
 
-    Each sheet has a separate random order of questions and answers, and separate ids.
-
-    Args:
-        questions: Questions with the answers of all models.
-        models: Names of the models.
-        annotators: Number of sheets.
-        seed: Seed of orders and ids; keep it secret, since it reveals the models.
-
+    Each sheet has a separate random order of questions and answers, and separate ids. Keep the seed
+    secret, since it reveals the models.
     """
     sheets: list[Sheet] = []
     rows: dict[str, KeyRow] = {}
@@ -120,7 +85,7 @@ def blind(
         draw = random.Random(f"{seed} {annotator}")
         own: list[SheetQuestion] = []
         for number, question in enumerate(draw.sample(questions, len(questions)), start=1):
-            answers = []
+            answers: dict[str, str] = {}
             for model in draw.sample(models, len(models)):
                 name = "".join(draw.choices(_LETTERS, k=_ID_LENGTH))
                 while name in rows:
@@ -128,13 +93,10 @@ def blind(
                 rows[name] = KeyRow(
                     annotator=annotator, number=number, question=question.name, model=model
                 )
-                answers.append(SheetAnswer(name, question.answers[model]))
+                answers[name] = question.answers[model]
             own.append(
                 SheetQuestion(
-                    number=number,
-                    text=question.text,
-                    reference=question.reference,
-                    answers=tuple(answers),
+                    number=number, text=question.text, reference=question.reference, answers=answers
                 )
             )
         sheets.append(Sheet(annotator, tuple(own)))
@@ -142,16 +104,9 @@ def blind(
 
 
 def read_key(file: Path) -> Key:
-    """Read a key.
-
-    Raises:
-        CommandError: The file can't be read or is not a key.
-
-    """
+    """Read a key; raise ``CommandError`` if the file isn't one."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+        content = json.loads(read_bytes(file))
     except ValueError as error:
         raise CommandError(f"{file} is not JSON: {error}") from error
     try:

@@ -3,30 +3,18 @@
 import csv
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from chambers.errors import CommandError
+from chambers.errors import CommandError, read_bytes
 from chambers.sheet.blinding import CRITERIA, HIGHEST, LOWEST, Key
 
 _SHOWN = 20
 
 
-@dataclass
-class _Reading:
-    """Content of a filled sheet: scores and line numbers by id, and errors."""
-
-    scores: dict[str, dict[str, int]] = field(default_factory=dict)
-    lines: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-
 def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int]]]:
-    """Read a filled sheet.
+    """Read a filled sheet: CSV with the columns ``id``, ``usefulness`` and ``fluency``.
 
-    Args:
-        file: CSV with the columns ``id``, ``usefulness`` and ``fluency``; others are ignored.
-        key: The key of the study.
+    Other columns are ignored.
 
     Returns:
         The sheet's number, and scores by id and criterion.
@@ -35,58 +23,53 @@ def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int
         CommandError: The sheet doesn't match the key or isn't complete; the message names lines.
 
     """
-    reading = _Reading()
-    for line, cells in _rows(file):
-        _add(reading=reading, key=key, file=file, line=line, cells=cells)
-    sheets = sorted({key.rows[name].annotator for name in reading.lines})
+    scores: dict[str, dict[str, int]] = {}
+    problems = list(_read_scores(file, key, scores))
+    sheets = sorted({key.rows[name].annotator for name in scores})
     if len(sheets) > 1:
-        reading.problems.append(f"{file} has rows of the sheets {', '.join(map(str, sheets))}")
+        problems.append(f"{file} has rows of the sheets {', '.join(map(str, sheets))}")
     elif not sheets:
-        reading.problems.append(f"{file} has no row of the key's sheets")
+        problems.append(f"{file} has no row of the key's sheets")
     else:
-        reading.problems += [
+        problems += [
             f"{file}: the row {name} of question {row.number} is missing"
             for name, row in key.rows.items()
-            if row.annotator == sheets[0] and name not in reading.lines
+            if row.annotator == sheets[0] and name not in scores
         ]
-    if reading.problems:
-        shown = reading.problems[:_SHOWN]
-        if reading.problems[_SHOWN:]:
-            shown.append(f"… and {len(reading.problems) - _SHOWN} more")
+    if problems:
+        shown = problems[:_SHOWN]
+        if problems[_SHOWN:]:
+            shown.append(f"… and {len(problems) - _SHOWN} more")
         raise CommandError("\n  ".join([f"{file} can't be used:", *shown]))
-    return sheets[0], reading.scores
+    return sheets[0], scores
 
 
-def _add(reading: _Reading, key: Key, file: Path, line: int, cells: Mapping[str, str]) -> None:
-    """Add a row, or its errors."""
-    name = cells["id"]
-    if name not in key.rows:
-        reading.problems.append(
-            f"{file}:{line}: the key has no id {name[:40]!r}; either it was changed, or this is "
-            "not the key of the sheet"
-        )
-        return
-    if name in reading.lines:
-        other = reading.lines[name]
-        reading.problems.append(f"{file}:{line}: the id {name} is also on line {other}")
-        return
-    reading.lines[name] = line
-    reading.scores[name] = {}
-    for criterion in CRITERIA:
-        try:
-            reading.scores[name][criterion] = _score(cells[criterion])
-        except ValueError as error:
-            reading.problems.append(f"{file}:{line}: {criterion} {error}")
+def _read_scores(file: Path, key: Key, scores: dict[str, dict[str, int]]) -> Iterator[str]:
+    """Add the scores of a file by id and criterion; yield the errors in its rows."""
+    lines: dict[str, int] = {}
+    for line, cells in _rows(file):
+        name = cells["id"]
+        if name not in key.rows:
+            yield (
+                f"{file}:{line}: the key has no id {name[:40]!r}; either it was changed, or this "
+                "is not the key of the sheet"
+            )
+        elif name in lines:
+            yield f"{file}:{line}: the id {name} is also on line {lines[name]}"
+        else:
+            lines[name], scores[name] = line, {}
+            for criterion in CRITERIA:
+                try:
+                    scores[name][criterion] = _score(cells[criterion])
+                except ValueError as error:
+                    yield f"{file}:{line}: {criterion} {error}"
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the line number at which each row begins, and its id and scores."""
     wanted = ("id", *CRITERIA)
-    try:
-        # Only ids and scores are used, so any ASCII-compatible encoding is accepted.
-        text = file.read_bytes().decode("utf-8-sig", errors="replace")
-    except OSError as error:
-        raise CommandError(f"{file} can't be read: {error.strerror}") from error
+    # Only ids and scores are used, so any ASCII-compatible encoding is accepted.
+    text = read_bytes(file).decode("utf-8-sig", errors="replace")
     head = text.partition("\n")[0]
     delimiter = max(",;\t", key=head.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)

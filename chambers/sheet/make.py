@@ -3,14 +3,12 @@
 import random
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from chambers.errors import CommandError
-from chambers.sources import option
+from chambers.sources import argument, check_at_least_one, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class Make:
     answers in a different order. key.json maps answers to models: don't show it to annotators.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    answers: Annotated[list[str], typer.Argument(metavar="MODEL=FILE.jsonl…", show_default=False)]
+    answers: Annotated[list[str], argument("MODEL=FILE.jsonl…")]
     output: Annotated[Path, option("New folder to write to.", "FOLDER")]
     annotators: Annotated[int, option("Number of sheets; default 3, as in the paper.", "N")] = 3
     questions: Annotated[
@@ -43,13 +41,11 @@ class Make:
 
     def __call__(self) -> int:
         """Create the sheets."""
-        for name in ("annotators", "questions"):
-            if getattr(self, name) < 1:
-                raise CommandError(f"--{name} {getattr(self, name)}: must be at least 1")
-        folder = self.output.expanduser()
+        check_at_least_one(self, "annotators", "questions")
+        folder = self.output
         if folder.exists():
             raise CommandError(f"--output {folder} exists; name a folder that doesn't")
-        from chambers.sheet.answers import Question, read_answers
+        from chambers.sheet.answers import read_answers
         from chambers.sheet.blinding import blind
         from chambers.sheet.page import to_page, to_table
         from finetuning.files import replacing, write_secret
@@ -59,9 +55,7 @@ class Make:
         seed = secrets.randbits(64) if self.seed is None else self.seed
         drawn = random.Random(seed).sample(found, min(self.questions, len(found)))
         if self.hide_references:
-            drawn = [
-                Question(name=q.name, text=q.text, reference="", answers=q.answers) for q in drawn
-            ]
+            drawn = [replace(question, reference="") for question in drawn]
         for model in files:
             named = sum(any(model in a for a in q.answers.values()) for q in drawn)
             if named:
@@ -88,10 +82,10 @@ class Make:
 
     def _files(self) -> dict[str, Path]:
         files: dict[str, Path] = {}
-        for argument in self.answers:
-            model, _, file = argument.partition("=")
+        for text in self.answers:
+            model, _, file = text.partition("=")
             if not model.strip() or not file:
-                raise CommandError(f"{argument}: must be MODEL=FILE.jsonl")
+                raise CommandError(f"{text}: must be MODEL=FILE.jsonl")
             if model in files:
                 raise CommandError(f"{model} is named twice")
             files[model] = Path(file).expanduser()

@@ -91,7 +91,7 @@ fieldset label { padding: .1rem .6rem; border: 1px solid var(--line); border-rad
 table { border-collapse: collapse } th, td { padding: .2rem .6rem; vertical-align: top;
   text-align: left; border-bottom: 1px solid var(--line) } td:last-child { white-space: nowrap }
 </style>
-<body data-sheet="{{ sheet.questions[0].answers[0].id }}"
+<body data-sheet="{{ sheet.questions[0].answers|first }}"
   data-file="annotator-{{ sheet.annotator }}" data-criteria="{{ criteria|join(" ") }}">
 <header><strong>Sheet {{ sheet.annotator }}</strong>
 <progress max="{{ count }}" value="0"></progress><output></output>
@@ -114,13 +114,13 @@ answers are scored. <label class="load">To continue elsewhere, load a saved file
 {% if question.reference %}
 <details><summary>Reference answer</summary><p class="text">{{ question.reference }}</p></details>
 {% endif %}
-{% for answer in question.answers %}
-<section data-id="{{ answer.id }}"><span class="faint">Answer {{ loop.index }}</span>
-<p class="text">{{ answer.text or "(empty)" }}</p>
+{% for id, text in question.answers.items() %}
+<section data-id="{{ id }}"><span class="faint">Answer {{ loop.index }}</span>
+<p class="text">{{ text or "(empty)" }}</p>
 {% for name, texts in criteria.items() %}
 <fieldset><legend>{{ name }}</legend>
 {% for score in scores %}
-<label title="{{ texts[score - scores[0]] }}"><input type="radio" name="{{ answer.id }}-{{ name }}"
+<label title="{{ texts[score - scores[0]] }}"><input type="radio" name="{{ id }}-{{ name }}"
   value="{{ score }}">{{ score }}</label>
 {% endfor %}
 </fieldset>
@@ -152,8 +152,8 @@ def to_table(sheet: Sheet) -> str:
     table.writerow(["id", "number", "question", "reference", "answer", *CRITERIA])
     for question in sheet.questions:
         given = [_plain(question.text), _plain(question.reference)]
-        for answer in question.answers:
-            cells = [answer.id, question.number, *given, _plain(answer.text)]
+        for name, answer in question.answers.items():
+            cells = [name, question.number, *given, _plain(answer)]
             table.writerow([*cells, *("" for _ in CRITERIA)])
     return text.getvalue()
 

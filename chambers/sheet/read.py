@@ -5,9 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from chambers.errors import CommandError
+from chambers.sources import argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +21,8 @@ class Read:
     interval over questions; the agreement is Krippendorff's alpha with the interval metric.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    key: Annotated[Path, typer.Argument(metavar="KEY.json", show_default=False)]
-    sheets: Annotated[list[Path], typer.Argument(metavar="SHEET.csv…", show_default=False)]
+    key: Annotated[Path, argument("KEY.json")]
+    sheets: Annotated[list[Path], argument("SHEET.csv…")]
 
     def __call__(self) -> int:
         """Print the table."""
@@ -35,8 +34,8 @@ class Read:
         from chambers.sheet.blinding import read_key
         from chambers.sheet.results import evaluate
 
-        key = read_key(self.key.expanduser())
-        results = evaluate(key, [sheet.expanduser() for sheet in self.sheets])
+        key = read_key(self.key)
+        results = evaluate(key, self.sheets)
         made = len({row.annotator for row in key.rows.values()})
         print(results.to_markdown())
         print(f"\n{results.questions} questions, {results.annotators} of {made} annotators")

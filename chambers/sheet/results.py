@@ -68,11 +68,7 @@ class Results:
 
 
 def evaluate(key: Key, files: Sequence[Path]) -> Results:
-    """Read filled sheets and evaluate them.
-
-    Args:
-        key: The key of the study.
-        files: At most one filled sheet per annotator.
+    """Read filled sheets, at most one per annotator, and evaluate them.
 
     Raises:
         CommandError: A sheet doesn't match the key, or isn't complete; the message names the file
@@ -100,7 +96,6 @@ def evaluate(key: Key, files: Sequence[Path]) -> Results:
 
 
 def _mean(scores: Scores, key: Key, model: str, criterion: str) -> Mean:
-    """Return a model's mean score."""
     by_question: dict[str, list[int]] = defaultdict(list)
     for name, values in scores.items():
         if key.rows[name].model == model:
