@@ -6,8 +6,6 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 _COLOUR = re.compile(rb"\x1b\[\d+m")
 
@@ -15,15 +13,8 @@ _COLOUR = re.compile(rb"\x1b\[\d+m")
 class RunLog:
     """A log file that is moved to the run's folder when that folder exists.
 
-    Output is dropped if the disk is full, so that the run continues.
-
-    Args:
-        path: Initial path of the log.
-        echo: Whether to print the output too.
-
-    Attributes:
-        path: The current file.
-
+    Output is dropped if the disk is full, so that the run continues. With ``echo``, it is printed
+    too. ``path`` is the current file.
     """
 
     def __init__(self, path: Path, echo: bool = False) -> None:
@@ -32,16 +23,7 @@ class RunLog:
         self._lock = threading.Lock()
         self._file = path.open("ab", buffering=0)
 
-    def __enter__(self) -> Self:
-        """Return the log."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Close the file."""
         self._file.close()
 

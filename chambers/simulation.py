@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 
 from chambers.app_folder import write_app
@@ -30,14 +30,9 @@ def simulate(
 ) -> int:
     """Run the app in simulation and show its progress; end all processes of the run.
 
-    Args:
-        config: Settings that differ from the app's own run config.
-        clients: Number of simulated clients.
-        actors: Number of actors that the clients share.
-        gpus: Number of GPUs that the actors share.
-        home: Folder for Flower's own files of the run.
-        results: Folder for the log if the run has no folder.
-        verbose: Whether to print the log too.
+    The clients share the actors, and the actors share the GPUs. ``config`` has the settings that
+    differ from the app's own run config, ``home`` is for Flower's files, and ``results`` for the
+    log if the run has no folder. With ``verbose``, the log is printed too.
 
     Returns:
         The exit status: 0 if the run completed, 1 if it failed, 130 if it was interrupted.
@@ -51,7 +46,7 @@ def simulate(
     # Discard warnings of this process, since no handler is set; those of others go to the log.
     logging.captureWarnings(True)
     started = time.monotonic()
-    with RunLog(home / LOG, echo=verbose) as log:
+    with closing(RunLog(home / LOG, echo=verbose)) as log:
         try:
             with private_superlink(home) as superlink:
                 shown = nullcontext(Lines()) if verbose or not sys.stdout.isatty() else live_view()

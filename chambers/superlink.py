@@ -62,17 +62,14 @@ class SuperLink:
 def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]:
     """Start a SuperLink on a free local port; on exit, end it and all its processes.
 
-    Args:
-        home: FLWR_HOME of the SuperLink; created if it doesn't exist.
-        simulated: Whether to simulate SuperNodes; otherwise real SuperNodes connect.
+    Its FLWR_HOME is created if it doesn't exist. SuperNodes are simulated, or real ones connect.
 
     Raises:
         CommandError: The SuperLink doesn't start; the message contains the end of its log.
 
     """
     home.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    mark = uuid.uuid4().hex
+    port, mark = free_port(), uuid.uuid4().hex
     environment = os.environ | {
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -112,7 +109,13 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         _await(port, process, log)
         yield SuperLink(f"127.0.0.1:{port}", environment, log)
     finally:
-        _end(process, mark)
+        with _ignoring_signals():  # further signals would leave processes running
+            _end(process, mark)
+
+
+def _print(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
 
 
 def run_app(
@@ -122,7 +125,7 @@ def run_app(
     supernodes: int | None = None,
     actors: int | None = None,
     gpus: int = 0,
-    write: Callable[[bytes], None] | None = None,
+    write: Callable[[bytes], None] = _print,
 ) -> str:
     """Run the app and stream its log.
 
@@ -133,7 +136,7 @@ def run_app(
         supernodes: Number of simulated SuperNodes; None for real SuperNodes.
         actors: Number of actors that the simulated SuperNodes share; None for one each.
         gpus: Number of GPUs that the actors share.
-        write: Called with each line of the log; None to print it.
+        write: Called with each line of the log; prints it by default.
 
     Returns:
         ``"finished:completed"``, or the status of a run that did not complete, followed by a colon
@@ -164,7 +167,7 @@ def run_app(
         recent = deque[bytes](maxlen=_RECENT_LINES)
         try:
             for line in flwr.stdout:
-                (write or _print)(line)
+                write(line)
                 recent.append(line)
         except BaseException:
             flwr.kill()
@@ -174,11 +177,6 @@ def run_app(
         lines = [line.strip("│ ") for line in log.splitlines() if re.search(r"\w", line)]
         return f"not started: flwr run refused it: {''.join(lines[-1:])}"
     return _status(superlink, log)
-
-
-def _print(line: bytes) -> None:
-    sys.stdout.buffer.write(line)
-    sys.stdout.buffer.flush()
 
 
 def _status(superlink: SuperLink, log: str) -> str:
@@ -225,9 +223,7 @@ def free_port() -> int:
 
 def _await(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
     end = time.monotonic() + _START_SECONDS
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            break
+    while time.monotonic() < end and process.poll() is None:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
             return
@@ -236,21 +232,21 @@ def _await(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
     raise CommandError(f"the SuperLink did not start:\n{log.read_text()[-2000:]}")
 
 
-def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
-    """End the SuperLink and all processes that it started, including Ray's daemons."""
-    if threading.current_thread() is not threading.main_thread():
-        return _end_all(process, mark)
-    # Ignore further signals, which would leave processes running.
-    ending = (signal.SIGINT, *END_SIGNALS)
+@contextmanager
+def _ignoring_signals() -> Iterator[None]:
+    """Ignore signals that end a command; only the main thread can do so."""
+    main = threading.current_thread() is threading.main_thread()
+    ending = (signal.SIGINT, *END_SIGNALS) if main else ()
     before = {each: signal.signal(each, signal.SIG_IGN) for each in ending}
     try:
-        return _end_all(process, mark)
+        yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
 
 
-def _end_all(process: "subprocess.Popen[bytes]", mark: str) -> None:
+def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
+    """End the SuperLink and all processes that it started, including Ray's daemons."""
     left = _processes_of(mark)
     for other in left:
         with suppress(psutil.NoSuchProcess):

@@ -1,6 +1,7 @@
 """What ``chambers train`` shows of a run, from the folder that a real run writes."""
 
 import io
+from contextlib import closing
 
 import pytest
 from flwr.app import Context, RecordDict
@@ -18,7 +19,7 @@ from tests.strategies.grids import SpyingGrid
 
 @pytest.fixture
 def log(tmp_path):
-    with RunLog(tmp_path / LOG) as opened:
+    with closing(RunLog(tmp_path / LOG)) as opened:
         yield opened
 
 
