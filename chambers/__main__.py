@@ -101,12 +101,7 @@ def _chambers(
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
-    """Parse command-line arguments; return the command with its options as a callable.
-
-    Raises:
-        click.UsageError: The arguments are invalid.
-
-    """
+    """Return the command with its options as a callable; raise ``click.UsageError`` if invalid."""
     with typer.main.get_command(app).make_context("chambers", list(arguments)) as context:
         command: Callable[[], int] = context.command.invoke(context)
     return command
@@ -124,10 +119,7 @@ def _reason(error: UserError | OSError | RuntimeError) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        arguments: Arguments; None for ``sys.argv``.
+    """Run a command with the arguments, by default those of ``sys.argv``.
 
     Returns:
         The exit status: 0 on success, 1 if a run failed, 2 if the command was refused or a file

@@ -22,18 +22,11 @@ _MORE_THAN_CORES, _MAX_AT_ONCE = 4, 32
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources that a simulation may use.
-
-    Attributes:
-        cores: Number of CPU cores.
-        memory: Available memory in bytes.
-        gpus: Number of GPUs that PyTorch can use.
-
-    """
+    """Resources that a simulation may use."""
 
     cores: int
-    memory: int
-    gpus: int = 0
+    memory: int  # available, in bytes
+    gpus: int = 0  # that PyTorch can use
 
 
 def this_machine() -> Machine:
@@ -51,11 +44,6 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     If clients need not train concurrently, they take turns on the actors: one per GPU if there are
     GPUs, else as many as cores and memory allow. Except for fl-glm, each client gets its own actor
     if there are fewer than two clients per core, since cores would be idle in the last turn.
-
-    Args:
-        config: Configuration of the run.
-        clients: Number of simulated clients.
-        machine: Cores and memory of the machine.
 
     Raises:
         UserError: All clients must train concurrently and exceed the machine's capacity, or the

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from chambers.errors import CommandError
-from chambers.sources import option
+from chambers.sources import argument, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +23,8 @@ class Convert:
     how to get the models, and which can't be converted.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    source: Annotated[str, typer.Argument(metavar="SOURCE", show_default=False)]
-    target: Annotated[Path, typer.Argument(metavar="TARGET", show_default=False)]
+    source: Annotated[str, argument("SOURCE")]
+    target: Annotated[Path, argument("TARGET")]
     chatglm_version: Annotated[
         Literal["2", "3"] | None,
         option("Version of ChatGLM, if neither config.json nor the folder's name tells it."),
@@ -34,7 +32,7 @@ class Convert:
 
     def __call__(self) -> int:
         """Convert the checkpoint."""
-        target = self.target.expanduser()
+        target = self.target
         if target.exists():
             raise CommandError(f"{target} exists; name a folder that doesn't")
         folder = Path(self.source).expanduser()

@@ -30,12 +30,7 @@ def existing(path: Path) -> Path:
 
 
 def free_gib(folder: Path) -> float:
-    """Return the free space of a folder's file system in GiB.
-
-    Raises:
-        OSError: The file system can't be queried.
-
-    """
+    """Return the free space of a folder's file system in GiB."""
     return psutil.disk_usage(str(folder)).free / 2**30
 
 
@@ -43,10 +38,6 @@ def top_sender(log: Path) -> str:
     """Describe which address sent the most data to the SuperLink in the last hour.
 
     Only the end of a long log is read, so that the period may be shorter.
-
-    Raises:
-        OSError: The log can't be read.
-
     """
     now = time.time()
     sent, first = Counter[str](), now

@@ -68,8 +68,7 @@ class Evaluate(BaseModelOptions):
         option("Folder with the tasks' files; lm-evaluation-harness's need none.", "FOLDER"),
     ] = None
     include: Annotated[
-        Path | None,
-        option("Folder with more tasks for lm-evaluation-harness (YAML).", "FOLDER"),
+        Path | None, option("Folder with more tasks for lm-evaluation-harness (YAML).", "FOLDER")
     ] = None
     invitation: Annotated[
         Path | None, option("Invitation to a block server that has the middle blocks.", "FILE")

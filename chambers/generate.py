@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from chambers.errors import CommandError
-from chambers.sources import (
-    AdapterOptions,
-    argument,
-    check_at_least_one,
-    check_output,
-    option,
-)
+from chambers.sources import AdapterOptions, argument, check_at_least_one, check_output, option
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
 from finetuning.data.rows import Row
 from finetuning.files import filling
@@ -89,7 +83,7 @@ class Generate(AdapterOptions):
         longest, origin = max(
             (len(prompt), row.origin) for prompt, row in zip(prompts, rows, strict=True)
         )
-        check_length(source, longest, origin, self.max_new_tokens)
+        check_length(source=source, longest=longest, origin=origin, new_tokens=self.max_new_tokens)
         if source.adapter is None:
             print("no --adapter: the base model alone answers", file=sys.stderr)
         with opened(source) as model, _open_output(self.output) as output:

@@ -30,10 +30,7 @@ def identified(messages: Iterable[Message]) -> list[Message]:
 class InProcessGrid(Grid):
     """Passes each message directly to the ClientApp, one SuperNode after another.
 
-    Args:
-        run_config: Run config of every ClientApp.
-        nodes: Node config of each SuperNode by node id.
-
+    ``nodes`` has the node config of each SuperNode by node id.
     """
 
     def __init__(
@@ -124,11 +121,7 @@ class ConcurrentGrid(InProcessGrid):
 
 
 def run_in_process(values: Mapping[str, Scalar], clients: int) -> None:
-    """Carry out a whole run; its results are where the run config says.
-
-    Args:
-        values: The run config.
-        clients: Number of clients, as in a simulation.
+    """Carry out a whole run with the run config ``values``, like a simulation with the clients.
 
     Raises:
         Exception: The run failed, with the error of the ServerApp.

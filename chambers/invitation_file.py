@@ -13,9 +13,7 @@ from split.protocol.standing_invitation import StandingInvitation
 def write_invitation(invitation: StandingInvitation, file: Path) -> None:
     """Write an invitation to a file that only the user can read; replace an existing file.
 
-    Raises:
-        CommandError: The file can't be written.
-
+    Raise ``CommandError`` if the file can't be written.
     """
     try:
         write_secret(file, f"{invitation.model_dump_json(indent=1)}\n".encode())
@@ -25,12 +23,7 @@ def write_invitation(invitation: StandingInvitation, file: Path) -> None:
 
 
 def read_invitation(file: Path) -> StandingInvitation:
-    """Read an invitation.
-
-    Raises:
-        CommandError: The file can't be read or is not an invitation, or the invitation expired.
-
-    """
+    """Read an invitation; raise ``CommandError`` if that fails or the invitation has expired."""
     try:
         found = StandingInvitation.model_validate_json(file.read_bytes())
     except OSError as error:

@@ -98,12 +98,7 @@ class LaneModel:
         return self._attempt(lambda: self._model.log_probabilities(batch))
 
     def end(self) -> None:
-        """End the evaluation at the server.
-
-        Raises:
-            LaneError: The lane has ended, or the server's confirmation timed out.
-
-        """
+        """End the evaluation; raise ``LaneError`` if the server doesn't confirm that in time."""
         self._model.end(until=time.monotonic() + _PATIENCE_SECONDS)
 
     def close(self) -> None:

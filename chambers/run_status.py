@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -25,10 +25,6 @@ class Seen:
     """The state of a run, read from its folder.
 
     Attributes:
-        directory: The run's folder.
-        config: The run's configuration.
-        status: The contents of ``status.json``.
-        events: Lines of ``metrics.jsonl``.
         is_running: Whether a process on this machine writes to the folder.
         checkpoint: The newest checkpoint, if there is one.
         now: Time of reading, in seconds since the epoch.
@@ -53,11 +49,6 @@ class Seen:
         return 0 if self.is_running or self.status.phase == "completed" else 1
 
     @property
-    def rounds(self) -> int:
-        """Number of rounds of the run."""
-        return int(self.config["rounds"])
-
-    @property
     def seconds_left(self) -> float | None:
         """Estimated remaining time in seconds; None if unknown."""
         if not self.works:
@@ -71,11 +62,7 @@ class Seen:
 
 
 def look(directory: Path, coordinator: Path | None = None) -> Seen:
-    """Read a run's folder.
-
-    Args:
-        directory: The run's folder.
-        coordinator: The coordinator's folder, which contains the database and the proxy's log.
+    """Read a run's folder, and the database and the proxy's log in the coordinator's folder.
 
     Raises:
         OSError: A file can't be read.
@@ -97,22 +84,19 @@ def look(directory: Path, coordinator: Path | None = None) -> Seen:
         is_running=alive,
         checkpoint=checkpoints[-1] if checkpoints else None,
         now=time.time(),
-        space="; ".join(map(_space, disks)),
-        sender=_sender(coordinator / ACCESS_LOG) if coordinator else "",
+        space="; ".join(_or_unknown(_space, folder) for folder in disks),
+        sender=_or_unknown(top_sender, coordinator / ACCESS_LOG) if coordinator else "",
     )
 
 
 def _space(folder: Path) -> str:
-    try:
-        free = free_gib(folder)
-    except OSError as error:
-        return f"unknown: {described(error)}"
+    free = free_gib(folder)
     return f"{'LOW: ' if free < MIN_FREE_GIB else ''}{free:.1f} GiB free in {folder}"
 
 
-def _sender(log: Path) -> str:
+def _or_unknown(describe: Callable[[Path], str], path: Path) -> str:
     try:
-        return top_sender(log)
+        return describe(path)
     except OSError as error:
         return f"unknown: {described(error)}"
 
@@ -141,15 +125,16 @@ def render(seen: Seen) -> RenderableType:
 def _state(seen: Seen) -> str:
     status = seen.status
     if not seen.is_running:
+        ago = f"{duration(seen.now - status.updated)} ago"
         if status.phase == "completed":
-            return f"completed {duration(seen.now - status.updated)} ago"
+            return f"completed {ago}"
         if status.phase == "failed":
-            return f"failed {duration(seen.now - status.updated)} ago: {status.problem}"
+            return f"failed {ago}: {status.problem}"
         resume = f'; continue with resume = "{seen.directory}"' if seen.checkpoint else ""
         return f"not running, and it has not ended: its process was killed{resume}"
     if not seen.works:
         return "running: it loads the base model, or waits for SuperNodes and registers them"
-    doing = f"running: {status.phase} of round {status.round} of {seen.rounds}"
+    doing = f"running: {status.phase} of round {status.round} of {seen.config['rounds']}"
     since = f"for {duration(seen.now - status.since)}"
     answered = f"{len(status.replied)} of {len(status.asked)} clients have replied"
     limit = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.until))
@@ -238,10 +223,11 @@ def _clients(seen: Seen) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name, text in sorted(doing.items()):
         own = last.get(name, {})
-        speed = own["tokens"] / own["seconds"] if own.get("seconds") and "tokens" in own else None
         count = "-" if "examples" not in own else f"{own['examples']:,}"
+        known = own.get("seconds") and "tokens" in own
+        speed = f"{own['tokens'] / own['seconds']:,.0f}" if known else "-"
         loss = "-" if own.get("loss") is None else f"{own['loss']:.3f}"
-        rows.append((name, count, "-" if speed is None else f"{speed:,.0f}", loss, text))
+        rows.append((name, count, speed, loss, text))
     return rows
 
 

@@ -64,11 +64,7 @@ class Lines:
 def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
     """Display a run within the context, and move its log to the run's folder.
 
-    Args:
-        link: Path at which the ServerApp creates a link to the run's folder.
-        log: The run's log.
-        show: Displays the run.
-
+    The ServerApp creates a link to the run's folder at ``link``.
     """
     ended = threading.Event()
 

@@ -38,12 +38,10 @@ class Serve(AdapterOptions):
 
     run: Annotated[Path | None, argument("RUN_FOLDER")] = None
     head_blocks: Annotated[
-        int | None,
-        option("Number of the clients' first blocks; default: the run's, else 1.", "N"),
+        int | None, option("Number of the clients' first blocks; default: the run's, else 1.", "N")
     ] = None
     tail_blocks: Annotated[
-        int | None,
-        option("Number of the clients' last blocks; default: the run's, else 1.", "N"),
+        int | None, option("Number of the clients' last blocks; default: the run's, else 1.", "N")
     ] = None
     listen: Annotated[
         str,
@@ -137,12 +135,7 @@ class Serve(AdapterOptions):
         super().check_folders()
 
     def invited(self, run: RunFolder | None) -> list[str]:
-        """Return the names of the clients to invite.
-
-        Raises:
-            CommandError: There are no clients to invite.
-
-        """
+        """Return the names of the clients to invite; raise ``CommandError`` if there are none."""
         named = [name.strip() for name in self.clients.split(",") if name.strip()]
         clients = named or (run.clients if run else [])
         if not clients:

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 
 from chambers.errors import CommandError
 from chambers.invitation_file import write_invitation
-from chambers.sources import (
-    find_run,
-    global_adapter,
-    read_run,
-    refuse_other_base,
-    split_adapter,
-)
+from chambers.sources import find_run, global_adapter, read_run, refuse_other_base, split_adapter
 from federation.messages import is_name
 from finetuning.adapters.adapter import State
 from finetuning.adapters.saved import read_adapter
@@ -44,12 +38,10 @@ class Served:
     Attributes:
         settings: The base model, and how to load it.
         split: Addresses, partition, wire type, and limit of tokens in memory.
-        partition: Number of blocks of each party.
         directory: Directory of the base model, or of the server's part of it.
         adapter: Kind and scale of all adapters.
         models: By client and model name, the adapter of the body; None for no adapter.
         folder: Folder for the invitations.
-        max_prompt_length: Maximum number of tokens in a prompt.
 
     """
 

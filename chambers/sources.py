@@ -52,12 +52,7 @@ def check_at_least_one(options: object, *names: str) -> None:
 
 
 def check_output(file: Path) -> None:
-    """Check that the file of ``--output`` can be written, before any computation.
-
-    Raises:
-        CommandError: The file can't be written.
-
-    """
+    """Raise ``CommandError`` unless the file of ``--output`` can be written."""
     folder = file.absolute().parent
     if not folder.is_dir():
         raise CommandError(f"--output {file}: there is no folder {folder}")
@@ -97,12 +92,7 @@ class AdapterOptions(BaseModelOptions):
     adapter: Annotated[Path | None, option("Folder of an exported adapter.", "FOLDER")] = None
 
     def check_folders(self) -> None:
-        """Check that the given folders exist, before importing heavy libraries.
-
-        Raises:
-            UserError: A folder doesn't exist.
-
-        """
+        """Raise ``UserError`` unless the given folders exist, before importing heavy libraries."""
         if self.adapter:
             check_folder(self.adapter)
         if self.model and _is_missing(self.model):
@@ -162,12 +152,7 @@ class RunFolder:
 
 
 def read_run(directory: Path) -> RunFolder:
-    """Read a run's folder.
-
-    Raises:
-        CommandError: The folder is not a run's.
-
-    """
+    """Read a run's folder; raise ``CommandError`` if it isn't one."""
     try:
         config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
         digests = json.loads((directory / _BASE).read_text(encoding="utf-8"))["digests"]
@@ -189,12 +174,7 @@ def find_run(adapter: SavedAdapter | None) -> RunFolder | None:
 
 
 def global_adapter(run: Path) -> Path:
-    """Return the folder of a run's global adapter.
-
-    Raises:
-        CommandError: The run has none.
-
-    """
+    """Return the folder of a run's global adapter; raise ``CommandError`` if there is none."""
     folder = run / "adapters" / "global"
     if not folder.is_dir():
         raise CommandError(f"{run} has no adapters/global: the run finished no round")
@@ -202,13 +182,9 @@ def global_adapter(run: Path) -> Path:
 
 
 def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what: str) -> None:
-    """Compare the digests of base models for the tensors that both sides have.
+    """Raise ``CommandError`` if the digests of tensors that two base models share differ.
 
     Empty digests in ``expected`` are unknown; ``what`` describes the expected base model.
-
-    Raises:
-        CommandError: The base models differ.
-
     """
     different = sorted(n for n, d in expected.items() if d and n in own and own[n] != d)
     if different:
@@ -221,12 +197,7 @@ def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what:
 
 
 def split_adapter(adapter: SavedAdapter, partition: "Partition") -> "dict[PartyName, State]":
-    """Return each party's part of an adapter.
-
-    Raises:
-        CommandError: The adapter doesn't match the base model.
-
-    """
+    """Return each party's part of an adapter; raise ``CommandError`` if it doesn't fit."""
     from split.model.adapters import take_apart
 
     try:

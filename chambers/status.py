@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from chambers.errors import CommandError
-from chambers.sources import option
+from chambers.sources import argument, option
 
 # Intervals of --watch on a terminal and elsewhere; a log would grow too fast with the first.
 _TERMINAL_SECONDS = 2.0
@@ -32,7 +32,7 @@ class Status:
     The exit status is 0 if the run is active or has completed, and 1 if it failed or was killed.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    run: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", show_default=False)]
+    run: Annotated[Path, argument("RUN_FOLDER")]
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until the run ends.")] = False
     coordinator: Annotated[
         Path | None, option("Folder with the SuperLink's database and the proxy's log.", "FOLDER")
@@ -40,7 +40,7 @@ class Status:
 
     def __call__(self) -> int:
         """Show the status once, or until the run ends."""
-        directory = self.run.expanduser()
+        directory = self.run
         # Folders of models and of an institution's state also contain a config.json.
         for name in ("config.json", "versions.json"):
             if not (directory / name).is_file():

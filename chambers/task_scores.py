@@ -144,10 +144,7 @@ def _prepare(
     tokenizer = load_tokenizer(source.directory)
     prepared = {
         name: prepare(
-            tokenizer=tokenizer,
-            task=TASKS[name],
-            questions=own,
-            prompt_length=options.max_length,
+            tokenizer=tokenizer, task=TASKS[name], questions=own, prompt_length=options.max_length
         )
         for name, own in questions.items()
     }

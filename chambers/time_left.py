@@ -20,12 +20,7 @@ def time_left(
 ) -> float | None:
     """Estimate the seconds until a run ends; return None before the end of the first round.
 
-    Args:
-        config: The run's configuration.
-        status: Current phase: training or evaluation.
-        events: Lines of ``metrics.jsonl``.
-        now: Seconds since the epoch.
-
+    The run must be in training or evaluation; ``now`` is in seconds since the epoch.
     """
     training = durations(events, "round")
     if not training:

@@ -13,7 +13,7 @@ import typer
 from chambers.actors import count_actors, this_machine
 from chambers.app_folder import PROJECT, presets
 from chambers.errors import CommandError
-from chambers.sources import option
+from chambers.sources import argument, check_at_least_one, option
 from federation.resumption import check_resumable
 from federation.run_config import RunConfig, Scalar, parse_run_config
 from federation.run_folder import METRICS, read_events, results_folder
@@ -52,10 +52,7 @@ class Train:
     users of this machine can run code as you.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PRESET|FILE.toml|KEY=VALUE]…", show_default=False),
-    ] = None
+    settings: Annotated[list[str] | None, argument("[PRESET|FILE.toml|KEY=VALUE]…")] = None
     clients: Annotated[
         int | None,
         option(
@@ -68,12 +65,9 @@ class Train:
 
     def __call__(self) -> int:
         """Train; return 0 only if the run completed."""
+        check_at_least_one(self, "clients")
         values = read_settings(self.settings or [])
-        clients = self.clients
-        if clients is None:
-            clients = count_clients(values)
-        if clients < 1:
-            raise CommandError(f"--clients {clients}: must be at least 1")
+        clients = self.clients or count_clients(values)
         values.setdefault("min-nodes", clients)
         config = parse_run_config(_app_config() | values)
         if config.min_nodes > clients:
@@ -157,9 +151,10 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Convert nested sections to dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        flat |= (
-            _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
     return flat
 
 
@@ -182,20 +177,19 @@ def check_inputs(config: RunConfig, clients: int) -> None:
     """
     if config.data.path:
         _check_data(config.data, clients)
-    if config.initial_adapter and not config.resume:
-        _check_adapter(Path(config.initial_adapter).expanduser())
     if config.resume:
-        check_resumable(Path(config.resume).expanduser(), config)
-        _check_clients(Path(config.resume).expanduser(), clients)
+        run = Path(config.resume).expanduser()
+        check_resumable(run, config)
+        _check_clients(run, clients)
+    elif config.initial_adapter:
+        try:
+            check_folder(Path(config.initial_adapter).expanduser())
+        except AdapterError as error:
+            raise CommandError(f"initial-adapter: {error}") from error
 
 
 def _check_clients(run: Path, clients: int) -> None:
-    """Check that a run is resumed with the same number of clients, which determines their rows.
-
-    Raises:
-        CommandError: The number of clients differs, or the run's metrics can't be read.
-
-    """
+    """Check that a run is resumed with the same number of clients, which determines their rows."""
     try:
         events = read_events(run / METRICS)
     except (OSError, ValueError) as error:
@@ -213,15 +207,17 @@ def _check_clients(run: Path, clients: int) -> None:
 
 
 def make_folders(config: RunConfig) -> None:
-    """Create the folders that the run writes to, after all other checks have passed.
-
-    Raises:
-        CommandError: A folder can't be written to.
-
-    """
+    """Create the folders that the run writes to; raise ``CommandError`` if one isn't writable."""
     for key, text in (("output-dir", config.output_dir), ("state-path", config.state_path)):
-        if text:
-            _check_writable(key, Path(text).expanduser())
+        if not text:
+            continue
+        directory = Path(text).expanduser()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            raise CommandError(f'{key} = "{directory}" can\'t be written to: {error}') from error
 
 
 def _app_config() -> dict[str, Any]:
@@ -272,13 +268,12 @@ def _check_data(settings: DataSettings, clients: int) -> None:
         return
     if settings.pool:
         chosen = folders if settings.pool == "*" else [path / n for n in settings.pooled_names]
-        for folder in chosen:
-            _check_rows(folder, settings)
-        return
-    if clients > len(folders):
+    elif clients > len(folders):
         names = ", ".join(folder.name for folder in folders)
         raise CommandError(f"--clients {clients}: {path} has {len(folders)} clients ({names})")
-    for folder in folders[:clients]:
+    else:
+        chosen = folders[:clients]
+    for folder in chosen:
         _check_rows(folder, settings)
 
 
@@ -295,19 +290,3 @@ def _check_rows(path: Path, settings: DataSettings) -> int | None:
     if settings.skip_bad_rows or any(file.suffix == ".parquet" for file in files):
         return None
     return sum(len(read_task_rows(file, settings)) for file in files)
-
-
-def _check_adapter(directory: Path) -> None:
-    try:
-        check_folder(directory)
-    except AdapterError as error:
-        raise CommandError(f"initial-adapter: {error}") from error
-
-
-def _check_writable(key: str, directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise CommandError(f'{key} = "{directory}" can\'t be written to: {error}') from error
