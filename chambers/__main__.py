@@ -31,7 +31,11 @@ from finetuning.errors import UserError
 typer.core.HAS_RICH = False
 
 
-def _group(commands: Mapping[str, type]) -> typer.Typer:
+_NAMES: dict[type, str] = {}  # the words that run each command
+
+
+def _group(words: str, commands: Mapping[str, type]) -> typer.Typer:
+    """Return a group of commands by name; ``words`` run the group."""
     group = typer.Typer(
         add_completion=False,
         rich_markup_mode=None,
@@ -39,6 +43,7 @@ def _group(commands: Mapping[str, type]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name, command in commands.items():
+        _NAMES[command] = f"{words} {name}"
         group.command(name, help=command.__doc__)(command)
     return group
 
@@ -60,22 +65,16 @@ _SITE_COMMANDS = {
     "check": Check,
     "worker": Worker,
 }
-_SHEET_COMMANDS = {"make": Make, "read": Read}
-_NAMES: dict[type, str] = {
-    **{command: name for name, command in _COMMANDS.items()},
-    **{command: f"site {name}" for name, command in _SITE_COMMANDS.items()},
-    **{command: f"sheet {name}" for name, command in _SHEET_COMMANDS.items()},
-}
 
-app = _group(_COMMANDS)
+app = _group("chambers", _COMMANDS)
 app.add_typer(
-    _group(_SITE_COMMANDS),
+    _group("chambers site", _SITE_COMMANDS),
     name="site",
     help="Set up and check the coordinator or an institution of a deployment.",
     short_help="Set up and check a deployment.",
 )
 app.add_typer(
-    _group(_SHEET_COMMANDS),
+    _group("chambers sheet", {"make": Make, "read": Read}),
     name="sheet",
     help="Have people score the answers of several models, without knowing which is whose.",
     short_help="Run a blinded human evaluation.",
@@ -101,7 +100,7 @@ def _chambers(
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
-    """Return the command with its options as a callable; raise ``click.UsageError`` if invalid."""
+    """Parse arguments to a command that can be called, or raise ``click.UsageError``."""
     with typer.main.get_command(app).make_context("chambers", list(arguments)) as context:
         command: Callable[[], int] = context.command.invoke(context)
     return command
@@ -129,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "chambers"
     try:
         command = parse(sys.argv[1:] if arguments is None else arguments)
-        name = f"chambers {_NAMES[type(command)]}"
+        name = _NAMES[type(command)]
         return command()
     except click.exceptions.Exit as end:  # --help
         return end.exit_code
