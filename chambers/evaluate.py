@@ -134,6 +134,8 @@ class Evaluate(BaseModelOptions):
                     harness=harness,
                     scores=scores,
                 )
+            except EncoderError as error:
+                raise CommandError(f"--bertscore: {error}") from error
             finally:
                 # Keep the scores computed so far, even after an interruption.
                 if scores:

@@ -80,10 +80,8 @@ class Generate(AdapterOptions):
         source = find(self, self.invitation)
         tokenizer = load_tokenizer(source.directory)
         prompts = tokenize_prompts(rows, tokenizer)
-        longest, origin = max(
-            (len(prompt), row.origin) for prompt, row in zip(prompts, rows, strict=True)
-        )
-        check_length(source=source, longest=longest, origin=origin, new_tokens=self.max_new_tokens)
+        lengths = [(len(prompt), row.origin) for prompt, row in zip(prompts, rows, strict=True)]
+        check_length(source, max(lengths), self.max_new_tokens)
         if source.adapter is None:
             print("no --adapter: the base model alone answers", file=sys.stderr)
         with opened(source) as model, _open_output(self.output) as output:

@@ -30,24 +30,14 @@ _NO_LIMIT = 2**31
 
 @dataclass(frozen=True)
 class Source:
-    """A model whose weights have not been loaded yet.
-
-    Attributes:
-        settings: The base model, and how to load it.
-        directory: Directory of the base model, or of the client's part of it.
-        adapter: The adapter; None for the base model alone.
-        invitation: Invitation to a block server; None for a whole model.
-        chosen: Name of the model at the server.
-        client_adapter: The part of the adapter for head and tail, if there is an adapter.
-
-    """
+    """A model whose weights have not been loaded yet."""
 
     settings: ModelSettings
-    directory: Path
-    adapter: SavedAdapter | None = None
-    invitation: StandingInvitation | None = None
-    chosen: str = "base"
-    client_adapter: State | None = None
+    directory: Path  # of the base model, or of the client's part of it
+    adapter: SavedAdapter | None = None  # None for the base model alone
+    invitation: StandingInvitation | None = None  # to a block server; None for a whole model
+    chosen: str = "base"  # name of the model at the server
+    client_adapter: State | None = None  # the part of the adapter for head and tail
 
     @property
     def columns_before(self) -> int:
@@ -71,13 +61,9 @@ class Source:
 
 
 def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
-    """Find the model named by the options, and check that its parts are compatible.
+    """Find the model named by the options; raise ``UserError`` if its parts don't fit.
 
     With an invitation to a block server, only head and tail are on this machine.
-
-    Raises:
-        UserError: A part is missing, or incompatible with the others.
-
     """
     adapter = read_adapter(options.adapter) if options.adapter else None
     if invitation_file:
@@ -91,30 +77,26 @@ def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
 
 
 def check_length(
-    source: Source, longest: int, origin: str, new_tokens: int, batch_tokens: int = _NO_LIMIT
+    source: Source, longest: tuple[int, str], new_tokens: int, batch_tokens: int = _NO_LIMIT
 ) -> None:
-    """Check the length of the longest prompt before loading the model.
+    """Check the longest prompt, given as its number of tokens and its origin, before loading.
 
-    Args:
-        source: The model.
-        longest: Number of tokens in the longest prompt.
-        origin: Where that prompt is from, for error messages.
-        new_tokens: Maximum number of tokens to generate after it; 0 if there is no generation.
-        batch_tokens: Value of ``--batch-tokens``.
+    Up to ``new_tokens`` tokens are generated after it.
 
     Raises:
         BaseModelError: The prompt exceeds the positions of the base model.
         CommandError: The prompt exceeds ``--batch-tokens`` or the block server's limits.
 
     """
+    tokens, origin = longest
     row = {"the prefix": source.columns_before} if source.columns_before else {}
-    row[f"the tokens of {origin}"] = longest
+    row[f"the tokens of {origin}"] = tokens
     if new_tokens:
         row["--max-new-tokens"] = new_tokens
     check_positions(source.directory, row)
-    if longest > source.max_prompt_length:
+    if tokens > source.max_prompt_length:
         raise CommandError(
-            f"{origin} has {longest} tokens, and the block server allows "
+            f"{origin} has {tokens} tokens, and the block server allows "
             f"{source.max_prompt_length} in a prompt; shorten it"
         )
     total = f"{' and '.join(row)} are {' + '.join(map(str, row.values()))}"
@@ -127,12 +109,7 @@ def check_length(
 
 @contextmanager
 def opened(source: Source) -> Iterator[Model]:
-    """Load the model, or load head and tail and open a lane to the block server.
-
-    Raises:
-        UserError: The model can't be loaded, or the server can't be used.
-
-    """
+    """Load the model, or load head and tail and open a lane; raise ``UserError`` if that fails."""
     if source.invitation is None:
         yield _whole(source)
         return

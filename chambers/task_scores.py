@@ -10,7 +10,7 @@ from rich.table import Table
 from chambers.errors import CommandError
 from chambers.models import Source, check_length, opened
 from finetuning.data.formats import DataError
-from finetuning.evaluation.bertscore import Encoder, EncoderError, bertscore
+from finetuning.evaluation.bertscore import Encoder, bertscore
 from finetuning.model.base_model import load_tokenizer
 from finetuning.tasks.question import Question
 from finetuning.tasks.scoring import Model, Prepared, answer, majority_class, prepare, score_answers
@@ -35,15 +35,10 @@ def measure(
     harness: Harness | None,
     scores: Scores,
 ) -> None:
-    """Score models one after another.
+    """Score models one after another on the questions of tasks, all by name.
 
-    Args:
-        options: Limits on rows and tokens.
-        sources: The models by name.
-        questions: The questions by task name.
-        encoder: Encoder for BERTScore of generated answers; None for no BERTScore.
-        harness: Names and manager of tasks in lm-evaluation-harness, if any.
-        scores: Receives the scores of each task as soon as they are computed.
+    The encoder is for BERTScore of generated answers. ``scores`` receives the scores of each task
+    as soon as they are computed.
 
     Raises:
         UserError: A question is too long, or a model can't be used.
@@ -73,7 +68,7 @@ def measure(
                 scores[name]["models"][model_name] = kept
                 if encoder is not None and not task.is_cloze:
                     references = [question.answers[0] for question in own]
-                    kept["bertscore"] = _bertscore(answers.texts, references, encoder)
+                    kept["bertscore"] = bertscore(answers.texts, references, encoder)
             if harness is not None:
                 for name, found in _harness_scores(
                     options=options,
@@ -130,13 +125,6 @@ def _shown(task: str, value: float) -> str:
     return f"{100 * value:.1f}" if task in TASKS else f"{value:.4f}"
 
 
-def _bertscore(texts: Sequence[str], references: Sequence[str], encoder: Encoder) -> float:
-    try:
-        return bertscore(texts, references, encoder)
-    except EncoderError as error:
-        raise CommandError(f"--bertscore: {error}") from error
-
-
 def _prepare(
     options: "Evaluate", source: Source, questions: Mapping[str, Sequence[Question]]
 ) -> tuple[Any, dict[str, Prepared]]:
@@ -149,11 +137,9 @@ def _prepare(
         for name, own in questions.items()
     }
     for tokenized in prepared.values():
-        longest, origin = tokenized.longest
         check_length(
             source=source,
-            longest=longest,
-            origin=origin,
+            longest=tokenized.longest,
             new_tokens=0 if tokenized.task.is_cloze else options.max_new_tokens,
             batch_tokens=options.batch_tokens,
         )
