@@ -121,12 +121,7 @@ class ConcurrentGrid(InProcessGrid):
 
 
 def run_in_process(values: Mapping[str, Scalar], clients: int) -> None:
-    """Carry out a whole run with the run config ``values``, like a simulation with the clients.
-
-    Raises:
-        Exception: The run failed, with the error of the ServerApp.
-
-    """
+    """Carry out a whole run like a simulation; raise the ServerApp's error if the run fails."""
     nodes = {i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)}
     together = values.get("split.schedule") in {"client-batch", "hierarchical"}
     grid = (ConcurrentGrid if together else InProcessGrid)(values, nodes)

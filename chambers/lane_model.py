@@ -42,11 +42,8 @@ class LaneModel:
     If the consumer of the texts is slow, the server may close the idle lane before the next batch.
     The model then opens a new lane and repeats the batch.
 
-    Args:
-        client_parts: Head and tail, with their adapters attached.
-        invitation: Invitation to the block server.
-        chosen: Name of the model at the server.
-        adapters: Adapters of head and tail, or None.
+    The client's parts have their adapters attached; ``adapters`` has the weights of these adapters,
+    and ``chosen`` is the model's name at the server.
 
     Raises:
         CommandError: No server answers at the address.

@@ -22,26 +22,17 @@ from split.protocol.errors import printable
 
 @dataclass(frozen=True)
 class Seen:
-    """The state of a run, read from its folder.
-
-    Attributes:
-        is_running: Whether a process on this machine writes to the folder.
-        checkpoint: The newest checkpoint, if there is one.
-        now: Time of reading, in seconds since the epoch.
-        space: Free space for the run's folder and, if known, for the SuperLink's database.
-        sender: Address that sends the most data to the coordinator; empty if unknown.
-
-    """
+    """The state of a run, read from its folder."""
 
     directory: Path
     config: Mapping[str, Any]
     status: RunStatus
     events: Sequence[Event]
-    is_running: bool
-    checkpoint: Path | None
-    now: float
-    space: str
-    sender: str
+    is_running: bool  # whether a process on this machine writes to the folder
+    checkpoint: Path | None  # the newest one
+    now: float  # time of reading, in seconds since the epoch
+    space: str  # free space for the run's folder and, if known, for the SuperLink's database
+    sender: str  # address that sends the most data to the coordinator; empty if unknown
 
     @property
     def exit_status(self) -> int:

@@ -28,40 +28,24 @@ from split.settings import SplitSettings
 if TYPE_CHECKING:
     from chambers.serve import Serve
 
-_RUN = "chambers serve"
-
 
 @dataclass(frozen=True)
 class Served:
-    """The models to serve.
-
-    Attributes:
-        settings: The base model, and how to load it.
-        split: Addresses, partition, wire type, and limit of tokens in memory.
-        directory: Directory of the base model, or of the server's part of it.
-        adapter: Kind and scale of all adapters.
-        models: By client and model name, the adapter of the body; None for no adapter.
-        folder: Folder for the invitations.
-
-    """
+    """The models to serve."""
 
     settings: ModelSettings
     split: SplitSettings
     partition: Partition
-    directory: Path
-    adapter: AdapterSettings
+    directory: Path  # of the base model, or of the server's part of it
+    adapter: AdapterSettings  # kind and scale of all adapters
+    # By client and model name, the adapter of the body; None for no adapter.
     models: Mapping[str, Mapping[str, State | None]]
-    folder: Path
+    folder: Path  # for the invitations
     max_prompt_length: int
 
 
 def find(options: "Serve") -> Served:
-    """Find the models named by the options, and check that their parts are compatible.
-
-    Raises:
-        UserError: A part is missing, or incompatible with the others.
-
-    """
+    """Find the models named by the options; raise ``UserError`` if their parts don't fit."""
     served_run = read_run(options.run) if options.run else None
     shared = global_adapter(options.run) if options.run else options.adapter
     adapter = read_adapter(shared) if shared else None
@@ -107,10 +91,7 @@ def find(options: "Serve") -> Served:
 def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Path]]]:
     """Load the body, listen, and write an invitation for each client.
 
-    The invitations expire after ``lifetime`` seconds.
-
-    Yields:
-        The address, and the invitation files by client.
+    The invitations expire after ``lifetime`` seconds. Yield the address, and the files by client.
 
     Raises:
         UserError: The body can't be loaded, the server can't listen on the address, or an
@@ -136,7 +117,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
             body=parts["body"],
             adapter=served.adapter,
             split=served.split,
-            run=_RUN,
+            run="chambers serve",
             max_prompt_length=served.max_prompt_length,
         )
     except OSError as error:

@@ -130,18 +130,11 @@ class AdapterOptions(BaseModelOptions):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The results of a run, at the coordinator or at a client.
+    """The results of a run, at the coordinator or at a client."""
 
-    Attributes:
-        directory: Folder of the run, or of a client's state.
-        config: The resolved run config: values by dotted key.
-        digests: Digests of the base model's tensors that this party had.
-
-    """
-
-    directory: Path
-    config: Mapping[str, Any]
-    digests: Mapping[str, str]
+    directory: Path  # of the run, or of a client's state
+    config: Mapping[str, Any]  # the resolved run config: values by dotted key
+    digests: Mapping[str, str]  # of the base model's tensors that this party had
 
     @property
     def clients(self) -> list[str]:

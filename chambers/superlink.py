@@ -44,18 +44,11 @@ _RECORD = re.compile(r"^(?:\S+ )?(DEBUG|INFO|WARNING|ERROR|CRITICAL) ?(?::|\[)",
 
 @dataclass(frozen=True)
 class SuperLink:
-    """A running SuperLink.
+    """A running SuperLink."""
 
-    Attributes:
-        address: Host and port.
-        environment: Environment for commands that use the SuperLink and are ended with it.
-        log: File with the output of the SuperLink.
-
-    """
-
-    address: str
-    environment: dict[str, str]
-    log: Path
+    address: str  # host and port
+    environment: dict[str, str]  # for commands that use the SuperLink and are ended with it
+    log: Path  # file with its output
 
 
 @contextmanager
@@ -127,16 +120,11 @@ def run_app(
     gpus: int = 0,
     write: Callable[[bytes], None] = _print,
 ) -> str:
-    """Run the app and stream its log.
+    """Run the app in a folder, and call ``write`` with each line of its log.
 
-    Args:
-        app: Folder with the app's ``pyproject.toml``.
-        superlink: The SuperLink that runs the app.
-        run_config: Settings that differ from the app's own run config.
-        supernodes: Number of simulated SuperNodes; None for real SuperNodes.
-        actors: Number of actors that the simulated SuperNodes share; None for one each.
-        gpus: Number of GPUs that the actors share.
-        write: Called with each line of the log; prints it by default.
+    ``run_config`` has the settings that differ from the app's own run config. If a number of
+    SuperNodes is given, they are simulated, and share the actors (by default one each) and the GPUs
+    of these; otherwise real SuperNodes take part.
 
     Returns:
         ``"finished:completed"``, or the status of a run that did not complete, followed by a colon

@@ -45,8 +45,8 @@ def read_answers(files: Mapping[str, Path]) -> list[Question]:
     by_model = {model: _read(file) for model, file in files.items()}
     first_model, first = next(iter(by_model.items()))
     for model, answers in by_model.items():
-        for one, other, name in ((first_model, model, first), (model, first_model, answers)):
-            absent = [a.origin for key, a in name.items() if key not in by_model[other]]
+        for one, other in ((first_model, model), (model, first_model)):
+            absent = [a.origin for key, a in by_model[one].items() if key not in by_model[other]]
             if absent:
                 shown = ", ".join(absent[:_SHOWN]) + (" and others" if absent[_SHOWN:] else "")
                 raise CommandError(

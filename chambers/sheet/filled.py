@@ -12,12 +12,9 @@ _SHOWN = 20
 
 
 def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int]]]:
-    """Read a filled sheet: CSV with the columns ``id``, ``usefulness`` and ``fluency``.
+    """Return the number of a filled sheet, and its scores by id and criterion.
 
-    Other columns are ignored.
-
-    Returns:
-        The sheet's number, and scores by id and criterion.
+    The file is CSV with the columns ``id``, ``usefulness`` and ``fluency``; others are ignored.
 
     Raises:
         CommandError: The sheet doesn't match the key or isn't complete; the message names lines.

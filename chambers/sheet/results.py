@@ -17,16 +17,11 @@ Scores = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean score.
-
-    Attributes:
-        value: Mean over questions and annotators.
-        half_width: Half the width of the mean's 95 % confidence interval over questions, by
-            Student's t; None if there is only one question.
-
-    """
+    """A mean score over questions and annotators."""
 
     value: float
+    # Half the width of the mean's 95 % confidence interval over questions, by Student's t; None if
+    # there is only one question.
     half_width: float | None
 
     def __str__(self) -> str:
@@ -36,21 +31,14 @@ class Mean:
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a human evaluation.
+    """The results of a human evaluation."""
 
-    Attributes:
-        annotators: Number of sheets.
-        questions: Number of questions.
-        means: Mean scores by model and criterion (FedJudge, table 5).
-        agreement: Krippendorff's alpha by criterion, with the interval metric, since means treat
-            scores as evenly spaced too. 1 is perfect agreement, 0 is chance. None if undefined:
-            for one annotator, or if all scores are equal.
-
-    """
-
-    annotators: int
+    annotators: int  # number of sheets
     questions: int
-    means: Mapping[str, Mapping[str, Mean]]
+    means: Mapping[str, Mapping[str, Mean]]  # by model and criterion (FedJudge, table 5)
+    # Krippendorff's alpha by criterion, with the interval metric, since means treat scores as
+    # evenly spaced too. 1 is perfect agreement, 0 is chance. None if undefined: for one annotator,
+    # or if all scores are equal.
     agreement: Mapping[str, float | None]
 
     def to_markdown(self) -> str:
@@ -68,13 +56,7 @@ class Results:
 
 
 def evaluate(key: Key, files: Sequence[Path]) -> Results:
-    """Read filled sheets, at most one per annotator, and evaluate them.
-
-    Raises:
-        CommandError: A sheet doesn't match the key, or isn't complete; the message names the file
-            and the line.
-
-    """
+    """Read filled sheets, at most one per annotator (see ``read_sheet``), and evaluate them."""
     scores: dict[str, Mapping[str, int]] = {}
     read: dict[int, Path] = {}
     for file in files:

@@ -76,12 +76,7 @@ def get(address: str, path: str, authority: Path) -> Answer:
 
 
 def healthy(address: str, authority: Path) -> Answer:
-    """Send a request that a running SuperLink answers, directly or through the proxy.
-
-    Raises:
-        CommandError: The request failed (see ``get``), or the SuperLink doesn't answer.
-
-    """
+    """Ask a SuperLink, also through the proxy; raise ``CommandError`` if it isn't running."""
     answer = get(address, "/health", authority)
     if answer.status != 200:
         raise CommandError(

@@ -23,18 +23,12 @@ _DIGEST_NAME = f"{'[0-9a-f]' * 64}.fab"
 
 
 class Verification(BaseModel):
-    """A signature of a release.
+    """A signature of a release."""
 
-    Attributes:
-        public_key_id: Id of the signer's key in a site's trusted entities.
-        signed_at: Unix time in seconds.
-        signature: Ed25519 signature of the time (8 bytes, big endian) and the release's SHA-256
-            digest, in base64url without padding.
-
-    """
-
-    public_key_id: str
-    signed_at: int
+    public_key_id: str  # of the signer's key in a site's trusted entities
+    signed_at: int  # Unix time in seconds
+    # Ed25519 signature of the time (8 bytes, big endian) and the release's SHA-256 digest, in
+    # base64url without padding.
     signature: str
 
 
@@ -63,11 +57,7 @@ def read_signing_key(file: Path) -> Ed25519PrivateKey:
 def app_of(content: bytes, origin: Path | str) -> str:
     """Return the name and version of a release in Flower's format, ``@publisher/name==1.2.3``.
 
-    ``origin`` names the release in error messages.
-
-    Raises:
-        CommandError: The content is not a release, or too large for Flower.
-
+    Raise ``CommandError``, which names ``origin``, if it is not a release or too large for Flower.
     """
     from federation.flower_internals import FAB_MAX_SIZE, get_fab_config, get_metadata_from_config
 
@@ -91,12 +81,7 @@ def sign(content: bytes, key: Ed25519PrivateKey) -> Verification:
 def publish(folder: Path, content: bytes, verification: Verification, url: str) -> list[str]:
     """Add a signature to the served folder, and the release if it isn't there yet.
 
-    Returns:
-        The ids of all keys that have signed the release.
-
-    Raises:
-        CommandError: The folder contains a malformed answer.
-
+    Return the ids of all keys that have signed it; raise ``CommandError`` for a malformed answer.
     """
     file, answer_file = folder / f"{hashlib.sha256(content).hexdigest()}.fab", folder / ANSWER
     by_key = {}
