@@ -4,21 +4,26 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
+from queue import SimpleQueue
 
 import grpc
 
 from split.lane.lane import Lane
-from split.lane.stream import Outbox, Stream, wire_bytes
+from split.lane.stream import Stream, wire_bytes
 from split.lane.transport import (
     HANDSHAKE_SECONDS,
     METHOD,
     SERVICE,
     channel_options,
+    lane_error,
     refusal_of,
+    status_of,
+    time_limit,
 )
 from split.protocol.errors import (
     LaneBusyError,
@@ -91,20 +96,14 @@ def open_lane(
 
 @dataclass(frozen=True)
 class _Connection:
-    """A stream that the server has confirmed.
+    """A stream that the server has confirmed, the records that arrive, and those to send.
 
-    Attributes:
-        stream: The stream, which encrypts and decrypts.
-        records: Iterable over the records that arrive.
-        send: Function that queues an iterator of messages, which gRPC's thread sends.
-        acknowledged: Number of the lane's frames that the server has received.
-
+    gRPC's thread sends the messages of each queued iterator; None ends the stream.
     """
 
     stream: Stream
     records: Iterable[bytes]
-    send: Callable[[Iterator[bytes] | None], None]
-    acknowledged: int
+    outgoing: SimpleQueue[Iterator[bytes] | None]
 
 
 def _keep_open(
@@ -115,7 +114,9 @@ def _keep_open(
     resume_timeout: float,
 ) -> None:
     """Read the streams of a lane, one after another, until the lane ends."""
-    with _failing_at(deadline, lane):
+    over = LaneDeadlineError("the lane's time is over (round-timeout)")
+    # End the lane in time even if this or other threads are waiting.
+    with time_limit(max(0.0, deadline - time.monotonic()), partial(lane.fail, over)):
         while True:
             opened = time.monotonic()
             lane.read(connection.stream, connection.records)
@@ -123,7 +124,7 @@ def _keep_open(
             if lane.ended:
                 return
             if time.monotonic() >= deadline - RETRY_SECONDS:
-                return lane.fail(LaneDeadlineError("the lane's time is over (round-timeout)"))
+                return lane.fail(over)
             # The server has confirmed this stream, so that its resumption ticket is valid.
             invitation = replace(invitation, ticket=connection.stream.resumption)
             _LOG.warning("%r was cut; opening another stream", lane)
@@ -134,33 +135,18 @@ def _keep_open(
                     lane=lane, invitation=invitation, deadline=deadline, patience=resume_timeout
                 )
             except Exception as error:
-                # Use the messages of LaneError only; other messages are not meant for users.
-                reason = str(error) if isinstance(error, LaneError) else type(error).__name__
-                words = f"the lane was cut, and could not be resumed: {reason}"
+                words = f"the lane was cut, and could not be resumed: {lane_error(error)}"
                 return lane.fail(LaneCutError(words))
             _attach(lane, connection)
-
-
-@contextmanager
-def _failing_at(deadline: float, lane: Lane) -> Iterator[None]:
-    """End the lane at its deadline, even if the ``with`` block or other threads are waiting."""
-    over = LaneDeadlineError("the lane's time is over (round-timeout)")
-    limit = threading.Timer(max(0.0, deadline - time.monotonic()), lane.fail, [over])
-    limit.daemon = True
-    limit.start()
-    try:
-        yield
-    finally:
-        limit.cancel()
 
 
 def _attach(lane: Lane, connection: _Connection) -> None:
     # No frames arrive between detach and attach, because the previous stream has ended.
     received = lane.detach("another stream follows")
     confirmation = connection.stream.confirm(received)
-    lane.attach(connection.stream, connection.acknowledged)
-    connection.send(chain([confirmation], lane.messages(connection.stream)))
-    connection.send(None)
+    lane.attach(connection.stream)
+    connection.outgoing.put(chain([confirmation], lane.messages(connection.stream)))
+    connection.outgoing.put(None)
 
 
 def _dial_until(
@@ -170,10 +156,10 @@ def _dial_until(
     patience: float,
     busy_until: float = 0.0,
 ) -> _Connection:
-    """Try to open a stream once per second.
+    """Try to open a stream once per second, until the lane ends.
 
     Args:
-        lane: The lane that needs the stream. Stop trying when it ends.
+        lane: The lane that needs the stream.
         invitation: The invitation, with the ticket to use.
         deadline: Deadline of the lane, on ``time.monotonic``'s clock.
         patience: Seconds for which to retry, counted from the last answer that the server is busy.
@@ -209,49 +195,41 @@ def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connectio
         raise LaneTimeoutError("the lane's time is over before it was opened")
     address = invitation.address
     channel = grpc.insecure_channel(address, options=channel_options(address))
-    outgoing = Outbox(iter([hello]))
+    outgoing: SimpleQueue[Iterator[bytes] | None] = SimpleQueue()
+    outgoing.put(iter([hello]))
     method = channel.stream_stream(f"/{SERVICE}/{METHOD}")
-    call = method(outgoing, timeout=remaining)
+    call = method(chain.from_iterable(iter(outgoing.get, None)), timeout=remaining)
 
     def release() -> None:
         outgoing.put(None)
         call.cancel()
         channel.close()
 
-    limit = threading.Timer(min(HANDSHAKE_SECONDS, remaining), call.cancel)
-    limit.daemon = True
-    limit.start()
-    try:
-        answer = next(call)
-        finished, secrets = handshake.finish(answer)
-        outgoing.put(iter([finished]))
-        carried = (wire_bytes(hello) + wire_bytes(finished), wire_bytes(answer))
-        stream = Stream(secrets, limits, is_client=True, carried=carried, release=release)
-        acknowledged = stream.confirmation(next(call))
-        return _Connection(
-            stream=stream, records=call, send=outgoing.put, acknowledged=acknowledged
-        )
-    except StopIteration:
-        release()
-        words = f"the block server at {address} ended the handshake"
-        raise LaneUnreachableError(words) from None
-    except grpc.RpcError as error:
-        in_time = limit.is_alive()
-        release()
-        # Omit gRPC's message, which is long and does not mention the relevant settings.
-        raise _handshake_error(error, address, in_time) from None
-    except BaseException:
-        release()
-        raise
-    finally:
-        limit.cancel()
+    timeout = min(HANDSHAKE_SECONDS, remaining)
+    with ExitStack() as on_failure, time_limit(timeout, call.cancel) as timer:
+        on_failure.callback(release)
+        try:
+            answer = next(call)
+            finished, secrets = handshake.finish(answer)
+            outgoing.put(iter([finished]))
+            carried = (wire_bytes(hello) + wire_bytes(finished), wire_bytes(answer))
+            stream = Stream(secrets, limits, is_client=True, carried=carried, release=release)
+            stream.open_confirmation(next(call))
+        except StopIteration:
+            words = f"the block server at {address} ended the handshake"
+            raise LaneUnreachableError(words) from None
+        except grpc.RpcError as error:
+            # Omit gRPC's message, which is long and does not mention the relevant settings.
+            raise _handshake_error(error, address, timer.is_alive()) from None
+        on_failure.pop_all()
+        return _Connection(stream, records=call, outgoing=outgoing)
 
 
 def _handshake_error(error: grpc.RpcError, address: str, in_time: bool) -> LaneError:
     refusal = refusal_of(error)
     if refusal is not None:
         return refused(refusal)
-    code = error.code() if isinstance(error, grpc.Call) else None
+    code, _ = status_of(error)
     if not in_time or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return LaneTimeoutError(f"the block server at {address} did not answer")
     if code is grpc.StatusCode.CANCELLED:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from split.lane.transport import time_limit
 from split.protocol.errors import Refusal, refused
 from split.protocol.tickets import Identity
 
@@ -124,15 +125,3 @@ class AnsweredHandshakes:
                 self._taken[identity] -= 1
                 if not self._taken[identity]:
                     del self._taken[identity]
-
-
-@contextmanager
-def time_limit(seconds: float, end: Callable[[], object]) -> Iterator[None]:
-    """Call ``end`` if the ``with`` block takes longer than ``seconds``."""
-    limit = threading.Timer(seconds, end)
-    limit.daemon = True
-    limit.start()
-    try:
-        yield
-    finally:
-        limit.cancel()

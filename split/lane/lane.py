@@ -12,16 +12,15 @@ import copy
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from torch import Tensor
 
-from split.lane.inbox import Inbox
 from split.lane.lifetime import Lifetime
-from split.lane.stream import Stream, lane_error
-from split.lane.traffic import Traffic
-from split.lane.transport import CLOSE_SECONDS
+from split.lane.stream import Stream, Traffic
+from split.lane.transport import CLOSE_SECONDS, lane_error
 from split.protocol.delivery import Delivery
 from split.protocol.errors import (
     AlteredRecordError,
@@ -40,20 +39,19 @@ from split.protocol.tickets import Identity
 
 _LOG = logging.getLogger(__name__)
 _MAX_STREAMS = 1000  # limits the number of handshakes
+_FRAMES_AHEAD = 16  # maximum number of frames that wait for ``receive``
 
 
 class Lane:
     """One end of a lane. Its methods may be called from any thread.
 
     Args:
-        identity: Run, round and client.
+        identity: Run, round and client, verified by both ends.
         limits: Limits on the frames of the other end, and on the queue of frames to it.
         is_client: Whether this is the client's end.
         resume_timeout: Seconds within which a cut stream must be replaced.
 
     Attributes:
-        identity: Run, round and client, verified by both ends.
-        limits: Limits on the frames of the other end.
         opened: Number of streams opened so far.
         over: Event that is set when the lane and its last stream have ended.
 
@@ -72,7 +70,7 @@ class Lane:
         self._to_send = threading.Condition(lock)  # a frame was queued
         self._room = threading.Condition(lock)  # a frame was sent, or returned by ``receive``
         self._delivery = Delivery()
-        self._inbox = Inbox(limits.hidden_bytes)
+        self._inbox: deque[tuple[Frame, int]] = deque()  # frames for ``receive``, and their sizes
         self._life = Lifetime(resume_timeout)
         self._stream: Stream | None = None
         self._before = Traffic()  # traffic of the streams that were replaced
@@ -103,7 +101,9 @@ class Lane:
     def check(self) -> None:
         """Raise the lane's error if the lane has ended."""
         with self._changed:
-            self._check()
+            self._expire()
+            if self._life.error is not None:
+                raise copy.copy(self._life.error)  # a traceback would keep objects in memory
 
     def send(
         self,
@@ -144,7 +144,7 @@ class Lane:
         with self._changed:
             if self._is_client:
                 self._room.wait_for(self._may_queue)
-            self._check()
+            self.check()
             self._delivery.add(outgoing)
             kept = self._delivery.kept_bytes
             if not self._is_client and kept > self.limits.queue_bytes:
@@ -155,14 +155,11 @@ class Lane:
                     ),
                     "too much of what was sent has not been read",
                 )
-                self._check()
+                self.check()
             self._to_send.notify()
 
     def receive(self, timeout: float) -> Frame:
-        """Wait for the next frame.
-
-        Args:
-            timeout: Timeout in seconds.
+        """Wait at most ``timeout`` seconds for the next frame.
 
         Raises:
             LaneTimeoutError: No frame arrived in time; the lane stays open.
@@ -183,8 +180,8 @@ class Lane:
             self._seconds_waiting += time.perf_counter() - started
             if self._inbox:
                 self._room.notify_all()
-                return self._inbox.take()
-            self._check()
+                return self._inbox.popleft()[0]
+            self.check()
         raise LaneTimeoutError(f"the other side sent nothing for {timeout:.1f} s")
 
     def close(self, error: str | None = None) -> None:
@@ -231,30 +228,25 @@ class Lane:
             stream.release()
         return received
 
-    def attach(self, stream: Stream, acknowledged: int) -> None:
+    def attach(self, stream: Stream) -> None:
         """Continue over a new stream that both ends have confirmed.
 
         If the lane has ended, use the stream only to send the reason to the other side.
-
-        Args:
-            stream: The new stream.
-            acknowledged: Number of frames that the other end has received.
-
         """
         with self._changed:
             self._expire()
             self._stream = stream
             self.opened += 1
-            try:
-                if self._life.error is None:
-                    self._delivery.restart(acknowledged)
-            except FrameError as error:
-                self._end(error, str(error))
-            if self.opened > _MAX_STREAMS:
-                message = f"the lane was cut {_MAX_STREAMS} times"
-                self._end(LaneError(message), message)
             if self._life.error is not None:
                 self._life.release_later(stream)
+            elif self.opened > _MAX_STREAMS:
+                message = f"the lane was cut {_MAX_STREAMS} times"
+                self._end(LaneError(message), message)
+            else:
+                try:
+                    self._delivery.restart(stream.opener.acknowledged)
+                except FrameError as error:
+                    self._end(error, str(error))
             self._wake()
 
     def messages(self, stream: Stream) -> Iterator[bytes]:
@@ -263,13 +255,11 @@ class Lane:
             while (outgoing := self._next(stream)) is not None:
                 yield from stream.seal(outgoing, self._delivery.received)
         except Exception as error:
-            # Use the messages of LaneError only, because others may contain confidential data.
-            reason = str(error) if isinstance(error, LaneError) else type(error).__name__
             with self._changed:
                 if isinstance(error, LaneCutError):
                     self._lose_stream(error)
                 else:
-                    failure = FrameError(f"a frame could not be sent: {reason}")
+                    failure = FrameError(f"a frame could not be sent: {lane_error(error)}")
                     self._end(failure, "it failed to send")
         with self._changed:
             if self._stream is not stream:
@@ -296,37 +286,35 @@ class Lane:
                     self._open(stream, message)
                 if stream.exhausted and self._is_client:
                     raise LaneCutError("the stream's keys have encrypted as much as they may")
-            where = "within a frame" if stream.mid_frame else "before it was closed"
+            where = "within a frame" if stream.opener.mid_frame else "before it was closed"
             raise LaneCutError(f"the lane was cut {where}")
         except Exception as error:
             with self._changed:
                 if self._stream is stream:
                     self._lose_stream(lane_error(error))
         finally:
-            stream.drop()
+            stream.opener.drop()
             with self._changed:
                 if self._life.error is not None and self._stream in (stream, None):
                     self._finish()
 
     def _open(self, stream: Stream, record: bytes) -> None:
+        """Process a record. End the lane if the other side may not send it."""
         try:
             frame = stream.open(record)
+            with self._changed:
+                if self._stream is stream and self._life.error is None:
+                    self._take(stream, frame)
         except AlteredRecordError:
             raise  # treat it like a cut
         except Exception as error:
             failure = lane_error(error)
             with self._changed:
-                return self._end(failure, str(failure))
-        with self._changed:
-            if self._stream is stream and self._life.error is None:
-                self._take(stream, frame)
+                self._end(failure, str(failure))
 
     def _take(self, stream: Stream, frame: Frame | None) -> None:
         """Process the acknowledgement of a record, and add a completed frame to the inbox."""
-        try:
-            self._delivery.acknowledge(stream.acknowledged)
-        except FrameError as error:
-            return self._end(error, str(error))
+        self._delivery.acknowledge(stream.opener.acknowledged)
         if frame is None:
             return None
         if frame.kind is Kind.CLOSE:
@@ -335,47 +323,38 @@ class Lane:
             message = printable(str(frame.fields.get("message")))
             return self._end(PeerError(f"the other side gave up: {message}"))
         if frame.kind is Kind.CONFIRM:
-            return self._end(FrameError("a second CONFIRM came"), "a second CONFIRM came")
-        size = max(stream.frame_bytes, frame.tensor_bytes) + frame.overhead_bytes
-        self._room.wait_for(
-            lambda: (
-                self._inbox.has_room(size)
-                or self._life.error is not None
-                or self._stream is not stream
-            )
-        )
-        if self._life.error is None and self._stream is stream:
-            self._inbox.add(frame, size)
-            self._delivery.received += 1
-            self._changed.notify_all()
+            raise FrameError("a second CONFIRM came")
+        size = max(stream.opener.frame_bytes, frame.tensor_bytes) + frame.overhead_bytes
+        while self._life.error is None and self._stream is stream:
+            if self._has_room(size):
+                self._inbox.append((frame, size))
+                self._delivery.received += 1
+                self._changed.notify_all()
+                break
+            self._room.wait()
         return None
+
+    def _has_room(self, size: int) -> bool:
+        """Return whether the inbox may take another frame of ``size`` bytes; it may if empty."""
+        waiting = [taken for _, taken in self._inbox]
+        fits = len(waiting) < _FRAMES_AHEAD and sum(waiting) + size <= self.limits.hidden_bytes
+        return fits or not waiting
 
     def _next(self, stream: Stream) -> Outgoing | None:
         """Wait for the next frame to send over a stream; return None at the end."""
-        found: list[Outgoing | None] = []
-
-        def ready() -> bool:
-            if self._stream is not stream:
-                return True
-            frame = self._delivery.next()
-            if frame is not None:
-                found.append(frame)
-            return frame is not None or self._life.error is not None
-
         with self._changed:
-            self._to_send.wait_for(ready)
-            if self._is_client:
-                self._room.notify_all()
-            return found[0] if found else None
+            while self._stream is stream:
+                outgoing = self._delivery.next()
+                if outgoing is not None or self._life.error is not None:
+                    if self._is_client:
+                        self._room.notify_all()
+                    return outgoing
+                self._to_send.wait()
+        return None
 
     def _may_queue(self) -> bool:
         fits = self._delivery.unsent_bytes <= self.limits.queue_bytes
         return fits or self._stream is None or self._life.error is not None
-
-    def _check(self) -> None:
-        self._expire()
-        if self._life.error is not None:
-            raise copy.copy(self._life.error)  # a traceback would keep objects in memory
 
     def _expire(self) -> None:
         """End the lane if a cut stream was not replaced in time."""

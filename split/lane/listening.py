@@ -159,10 +159,8 @@ class LaneServer:
             number, received = self._accept(used, stream)
             try:
                 yield stream.confirm(received)
-                acknowledged = _confirmation(stream, requests)
-                return self._confirm(
-                    number=number, identity=identity, stream=stream, acknowledged=acknowledged
-                ), stream
+                _open_confirmation(stream, requests)
+                return self._confirm(number, identity, stream), stream
             finally:
                 with self._lock:
                     if self._unconfirmed.get(number) is stream:
@@ -181,25 +179,21 @@ class LaneServer:
                 return number, 0
             return number, lane.detach("the client has opened another stream")
 
-    def _confirm(
-        self, number: bytes, identity: Identity, stream: Stream, acknowledged: int
-    ) -> Lane:
+    def _confirm(self, number: bytes, identity: Identity, stream: Stream) -> Lane:
         """Continue a lane over a stream whose first record was decrypted, or begin a new lane."""
         with self._lock:
             if self._unconfirmed.get(number) is not stream:
                 raise refused(Refusal.TICKET_USED)
-            lane = self._lanes.get(number)
-            self._check_room(new=lane is None)
+            known = self._lanes.get(number)
+            self._check_room(new=known is None)
             self._tickets.confirm(number, stream.resumption.identifier)
-            if lane is not None:
-                lane.attach(stream, acknowledged)
-                return lane
-            lane = self._new_lane(number, identity)
-            lane.attach(stream, acknowledged)
-            name = f"serve {identity.node}"
-            thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
-            self._threads.add(thread)
-            thread.start()
+            lane = known or self._new_lane(number, identity)
+            lane.attach(stream)
+            if known is None:
+                name = f"serve {identity.node}"
+                thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
+                self._threads.add(thread)
+                thread.start()
             return lane
 
     def _new_lane(self, number: bytes, identity: Identity) -> Lane:
@@ -266,8 +260,8 @@ def _next(requests: Iterator[bytes]) -> bytes:
     return message
 
 
-def _confirmation(stream: Stream, requests: Iterator[bytes]) -> int:
+def _open_confirmation(stream: Stream, requests: Iterator[bytes]) -> None:
     try:
-        return stream.confirmation(_next(requests))
+        stream.open_confirmation(_next(requests))
     except FrameError:
         raise refused(Refusal.AUTHENTICATION) from None

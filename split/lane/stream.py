@@ -2,13 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from dataclasses import astuple, dataclass
 
-import grpc
-
-from split.lane.traffic import Traffic
-from split.lane.transport import stream_error
-from split.protocol.errors import FrameError, LaneError
+from split.protocol.errors import FrameError
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.key_schedule import LaneSecrets
 from split.protocol.payload import Outgoing
@@ -17,6 +13,30 @@ from split.protocol.records import MAX_BYTES, Opener, Sealer
 # A client replaces a stream before its keys reach their limit, with a margin for one large frame.
 _REPLACE_AFTER_BYTES = MAX_BYTES - 2**32
 _HTTP2_FRAME_BYTES = 2**14
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Traffic and processing time of one lane, or of several lanes in total, at this end.
+
+    Attributes:
+        bytes_up: Bytes from the client to the server, including the handshake and all overhead
+            above TCP except the initial headers and the trailers of gRPC.
+        bytes_down: Bytes from the server to the client.
+        seconds_crypto: Time spent on encryption and decryption.
+        seconds_serialisation: Time spent on serialising and deserialising tensors.
+        seconds_waiting: Time spent in ``Lane.receive``.
+
+    """
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds_crypto: float = 0.0
+    seconds_serialisation: float = 0.0
+    seconds_waiting: float = 0.0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Stream:
@@ -30,8 +50,8 @@ class Stream:
         release: Function that ends the stream immediately, even if data is in transit.
 
     Attributes:
+        opener: Decryption of the other end's records.
         resumption: Ticket with which the client may open the next stream of the lane.
-        release: Function that ends the stream immediately.
 
     """
 
@@ -48,24 +68,9 @@ class Stream:
         self._limits = limits
         self._is_client = is_client
         self._sealer = Sealer(secrets.up if is_client else secrets.down)
-        self._opener = Opener(secrets.down if is_client else secrets.up, limits)
+        self.opener = Opener(secrets.down if is_client else secrets.up, limits)
         self._sent, self._received = carried
         self._seconds_packing = 0.0
-
-    @property
-    def acknowledged(self) -> int:
-        """Number of frames that the other end has received, from its last record."""
-        return self._opener.acknowledged
-
-    @property
-    def frame_bytes(self) -> int:
-        """Payload size of the last record's frame in bytes."""
-        return self._opener.frame_bytes
-
-    @property
-    def mid_frame(self) -> bool:
-        """Whether the last frame is incomplete."""
-        return self._opener.mid_frame
 
     @property
     def exhausted(self) -> bool:
@@ -81,16 +86,12 @@ class Stream:
         return Traffic(
             bytes_up=up,
             bytes_down=down,
-            seconds_crypto=self._sealer.seconds + self._opener.seconds_crypto,
-            seconds_serialisation=self._seconds_packing + self._opener.seconds_serialisation,
+            seconds_crypto=self._sealer.seconds + self.opener.seconds_crypto,
+            seconds_serialisation=self._seconds_packing + self.opener.seconds_serialisation,
         )
 
     def seal(self, outgoing: Outgoing, acknowledged: int) -> Iterator[bytes]:
-        """Yield a frame's records.
-
-        Args:
-            outgoing: The frame.
-            acknowledged: Number of frames that this end has received over the whole lane.
+        """Yield a frame's records; ``acknowledged`` frames have arrived over the whole lane.
 
         Raises:
             FrameError: A tensor has a number that is not finite.
@@ -124,10 +125,10 @@ class Stream:
 
         """
         self._received += wire_bytes(record)
-        return self._opener.open(record)
+        return self.opener.open(record)
 
-    def confirmation(self, record: bytes) -> int:
-        """Decrypt the first record of the other end; return the number of frames it has received.
+    def open_confirmation(self, record: bytes) -> None:
+        """Decrypt the first record of the other end, which acknowledges the frames it has received.
 
         Raises:
             FrameError: The record is not ``CONFIRM``.
@@ -136,52 +137,9 @@ class Stream:
         frame = self.open(record)
         if frame is None or frame.kind is not Kind.CONFIRM:
             raise FrameError("a stream began without CONFIRM")
-        return self.acknowledged
-
-    def drop(self) -> None:
-        """Discard an incomplete frame, because no more records will arrive."""
-        self._opener.drop()
-
-
-def lane_error(error: Exception) -> LaneError:
-    """Return the lane's error for an exception of a stream."""
-    if isinstance(error, LaneError):
-        return error
-    if isinstance(error, grpc.RpcError):
-        return stream_error(error)
-    # Omit the message, because it may contain confidential data.
-    return FrameError(type(error).__name__)
 
 
 def wire_bytes(message: bytes) -> int:
     """Return the bytes of a gRPC message above TCP, including all frame headers."""
     size = len(message) + 5
     return size + 9 * -(-size // _HTTP2_FRAME_BYTES)
-
-
-class Outbox:
-    """The messages of a client's stream, from a queue of iterators.
-
-    gRPC requests the next message in a separate thread, which waits for the next iterator.
-    """
-
-    def __init__(self, *parts: Iterator[bytes]) -> None:
-        self._parts: SimpleQueue[Iterator[bytes] | None] = SimpleQueue()
-        self._present: Iterator[bytes] | None = iter(())
-        for part in parts:
-            self.put(part)
-
-    def put(self, part: Iterator[bytes] | None) -> None:
-        """Queue an iterator; None ends the stream."""
-        self._parts.put(part)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self
-
-    def __next__(self) -> bytes:
-        while self._present is not None:
-            message = next(self._present, None)
-            if message is not None:
-                return message
-            self._present = self._parts.get()
-        raise StopIteration

@@ -1,10 +1,13 @@
 """The use of gRPC by lanes: method, options of channels and servers, and status codes."""
 
 import ipaddress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import grpc
 
-from split.protocol.errors import LaneCutError, LaneError, Refusal
+from split.protocol.errors import FrameError, LaneCutError, LaneError, Refusal
 from split.protocol.records import MAX_RECORD_BYTES
 
 SERVICE = "chambers.Lane"
@@ -46,11 +49,9 @@ def channel_options(address: str) -> list[tuple[str, int]]:
 
 
 def server_options(calls: int) -> list[tuple[str, int]]:
-    """Return the server's options. The port is not shared, so that a port in use is an error.
+    """Return the options of a server with at most ``calls`` concurrent calls.
 
-    Args:
-        calls: Maximum number of concurrent calls.
-
+    The port is not shared, so that a port in use is an error.
     """
     silent = int(SILENT_SECONDS * 1000)
     return [
@@ -82,13 +83,16 @@ def refusal_of(error: grpc.RpcError) -> Refusal | None:
     return Refusal(value) if value != details and value in list(Refusal) else None
 
 
-def stream_error(error: Exception) -> LaneError:
-    """Return the ``LaneCutError`` for the end of a stream with any status.
-
-    After the handshake, both sides report all other reasons in encrypted frames.
-    """
-    code, _ = status_of(error)
-    return LaneCutError(f"the stream broke ({code.name})" if code else "the stream broke")
+def lane_error(error: Exception) -> LaneError:
+    """Return the lane's error for an exception of a stream."""
+    if isinstance(error, LaneError):
+        return error
+    if isinstance(error, grpc.RpcError):
+        # After the handshake, both sides report all other reasons in encrypted frames.
+        code, _ = status_of(error)
+        return LaneCutError(f"the stream broke ({code.name})" if code else "the stream broke")
+    # Omit the message, because it may contain confidential data.
+    return FrameError(type(error).__name__)
 
 
 def status_of(error: Exception) -> tuple[grpc.StatusCode | None, str]:
@@ -96,6 +100,18 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode | None, str]:
     if isinstance(error, grpc.Call):
         return error.code(), error.details() or ""
     return None, ""
+
+
+@contextmanager
+def time_limit(seconds: float, end: Callable[[], object]) -> Iterator[threading.Timer]:
+    """Call ``end`` in another thread if the ``with`` block takes longer than ``seconds``."""
+    limit = threading.Timer(seconds, end)
+    limit.daemon = True
+    limit.start()
+    try:
+        yield limit
+    finally:
+        limit.cancel()
 
 
 def _is_loopback(address: str) -> bool:

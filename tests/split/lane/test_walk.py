@@ -312,12 +312,13 @@ class Walk:
             return self.take_confirm_of_server()
         self.dialling = None
         record = record if place is None else flipped(record, place)
-        return refused(link.streams["client"].confirmation, record, kind=LaneError)
+        return refused(link.streams["client"].open_confirmation, record, kind=LaneError)
 
     def take_confirm_of_server(self):
         link, client = self.dialling, self.ends["client"]
         record, acknowledged, _ = link.wires["server"].records[0]
-        assert link.streams["client"].confirmation(record) == acknowledged
+        link.streams["client"].open_confirmation(record)
+        assert link.streams["client"].opener.acknowledged == acknowledged
         link.wires["server"].next = 1
         self.ticket, self.dialling = link.resumption, None
         client.attach(link, acknowledged)
@@ -333,12 +334,13 @@ class Walk:
         place = self.place()
         self.waiting.remove(link)
         record = record if place is None else flipped(record, place)
-        return refused(link.streams["server"].confirmation, record, kind=LaneError)
+        return refused(link.streams["server"].open_confirmation, record, kind=LaneError)
 
     def take_confirm_of_client(self, link):
         record, acknowledged, _ = link.wires["client"].records[0]
         self.waiting.remove(link)
-        assert link.streams["server"].confirmation(record) == acknowledged
+        link.streams["server"].open_confirmation(record)
+        assert link.streams["server"].opener.acknowledged == acknowledged
         if link is not self.newest:
             return
         self.book.confirm(link.lane, link.resumption.identifier)
@@ -373,7 +375,7 @@ class Walk:
         record, acknowledged, number = wire.records[wire.next]
         wire.next += 1
         frame = end.link.streams[side].open(record)
-        end.delivery.acknowledge(end.link.streams[side].acknowledged)
+        end.delivery.acknowledge(end.link.streams[side].opener.acknowledged)
         self.ends[side].known = acknowledged
         assert (frame and frame.step) == number
         if frame is not None:
