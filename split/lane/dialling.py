@@ -57,16 +57,10 @@ def open_lane(
 
     Until the server has confirmed the handshake, its answers are not authenticated. The ticket
     therefore remains valid after any failed attempt, and is tried again. If the server is busy, try
-    until ``busy_until``. All other failures are final when they last for ``patience``. After a cut,
-    try to open the next stream for ``resume_timeout``.
-
-    Args:
-        invitation: Invitation to the server.
-        limits: Limits on the frames of the server.
-        deadline: Time at which the lane ends, on ``time.monotonic``'s clock.
-        resume_timeout: Seconds within which a cut stream must be replaced.
-        patience: Seconds for which to retry after refusals or missing answers.
-        busy_until: Time until which to retry if the server is busy; None for the deadline.
+    until ``busy_until`` (None: until the deadline). All other failures, refusals or missing
+    answers, are final when they last for ``patience`` seconds. After a cut, try to open the next
+    stream for ``resume_timeout`` seconds. The lane ends at the deadline. Deadline and
+    ``busy_until`` are on ``time.monotonic``'s clock.
 
     Raises:
         HandshakeError: The server refused the handshake; subclasses state the reason.
@@ -158,13 +152,8 @@ def _dial_until(
 ) -> _Connection:
     """Try to open a stream once per second, until the lane ends.
 
-    Args:
-        lane: The lane that needs the stream.
-        invitation: The invitation, with the ticket to use.
-        deadline: Deadline of the lane, on ``time.monotonic``'s clock.
-        patience: Seconds for which to retry, counted from the last answer that the server is busy.
-        busy_until: Time from which such an answer no longer extends the retries.
-
+    Retry for ``patience`` seconds, counted from the last answer that the server is busy. From
+    ``busy_until`` on, such an answer no longer extends the retries.
     """
     until = min(deadline, time.monotonic() + patience)
     while True:

@@ -19,9 +19,7 @@ from split.protocol.tickets import Identity
 def host_of(peer: str) -> str:
     """Return the address of a peer: an IPv4 address, or an IPv6 network (/64).
 
-    Args:
-        peer: Peer in gRPC's format, such as ``ipv4:127.0.0.1:4711`` or ``ipv6:%5B::1%5D:4711``.
-
+    gRPC describes peers as ``ipv4:127.0.0.1:4711`` or ``ipv6:%5B::1%5D:4711``.
     """
     kind, _, address = peer.partition(":")
     host = address.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D").strip("[]")
@@ -35,16 +33,11 @@ def host_of(peer: str) -> str:
 
 
 class SilentStreams:
-    """Streams that have not sent a message yet. If there are too many, end an older one.
+    """At most ``most`` streams that are waiting for their first message, ``seconds`` each.
 
     A legitimate client sends its first message immediately, so that its stream is silent only
-    briefly. End the oldest stream of the address with the most streams, so that a flood from one
-    address mainly ends its own streams.
-
-    Args:
-        most: Maximum number of silent streams.
-        seconds: Time limit for the first message of a stream.
-
+    briefly. If there are too many streams, end the oldest one of the address with the most streams,
+    so that a flood from one address mainly ends its own streams.
     """
 
     def __init__(self, most: int, seconds: float) -> None:
@@ -57,10 +50,7 @@ class SilentStreams:
     def count(self, host: str, end: Callable[[], object]) -> Iterator[None]:
         """Count a stream while the ``with`` block waits for its first message.
 
-        Args:
-            host: Address of the peer; see ``host_of``.
-            end: Function that ends the stream, called on a timeout or if there are too many.
-
+        ``end`` ends the stream. It is called on a timeout, or if there are too many streams.
         """
         with self._lock:
             displaced = self._displaced() if len(self._streams) >= self._most else None
@@ -83,15 +73,10 @@ class SilentStreams:
 
 
 class AnsweredHandshakes:
-    """Handshakes between the first message and the client's confirmation.
+    """At most ``most`` handshakes between the first message and the client's confirmation.
 
-    A limit per identity prevents one ticket from using up the total limit.
-
-    Args:
-        most: Maximum number of handshakes.
-        each: Maximum number of handshakes per identity.
-        seconds: Time limit for each handshake.
-
+    Each has a time limit of ``seconds``. A limit for ``each`` identity prevents one ticket from
+    using up the total limit.
     """
 
     def __init__(self, most: int, each: int, seconds: float) -> None:
@@ -105,9 +90,7 @@ class AnsweredHandshakes:
     def count(self, identity: Identity, end: Callable[[], object]) -> Iterator[None]:
         """Count a handshake towards the limits while the ``with`` block completes it.
 
-        Args:
-            identity: Identity of the ticket in the first message.
-            end: Function that ends the stream, called when the time limit expires.
+        ``end`` ends its stream. It is called when the time limit expires.
 
         Raises:
             LaneBusyError: There are too many handshakes.
