@@ -8,12 +8,9 @@ from finetuning.randomness import normal
 
 
 def add_noise(hidden: torch.Tensor, noise: float) -> torch.Tensor:
-    """Return hidden states with noise that cannot be reproduced.
+    """Return hidden states (rows, columns, hidden) with noise that cannot be reproduced.
 
-    Args:
-        hidden: (rows, columns, hidden).
-        noise: Standard deviation relative to the root mean square of each token's hidden state.
-
+    ``noise`` is its standard deviation relative to the root mean square of each token's state.
     """
     deviation = noise * hidden.float().square().mean(-1, keepdim=True).sqrt()
     # Don't derive the noise from the run's seed, which the server knows too.

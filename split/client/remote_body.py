@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -19,13 +19,7 @@ class RemoteBody:
     """The body of a model, computed by the block server at the other end of a lane.
 
     Methods that wait for the server raise ``LaneError`` if the lane has ended, no frame arrives in
-    time, or a frame is unexpected or invalid.
-
-    Args:
-        lane: Lane to the block server, over which frames are sent.
-        frame_timeout: Seconds to wait for the server's next frame.
-        deadline: Time limit for activation budget at the server, on ``time.monotonic``'s clock.
-        noise: Standard deviation of the noise on hidden states, relative to each token's RMS.
+    time, or a frame is unexpected or invalid. `SplitModel` describes the arguments.
 
     Attributes:
         seconds_waiting: Time spent waiting for the server's frames.
@@ -53,15 +47,9 @@ class RemoteBody:
         wants_gradient: bool,
         average_every: int,
     ) -> None:
-        """Begin a round of training.
+        """Begin a round of training; see `SplitModel.join`.
 
-        Args:
-            plan: Numbers of steps; the seed is not sent.
-            longest: Padded tokens of the largest micro-batch, prefixes included.
-            deadline: End of the round, on ``time.monotonic``'s clock.
-            wants_gradient: Whether the server returns the gradients of the head's output.
-            average_every: Number of steps between averages of all parties' adapters; 0 for never.
-
+        The server returns the gradients of the head's output if ``wants_gradient`` is true.
         """
         self._step = 0
         self._average_every, self._until = average_every, deadline
@@ -94,22 +82,22 @@ class RemoteBody:
         self._lane.send(Kind.AVERAGE, self._step, tensors=adapters)
         average = self._receive(Kind.AVERAGE, self._until).tensors
         for name, own in adapters.items():
-            _check_average(name, average.get(name), own)
+            found = average.get(name)
+            if found is None or found.dtype is not torch.float32 or found.shape != own.shape:
+                raise LaneError(f"the server's average has no {name} of float32 {tuple(own.shape)}")
         return average
 
     def pipeline(
-        self,
-        shapes: Sequence[torch.Size],
-        forward: Callable[[int], object],
-        wants_gradient: bool = False,
+        self, count: int, forward: Callable[[int], torch.Size], wants_gradient: bool = False
     ) -> Iterator[tuple[Kind, int, torch.Tensor]]:
         """Yield the answers to a step's micro-batches in order of arrival.
 
         The number of micro-batches in flight is the number of credits that the server has granted.
 
         Args:
-            shapes: (rows, columns, hidden) of each micro-batch.
-            forward: Function that computes a micro-batch and sends it with ``send_hidden``.
+            count: Number of micro-batches.
+            forward: Function that computes a micro-batch, sends it with ``send_hidden``, and
+                returns its shape (rows, columns, hidden).
             wants_gradient: Whether to expect a ``GRADIENT`` frame for each micro-batch, which the
                 server sends after ``send_gradient``.
 
@@ -120,14 +108,13 @@ class RemoteBody:
 
         """
         last = Kind.GRADIENT if wants_gradient else Kind.HIDDEN
-        begun = 0
+        shapes: list[torch.Size] = []  # of the micro-batches that were sent
         due = {Kind.HIDDEN: 0, Kind.GRADIENT: 0}  # the next micro-batch of each kind
-        while due[last] < len(shapes):
-            if begun < len(shapes) and begun - due[last] < self._credits:
-                forward(begun)
-                begun += 1
+        while due[last] < count:
+            if len(shapes) < min(count, due[last] + self._credits):
+                shapes.append(forward(len(shapes)))
             else:
-                frame = self._answer(due, begun, last)
+                frame = self._answer(due, len(shapes), last)
                 index = frame.micro_batch
                 yield frame.kind, index, _of_shape(frame, shapes[index])
 
@@ -159,29 +146,19 @@ class RemoteBody:
         )
 
     def send_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """Send the gradient of the loss with respect to hidden states after the body.
-
-        Args:
-            index: Index of the micro-batch.
-            gradient: (rows, columns, hidden).
-
-        """
+        """Send the loss gradient (rows, columns, hidden) for hidden states after the body."""
         self._lane.send(
             Kind.GRADIENT, step=self._step, micro_batch=index, tensors={"gradient": gradient}
         )
 
     def end_step(self, squared_norm: float) -> tuple[float, float]:
-        """End a step of training.
-
-        Args:
-            squared_norm: Squared norm of the gradients of head and tail.
+        """End a step of training with the squared norm of the gradients of head and tail.
 
         Returns:
             The factor that clips the gradients, from 0 to 1, and their norm over all parties.
 
         """
-        fields: Mapping[str, Value] = {"squared_norm": squared_norm}
-        self._lane.send(Kind.STEP, self._step, fields=fields)
+        self._lane.send(Kind.STEP, self._step, fields={"squared_norm": squared_norm})
         # Wait until the end of the round: other clients may be slow, and have their own limits.
         fields = self._receive(Kind.STEP, self._until).fields
         factor, norm = _number(fields, "factor", most=1.0), _number(fields, "norm")
@@ -191,17 +168,10 @@ class RemoteBody:
     def exchange(
         self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: Mapping[str, Value]
     ) -> torch.Tensor:
-        """Return hidden states after the body, and cache the keys and values at the server.
+        """Return hidden states after the body on the CPU. The server caches their keys and values.
 
-        Args:
-            index: Number of exchanges so far for these texts.
-            hidden: (rows, columns, hidden) after the head.
-            lengths: (rows,), number of tokens of each row without padding.
-            fields: See ``send_hidden``.
-
-        Returns:
-            (rows, columns, hidden) on the CPU.
-
+        ``index`` is the number of exchanges so far for these texts. The other arguments are those
+        of ``send_hidden``.
         """
         self.send_hidden(index, hidden, lengths, fields)
         # The server may have to finish other clients' generations to free activation budget.
@@ -215,10 +185,7 @@ class RemoteBody:
     def end(self, until: float | None) -> None:
         """End the round or the evaluation, wait for the server's confirmation, and close the lane.
 
-        Args:
-            until: Time until which to wait, on ``time.monotonic``'s clock. None waits for
-                ``frame_timeout``.
-
+        ``until`` is as for ``SplitModel.end``.
         """
         self._lane.send(Kind.END)
         self._receive(Kind.END, until=until)
@@ -257,9 +224,6 @@ class RemoteBody:
             also: Second kind that is accepted.
             micro_batch: Expected index of the micro-batch; None to skip this check.
 
-        Raises:
-            LaneError: The lane has ended, no frame arrived in time, or the frame is unexpected.
-
         """
         started = time.monotonic()
         timeout = self._frame_timeout if until is None else max(0.0, until - started)
@@ -297,8 +261,3 @@ def _number(fields: Mapping[str, Value], name: str, most: float = math.inf) -> f
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
         raise LaneError(f"the server ended a step with {name} = {value!r}")
     return float(value)
-
-
-def _check_average(name: str, found: torch.Tensor | None, own: torch.Tensor) -> None:
-    if found is None or found.dtype is not torch.float32 or found.shape != own.shape:
-        raise LaneError(f"the server's average has no {name} of float32 {tuple(own.shape)}")

@@ -31,13 +31,11 @@ class SplitModel:
     Args:
         head: Embedding and first blocks, with its adapter.
         tail: Last blocks, norm and output head, with its adapter.
-        lane: Lane to the block server, over which frames are sent.
+        lane: Lane to the block server. The caller that opened it must close it.
         frame_timeout: Seconds to wait for the server's next frame.
-        deadline: Time limit for activation budget at the server, on ``time.monotonic``'s clock.
+        deadline: Time until which to wait for activation budget at the server,
+            on ``time.monotonic``'s clock; None waits for ``frame_timeout``.
         noise: Standard deviation of the noise on hidden states, relative to each token's RMS.
-
-    Attributes:
-        lane: Lane to the server. The caller that opened it must close it.
 
     """
 
@@ -80,8 +78,7 @@ class SplitModel:
         """Begin a round of training.
 
         Args:
-            plan: Numbers of steps. The seed is not sent, and ``wants_gradient`` is derived from the
-                head.
+            plan: Numbers of steps; the seed is not sent.
             longest: Padded tokens of the largest micro-batch, prefixes included.
             deadline: End of the round, on ``time.monotonic``'s clock.
             average_every: Number of steps between averages of all parties' adapters; 0 for never.
@@ -96,12 +93,9 @@ class SplitModel:
         )
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
-        """Select the model to evaluate.
+        """Select the model to evaluate by its name at the server.
 
-        Args:
-            model: Name of the model at the server.
-            adapters: Adapters of head and tail; None for a model without adapters.
-
+        ``adapters`` are those of head and tail; None for a model without adapters.
         """
         for part in (self._head, self._tail):
             part.use(None if adapters is None else "default")
@@ -113,24 +107,23 @@ class SplitModel:
         """Accumulate the gradient of a step's loss in ``.grad`` of all three parties.
 
         Micro-batches are independent, so that as many can be in flight as the server has granted
-        credits for. Each party adds up their gradients in the order of the micro-batches.
-
-        Args:
-            batches: The step's micro-batches.
-            seed: Seed of the step, from which each party derives one seed per micro-batch.
+        credits for. Each party adds up their gradients in the order of the micro-batches, and
+        derives one seed per micro-batch from the seed of the step.
 
         Returns:
             The summed loss of each micro-batch in nats.
 
         """
-        self._average_if_due()
+        if self._body.average_due:
+            own = {name: parameter.detach() for name, parameter in self.parameters.items()}
+            load_state(self.parameters, self._body.average(own))
         self._set_up(training=True)
         targets = sum(len(batch.labels) for batch in batches)
         wants_gradient = bool(self._head.trainable())
         outputs: dict[int, torch.Tensor] = {}  # outputs of the head that await their gradients
         losses = []
 
-        def forward(index: int) -> None:
+        def forward(index: int) -> torch.Size:
             counts = {
                 "targets": len(batches[index].labels),
                 "step_targets": targets,
@@ -140,9 +133,9 @@ class SplitModel:
                 output = self._forward_head(index, batches[index], counts)
             if wants_gradient:
                 outputs[index] = output
+            return output.shape
 
-        shapes = self._shapes(batches)
-        for kind, index, received in self._body.pipeline(shapes, forward, wants_gradient):
+        for kind, index, received in self._body.pipeline(len(batches), forward, wants_gradient):
             if kind is Kind.HIDDEN:
                 with drawing_from(derive_seed("dropout", seed, index, "tail")):
                     loss, gradient = self._backward_tail(received, batches[index], 1 / targets)
@@ -176,10 +169,10 @@ class SplitModel:
         self._set_up(training=False)
         losses = []
 
-        def forward(index: int) -> None:
-            self._forward_head(index, batches[index], {})
+        def forward(index: int) -> torch.Size:
+            return self._forward_head(index, batches[index], {}).shape
 
-        for _, index, received in self._body.pipeline(self._shapes(batches), forward):
+        for _, index, received in self._body.pipeline(len(batches), forward):
             hidden = self._tail(received.to(self._tail.device), _padding(batches[index]))
             with self._tail.autocast():
                 losses.append(target_loss(self._output_head, hidden, batches[index]))
@@ -191,14 +184,8 @@ class SplitModel:
     ) -> torch.Tensor:
         """Generate continuations of prompts; see ``WholeModel.generate``."""
         self._set_up(training=False)
-        generation = Generation(
-            head=self._head,
-            tail=self._tail,
-            mask=mask,
-            new_tokens=new_tokens,
-            exchange=self._body.exchange,
-        )
-        output: torch.Tensor = generation.run(tokens, mask, settings)
+        generation = Generation(self._head, self._tail, self._body.exchange)
+        output: torch.Tensor = generation.run(tokens, mask, new_tokens, **settings)
         self._body.end_exchanges()
         return output
 
@@ -214,10 +201,9 @@ class SplitModel:
         return target_log_probabilities(self._output_head, chosen, batch.labels)
 
     def end(self, until: float | None = None) -> None:
-        """End the round or the evaluation, and wait for the server's confirmation.
+        """End the round or the evaluation, and close the lane after the server's confirmation.
 
-        Args:
-            until: Time limit on ``time.monotonic``'s clock; None waits for ``frame_timeout``.
+        Wait until a time on ``time.monotonic``'s clock, or for ``frame_timeout`` if it is None.
 
         Raises:
             LaneError: The lane has ended, or the confirmation did not arrive in time.
@@ -225,19 +211,9 @@ class SplitModel:
         """
         self._body.end(until)
 
-    def _shapes(self, batches: Sequence[MicroBatch]) -> list[torch.Size]:
-        hidden = self._head.hidden_size
-        return [torch.Size((*batch.tokens.shape, hidden)) for batch in batches]
-
     def _set_up(self, training: bool) -> None:
         for part in (self._head, self._tail):
             part.train(training)
-
-    def _average_if_due(self) -> None:
-        """Exchange the adapters for the average over all clients if it is due before this step."""
-        if self._body.average_due:
-            own = {name: parameter.detach() for name, parameter in self.parameters.items()}
-            load_state(self.parameters, self._body.average(own))
 
     def _forward_head(
         self, index: int, batch: MicroBatch, counts: Mapping[str, int]
@@ -250,17 +226,10 @@ class SplitModel:
     def _backward_tail(
         self, received: torch.Tensor, batch: MicroBatch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the gradient of a micro-batch's loss to ``.grad`` of the tail.
+        """Add the gradient of ``scale`` times a micro-batch's summed loss to ``.grad`` of the tail.
 
-        Args:
-            received: (rows, columns, hidden) after the body.
-            batch: The micro-batch.
-            scale: Weight of the summed loss in the loss of the step.
-
-        Returns:
-            The summed loss in nats, and its gradient with respect to ``received``, scaled:
-            (rows, columns, hidden).
-
+        Return the summed loss in nats, and the scaled gradient with respect to ``received``, the
+        hidden states after the body: (rows, columns, hidden).
         """
         middle = received.to(self._tail.device).requires_grad_()
         hidden = self._tail(middle, _padding(batch))

@@ -22,8 +22,7 @@ from split.model.generation import Generation
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
 from split.model.miniature import miniature
-from split.model.part import Part
-from split.model.partition import PARTIES, Partition, PartyName, outline
+from split.model.partition import PARTIES, Partition, outline
 from split.protocol.frames import Padding
 
 _PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
@@ -47,36 +46,25 @@ def check_exactness(
     except for rounding.
 
     The test model is randomly initialised, with the real depth and small widths, and is loaded in
-    the same way as the real one. Success is cached per version of code, torch, transformers, peft.
-
-    Args:
-        directory: Directory of the checkpoint.
-        settings: Settings of the model.
-        partition: Number of blocks of each party.
-        prefixes: Whether to test the blocks with prefixes, too.
-        generation: Whether to test text generation, too.
+    the same way as the real one. If requested, it is also tested with prefixes, and its generation
+    of texts. Success is cached per version of code, torch, transformers and peft.
 
     Raises:
         BaseModelError: The results differ, or the architecture is not causal or cannot be tested.
             The message names the architecture.
 
     """
-    mark = (
-        cache_directory()
-        / "exactness"
-        / _key(directory=directory, partition=partition, prefixes=prefixes, generation=generation)
-    )
+    facts = [config_digest(directory / "config.json"), astuple(partition), prefixes, generation]
+    mark = cache_directory() / "exactness" / _key(facts)
     if mark.is_file():
         return
     architecture = type(outline(directory)).__name__
     try:
-        reason = _difference(
-            directory=directory,
-            settings=settings,
-            partition=partition,
-            prefixes=prefixes,
-            generation=generation,
-        )
+        models = _TestModels(directory, settings, partition)
+        reason = models.difference(generation)
+        if prefixes and not reason:
+            models.add_prefixes()
+            reason = models.difference(generation)
     except BaseModelError as error:
         reason = str(error)
     except Exception as error:  # unsupported architectures can raise any exception
@@ -91,156 +79,128 @@ def check_exactness(
         aside.write_text(architecture)
 
 
-def _difference(
-    directory: Path, settings: ModelSettings, partition: Partition, prefixes: bool, generation: bool
-) -> str:
-    """Describe a difference between split and whole model; return "" if there is none."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+class _TestModels:
+    """A small model as a whole and in parts, and texts of different lengths to compare them on."""
 
-    plain = settings.model_copy(update={"dtype": "float32", "quantization": "none"})
-    with TemporaryDirectory() as folder:
-        miniature(AutoConfig.from_pretrained(directory, trust_remote_code=False)).save_pretrained(
-            folder
-        )
-        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        parts = load_parts(
-            settings=plain,
-            directory=Path(folder),
-            partition=partition,
-            parties=PARTIES,
-            devices=["cpu"],
-        )
-    # Copy the weights, because rounding in matrix products depends on the memory alignment, which
-    # is arbitrary in a memory-mapped file.
-    for parameter in whole.parameters():
-        parameter.data = parameter.data.clone()
-    refuse_unless_causal(whole, directory)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(2, 60, (3, _COLUMNS), generator=generator)
-    lengths = torch.tensor([_COLUMNS, _COLUMNS - 2, 3])
-    for chosen in [None, _give_prefixes(whole, parts, partition)] if prefixes else [None]:
-        for side in ("right", "left"):
-            padding = Padding(side, lengths)
-            for name, whole_value, split_value in _both(
-                whole=whole, parts=parts, tokens=tokens, padding=padding, prefixes=chosen
-            ):
-                if not torch.equal(whole_value, split_value):
-                    what = f"{name} with prefixes" if chosen else name
-                    return f"its {what} are not those of the whole model, padded on the {side}"
-        if generation and (
-            reason := _other_texts(
-                whole=whole, parts=parts, tokens=tokens, lengths=lengths, prefixes=bool(chosen)
+    def __init__(self, directory: Path, settings: ModelSettings, partition: Partition) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        with TemporaryDirectory() as folder:
+            miniature(config).save_pretrained(folder)
+            self._whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            self._parts = load_parts(
+                settings=settings.model_copy(update={"dtype": "float32", "quantization": "none"}),
+                directory=Path(folder),
+                partition=partition,
+                parties=PARTIES,
+                devices=["cpu"],
             )
-        ):
-            return f"{reason} (evaluate.generate = true; false may work)"
-    return ""
+        # Copy the weights, because rounding in matrix products depends on the memory alignment,
+        # which is arbitrary in a memory-mapped file.
+        for parameter in self._whole.parameters():
+            parameter.data = parameter.data.clone()
+        refuse_unless_causal(self._whole, directory)
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = torch.randint(2, 60, (3, _COLUMNS), generator=generator)
+        self._lengths = torch.tensor([_COLUMNS, _COLUMNS - 2, 3])
+        self._prefixes: BlockPrefixes | None = None
+        self._with_prefixes = ""
+
+    @torch.no_grad()
+    def add_prefixes(self) -> None:
+        """Attach the same random prefixes to the whole model and to the parts."""
+        blocks = range(self._parts["head"].partition.blocks)
+        devices = dict.fromkeys(blocks, self._whole.device)
+        self._prefixes = BlockPrefixes(self._whole.config, _PREFIX.prefix_length, devices)
+        self._with_prefixes = " with prefixes"
+        generator = torch.Generator().manual_seed(1)
+        for value in self._prefixes.parameters.values():
+            value.normal_(generator=generator)
+        for part in self._parts.values():
+            part.attach(_PREFIX)
+            for name, value in part.trainable().items():
+                value.copy_(self._prefixes.parameters[name])
+
+    def difference(self, generation: bool) -> str:
+        """Describe a difference between split and whole model; return "" if there is none."""
+        for side in ("right", "left"):
+            for name, of_whole, of_parts in self._both(Padding(side, self._lengths)):
+                if not torch.equal(of_whole, of_parts):
+                    what = f"{name}{self._with_prefixes}"
+                    return f"its {what} are not those of the whole model, padded on the {side}"
+        reason = self._other_texts() if generation else ""
+        return f"{reason} (evaluate.generate = true; false may work)" if reason else ""
+
+    @torch.no_grad()
+    def _both(self, padding: Padding) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Compute hidden states and logits with whole and split model, excluding padding."""
+        if padding.side == "right":
+            inputs, real = {}, torch.arange(_COLUMNS) < padding.lengths[:, None]
+        else:
+            inputs = left_padding(self._whole.base_model, padding.lengths, _COLUMNS)
+            real = inputs["attention_mask"].bool()
+
+        def given_to_whole() -> dict[str, Any]:
+            given = {"input_ids": self._tokens, "use_cache": False, **inputs}
+            if self._prefixes is None:
+                return given
+            return self._prefixes.before(given, len(self._tokens), torch.float32)
+
+        hidden = self._whole.base_model(**given_to_whole()).last_hidden_state[real]
+        logits = self._whole(**given_to_whole()).logits[real]
+        given = self._tokens
+        for party in PARTIES:
+            given = self._parts[party](given, padding)
+        # Use the same shape as the whole model, because the order of summation depends on it.
+        output_head = self._parts["tail"].output_head
+        split_logits = output_head(inputs_embeds=given, use_cache=False).logits
+        return [("hidden states", hidden, given[real]), ("logits", logits, split_logits[real])]
+
+    def _other_texts(self) -> str:
+        """Describe a difference between generated texts; return "" if there is none.
+
+        The whole model uses PEFT's own implementation of prefixes.
+        """
+        tokens, parts, whole = self._tokens, self._parts, self._whole
+        mask = (torch.arange(_COLUMNS) >= _COLUMNS - self._lengths[:, None]).long()
+        settings = {
+            "do_sample": False,
+            "pad_token_id": 0,
+            "return_dict_in_generate": True,
+            "output_logits": True,
+        }
+        body: list[KeyValues] = []
+
+        def exchange(index: int, hidden: torch.Tensor, lengths: torch.Tensor, _: Any) -> Any:
+            if not index:
+                body[:] = [KeyValues(parts["body"], Padding("left", lengths), hidden.shape[1])]
+            return body[0].extend(hidden)
+
+        if self._prefixes is not None:
+            whole = attach_adapter(whole, _PREFIX, None)
+            load_adapter(whole, join_adapters(part.trainable() for part in parts.values()))
+        what = f"texts that it generates{self._with_prefixes}"
+        try:
+            expected = whole.generate(
+                input_ids=tokens, attention_mask=mask, max_new_tokens=_NEW_TOKENS, **settings
+            )
+            generation = Generation(parts["head"], parts["tail"], exchange)
+            found = generation.run(tokens, mask, _NEW_TOKENS, **settings)
+        except Exception as error:  # unsupported architectures can raise any exception
+            return f"the {what} can't be compared: {type(error).__name__}: {error}"
+        if not torch.equal(found.sequences, expected.sequences):
+            return f"the {what} are not those of the whole model"
+        for own, theirs in zip(found.logits, expected.logits, strict=True):
+            if (own - theirs).abs().max() > _ROUNDING * theirs.abs().max():
+                return f"logits of the {what} are not those of the whole model"
+        return ""
 
 
-@torch.no_grad()
-def _give_prefixes(whole: Any, parts: dict[PartyName, Part], partition: Partition) -> BlockPrefixes:
-    """Attach random prefixes to the parts, and return the same prefixes for the whole model."""
-    devices = dict.fromkeys(range(partition.blocks), whole.device)
-    result = BlockPrefixes(whole.config, _PREFIX.prefix_length, devices)
-    generator = torch.Generator().manual_seed(1)
-    for value in result.parameters.values():
-        value.normal_(generator=generator)
-    for part in parts.values():
-        part.attach(_PREFIX)
-        for name, value in part.trainable().items():
-            value.copy_(result.parameters[name])
-        part.use(None)
-    return result
-
-
-@torch.no_grad()
-def _both(
-    whole: Any,
-    parts: dict[PartyName, Part],
-    tokens: torch.Tensor,
-    padding: Padding,
-    prefixes: BlockPrefixes | None,
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Compute hidden states and logits with the whole and the split model, excluding padding."""
-    columns = torch.arange(tokens.shape[1])
-    if padding.side == "right":
-        inputs, real = {}, columns < padding.lengths[:, None]
-    else:
-        inputs = left_padding(whole.base_model, padding.lengths, tokens.shape[1])
-        real = inputs["attention_mask"].bool()
-
-    def given_to_whole() -> dict[str, Any]:
-        given = {"input_ids": tokens, "use_cache": False, **inputs}
-        return prefixes.before(given, len(tokens), torch.float32) if prefixes else given
-
-    hidden = whole.base_model(**given_to_whole()).last_hidden_state[real]
-    logits = whole(**given_to_whole()).logits[real]
-    given = tokens
-    for party in PARTIES:
-        parts[party].use("default" if prefixes else None)
-        given = parts[party](given, padding)
-    # Use the same shape as the whole model, because the order of summation depends on the shape.
-    split_logits = parts["tail"].output_head(inputs_embeds=given, use_cache=False).logits
-    return [("hidden states", hidden, given[real]), ("logits", logits, split_logits[real])]
-
-
-def _other_texts(
-    whole: Any,
-    parts: dict[PartyName, Part],
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    prefixes: bool,
-) -> str:
-    """Describe a difference between texts of whole and split model; return "" if there is none.
-
-    The whole model uses PEFT's own implementation of prefixes.
-    """
-    mask = (torch.arange(_COLUMNS) >= _COLUMNS - lengths[:, None]).long()
-    settings = {
-        "do_sample": False,
-        "pad_token_id": 0,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    }
-    body: list[KeyValues] = []
-
-    def exchange(index: int, hidden: torch.Tensor, lengths: torch.Tensor, _: Any) -> torch.Tensor:
-        if not index:
-            body[:] = [KeyValues(parts["body"], Padding("left", lengths), hidden.shape[1])]
-        return body[0].extend(hidden)
-
-    for part in parts.values():
-        part.use("default" if prefixes else None)
-    if prefixes:
-        whole = attach_adapter(whole, _PREFIX, None)
-        load_adapter(whole, join_adapters(part.trainable() for part in parts.values()))
-    what = "texts that it generates" + (" with prefixes" if prefixes else "")
-    try:
-        expected = whole.generate(
-            input_ids=tokens, attention_mask=mask, max_new_tokens=_NEW_TOKENS, **settings
-        )
-        generation = Generation(
-            head=parts["head"],
-            tail=parts["tail"],
-            mask=mask,
-            new_tokens=_NEW_TOKENS,
-            exchange=exchange,
-        )
-        found = generation.run(tokens, mask, settings)
-    except Exception as error:  # unsupported architectures can raise any exception
-        return f"the {what} can't be compared: {type(error).__name__}: {error}"
-    if not torch.equal(found.sequences, expected.sequences):
-        return f"the {what} are not those of the whole model"
-    for own, theirs in zip(found.logits, expected.logits, strict=True):
-        if (own - theirs).abs().max() > _ROUNDING * theirs.abs().max():
-            return f"logits of the {what} are not those of the whole model"
-    return ""
-
-
-def _key(directory: Path, partition: Partition, prefixes: bool, generation: bool) -> str:
+def _key(facts: list[Any]) -> str:
     import peft
     import transformers
 
-    facts = [config_digest(directory / "config.json"), astuple(partition), prefixes, generation]
     versions = [torch.__version__, transformers.__version__, peft.__version__]
     sources = [Path(__file__).parents[1], Path(finetuning.__file__).parent]
     code = [file.read_text() for folder in sources for file in sorted(folder.rglob("*.py"))]

@@ -17,36 +17,18 @@ Exchange = Callable[[int, torch.Tensor, torch.Tensor, dict[str, Value]], torch.T
 
 
 class Generation:
-    """Text generation for one batch of prompts.
+    """Text generation for one batch of prompts, whose hidden states pass through the body."""
 
-    Args:
-        head: Embedding and first blocks.
-        tail: Last blocks, norm and output head.
-        mask: (rows, columns), 1 for tokens of the prompts, 0 for the padding before them.
-        new_tokens: Maximum number of tokens to generate per row.
-        exchange: Function that passes hidden states through the body.
-
-    """
-
-    def __init__(
-        self,
-        head: Part,
-        tail: Part,
-        mask: torch.Tensor,
-        new_tokens: int,
-        exchange: Exchange,
-    ) -> None:
+    def __init__(self, head: Part, tail: Part, exchange: Exchange) -> None:
         self._head = head
         self._tail = tail
-        columns = mask.shape[1]
-        self._padding = columns - mask.sum(dim=1).cpu()
-        self._new_tokens = new_tokens
-        self._end = columns + new_tokens
         self._exchange = exchange
         self._kept: tuple[KeyValues, KeyValues] | None = None
         self._sent = 0
 
-    def run(self, tokens: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any]) -> Any:
+    def run(
+        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
+    ) -> Any:
         """Run ``generate`` on the checkpoint's own model class.
 
         The library's own logits processors, sampling and stopping criteria apply. The model that
@@ -54,29 +36,37 @@ class Generation:
 
         Args:
             tokens: (rows, columns) of the prompts.
-            mask: (rows, columns), as in the constructor.
+            mask: (rows, columns), 1 for tokens of the prompts, 0 for the padding before them.
+            new_tokens: Maximum number of tokens to generate per row.
             settings: Further arguments of ``generate``.
 
         Returns:
             (rows, columns + new tokens), or the output that the settings request.
 
         """
-        model = output_head(self._tail.model, lambda ids, _: (self.forward(ids), self.cache))
+        columns = mask.shape[1]
+        padding = columns - mask.sum(dim=1).cpu()
+
+        def compute(ids: torch.Tensor, _: None) -> tuple[torch.Tensor, Any]:
+            return self._forward(ids, padding, columns + new_tokens), self._cache()
+
         device = self._tail.device
-        return model.generate(
+        return output_head(self._tail.model, compute).generate(
             input_ids=tokens.to(device),
             attention_mask=mask.to(device),
-            max_new_tokens=self._new_tokens,
+            max_new_tokens=new_tokens,
             **settings,
         )
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _forward(self, tokens: torch.Tensor, padding: torch.Tensor, most: int) -> torch.Tensor:
         """Return (rows, columns, hidden) after the last block and norm, and extend the caches.
 
         Args:
             tokens: (rows, columns) of the prompts, or the next token of each row. If a text exceeds
                 the trained length, some architectures recompute it: then these are all tokens of
                 the text, and a new generation starts.
+            padding: (prompts,) columns of padding before each prompt.
+            most: Maximum number of columns of the texts.
 
         Raises:
             ValueError: The tokens are neither one token per row nor a whole text.
@@ -84,15 +74,14 @@ class Generation:
         """
         rows, columns = tokens.shape
         # The rows of several texts that continue the same prompt are adjacent.
-        padding = self._padding.repeat_interleave(rows // len(self._padding))
+        padding = padding.repeat_interleave(rows // len(padding))
         fields: dict[str, Value] = {"side": "left"}
         if self._kept is None or columns == self._kept[0].columns + 1:
             lengths = columns - padding
             left = Padding("left", lengths)
-            head, tail = (KeyValues(part, left, columns) for part in (self._head, self._tail))
-            self._kept = head, tail
+            self._kept = KeyValues(self._head, left, columns), KeyValues(self._tail, left, columns)
             self._sent = 0
-            fields["new_tokens"] = self._end - columns
+            fields["new_tokens"] = most - columns
         elif columns == 1:
             lengths = torch.ones_like(padding)
         else:
@@ -102,15 +91,14 @@ class Generation:
         self._sent += 1
         return tail.extend(hidden)
 
-    @property
-    def cache(self) -> Any:
-        """The head's key-value cache, from which ``generate`` reads the number of positions."""
-        if self._kept is None:
-            return None
-        head, config = self._kept[0], self._head.model.config
+    def _cache(self) -> Any:
+        """Return the head's cache, from which ``generate`` reads the number of positions."""
+        assert self._kept is not None
+        head = self._kept[0]
         if head.cache is not None:
             return head.cache
         # An embedding without blocks has no cache. Return an empty one of the right length.
+        config = self._head.model.config
         return prefix_cache(
             prefixes={}, length=head.length, config=config, rows=1, dtype=self._head.dtype
         )
