@@ -21,14 +21,10 @@ _OUTPUT_HEADS = re.compile(r"lm_head|embed_out|output_projection")
 
 
 def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
-    """Merge the adapters of parts into one adapter of the whole model.
+    """Merge the adapters of parts (see `Part.trainable`) into one adapter of the whole model.
 
-    Args:
-        parts: Adapters of all parts, with names as in the whole model; see `Part.trainable`.
-
-    Returns:
-        All tensors, sorted by name. They are not copied, except that the prefixes of the blocks are
-        concatenated into one tensor.
+    Tensors are sorted by name. They are not copied, except that the prefixes of the blocks are
+    concatenated into one tensor.
 
     Raises:
         ValueError: Two parts have a tensor of the same name, or a block's prefix is missing.
@@ -75,10 +71,7 @@ def take_apart(state: Mapping[str, torch.Tensor], partition: Partition) -> dict[
 def body_digest(settings: AdapterSettings, state: Mapping[str, torch.Tensor] | None) -> str:
     """Return a digest with which client and server verify that they use the same body adapters.
 
-    Args:
-        settings: Kind and scale of the adapters.
-        state: Weights by name in the whole model; None or empty for the body without adapters.
-
+    It covers their kind, scale and weights; None or no weights stand for a body without adapters.
     """
     if not state:
         return "none"

@@ -14,12 +14,6 @@ def hidden_of_candidates(
 ) -> torch.Tensor:
     """Compute each beginning once, and its endings with the cached keys and values.
 
-    Args:
-        head: Embedding and first blocks.
-        tail: Last blocks, norm and output head.
-        batch: Beginnings and endings of the texts.
-        exchange: Function that passes hidden states through the body.
-
     Returns:
         (positions, hidden) of all beginnings, then of all endings, after the last block and norm.
 

@@ -23,13 +23,12 @@ class Checkpoint:
     Each piece of a tensor is read through a separate memory map, because the pages that are read
     through a memory map count as memory of the process until the map is closed.
 
-    Args:
-        directory: Directory of the checkpoint. Files with tensors of other parties may be absent.
+    Files with tensors of other parties may be absent.
 
     Attributes:
         files: File of each tensor, by name.
-        shapes: Shape of each tensor.
-        dtypes: Data type that each tensor is stored in.
+        shapes: Shape of each tensor, by name.
+        dtypes: Data type that each tensor is stored in, by name.
 
     """
 
@@ -61,13 +60,9 @@ class Checkpoint:
 class StoredTensor:
     """A tensor that is read when ``transformers`` requests its content with ``tensor[...]``.
 
-    Args:
-        checkpoint: The opened files.
-        name: Name of the tensor.
-        dtype: Data type that the model computes in. Narrower tensors are converted piece by piece,
-            which avoids a second copy. Other tensors keep their stored type, because some modules
-            have a wider type than the rest of their model.
-
+    If it is stored in a narrower type than ``dtype``, in which the model computes, it is converted
+    piece by piece, which avoids a second copy. Otherwise it keeps its stored type, because some
+    modules have a wider type than the rest of their model.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:

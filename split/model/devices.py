@@ -42,11 +42,7 @@ def device_map(
 ) -> dict[str, str]:
     """Spread a party's blocks over devices, in proportion to the free memory on each.
 
-    Args:
-        whole: See `split.model.partition.outline`.
-        partition: Number of blocks of each party.
-        party: Party of the blocks.
-        devices: Devices in the order of the blocks; all other modules are on the first.
+    All other modules are on the first device. ``whole`` is described in `split.model.partition`.
 
     Returns:
         Dictionary from paths of modules to devices, in the order in which the modules compute.
@@ -54,7 +50,7 @@ def device_map(
     """
     if len(devices) == 1:
         return {"": devices[0]}
-    _, path = blocks_of(whole, partition.blocks)
+    path = blocks_of(whole, partition.blocks)
     container, _, attribute = path.rpartition(".")
     with torch.device("meta"):
         part = part_class(whole, partition, party)(copy.deepcopy(whole.config))
@@ -73,13 +69,8 @@ def device_map(
 def spread(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
     """Assign consecutive blocks to devices, in proportion to the free memory of each device.
 
-    Args:
-        sizes: Sizes of the blocks, in any unit.
-        room: Free memory of the devices, in any unit.
-
-    Returns:
-        The index of each block's device: the device whose share contains the block's midpoint.
-
+    Return the index of each block's device: the device whose share contains the block's midpoint.
+    The sizes of blocks and the free memory (``room``) may have different units.
     """
     scale = sum(sizes) / sum(room)
     shares = [scale * end for end in accumulate(room)]
@@ -92,12 +83,8 @@ def hand_over(model: Any, devices: Mapping[str, str]) -> None:
 
     ``accelerate`` moves a block's inputs inside the block. This is too late for gradient
     checkpointing: the backward pass restores the random state only on the devices of the inputs, so
-    that dropout on other devices would differ.
-
-    Args:
-        model: Model of a part that was loaded with this device map.
-        devices: See `device_map`.
-
+    that dropout on other devices would differ. ``devices`` is the result of `device_map`, with
+    which the model was loaded.
     """
     for (path, device), (_, following) in pairwise(devices.items()):
         if device != following:

@@ -18,9 +18,10 @@ class KeyValues:
     adapter in use is a prefix, its keys and values come first, and its length is added to all
     positions, as in PEFT (FL-GLM section 3.1).
 
+    Rows that end earlier than others continue with padding on the right; ignore its outputs.
+
     Args:
-        part: Part with the adapter in use. Rows that end earlier than others continue with padding
-            on the right, whose outputs are not used.
+        part: Part with the adapter in use.
         padding: Padding of the prompts, on the left.
         columns: Tokens and padding of each prompt.
 

@@ -34,6 +34,7 @@ from split.model.partition import (
     part_class,
     partition_of,
     tensors_of_part,
+    tied_pairs,
 )
 from split.settings import SplitSettings
 
@@ -42,12 +43,9 @@ _GENERATION = "generation_config.json"
 
 
 def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) -> Path:
-    """Return the directory of a checkpoint; download only files with tensors of these parties.
+    """Return the directory of a checkpoint (``model.name``).
 
-    Args:
-        name: Base model, as in ``model.name``.
-        split: Settings with the number of blocks of each party.
-        parties: Parties on this machine.
+    Download only files with tensors of these parties.
 
     Raises:
         BaseModelError: There is no such checkpoint, or it is not in safetensors format.
@@ -59,8 +57,8 @@ def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) 
     directory = fetch(name, DESCRIPTIONS)
     if (directory / _INDEX).is_file():
         needed = tensors_of(directory, partition_of(directory, split), parties)
-        shards = json.loads((directory / _INDEX).read_text())["weight_map"]
-        return fetch(name, [*DESCRIPTIONS, *sorted({shards[tensor] for tensor in needed})])
+        files = _files(directory)
+        return fetch(name, [*DESCRIPTIONS, *sorted({files[tensor] for tensor in needed})])
     return locate(name)
 
 
@@ -70,7 +68,7 @@ def tensors_of(directory: Path, partition: Partition, parties: Sequence[PartyNam
     Files that are listed in an index need not exist.
     """
     whole = outline(directory)
-    full = full_names(whole, _names(directory))
+    full = full_names(whole, _files(directory))
     parts = [
         tensors_of_part(whole=whole, full=full, partition=partition, party=party)
         for party in parties
@@ -87,13 +85,8 @@ def load_parts(
 ) -> dict[PartyName, Part]:
     """Load the parts of one process. Tied embeddings share one tensor in memory.
 
-    Args:
-        settings: Precision, quantisation and gradient checkpointing.
-        directory: Directory of the checkpoint.
-        partition: Number of blocks of each party.
-        parties: Parties of the parts.
-        devices: Devices over which the blocks of each part are spread, in order. If empty, use the
-            first GPU, or the CPU if there is none.
+    The blocks of each part are spread over ``devices``, in order. If empty, use the first GPU, or
+    the CPU if there is none.
 
     Raises:
         BaseModelError: A part cannot be loaded, or a tensor differs from the checkpoint.
@@ -106,9 +99,9 @@ def load_parts(
         # Only the last layer of the whole model is not quantised. By default, the library would
         # exclude the last layer of each part instead.
         arguments["quantization_config"].llm_int8_skip_modules = get_keys_to_not_convert(whole)
-    full = full_names(whole, _names(directory))
+    full = full_names(whole, _files(directory))
     parts: dict[PartyName, Part] = {}
-    held: dict[str, tuple[str, torch.Tensor]] = {}
+    held: dict[str, tuple[str, torch.Tensor]] = {}  # see _shared
     checkpoint = Checkpoint(directory)
     for party in (party for party in PARTIES if party in parties):
         sources = tensors_of_part(whole=whole, full=full, partition=partition, party=party)
@@ -140,15 +133,20 @@ def load_parts(
         parts[party] = Part(
             model=model, party=party, partition=partition, digests=digests, dtype=arguments["dtype"]
         )
-        held |= _tied(whole=whole, model=model, sources=sources, full=full)
+        names = {full.get(key, key): name for key, name in sources.items()}
+        held |= {
+            key: (names[key], value) for key, value in model.named_parameters() if key in names
+        }
     return parts
 
 
-def _names(directory: Path) -> set[str]:
-    """Return the names of all tensors of a checkpoint, from its index if it has one."""
-    if (directory / _INDEX).is_file():
-        return set(json.loads((directory / _INDEX).read_text())["weight_map"])
-    return set(Checkpoint(directory).files)
+def _files(directory: Path) -> Mapping[str, Any]:
+    """Return the file of each tensor of a checkpoint, from its index if it has one."""
+    index = directory / _INDEX
+    if index.is_file():
+        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return files
+    return Checkpoint(directory).files
 
 
 def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str, Any]) -> Any:
@@ -166,16 +164,6 @@ def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str,
     return model
 
 
-def _tied(
-    whole: Any, model: Any, sources: Mapping[str, str], full: Mapping[str, str]
-) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return the tensors that other parts may share, as (name in the checkpoint, tensor)."""
-    names = {full.get(key, key): name for key, name in sources.items()}
-    tied = {key for pair in whole.all_tied_weights_keys.items() for key in pair}
-    own = model.named_parameters()
-    return {key: (names[key], value.detach()) for key, value in own if key in tied & names.keys()}
-
-
 def _shared(
     whole: Any,
     checkpoint: Checkpoint,
@@ -185,14 +173,14 @@ def _shared(
 ) -> dict[str, torch.Tensor]:
     """Return tensors of a part that were already loaded for another part, by key of ``sources``.
 
-    Some checkpoints store tied tensors twice. Share such tensors only if they are equal.
+    Some checkpoints store tied tensors twice. Share such tensors only if they are equal. ``held``
+    are the names in the checkpoint and the tensors of other parts, by name in the model.
     """
-    pairs = list(whole.all_tied_weights_keys.items())
     result = {}
-    for one, other in pairs + [pair[::-1] for pair in pairs]:
+    for one, other in tied_pairs(whole):
         for key, name in sources.items():
             if full.get(key, key) == one and other in held:
                 held_name, tensor = held[other]
                 if name == held_name or same(tensor, checkpoint, name):
-                    result[key] = tensor
+                    result[key] = tensor.detach()
     return result

@@ -115,10 +115,6 @@ class Part:
     def attach(self, settings: AdapterSettings, name: str = "default") -> None:
         """Add an adapter and use it. It has no weights if this part has no module to adapt.
 
-        Args:
-            settings: Kind, rank, scale, dropout and targets, or prefix length.
-            name: Name of the adapter within this part.
-
         Raises:
             BaseModelError: A target cannot be adapted, or prefixes are not supported.
             ValueError: An adapter with this name already exists.
@@ -130,21 +126,9 @@ class Part:
         self._attached += 1
         if settings.kind == "prefix":
             self._prefixes[name] = self._make_prefixes(settings.prefix_length)
-            self._slots[name] = slot
-            self._select(name)
-            return
-        model = self._peft_model or self.model
-        try:
-            self._peft_model = attach_adapter(
-                model=model, settings=settings, base=None, name=slot, excluded=self._placeholders
-            )
-        except BaseModelError:
-            # Creating the whole model's adapter has already rejected targets that match nothing.
-            if self._has_one_of(target_names(settings)):
-                raise
+        else:
+            self._add_layers(settings, slot)
         self._slots[name] = slot
-        self._find_adapted_layers()
-        self.model.train(self.model.training)
         self._select(name)
 
     def use(self, name: str | None) -> None:
@@ -192,14 +176,26 @@ class Part:
         if self.model.training != mode:
             self.model.train(mode)
 
+    def _add_layers(self, settings: AdapterSettings, slot: str) -> None:
+        model = self._peft_model or self.model
+        try:
+            self._peft_model = attach_adapter(
+                model=model, settings=settings, base=None, name=slot, excluded=self._placeholders
+            )
+        except BaseModelError:
+            # Creating the whole model's adapter has already rejected targets that match nothing.
+            if self._has_one_of(target_names(settings)):
+                raise
+        self._find_adapted_layers()
+        self.model.train(self.model.training)
+
     def _make_prefixes(self, length: int) -> BlockPrefixes:
         if any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules()):
             raise BaseModelError(
                 'adapter.kind = "prefix" does not work with model.gradient-checkpointing = true'
             )
         numbers = self.partition.range_of(self.party)
-        _, path = blocks_of(self.model, len(numbers))
-        blocks = self.model.get_submodule(path)
+        blocks = self.model.get_submodule(blocks_of(self.model, len(numbers)))
         devices = {n: _device_of(blocks.get_submodule(str(n))) for n in numbers}
         return BlockPrefixes(self.model.config, length, devices)
 

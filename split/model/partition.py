@@ -129,12 +129,7 @@ def full_names(whole: Any, names: Collection[str]) -> dict[str, str]:
     """Map names in a checkpoint to names in the model that ``transformers`` loads from it.
 
     Names in a checkpoint can lack the prefix of the backbone, be from an older version, or refer to
-    matrices that are concatenated on loading.
-
-    Args:
-        whole: See `outline`.
-        names: Names of all tensors of the checkpoint.
-
+    matrices that are concatenated on loading. ``whole`` is described in `outline`.
     """
     changes = get_model_conversion_mapping(whole)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -167,11 +162,16 @@ def tensors_of_part(
         part = part_class(whole, partition, party)(copy.deepcopy(whole.config))
     owned, stored = part.state_dict().keys(), {model: name for name, model in full.items()}
     result = {name: name for name, model in full.items() if model in owned}
-    for pair in whole.all_tied_weights_keys.items():
-        for absent, present in (pair, pair[::-1]):
-            if absent in owned and absent not in stored and present in stored:
-                result[absent] = stored[present]
+    for absent, present in tied_pairs(whole):
+        if absent in owned and absent not in stored and present in stored:
+            result[absent] = stored[present]
     return result
+
+
+def tied_pairs(whole: Any) -> list[tuple[str, str]]:
+    """Return the names of tied tensors of a model, each pair in both orders."""
+    pairs = list(whole.all_tied_weights_keys.items())
+    return pairs + [(other, one) for one, other in pairs]
 
 
 def stands_before_blocks(name: str) -> bool:
@@ -179,15 +179,8 @@ def stands_before_blocks(name: str) -> bool:
     return _BEFORE_BLOCKS.search(name) is not None
 
 
-def blocks_of(model: Any, blocks: int) -> tuple[Any, str]:
-    """Find the ``ModuleList`` of a causal model's blocks.
-
-    Args:
-        model: The whole model, or the model of a party.
-        blocks: Number of its blocks.
-
-    Returns:
-        The module that contains the list, and the path of the list within the model.
+def blocks_of(model: Any, blocks: int) -> str:
+    """Return the path of the ``ModuleList`` with all blocks of a whole or a party's causal model.
 
     Raises:
         BaseModelError: The blocks are not in one list.
@@ -195,7 +188,7 @@ def blocks_of(model: Any, blocks: int) -> tuple[Any, str]:
     """
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == blocks:
-            return model.get_submodule(path.rpartition(".")[0]), path
+            return str(path)
     raise BaseModelError(
         f"split learning can't divide {type(model).__name__}: its {blocks} blocks are not one list"
     )
@@ -203,8 +196,8 @@ def blocks_of(model: Any, blocks: int) -> tuple[Any, str]:
 
 def _keep(model: Any, partition: Partition, party: PartyName) -> None:
     """Remove all modules that do not belong to the party from a model."""
-    container, path = blocks_of(model, partition.blocks)
-    attribute = path.rpartition(".")[2]
+    parent, _, attribute = blocks_of(model, partition.blocks).rpartition(".")
+    container = model.get_submodule(parent)
     blocks, own = getattr(container, attribute), nn.ModuleList()
     for number in partition.range_of(party):
         own.add_module(str(number), blocks[number])

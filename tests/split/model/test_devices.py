@@ -134,7 +134,7 @@ def test_what_belongs_to_a_block_is_on_its_device(random_checkpoint, architectur
     directory = random_checkpoint(architecture, num_hidden_layers=6)
     body = load_body(directory)
     model = body.model
-    _, path = blocks_of(model, 4)
+    path = blocks_of(model, 4)
     places = {f"{path}.{n}": "cpu" if n < 3 else "meta" for n in range(1, 5)}
     for name, device in places.items():
         if device == "meta":
