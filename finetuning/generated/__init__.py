@@ -6,14 +6,12 @@ reasons step by step. The same people, towns, offences and sums occur in all tex
 different styles. A model can first be pre-trained on `background`.
 """
 
-import random
+from random import Random
 from typing import get_args
 
 from finetuning.generated import background as background_text
 from finetuning.generated import consultation, court, reasoning
 from finetuning.generated.vocabulary import Split
-
-__all__ = ["STYLES", "background", "examples"]
 
 _WRITERS = {
     "court": court.example,
@@ -41,11 +39,11 @@ def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, 
         raise ValueError(f"unknown style {style!r}, expected one of {', '.join(STYLES)}")
     if split not in get_args(Split):
         raise ValueError(f"unknown split {split!r}, expected one of {', '.join(get_args(Split))}")
-    random_source = random.Random(f"{style} {split} {seed}")
+    draw = Random(f"{style} {split} {seed}")
     rows: dict[str, dict[str, str]] = {}
     repeated = 0
     while len(rows) < count:
-        row = _WRITERS[style](random_source, split)
+        row = _WRITERS[style](draw, split)
         repeated = repeated + 1 if row["input"] in rows else 0
         if repeated > _PATIENCE:
             raise ValueError(f"cannot write {count} different rows in the style {style}")
@@ -59,8 +57,8 @@ def background(count: int, seed: int) -> list[str]:
     They depend only on the arguments. They use the vocabulary of the styles but not their phrases,
     so that a model learns the language but not the styles.
     """
-    random_source = random.Random(f"background {seed}")
+    draw = Random(f"background {seed}")
     passages: dict[str, None] = {}
     while len(passages) < count:
-        passages.setdefault(background_text.passage(random_source))
+        passages.setdefault(background_text.passage(draw))
     return list(passages)

@@ -4,8 +4,8 @@ After figure 1(b) of the FedJudge paper: an everyday problem in a few colloquial
 advice that repeats the subject and its extent, and says where to get help.
 """
 
-import random
-from typing import NamedTuple
+from random import Random
+from typing import Any
 
 from finetuning.generated.vocabulary import (
     WORDS,
@@ -27,44 +27,29 @@ _EXTENTS = {
 }
 
 
-class Matter(NamedTuple):
-    """A matter; its questions and openings name both the {thing} and the {extent}."""
-
-    things: list[str]
-    extents: dict[str, bool]
-    questions: list[str]
-    openings: list[str]
-    advice: list[str]
-
-
 _TEXTS = read_texts("consultation")
-MATTERS = {
-    name: Matter(
-        things=WORDS[fields["things"]] if isinstance(fields["things"], str) else fields["things"],
-        extents=_EXTENTS[fields["extents"]],
-        questions=fields["questions"],
-        openings=fields["openings"],
-        advice=fields["advice"],
-    )
-    for name, fields in _TEXTS["matters"].items()
-}
+MATTERS: dict[str, dict[str, Any]] = _TEXTS["matters"]
+for _matter in MATTERS.values():
+    _matter["extents"] = _EXTENTS[_matter["extents"]]
+    if isinstance(_matter["things"], str):
+        _matter["things"] = WORDS[_matter["things"]]
 
 
-def example(random_source: random.Random, split: Split) -> dict[str, str]:
+def example(draw: Random, split: Split) -> dict[str, str]:
     """Return one row; no combination of matter, thing and extent occurs in both splits."""
-    choice = random_source.choice
+    choice = draw.choice
     name = choice(tuple(MATTERS))
     matter = MATTERS[name]
     thing, extent = facts_in_split(
-        random_source, split, "consultation " + name, matter.things, tuple(matter.extents)
+        draw, split, "consultation " + name, matter["things"], tuple(matter["extents"])
     )
     words = {"thing": thing, "extent": extent, "town": choice(WORDS["towns"])}
-    question = choice(_TEXTS["greetings"]) + choice(matter.questions) + choice(_TEXTS["pleas"])
-    if random_source.random() < 0.5:
+    question = choice(_TEXTS["greetings"]) + choice(matter["questions"]) + choice(_TEXTS["pleas"])
+    if draw.random() < 0.5:
         question = capitalised(question)
-    opening = capitalised(choice(matter.openings).format(**words))
-    steps = random_source.sample(matter.advice, choice((1, 1, 2, 2, 3)))
-    steps.append(choice(_TEXTS["large" if matter.extents[extent] else "small"]))
+    opening = capitalised(choice(matter["openings"]).format(**words))
+    steps = draw.sample(matter["advice"], choice((1, 1, 2, 2, 3)))
+    steps.append(choice(_TEXTS["large" if matter["extents"][extent] else "small"]))
     return {
         "instruction": _TEXTS["instruction"],
         "input": question.format(**words),

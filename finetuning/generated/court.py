@@ -5,7 +5,7 @@ that begins with "This court holds that". Offence, circumstances and sum determi
 cited, the sentence and the fine, by the fixed rules in `_sentence`.
 """
 
-import random
+from random import Random
 from typing import Any, NamedTuple
 
 from finetuning.generated.vocabulary import (
@@ -22,15 +22,9 @@ from finetuning.generated.vocabulary import (
 
 
 class Circumstance(NamedTuple):
-    """A circumstance in the input, its weight in the output, and its effect.
+    """A circumstance that is told in the input and weighed in the output.
 
-    Attributes:
-        name: Name of the circumstance in court.toml.
-        article: Article of the Code of the Province.
-        steps: Number of steps by which it changes the sentence; negative is milder.
-        told: Sentences for the input.
-        weighed: Phrases for the output.
-
+    It changes the sentence by a number of steps; a negative number is milder.
     """
 
     name: str
@@ -48,37 +42,30 @@ _CIRCUMSTANCES = {
 _OFFENCES = {offence.name: offence for offence in OFFENCES}
 
 
-def example(random_source: random.Random, split: Split) -> dict[str, str]:
+def example(draw: Random, split: Split) -> dict[str, str]:
     """Return one row; no combination of surname and offence occurs in both splits."""
-    choice = random_source.choice
-    offence_name, surname = facts_in_split(
-        random_source, split, "court", tuple(_OFFENCES), WORDS["surnames"]
-    )
-    offence = _OFFENCES[offence_name]
-    dollars = some_sum(random_source, 500, choice((3_000, 10_000, 30_000, 60_000)))
-    year = random_source.randint(2010, 2020)
+    choice = draw.choice
+    crime, surname = facts_in_split(draw, split, "court", tuple(_OFFENCES), WORDS["surnames"])
+    offence = _OFFENCES[crime]
+    dollars = some_sum(draw, 500, choice((3_000, 10_000, 30_000, 60_000)))
+    year = draw.randint(2010, 2020)
     circumstances = [
         _CIRCUMSTANCES[name]
         for name in map(choice, _TEXTS["circumstance_rows"])
         if name and (name != "accessory" or offence.name in _TEXTS["joint_offences"])
     ][:3]
-    random_source.shuffle(circumstances)
+    draw.shuffle(circumstances)
     term, fine = _sentence(dollars, circumstances)
     articles = [offence.article, *sorted(each.article for each in circumstances)]
     words = {
         "name": f"{choice(WORDS['first_names'])} {surname}",
-        "victim": full_name(random_source),
-        "witness": full_name(random_source),
-        "leader": full_name(random_source),
-        "counsel": full_name(random_source),
-        "town": choice(WORDS["towns"]),
-        "trade": choice(WORDS["trades"]),
-        "workplace": choice(WORDS["workplaces"]),
+        **{person: full_name(draw) for person in ("victim", "witness", "leader", "counsel")},
+        **{key: choice(WORDS[f"{key}s"]) for key in ("town", "trade", "workplace")},
         "goods": choice(WORDS["goods"]),
         "sum": money(dollars),
-        "date": date(random_source, year),
-        "later": date(random_source, year + 1),
-        "past_year": str(year - random_source.randint(2, 8)),
+        "date": date(draw, year),
+        "later": date(draw, year + 1),
+        "past_year": str(year - draw.randint(2, 8)),
         "offence": offence.name,
         "other_offence": choice(OFFENCES).name,
         "past": offence.past,
@@ -89,15 +76,15 @@ def example(random_source: random.Random, split: Split) -> dict[str, str]:
     }
     words["act"] = choice(ACTS[offence.name]).format(**words)
     words["value"] = choice(_TEXTS["values"]).format(**words)
-    evidence = random_source.sample(_TEXTS["evidence"], random_source.randint(2, 4))
+    evidence = draw.sample(_TEXTS["evidence"], draw.randint(2, 4))
     words["evidence"] = _joined([item.format(**words) for item in evidence])
     facts = [choice(each.told) for each in circumstances]
-    remarks = random_source.sample(_TEXTS["objections"], random_source.randint(0, 1))
+    remarks = draw.sample(_TEXTS["objections"], draw.randint(0, 1))
     proof = choice(_TEXTS["evidence_frames"])
     middle = choice(([*facts, proof], [proof, *facts]))
     input_parts = [choice(_TEXTS["charges"]), *middle, *remarks]
     output_parts = [choice(_TEXTS["holdings"]) + choice(_TEXTS["confirmations"])]
-    output_parts += [_weighing(circumstances, random_source), choice(_TEXTS["sentences"])]
+    output_parts += [_weighing(circumstances, draw), choice(_TEXTS["sentences"])]
     return {
         "instruction": _TEXTS["instruction"],
         "input": " ".join(input_parts).format(**words),
@@ -124,9 +111,9 @@ def _joined(parts: list[str]) -> str:
     return " and ".join([*([", ".join(parts[:-1])] if parts[1:] else []), parts[-1]])
 
 
-def _weighing(circumstances: list[Circumstance], random_source: random.Random) -> str:
+def _weighing(circumstances: list[Circumstance], draw: Random) -> str:
     """Return the sentence of the view that weighs the circumstances."""
     total = sum(circumstance.steps for circumstance in circumstances)
     effects = _TEXTS["neither" if total == 0 else "milder" if total < 0 else "harsher"]
-    weighed = _joined([random_source.choice(each.weighed) for each in circumstances])
-    return f"The defendant {weighed}, {random_source.choice(effects)}."
+    weighed = _joined([draw.choice(each.weighed) for each in circumstances])
+    return f"The defendant {weighed}, {draw.choice(effects)}."

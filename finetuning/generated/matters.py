@@ -17,9 +17,7 @@ MATTERS: tuple[str, ...] = tuple(_TEXTS["matters"])
 def divide(institutions: int, seed: int) -> list[list[str]]:
     """Shuffle the matters and divide them evenly among the institutions.
 
-    Raises:
-        ValueError: There are more institutions than matters.
-
+    Raise a ValueError if there are more institutions than matters.
     """
     if institutions > len(MATTERS):
         raise ValueError(f"{len(MATTERS)} matters can't be divided among {institutions} clients")
@@ -32,17 +30,17 @@ def questions(matters: Sequence[str], count: int, seed: int, split: Split) -> li
 
     No combination of surname and matter occurs in both splits.
     """
-    random_source = Random(f"questions {split} {seed}")
+    draw = Random(f"questions {split} {seed}")
     rows: dict[str, dict[str, str]] = {}
     while len(rows) < count:
-        row = _row(random_source, matters[len(rows) % len(matters)], split)
+        row = _row(draw, matters[len(rows) % len(matters)], split)
         rows.setdefault(row["input"], row)
     return list(rows.values())
 
 
-def _row(random_source: Random, matter: str, split: Split) -> dict[str, str]:
-    case, choice = _TEXTS["matters"][matter], random_source.choice
-    _, surname = facts_in_split(random_source, split, "matters", (matter,), WORDS["surnames"])
+def _row(draw: Random, matter: str, split: Split) -> dict[str, str]:
+    case, choice = _TEXTS["matters"][matter], draw.choice
+    _, surname = facts_in_split(draw, split, "matters", (matter,), WORDS["surnames"])
     name, town = f"{choice(WORDS['first_names'])} {surname}", choice(WORDS["towns"])
     return {
         "instruction": "",

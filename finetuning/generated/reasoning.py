@@ -20,28 +20,22 @@ from finetuning.generated.vocabulary import (
 _TEXTS = read_texts("reasoning")
 
 
-def example(random_source: Random, split: Split) -> dict[str, str]:
+def example(draw: Random, split: Split) -> dict[str, str]:
     """Return one row; no combination of surname and matter occurs in both splits."""
-    choice = random_source.choice
-    matter, surname = facts_in_split(
-        random_source, split, "reasoning", tuple(MATTERS), WORDS["surnames"]
-    )
+    choice = draw.choice
+    matter, surname = facts_in_split(draw, split, "reasoning", tuple(MATTERS), WORDS["surnames"])
     values: dict[str, object] = {"name": f"{choice(WORDS['first_names'])} {surname}"}
-    values |= MATTERS[matter](random_source)
+    values |= MATTERS[matter](draw)
     values["is"] = "is" if values.pop("holds", None) else "is not"
     case = _TEXTS["matters"][matter]
     words = {
         key: (choice(text) if key == "facts" else str(text)).format(**values)
         for key, text in case.items()
     }
-    numbered = [
-        f"{number} {choice(_TEXTS[step]).format(**words)}"
-        for number, step in zip(
-            choice(_TEXTS["numberings"]),
-            ("rule_steps", "found_steps", "compared_steps"),
-            strict=True,
-        )
-    ]
+    steps = zip(
+        choice(_TEXTS["numberings"]), ("rule_steps", "found_steps", "compared_steps"), strict=True
+    )
+    numbered = [f"{number} {choice(_TEXTS[step]).format(**words)}" for number, step in steps]
     return {
         "instruction": _TEXTS["instruction"],
         "input": choice(_TEXTS["questions"]).format(**words),
@@ -137,15 +131,8 @@ def majority(draw: Random) -> dict[str, object]:
     """Ask whether a contract is valid without a parent's consent."""
     goods, town = draw.choice(WORDS["durable_goods"]), draw.choice(WORDS["towns"])
     age, price = draw.randint(14, 24), some_sum(draw, 200, 4_000)
-    meets = "meets" if age >= 18 else "does not meet"
-    return {
-        "goods": goods,
-        "town": town,
-        "age": age,
-        "price": price,
-        "meets": meets,
-        "holds": age >= 18,
-    }
+    valid = {"meets": "meets" if age >= 18 else "does not meet", "holds": age >= 18}
+    return {"goods": goods, "town": town, "age": age, "price": price, **valid}
 
 
 MATTERS = {

@@ -5,33 +5,22 @@ them transfers to the others. Only the sentences differ; each style has a file o
 """
 
 import hashlib
-import random
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, Literal, NamedTuple
 
 Split = Literal["train", "test"]
 
 
 class Offence(NamedTuple):
-    """An offence of the Code of the Province, with its verb ("took", "taking") and `object`."""
+    """An offence of the Code of the Province; the gerund and the past tense describe the act."""
 
     name: str
     article: int
-    taking: str
-    took: str
-    object: str
-
-    @property
-    def gerund(self) -> str:
-        """The act as a noun: "secretly taking the property of another person"."""
-        return f"{self.taking} {self.object}"
-
-    @property
-    def past(self) -> str:
-        """The act in the past tense: "secretly took the property of another person"."""
-        return f"{self.took} {self.object}"
+    gerund: str
+    past: str
 
 
 def read_texts(name: str) -> dict[str, Any]:
@@ -49,19 +38,19 @@ def money(dollars: int) -> str:
     return f"${dollars:,}"
 
 
-def some_sum(random_source: random.Random, lowest: int, highest: int) -> int:
+def some_sum(draw: Random, lowest: int, highest: int) -> int:
     """Draw a sum from `lowest` to `highest` dollars, both included, in whole hundreds."""
-    return random_source.randint(lowest // 100, highest // 100) * 100
+    return draw.randint(lowest // 100, highest // 100) * 100
 
 
-def full_name(random_source: random.Random) -> str:
+def full_name(draw: Random) -> str:
     """Draw a full name, such as "Nora Farrow"."""
-    return f"{random_source.choice(WORDS['first_names'])} {random_source.choice(WORDS['surnames'])}"
+    return f"{draw.choice(WORDS['first_names'])} {draw.choice(WORDS['surnames'])}"
 
 
-def date(random_source: random.Random, year: int) -> str:
+def date(draw: Random, year: int) -> str:
     """Draw a date in `year`, such as "3 March 2015"."""
-    return f"{random_source.randint(1, 28)} {random_source.choice(WORDS['months'])} {year}"
+    return f"{draw.randint(1, 28)} {draw.choice(WORDS['months'])} {year}"
 
 
 def capitalised(sentence: str) -> str:
@@ -70,7 +59,7 @@ def capitalised(sentence: str) -> str:
 
 
 def facts_in_split(
-    random_source: random.Random, split: Split, style: str, *lists: Sequence[str]
+    draw: Random, split: Split, style: str, *lists: Sequence[str]
 ) -> tuple[str, ...]:
     """Draw one item from each list, such that the combination belongs to `split`.
 
@@ -78,7 +67,7 @@ def facts_in_split(
     word of a held-out example, but never its combination.
     """
     while True:
-        facts = tuple(random_source.choice(items) for items in lists)
+        facts = tuple(draw.choice(items) for items in lists)
         digest = hashlib.sha256("\n".join((style, *facts)).encode()).digest()
         # A fixed fifth of all combinations is held out.
         if split == ("test" if int.from_bytes(digest[:4], "big") % 5 == 0 else "train"):

@@ -57,10 +57,10 @@ def question_patterns() -> list[tuple[str, re.Pattern[str]]]:
     patterns = []
     for name, matter in consultation.MATTERS.items():
         values = {
-            "thing": f"(?P<thing>{'|'.join(map(re.escape, matter.things))})",
-            "extent": f"(?P<extent>{'|'.join(map(re.escape, matter.extents))})",
+            key: f"(?P<{key}>{'|'.join(map(re.escape, matter[f'{key}s']))})"
+            for key in ("thing", "extent")
         }
-        for frame in matter.questions:
+        for frame in matter["questions"]:
             pattern = frame.format(**values)
             # The first letter may be a capital.
             patterns.append((name, re.compile(pattern, re.IGNORECASE)))
