@@ -235,14 +235,16 @@ def _check_model(config: RunConfig) -> None:
 
         blocks = TinyRecipe.blocks
     elif path.is_absolute():
-        problem = problem_of(name, path)
+        problem = problem_of(path)
         blocks = None if problem else count_blocks(path)
     elif not is_hub_id(name):
-        problem = f'model.name = "{name}": there is no such file or folder'
+        problem = "there is no such file or folder"
+    if problem is not None:
+        raise CommandError(f'model.name = "{name}": {problem}')
     if config.strategy == "fl-glm" and blocks is not None:
         problem = config.split.problem_with(blocks, name)
-    if problem is not None:
-        raise CommandError(problem)
+        if problem is not None:
+            raise CommandError(problem)
 
 
 def _check_data(settings: DataSettings, clients: int) -> None:

@@ -36,14 +36,9 @@ class BaseModelError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A loaded checkpoint.
+    """A loaded checkpoint: a ``transformers`` model with frozen weights, and its tokenizer.
 
-    Attributes:
-        model: ``transformers`` causal language model with frozen weights.
-        tokenizer: The model's ``transformers`` tokenizer, with a padding token.
-        directory: Directory of the checkpoint.
-        reference: The model's Hugging Face id if it has one, otherwise the directory.
-
+    ``reference`` is the Hugging Face id if there is one, otherwise the directory.
     """
 
     model: Any
@@ -74,17 +69,14 @@ def locate(name: str) -> Path:
             return checkpoint_of(path)
         except GGUFError as error:
             raise BaseModelError(f'model.name = "{name}": {error}') from error
-    problem = problem_of(name, path)
+    problem = problem_of(path)
     if problem is not None:
-        raise BaseModelError(problem)
+        raise BaseModelError(f'model.name = "{name}": {problem}')
     return path
 
 
 def reference(name: str, directory: Path) -> str:
-    """Return a base model's Hugging Face id, or its directory if it has none.
-
-    The directory of a GGUF file's checkpoint is in the cache.
-    """
+    """Return a base model's Hugging Face id, or its directory if it has none."""
     name = resolve(name)
     return name if is_id(name) else str(directory)
 
@@ -92,9 +84,7 @@ def reference(name: str, directory: Path) -> str:
 def load_tokenizer(directory: Path) -> Any:
     """Load a checkpoint's fast tokenizer; the padding token defaults to the end-of-text token.
 
-    Raises:
-        BaseModelError: There is none, or it is not a fast tokenizer, which provides offsets.
-
+    Raise a BaseModelError if there is none; slow tokenizers don't provide offsets.
     """
     from transformers import AutoTokenizer
 
@@ -115,9 +105,7 @@ def load_tokenizer(directory: Path) -> Any:
 def load_base_model(settings: ModelSettings) -> BaseModel:
     """Load the checkpoint named in the settings with frozen weights, on a GPU if there is one.
 
-    Raises:
-        BaseModelError: The checkpoint cannot be found or loaded, or is not causal.
-
+    Raise a BaseModelError if it cannot be found or loaded, or is not causal.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -141,33 +129,35 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
         )
     prepare(model, settings)
     refuse_unless_causal(model, directory)
-    return BaseModel(
-        model=model,
-        tokenizer=load_tokenizer(directory),
-        directory=directory,
-        reference=reference(settings.name, directory),
-    )
+    tokenizer, named = load_tokenizer(directory), reference(settings.name, directory)
+    return BaseModel(model=model, tokenizer=tokenizer, directory=directory, reference=named)
 
 
 def loading_arguments(settings: ModelSettings, device: str | None = None) -> dict[str, Any]:
     """Return ``from_pretrained``'s arguments for precision, device and quantisation.
 
-    Args:
-        settings: Settings of the model.
-        device: Target device; None chooses a GPU if there is one.
-
+    Without a device, a GPU is used if there is one. Quantisation by bitsandbytes is QLoRA's
+    double-quantised nf4, or LLM.int8().
     """
+    from transformers import BitsAndBytesConfig
+
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = {
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,
         "auto": torch.bfloat16 if device.startswith("cuda") else torch.float32,
     }[settings.dtype]
-    return {
-        "dtype": dtype,
-        "device_map": {"": device},
-        "quantization_config": _quantization(settings.quantization, dtype),
-    }
+    quantization = None
+    if settings.quantization == "nf4":
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    elif settings.quantization == "int8":
+        quantization = BitsAndBytesConfig(load_in_8bit=True)
+    return {"dtype": dtype, "device_map": {"": device}, "quantization_config": quantization}
 
 
 def prepare(model: Any, settings: ModelSettings) -> None:
@@ -189,13 +179,7 @@ def prepare(model: Any, settings: ModelSettings) -> None:
 def fetch(name: str, files: Sequence[str] = FILES) -> Path:
     """Download a Hugging Face id's files to the Hub's cache; when offline, use only the cache.
 
-    Args:
-        name: Hugging Face id.
-        files: Patterns of the required files.
-
-    Raises:
-        BaseModelError: Neither the cache nor the Hub has the files.
-
+    Raise a BaseModelError if neither has the files.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -211,12 +195,7 @@ def fetch(name: str, files: Sequence[str] = FILES) -> Path:
 
 
 def refuse_quantized(config: Any, directory: Path) -> None:
-    """Check that a checkpoint's weights are not quantised.
-
-    Raises:
-        BaseModelError: The checkpoint was saved with quantised weights.
-
-    """
+    """Raise a BaseModelError if a checkpoint was saved with quantised weights."""
     if getattr(config, "quantization_config", None) is not None:
         raise BaseModelError(
             f"the checkpoint in {directory} is quantised already; use the one that it was made "
@@ -225,12 +204,7 @@ def refuse_quantized(config: Any, directory: Path) -> None:
 
 
 def refuse_unless_text(config: Any, directory: Path) -> None:
-    """Check that a configuration belongs to a text-only model.
-
-    Raises:
-        BaseModelError: The model also takes images or sound.
-
-    """
+    """Raise a BaseModelError if the model of a configuration also takes images or sound."""
     if config.get_text_config() is not config:
         raise BaseModelError(
             f"the model in {directory} is not for text alone ({config.model_type}); save its "
@@ -240,11 +214,9 @@ def refuse_unless_text(config: Any, directory: Path) -> None:
 
 @torch.no_grad()
 def refuse_unless_causal(model: Any, directory: Path) -> None:
-    """Check that no token attends to later ones; training relies on this to pad without a mask.
+    """Raise a BaseModelError if a token attends to later ones, or the model is not text-only.
 
-    Raises:
-        BaseModelError: A token attends to later ones, or the model is not text-only.
-
+    Training relies on causal attention to pad without a mask.
     """
     refuse_unless_text(model.config, directory)
     tokens = torch.tensor([[3, 5, 7, 9]], device=model.device)
@@ -259,17 +231,3 @@ def refuse_unless_causal(model: Any, directory: Path) -> None:
             f"the model in {directory} is not causal: its tokens attend to later ones, so it can't "
             "be fine-tuned to predict the next token"
         )
-
-
-def _quantization(kind: str, compute_dtype: torch.dtype) -> Any:
-    """Return the bitsandbytes configuration: QLoRA's double-quantised nf4, or LLM.int8()."""
-    from transformers import BitsAndBytesConfig
-
-    if kind == "nf4":
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=compute_dtype,
-        )
-    return BitsAndBytesConfig(load_in_8bit=True) if kind == "int8" else None

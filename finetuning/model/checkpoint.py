@@ -18,73 +18,60 @@ WEIGHTS = "model*.safetensors"
 _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
-def problem_of(name: str, path: Path) -> str | None:
+def problem_of(path: Path) -> str | None:
     """Return why a folder or GGUF file can't be used as base model, or None if no problem is found.
 
-    Args:
-        name: ``model.name``.
-        path: The folder or file.
-
+    The caller puts ``model.name`` before the text.
     """
     if path.is_file():
-        return _problem_of_gguf(name, path)
+        return _problem_of_gguf(path)
     if not (path / "config.json").is_file():
         return (
-            f'model.name = "{name}": no config.json in {path}; it must be a checkpoint directory '
-            "in Hugging Face format, or a GGUF file"
+            f"no config.json in {path}; it must be a checkpoint directory in Hugging Face format, "
+            "or a GGUF file"
         )
-    if not isinstance(_config(path), dict):
-        return (
-            f'model.name = "{name}": {path / "config.json"} is not a JSON object; copy the '
-            "checkpoint again"
-        )
+    if _config(path) is None:
+        return f"{path / 'config.json'} is not a JSON object; copy the checkpoint again"
     files = sorted(path.glob(WEIGHTS))
     if not files:
         return (
-            f'model.name = "{name}": no {WEIGHTS} in {path}; other formats can run code when '
-            "they are loaded, so convert the checkpoint first, see docs/models.md"
+            f"no {WEIGHTS} in {path}; other formats can run code when they are loaded, so convert "
+            "the checkpoint first, see docs/models.md"
         )
     for file in files:
         try:
             with safe_open(file, framework="numpy"):
                 pass
         except (SafetensorError, OSError) as error:
-            return f'model.name = "{name}": {file} is damaged ({error}); copy it again'
+            return f"{file} is damaged ({error}); copy it again"
     return None
 
 
-def _problem_of_gguf(name: str, file: Path) -> str | None:
+def _problem_of_gguf(file: Path) -> str | None:
     try:
         read_header(file)
     except (GGUFError, OSError) as error:
-        return f'model.name = "{name}": {error}'
+        return str(error)
     return None
 
 
 def count_blocks(checkpoint: Path) -> int | None:
-    """Return a checkpoint's number of blocks, or None if only ``transformers`` can determine it.
+    """Return the number of blocks of a checkpoint's directory or a GGUF file.
 
-    Args:
-        checkpoint: Directory of the checkpoint, or a GGUF file.
-
+    The result is None if only ``transformers`` can determine it.
     """
     if checkpoint.is_file():
         blocks = re.findall(r"^blk\.(\d+)\.", "\n".join(read_header(checkpoint).weights), re.M)
         return max(map(int, blocks)) + 1 if blocks else None
-    config = _config(checkpoint)
-    if not isinstance(config, dict):
-        return None
+    config = _config(checkpoint) or {}
     found = next((config[key] for key in _BLOCKS if key in config), None)
     return found if isinstance(found, int) else None
 
 
 def client_parameters(checkpoint: Path, blocks: int | None = None) -> int:
-    """Count the parameters that a client holds, from the headers of the checkpoint's files.
+    """Count the parameters of a client with ``blocks`` blocks; None for the whole model.
 
-    Args:
-        checkpoint: Directory of the checkpoint, or a GGUF file.
-        blocks: Number of blocks at the client; None for the whole model.
-
+    The checkpoint is a directory or a GGUF file; only the headers of its files are read.
     """
     counts: Counter[int | None] = Counter()
     for tensor, count in _tensors(checkpoint):
@@ -96,12 +83,13 @@ def client_parameters(checkpoint: Path, blocks: int | None = None) -> int:
     return ends + counts.total() * min(blocks, len(counts)) // len(counts)
 
 
-def _config(checkpoint: Path) -> Any:
-    """Return the content of config.json, or None if it is missing or can't be parsed."""
+def _config(checkpoint: Path) -> dict[str, Any] | None:
+    """Return the content of config.json, or None if it is missing or not a JSON object."""
     try:
-        return json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return config if isinstance(config, dict) else None
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, int]]:
@@ -109,8 +97,6 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, int]]:
     if checkpoint.is_file():
         yield from read_header(checkpoint).weights.items()
     for file in checkpoint.glob(WEIGHTS):
-        with file.open("rb") as content:
-            header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
-        for tensor, description in header.items():
-            if tensor != "__metadata__":
-                yield tensor, math.prod(description["shape"])
+        with safe_open(file, framework="numpy") as tensors:
+            for tensor in tensors.keys():  # noqa: SIM118 - safe_open isn't a mapping
+                yield tensor, math.prod(tensors.get_slice(tensor).get_shape())
