@@ -6,7 +6,6 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.metadata import version
 from logging import WARNING
 from pathlib import Path
@@ -55,7 +54,7 @@ class Results:
     def describe(self, fingerprint: Mapping[str, str]) -> None:
         """Write the resolved config, the package versions and the base model's fingerprint."""
         origin = origin_of(Path(self._base))
-        base = {"loaded from": self._base} | ({"gguf": asdict(origin)} if origin else {})
+        base = {"loaded from": self._base} | ({"gguf": origin} if origin else {})
         versions = {"python": platform.python_version()} | {p: version(p) for p in _PACKAGES}
         write_json(self.directory / "config.json", self._config.flat())
         write_json(self.directory / "versions.json", versions)

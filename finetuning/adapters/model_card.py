@@ -17,19 +17,11 @@ def model_card(
     rounds: int,
     config: Mapping[str, str | int | float | bool],
 ) -> str:
-    """Describe an adapter.
+    """Describe an adapter in Markdown with the metadata block of the Hugging Face Hub.
 
-    Args:
-        title: Title of the card.
-        base: Base model, as in ``model.name``.
-        directory: Directory of the base model's checkpoint during training.
-        sizes: Number of training examples by client.
-        rounds: Number of rounds trained.
-        config: Resolved run config. The card omits paths to private data.
-
-    Returns:
-        Markdown with the metadata block of the Hugging Face Hub.
-
+    ``base`` is the base model's name in the run config, and ``directory`` its checkpoint during
+    training. ``sizes`` has the number of training examples by client. The card has the run config
+    without paths to private data.
     """
     metadata = ModelCardData(
         base_model=hub_id(base) if "/" in hub_id(base) and not base.startswith("/") else None,
@@ -38,7 +30,7 @@ def model_card(
     )
     data = "\n".join(f"| {client} | {size} |" for client, size in sizes.items())
     origin = origin_of(Path(directory))
-    stored = f" (GGUF, {origin.quantization}; SHA-256 {origin.sha256})" if origin else ""
+    stored = f" (GGUF, {origin['quantization']}; SHA-256 {origin['sha256']})" if origin else ""
     settings = "\n".join(f"{key} = {value!r}" for key, value in config.items() if key not in _PATHS)
     return f"""---
 {metadata.to_yaml()}

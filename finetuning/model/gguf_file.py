@@ -7,9 +7,10 @@ the parts of a split model and bitsandbytes read its tensors by name.
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,11 @@ _ORIGIN = "gguf.json"
 _MAGIC = b"GGUF"
 # Exceptions that the libraries raise for a truncated or damaged file.
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError)
-_SHOWN_NAMES = 3
 # Version of the conversion and its checks; part of the name in the cache.
 _VERSION = 3
 # Name prefixes of the tensors with which llama.cpp scales rotary positions.
 _SCALES = ("rope_freqs", "rope_factors_")
-# Architectures in which some models don't scale queries by the head size.
+# Architectures in which some models, those with 27B, don't scale queries by the head size.
 _SCALED_QUERIES = {"gemma2", "gemma3"}
 
 
@@ -55,22 +55,6 @@ class Header:
     window: int | None
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The GGUF file that a checkpoint in the cache was read from.
-
-    Attributes:
-        file: Name of the file, without its folder.
-        sha256: Digest of its content.
-        quantization: Types of its weights; see `Header`.
-
-    """
-
-    file: str
-    sha256: str
-    quantization: str
-
-
 def checkpoint_of(file: Path) -> Path:
     """Return the directory of a checkpoint with a GGUF file's weights; write it on first use.
 
@@ -87,10 +71,10 @@ def checkpoint_of(file: Path) -> Path:
         with FileLock(target.with_suffix(".lock")):
             if not (target / _ORIGIN).is_file():
                 header = read_header(file)
+                origin = {"file": file.name, "sha256": digest, "quantization": header.quantization}
                 with replacing(target) as aside:
                     _convert(file, header, aside)
-                    origin = Origin(file.name, digest, header.quantization)
-                    (aside / _ORIGIN).write_text(json.dumps(asdict(origin), indent=1) + "\n")
+                    (aside / _ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
     except OSError as error:
         raise GGUFError(
             f"{file} can't be read, or its weights can't be kept in {cache_directory()}: {error}; "
@@ -99,10 +83,14 @@ def checkpoint_of(file: Path) -> Path:
     return target
 
 
-def origin_of(directory: Path) -> Origin | None:
-    """Return the GGUF file that a checkpoint was converted from, or None."""
+def origin_of(directory: Path) -> dict[str, str] | None:
+    """Return the GGUF file that a checkpoint was converted from, or None.
+
+    The keys are ``file`` (its name without the folder), ``sha256`` and ``quantization``.
+    """
     file = directory / _ORIGIN
-    return Origin(**json.loads(file.read_text())) if file.is_file() else None
+    origin: dict[str, str] | None = json.loads(file.read_text()) if file.is_file() else None
+    return origin
 
 
 def read_header(file: Path) -> Header:
@@ -125,19 +113,17 @@ def read_header(file: Path) -> Header:
         if field is None:
             raise ValueError("it names no architecture")
         weights = {tensor.name: math.prod(map(int, tensor.shape)) for tensor in reader.tensors}
-        by_type: dict[str, int] = {}
+        by_type: Counter[str] = Counter()
         for tensor in reader.tensors:
             if len(tensor.shape) > 1:
-                kind = tensor.tensor_type.name
-                by_type[kind] = by_type.get(kind, 0) + weights[tensor.name]
-        kinds = sorted(by_type, key=lambda kind: -by_type[kind])
+                by_type[tensor.tensor_type.name] += weights[tensor.name]
         architecture = str(field.contents())
         scaling = reader.get_field(f"{architecture}.rope.scaling.type")
         window = reader.get_field(f"{architecture}.attention.sliding_window")
         return Header(
             architecture=architecture,
             weights=weights,
-            quantization=", ".join(kinds),
+            quantization=", ".join(kind for kind, _ in by_type.most_common()),
             scales_positions=any(name.startswith(_SCALES) for name in weights)
             or (scaling is not None and scaling.contents() not in {"", "none"}),
             window=int(window.contents()) if window is not None else None,
@@ -183,29 +169,30 @@ def _convert(file: Path, header: Header, directory: Path) -> None:
     from transformers import AutoTokenizer
 
     model, missing = _read_model(file, header)
+    config = model.config
     if missing:
         raise GGUFError(
             f"{file} lacks {len(missing)} of the model's tensors, "
-            f"{', '.join(missing[:_SHOWN_NAMES])} among them; if it is one of several files, join "
+            f"{', '.join(missing[:3])} among them; if it is one of several files, join "
             "them with llama-gguf-split --merge"
         )
-    if header.scales_positions and not _scales_positions(model.config):
+    if header.scales_positions and not _scales_positions(config):
         raise GGUFError(
             f"{file} scales positions (RoPE) in a way that transformers doesn't read from GGUF; "
             f"{_INSTEAD}"
         )
-    if header.architecture in _SCALED_QUERIES and not _has_default_scale(model.config):
+    if header.architecture in _SCALED_QUERIES and config.head_dim != config.query_pre_attn_scalar:
         raise GGUFError(
             f"{file} is of a model whose queries have a scale of their own, which GGUF files don't "
             f"have; {_INSTEAD}"
         )
-    settings = model.config.to_dict()
+    settings = config.to_dict()
     settings.pop("quantization_config", None)
     if header.architecture == "phi3":  # transformers doesn't read it
         settings["sliding_window"] = header.window
     # If saved directly, the model's configuration would say that it is quantised.
     with torch.device("meta"):
-        plain = type(model)(type(model.config).from_dict(settings))
+        plain = type(model)(type(config).from_dict(settings))
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.save_pretrained(directory)
@@ -233,11 +220,6 @@ def _read_model(file: Path, header: Header) -> tuple[Any, list[str]]:
             output_loading_info=True,
         )
     return model, sorted(report["missing_keys"])
-
-
-def _has_default_scale(config: Any) -> bool:
-    """Return whether queries are scaled by the head size, which the 27B models don't do."""
-    return bool(config.head_dim == config.query_pre_attn_scalar)
 
 
 def _scales_positions(config: Any) -> bool:

