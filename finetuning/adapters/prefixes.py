@@ -34,17 +34,9 @@ def prefix_cache(
 ) -> Any:
     """Return a key-value cache that makes blocks compute as if the prefixes preceded the tokens.
 
-    Args:
-        prefixes: (length, 2 · heads · width) by the block's absolute number, or (rows, length,
-            2 · heads · width) if each row has its own prefix.
-        length: Length of the prefixes.
-        config: Configuration of the model or the part.
-        rows: Number of rows in the batch.
-        dtype: Data type of the blocks' keys and values.
-
-    Returns:
-        A ``DynamicCache`` for one forward pass. Gradients flow back through it to the prefixes.
-
+    The ``DynamicCache`` is for one forward pass. Gradients flow back through it to the prefixes,
+    which are (length, 2 · heads · width) by the block's absolute number, or (rows, length,
+    2 · heads · width) if each row has its own prefix. ``dtype`` is that of the keys and values.
     """
     from transformers import DynamicCache
 
@@ -70,18 +62,22 @@ def _keys_and_values(
     return keys, values
 
 
+def shifted(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """Return a backbone's inputs, with any mask and positions shifted by the prefix length."""
+    result = dict(inputs)
+    if "attention_mask" in inputs:
+        mask = inputs["attention_mask"]
+        result["attention_mask"] = torch.cat([mask.new_ones(len(mask), length), mask], 1)
+    if "position_ids" in inputs:
+        result["position_ids"] = inputs["position_ids"] + length
+    return result
+
+
 class BlockPrefixes:
     """Prefixes of some of a model's blocks, one tensor per block, initialised to zero.
 
-    Args:
-        config: Configuration of the part.
-        length: Length of the prefixes.
-        devices: Device of each block, by the block's absolute number.
-
-    Attributes:
-        length: Length of the prefixes.
-        parameters: (length, 2 · heads · width) float32 by name, sorted.
-
+    Blocks have their absolute numbers. ``parameters`` are (length, 2 · heads · width) float32 by
+    name, sorted.
     """
 
     def __init__(self, config: Any, length: int, devices: Mapping[int, torch.device]) -> None:
@@ -98,42 +94,22 @@ class BlockPrefixes:
     def before(self, inputs: Mapping[str, Any], rows: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return a backbone's inputs with the prefixes added as a cache; prefixes need no mask.
 
-        Args:
-            inputs: Inputs for the tokens; if padded on the left, also their mask and positions.
-            rows: Number of rows in the batch.
-            dtype: Data type that the blocks compute in.
-
+        If the tokens are padded on the left, the inputs include their mask and positions.
         """
         cache = prefix_cache(
             prefixes=self._blocks, length=self.length, config=self._config, rows=rows, dtype=dtype
         )
-        return {**self.shift(inputs), "past_key_values": cache}
-
-    def shift(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a backbone's inputs, with any mask and positions shifted by the prefix length."""
-        result = dict(inputs)
-        if "attention_mask" in inputs:
-            mask = inputs["attention_mask"]
-            result["attention_mask"] = torch.cat([mask.new_ones(len(mask), self.length), mask], 1)
-        if "position_ids" in inputs:
-            result["position_ids"] = inputs["position_ids"] + self.length
-        return result
+        return {**shifted(inputs, self.length), "past_key_values": cache}
 
     @torch.no_grad()
     def fill(self, cache: Any, rows: int, dtype: torch.dtype) -> None:
         """Put the prefixes into an empty cache, so that text can be generated after them.
 
-        Args:
-            cache: ``transformers`` cache, indexed by the absolute numbers of blocks.
-            rows: Number of rows in the batch.
-            dtype: Data type of the blocks' keys and values.
-
+        The cache is indexed by the absolute numbers of blocks.
         """
         for number, prefix in self._blocks.items():
-            cache.update(
-                *_keys_and_values(prefix=prefix, config=self._config, rows=rows, dtype=dtype),
-                number,
-            )
+            pair = _keys_and_values(prefix=prefix, config=self._config, rows=rows, dtype=dtype)
+            cache.update(*pair, number)
 
 
 def name_of_block(number: int) -> str:
@@ -142,27 +118,17 @@ def name_of_block(number: int) -> str:
 
 
 def refuse_without_prefix(model: Any, length: int) -> None:
-    """Check that every block of an architecture supports a prefix before its keys and values.
+    """Raise a BaseModelError if a block can't have a prefix before its keys and values.
 
-    Args:
-        model: Causal language model in bfloat16 on the meta device, where nothing is computed.
-            Some mixture-of-experts models accept only bfloat16 there.
-        length: Length of the prefix.
-
-    Raises:
-        BaseModelError: Some block does not support it; the message names the architecture.
-
+    The model is in bfloat16 on the meta device, where nothing is computed. Some mixture-of-experts
+    models accept only bfloat16 there.
     """
     try:
         config = model.config
-        blocks = int(config.num_hidden_layers)
         prefix = torch.zeros(length, columns_of(config), dtype=torch.bfloat16, device="meta")
+        prefixes = dict.fromkeys(range(int(config.num_hidden_layers)), prefix)
         cache = prefix_cache(
-            prefixes=dict.fromkeys(range(blocks), prefix),
-            length=length,
-            config=config,
-            rows=1,
-            dtype=prefix.dtype,
+            prefixes=prefixes, length=length, config=config, rows=1, dtype=prefix.dtype
         )
         width = model.get_input_embeddings().embedding_dim
         token = torch.zeros(1, 1, width, dtype=prefix.dtype, device="meta")

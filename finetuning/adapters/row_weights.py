@@ -1,7 +1,8 @@
 """Separate adapter weights for each row, so that autograd returns one gradient per row."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,8 @@ def weights_per_row(peft_model: Any, rows: int) -> Iterator[dict[str, torch.Tens
     """Use a separate view of the adapter's weights for each row within the context.
 
     The views take no memory, but their gradients take that of ``rows`` adapters. Prefixes aren't
-    modules, so the model must pass their views to its blocks itself.
-
-    Args:
-        peft_model: Model with an adapter.
-        rows: Number of rows in the batches computed within the context.
+    modules, so the model must pass their views to its blocks itself. All batches computed within
+    the context have this number of rows.
 
     Yields:
         (rows, …) leaf tensors by the parameters' names.
@@ -30,32 +28,27 @@ def weights_per_row(peft_model: Any, rows: int) -> Iterator[dict[str, torch.Tens
 
     """
     copies: dict[str, torch.Tensor] = {}
-    handles: list[Any] = []
-    for name, parameter in trainable_parameters(peft_model).items():
-        copies[name] = parameter.detach().expand(rows, *parameter.shape).requires_grad_()
-        path, _, kind = name.rpartition(".")
-        module = peft_model.get_submodule(path)
-        if isinstance(module, torch.nn.Linear) and kind == "weight" and module.bias is None:
-            handles.append(module.register_forward_hook(_by_row(path, copies[name])))
-        elif "prompt_encoder" not in name:
-            raise _not_by_row(path)
-    try:
+    with ExitStack() as hooks:
+        for name, parameter in trainable_parameters(peft_model).items():
+            copies[name] = parameter.detach().expand(rows, *parameter.shape).requires_grad_()
+            path, _, kind = name.rpartition(".")
+            module = peft_model.get_submodule(path)
+            if isinstance(module, torch.nn.Linear) and kind == "weight" and module.bias is None:
+                hook = partial(_by_row, path, copies[name])
+                hooks.enter_context(module.register_forward_hook(hook))
+            elif "prompt_encoder" not in name:
+                raise _not_by_row(path)
         yield copies
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _by_row(path: str, weights: torch.Tensor) -> Any:
-    """Return a hook that recomputes a module's output with separate weights for each row."""
-
-    def compute(_: Any, inputs: tuple[torch.Tensor], __: torch.Tensor) -> torch.Tensor:
-        (hidden,) = inputs
-        if hidden.ndim != 3 or len(hidden) != len(weights):
-            raise _not_by_row(path)
-        return hidden @ weights.mT
-
-    return compute
+def _by_row(
+    path: str, weights: torch.Tensor, _: Any, inputs: tuple[torch.Tensor], __: torch.Tensor
+) -> torch.Tensor:
+    """Recompute the output of the module at a path with separate weights for each row."""
+    (hidden,) = inputs
+    if hidden.ndim != 3 or len(hidden) != len(weights):
+        raise _not_by_row(path)
+    return hidden @ weights.mT
 
 
 def _not_by_row(path: str) -> BaseModelError:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from finetuning.adapters.adapter import trainable_parameters
-from finetuning.adapters.prefixes import columns_of, prefix_cache
+from finetuning.adapters.prefixes import columns_of, prefix_cache, shifted
 from finetuning.adapters.row_weights import weights_per_row
 from finetuning.data.batching import MicroBatch
 from finetuning.data.candidates import CandidateBatch
@@ -26,15 +26,9 @@ from finetuning.training.deadline import DeadlineError
 
 
 class WholeModel:
-    """A model with all blocks in this process.
+    """A model with all blocks in this process: base model and adapter, or the base model alone.
 
-    Args:
-        peft_model: Base model with its adapter, or alone if nothing is trained.
-
-    Attributes:
-        deadline: Time on ``time.monotonic``'s clock after which forward passes raise DeadlineError.
-        end_tokens: The checkpoint's end-of-text tokens.
-
+    After ``deadline``, a time on ``time.monotonic``'s clock, forward passes raise DeadlineError.
     """
 
     def __init__(self, peft_model: Any) -> None:
@@ -62,35 +56,21 @@ class WholeModel:
         """Add the gradient of a step's loss to the adapter's ``.grad``.
 
         The loss of a step is the mean over its targets; each micro-batch is weighted by its share.
-
-        Args:
-            batches: Micro-batches of the step.
-            seed: Seed of the step, from which each micro-batch's dropout seed is derived.
-
-        Returns:
-            Each micro-batch's summed loss in nats.
-
+        Each micro-batch's dropout seed is derived from the seed of the step. Return each
+        micro-batch's summed loss in nats.
         """
         targets = sum(len(batch.labels) for batch in batches)
         losses = []
         with self._mode(training=True):
             for index, batch in enumerate(batches):
                 set_seed(derive_seed("dropout", seed, index))
-                with self._autocast():
-                    hidden = self._hidden(batch)
-                    losses.append(
-                        add_target_gradient(
-                            head=self._head, hidden=hidden, batch=batch, scale=1 / targets
-                        )
-                    )
+                losses.append(self._backward(batch, 1 / targets))
         return [float(loss) for loss in losses]
 
     def clip(self, maximum: float) -> float:
-        """Scale the adapter's gradients down to the maximum norm; 0 disables clipping.
+        """Scale the adapter's gradients down to the maximum norm, and return the norm before.
 
-        Returns:
-            The norm before clipping.
-
+        A maximum of 0 disables clipping.
         """
         parameters = trainable_parameters(self.peft_model).values()
         return float(torch.nn.utils.clip_grad_norm_(parameters, maximum or float("inf")))
@@ -105,13 +85,10 @@ class WholeModel:
     def generate(
         self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
     ) -> torch.Tensor:
-        """Continue prompts, without dropout.
+        """Continue prompts without dropout by at most ``new_tokens`` each.
 
-        Args:
-            tokens: (rows, columns) of prompts, padded on the left.
-            mask: (rows, columns), 0 for padding and 1 for the prompts.
-            new_tokens: Maximum number of tokens to generate per row.
-            settings: Further arguments of ``generate`` in ``transformers``.
+        Prompts are (rows, columns), padded on the left; the mask is 0 for padding and 1 for tokens.
+        Further settings are arguments of ``generate`` in ``transformers``.
 
         Returns:
             (rows, columns + new tokens); rows that end early are padded on the right.
@@ -150,11 +127,10 @@ class WholeModel:
     def row_gradients(self, batch: MicroBatch) -> tuple[dict[str, torch.Tensor], float]:
         """Compute the gradient of each row's loss, the mean over its targets, without dropout.
 
+        Raise a BaseModelError if an adapted module's input has no row dimension.
+
         Returns:
             (rows, …) ∂Lᵢ/∂W for every adapter weight, and the summed loss of all targets in nats.
-
-        Raises:
-            BaseModelError: An adapted module's input has no row dimension.
 
         """
         rows, columns = batch.tokens.shape
@@ -163,12 +139,10 @@ class WholeModel:
         with (
             self._mode(training=False),
             self._recomputing_blocks(),
-            self._by_row(rows) as weights,
-            self._autocast(),
+            weights_per_row(self.peft_model, rows) as weights,
+            self._using(None if self._prefix is None else next(iter(weights.values()))),
         ):
-            loss = add_target_gradient(
-                head=self._head, hidden=self._hidden(batch), batch=batch, scale=scale
-            )
+            loss = self._backward(batch, scale)
         gradients = {
             n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()
         }
@@ -177,27 +151,26 @@ class WholeModel:
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
         """Disable the adapter within the context."""
-        prefix, self._prefix = self._prefix, None
-        try:
-            with self.peft_model.disable_adapter():
-                yield
-        finally:
-            self._prefix = prefix
+        with self._using(None), self.peft_model.disable_adapter():
+            yield
 
     @contextmanager
-    def _by_row(self, rows: int) -> Iterator[dict[str, torch.Tensor]]:
-        prefix = self._prefix
-        with weights_per_row(self.peft_model, rows) as weights:
-            if prefix is not None:
-                (self._prefix,) = weights.values()
-            try:
-                yield weights
-            finally:
-                self._prefix = prefix
+    def _using(self, prefix: torch.Tensor | None) -> Iterator[None]:
+        before, self._prefix = self._prefix, prefix
+        try:
+            yield
+        finally:
+            self._prefix = before
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
         with self._autocast():
             return target_loss(self._head, self._hidden(batch), batch)
+
+    def _backward(self, batch: MicroBatch, scale: float | torch.Tensor) -> torch.Tensor:
+        with self._autocast():
+            return add_target_gradient(
+                head=self._head, hidden=self._hidden(batch), batch=batch, scale=scale
+            )
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """Return (rows, columns, hidden) after the last block and norm.
@@ -219,32 +192,27 @@ class WholeModel:
         """
         before, each = self.columns_before, batch.endings_each
         lengths = batch.beginning_lengths.to(self._device)
-        positions = left_padding(self._backbone, lengths, batch.beginnings.shape[1])
-        mask = torch.nn.functional.pad(positions.pop("attention_mask"), (before, 0), value=1)
+        inputs = left_padding(self._backbone, lengths, batch.beginnings.shape[1])
+        inputs = shifted(inputs, before)
         cache = self._empty_cache(len(lengths))
 
-        def compute(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        def compute(tokens: torch.Tensor) -> torch.Tensor:
             output = self._backbone(
-                input_ids=tokens.to(self._device),
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                **positions,
+                input_ids=tokens.to(self._device), past_key_values=cache, use_cache=True, **inputs
             )
             return output.last_hidden_state.flatten(0, 1)  # type: ignore[no-any-return]
 
-        if "position_ids" in positions:
-            positions["position_ids"] += before
-        hidden = compute(batch.beginnings, mask)
+        hidden = compute(batch.beginnings)
         if not each:
             return hidden
         cache.batch_repeat_interleave(each)
         columns = batch.endings.shape[1]
-        mask = torch.nn.functional.pad(mask.repeat_interleave(each, 0), (0, columns), value=1)
-        if "position_ids" in positions:
+        mask = inputs["attention_mask"].repeat_interleave(each, 0)
+        inputs["attention_mask"] = torch.nn.functional.pad(mask, (0, columns), value=1)
+        if "position_ids" in inputs:
             start = (before + lengths).repeat_interleave(each)[:, None]
-            positions["position_ids"] = start + torch.arange(columns, device=self._device)
-        return torch.cat([hidden, compute(batch.endings, mask)])
+            inputs["position_ids"] = start + torch.arange(columns, device=self._device)
+        return torch.cat([hidden, compute(batch.endings)])
 
     def _empty_cache(self, rows: int) -> Any:
         """Return a key-value cache that contains only the prefix, if any."""

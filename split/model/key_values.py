@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from finetuning.adapters.prefixes import shifted
 from finetuning.model.left_padding import left_padding
 from split.model.part import Part
 from split.protocol.frames import Padding
@@ -42,7 +43,7 @@ class KeyValues:
         self._prompt = left_padding(self._backbone, self._lengths, columns)
         self._before = part.columns_before
         if (prefixes := part.prefixes) is not None:
-            self._prompt = prefixes.shift(self._prompt)
+            self._prompt = shifted(self._prompt, prefixes.length)
             if self.cache is not None:
                 prefixes.fill(self.cache, len(padding.lengths), part.dtype)
         self.columns = 0
