@@ -33,13 +33,10 @@ def attach_adapter(
 ) -> Any:
     """Wrap a base model with an adapter whose weights are float32 and require gradients.
 
-    Args:
-        model: A ``transformers`` causal language model, which is changed in place, or a PEFT model
-            that already has adapters.
-        settings: Kind, rank, scale, dropout and targets, or prefix length.
-        base: Id or directory of the base model, recorded in the saved adapter.
-        name: Name of the adapter within this model, without dots.
-        excluded: Paths of modules that are not adapted even if a target matches their name.
+    The model is a ``transformers`` causal language model, which is changed in place, or a PEFT
+    model that already has adapters. ``base`` is the base model's id or directory, recorded in the
+    saved adapter. The adapter's name within the model has no dots. Modules with ``excluded`` paths
+    are not adapted even if a target matches their name.
 
     Raises:
         BaseModelError: The architecture does not support the targets or prefixes.
@@ -51,17 +48,16 @@ def attach_adapter(
     try:
         if isinstance(model, PeftModel):
             model.add_adapter(name, config)
-            peft_model = model
         else:
-            peft_model = get_peft_model(model, config, adapter_name=name)
+            model = get_peft_model(model, config, adapter_name=name)
     except ValueError as error:
         setting = f'adapter.targets = "{settings.targets}"'
         if settings.kind == "prefix":
             setting = 'adapter.kind = "prefix"'
         raise BaseModelError(f"{setting} does not fit this model: {error}") from error
-    for parameter in trainable_parameters(peft_model).values():
+    for parameter in trainable_parameters(model).values():
         parameter.data = parameter.data.float()
-    return peft_model
+    return model
 
 
 def as_peft_config(
@@ -70,12 +66,10 @@ def as_peft_config(
     """Convert settings to PEFT's configuration; see `attach_adapter`."""
     from peft import LoraConfig, PrefixTuningConfig, TaskType
 
+    common = {"task_type": TaskType.CAUSAL_LM, "base_model_name_or_path": base}
     if settings.kind == "prefix":
         return PrefixTuningConfig(
-            num_virtual_tokens=settings.prefix_length,
-            prefix_projection=False,
-            task_type=TaskType.CAUSAL_LM,
-            base_model_name_or_path=base,
+            num_virtual_tokens=settings.prefix_length, prefix_projection=False, **common
         )
     return LoraConfig(
         r=settings.rank,
@@ -83,8 +77,7 @@ def as_peft_config(
         lora_dropout=settings.dropout,
         target_modules=target_names(settings) or None,
         exclude_modules=list(excluded) or None,
-        task_type=TaskType.CAUSAL_LM,
-        base_model_name_or_path=base,
+        **common,
     )
 
 
@@ -98,13 +91,9 @@ def initial_adapter(
 ) -> tuple[State, Any]:
     """Create the global adapter of round 1 without reading the base model's weights.
 
-    Args:
-        name: Base model, as in ``model.name``.
-        settings: Kind, rank, scale, dropout and targets, or prefix length.
-        seed: Seed of the random weights. One of LoRA's two matrices is zero, so the adapter
-            initially has no effect. Prefixes are random, as in PEFT, unless the settings
-            give an initial text; computing its prefix loads the whole model.
-        directory: Directory with the base model's configuration; None locates it by name.
+    One of LoRA's two matrices is zero, so the adapter initially has no effect. Prefixes are random,
+    as in PEFT, unless the settings give an initial text; computing its prefix loads the whole
+    model. The directory is that of the base model's configuration; None locates it by name.
 
     Returns:
         The adapter's float32 tensors, and its PEFT configuration with explicit targets.
@@ -116,19 +105,26 @@ def initial_adapter(
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    directory = directory or locate(name)
-    if settings.kind == "prefix":
-        # In a split model, a party may have only the files of its own blocks.
-        directory = locate(name) if settings.initial_text else directory
-        return _initial_prefix(
-            directory=directory, settings=settings, seed=seed, base=reference(name, directory)
-        )
+    prefix = settings.kind == "prefix"
+    # In a split model, a party may have only the files of its own blocks.
+    if directory is None or (prefix and settings.initial_text):
+        directory = locate(name)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        )
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         refuse_unless_text(model.config, directory)
+        if prefix:
+            refuse_without_prefix(model, settings.prefix_length)
         peft_model = attach_adapter(model, settings, reference(name, directory))
+    peft_config = peft_model.peft_config["default"]
+    if prefix:
+        _refuse_other_shape(model, peft_config)
+        if settings.initial_text:
+            return {SAVED: _prefix_of_text(directory, settings)}, peft_config
+        generator = torch.Generator().manual_seed(seed)
+        columns = 2 * peft_config.num_layers * peft_config.token_dim
+        values = torch.randn(settings.prefix_length, columns, generator=generator)
+        return {SAVED: values}, peft_config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in peft_model.modules():
@@ -136,32 +132,17 @@ def initial_adapter(
                 for part in module.adapter_layer_names:
                     getattr(module, part).to_empty(device="cpu")
                 module.reset_lora_parameters("default", init_lora_weights=True)
-    return export_adapter(peft_model), peft_model.peft_config["default"]
+    return export_adapter(peft_model), peft_config
 
 
-def _initial_prefix(
-    directory: Path, settings: AdapterSettings, seed: int, base: str
-) -> tuple[State, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        refuse_without_prefix(model, settings.prefix_length)
-        peft_config = attach_adapter(model, settings, base).peft_config["default"]
+def _refuse_other_shape(model: Any, peft_config: Any) -> None:
     heads = peft_config.num_attention_heads
     shape = (peft_config.num_layers, heads, peft_config.token_dim // heads)
-    if shape != (config.num_hidden_layers, *key_value_shape(config)):
+    if shape != (model.config.num_hidden_layers, *key_value_shape(model.config)):
         raise BaseModelError(
             f'adapter.kind = "prefix" does not support {type(model).__name__}: the shape of '
             f"PEFT's prefixes {shape} differs from that of its blocks; use another adapter.kind"
         )
-    if settings.initial_text:
-        return {SAVED: _prefix_of_text(directory, settings)}, peft_config
-    generator = torch.Generator().manual_seed(seed)
-    columns = 2 * peft_config.num_layers * peft_config.token_dim
-    values = torch.randn(settings.prefix_length, columns, generator=generator)
-    return {SAVED: values}, peft_config
 
 
 @torch.no_grad()
@@ -169,10 +150,6 @@ def _prefix_of_text(directory: Path, settings: AdapterSettings) -> torch.Tensor:
     """Return the keys and values of a text's tokens, (length, blocks · 2 · heads · width).
 
     With this prefix, the model computes as if the text preceded its input.
-
-    Raises:
-        BaseModelError: A block's cache keeps fewer tokens than the text has, or the text is empty.
-
     """
     from transformers import AutoModelForCausalLM
 
@@ -222,12 +199,7 @@ def export_adapter(peft_model: Any) -> State:
 
 
 def load_adapter(peft_model: Any, state: Mapping[str, torch.Tensor]) -> None:
-    """Set the adapter's weights.
-
-    Raises:
-        ValueError: Names or shapes differ from the adapter's; no weight is changed.
-
-    """
+    """Set the adapter's weights; see `load_state`."""
     names = exported_names(peft_model)
     load_state({names[n]: p for n, p in trainable_parameters(peft_model).items()}, state)
 
@@ -236,12 +208,7 @@ def load_adapter(peft_model: Any, state: Mapping[str, torch.Tensor]) -> None:
 def load_state(
     parameters: Mapping[str, torch.nn.Parameter], state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Set weights by name.
-
-    Raises:
-        ValueError: Names or shapes differ from the parameters'; no weight is changed.
-
-    """
+    """Set weights by name, or raise a ValueError and set none if names or shapes differ."""
     if set(state) != set(parameters):
         different = sorted(set(state) ^ set(parameters))
         raise ValueError(f"the tensors are not those of this model's adapter: {different[:3]} …")
@@ -258,13 +225,9 @@ def save_adapter(
 ) -> None:
     """Write an adapter that ``PeftModel.from_pretrained(base, directory)`` loads.
 
-    Args:
-        directory: Target folder, replaced atomically: an interrupted write leaves the old content.
-        state: Tensors under PEFT's saved names, or a safetensors file that contains them. The file
-            is moved, and must be on the same disk.
-        config: PEFT configuration of the adapter.
-        card: Markdown of the model card, with its metadata block.
-
+    The folder is replaced atomically: an interrupted write leaves the old content. ``state`` has
+    PEFT's saved names. If it is a safetensors file, it must be on the same disk, and is moved.
+    ``config`` is PEFT's configuration of the adapter, and ``card`` the text of README.md.
     """
     with replacing(directory) as aside:
         aside.mkdir(parents=True)

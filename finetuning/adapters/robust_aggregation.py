@@ -38,11 +38,8 @@ def distance(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Te
 def update_factors(distances: Mapping[str, float]) -> dict[str, float]:
     """Return the factor by which each client's update is scaled; 1.0 up to the cap.
 
-    Clients with a distance of 0 are ignored when the cap is computed.
-
-    Args:
-        distances: Distance of each client's adapter from the global adapter it started with.
-
+    Distances are from the global adapter that the client started with. Clients with a distance of 0
+    are ignored when the cap is computed.
     """
     moved = [each for each in distances.values() if each > 0]
     most = MAX_DISTANCE * median_low(moved) if moved else 0.0
@@ -62,13 +59,8 @@ def scaled(state: State, reference: Mapping[str, torch.Tensor], factor: float) -
 def counted_sizes(sizes: Mapping[str, int], largest: float) -> dict[str, int]:
     """Return the data sizes to use in averages, such that no client exceeds a share of their sum.
 
-    A larger client's size is reduced to exactly that share. If the share is too small for the
-    number of clients, all clients get equal sizes.
-
-    Args:
-        sizes: Numbers of rows by client, above 0.
-        largest: Largest share, above 0 and at most 1.
-
+    A larger client's size is reduced to exactly that share, which is above 0 and at most 1. If it
+    is too small for the number of clients, all clients get equal sizes.
     """
     ordered = sorted(sizes.values(), reverse=True)
     for capped, size in enumerate(ordered):
@@ -85,12 +77,9 @@ def counted_sizes(sizes: Mapping[str, int], largest: float) -> dict[str, int]:
 def typical_importance(values: torch.Tensor) -> torch.Tensor:
     """Return the typical J of each weight of a tensor: the lower median over the clients.
 
-    The result is at least the lower median of the clients' means over the tensor, because a weight
-    that matters to only one client, such as that of a rare token, has a median of 0.
-
-    Args:
-        values: J of all clients, stacked along the first dimension.
-
+    The values of the clients are stacked along the first dimension. The result is at least the
+    lower median of the clients' means over the tensor, because a weight that matters to only one
+    client, such as that of a rare token, has a median of 0.
     """
     means = values.flatten(start_dim=1).mean(dim=1)
     return values.median(dim=0).values.clamp(min=float(means.median()))

@@ -43,14 +43,9 @@ class AdapterError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter of a whole model.
+    """An adapter of a whole model, with its tensors under PEFT's saved names.
 
-    Attributes:
-        directory: Folder that the adapter was read from.
-        settings: Kind, rank, scale and targets, or prefix length; dropout is 0.
-        state: Float tensors under PEFT's saved names.
-        base: Base model named in the adapter: a Hugging Face id or a directory.
-
+    ``base`` is the base model named in the adapter: a Hugging Face id or a directory.
     """
 
     directory: Path
@@ -97,21 +92,14 @@ def read_adapter(directory: Path) -> SavedAdapter:
         state = load_file(directory / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{directory / _WEIGHTS} can't be read: {error}") from error
-    return SavedAdapter(
-        directory=directory,
-        settings=settings,
-        state=state,
-        base=str(found.base_model_name_or_path or ""),
-    )
+    base = str(found.base_model_name_or_path or "")
+    return SavedAdapter(directory=directory, settings=settings, state=state, base=base)
 
 
 def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") -> "State":
     """Read an exported adapter to start a run from.
 
-    Args:
-        directory: The adapter's folder.
-        settings: The run's adapter settings.
-        expected: An adapter of the run, with the required names and shapes.
+    ``expected`` is an adapter of the run, with the required names and shapes.
 
     Raises:
         AdapterError: The folder contains no such adapter, or the adapter doesn't match the run's
@@ -140,11 +128,9 @@ def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") 
 
 
 def check_folder(directory: Path) -> None:
-    """Check that a folder has an adapter's files, without importing any heavy library.
+    """Raise an AdapterError if an adapter's files are missing; import no heavy library.
 
-    Raises:
-        AdapterError: Files are missing; the message names adapters found in subfolders.
-
+    The message names adapters found in subfolders.
     """
     missing = [name for name in (_CONFIG, _WEIGHTS) if not (directory / name).is_file()]
     if not missing:
