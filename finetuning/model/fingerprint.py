@@ -21,17 +21,9 @@ _INCIDENTAL = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", 
 def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[str, str]:
     """Return the SHA-256 digests of all tensors, the configuration, tokenizer and chat template.
 
-    Equal checkpoints have equal fingerprints, regardless of sharding. Digests are cached by the
-    files' paths, sizes and modification times, because reading gigabytes takes long.
-
-    Args:
-        directory: Directory of the checkpoint.
-        names: Names of the tensors to include; others are not read. None includes all.
-
-    Returns:
-        Hexadecimal digests by tensor name, and of ``config.json``, ``tokenizer.json`` and
-        ``chat template``.
-
+    Equal checkpoints have equal fingerprints, regardless of sharding. Tensors that are not among
+    ``names`` are neither read nor included; None includes all. Digests are hexadecimal, and cached
+    by the files' paths, sizes and modification times, because reading gigabytes takes long.
     """
     files = sorted(directory.glob(WEIGHTS))
     wanted = None if names is None else sorted(names)
@@ -41,9 +33,8 @@ def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[s
     cached.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(cached.with_suffix(".lock")):
         if not cached.is_file():
-            tensors = {n: value for file in files for n, value in _tensor_digests(file, wanted)}
             with replacing(cached) as aside:
-                aside.write_text(json.dumps(tensors))
+                aside.write_text(json.dumps(_tensor_digests(files, wanted)))
     digests: dict[str, str] = json.loads(cached.read_text())
     digests["config.json"] = config_digest(directory / "config.json")
     tokenizer = directory / "tokenizer.json"
@@ -65,27 +56,20 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]
     )
 
 
-def _tensor_digests(file: Path, wanted: Collection[str] | None) -> list[tuple[str, str]]:
-    """Digest the wanted tensors of a file, with one in memory at a time."""
-    result = []
-    with safe_open(file, framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 - safe_open isn't a mapping
-            if wanted is not None and name not in wanted:
-                continue
-            tensor = tensors.get_tensor(name)
-            result.append((name, tensor_digest(tensor.dtype, tensor.shape, [tensor])))
-    return result
+def _tensor_digests(files: Sequence[Path], wanted: Collection[str] | None) -> dict[str, str]:
+    """Digest the wanted tensors of the files, with one in memory at a time."""
+    digests = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - safe_open isn't a mapping
+                if wanted is None or name in wanted:
+                    tensor = tensors.get_tensor(name)
+                    digests[name] = tensor_digest(tensor.dtype, tensor.shape, [tensor])
+    return digests
 
 
 def tensor_digest(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[torch.Tensor]) -> str:
-    """Digest a tensor's dtype, shape and values.
-
-    Args:
-        dtype: Data type of the tensor.
-        shape: Shape of the whole tensor.
-        pieces: Consecutive pieces of the tensor.
-
-    """
+    """Digest a tensor's dtype, shape and values, which are given in consecutive pieces."""
     state = hashlib.sha256(f"{dtype} {tuple(shape)}".encode())
     for piece in pieces:
         state.update(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,4 +1,8 @@
-"""The output head: the loss and its gradient, computed in chunks of targets."""
+"""The output head: the loss and its gradient, computed in chunks of targets.
+
+Functions take the model that `output_head` returns as ``head``, and as ``hidden`` the (rows,
+columns, hidden) states after the last block and norm.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -64,17 +68,7 @@ def end_tokens(causal_lm: Any) -> list[int]:
 
 
 def target_loss(head: Any, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Sum the cross-entropy over a micro-batch's targets (FedJudge Eq. 1).
-
-    Args:
-        head: See `output_head`.
-        hidden: (rows, columns, hidden) after the last block and norm.
-        batch: Positions and labels of the targets.
-
-    Returns:
-        A float32 scalar, in nats.
-
-    """
+    """Sum the cross-entropy over a micro-batch's targets (FedJudge Eq. 1), in nats and float32."""
     parts = zip(*_targets(hidden, batch), strict=True)
     return torch.stack([_losses(head, chosen, labels).sum() for chosen, labels in parts]).sum()
 
@@ -84,17 +78,9 @@ def add_target_gradient(
 ) -> torch.Tensor:
     """Compute `target_loss`, and add the gradient of ``scale`` times it to every ``.grad``.
 
-    The output head runs forward and backward in chunks, so that only one chunk's logits exist.
-
-    Args:
-        head: See `output_head`.
-        hidden: (rows, columns, hidden) after the last block and norm.
-        batch: Positions and labels of the targets.
-        scale: Factor of the loss, or (targets,) factors of each target's loss.
-
-    Returns:
-        The loss without the scale, detached.
-
+    The output head runs forward and backward in chunks, so that only one chunk's logits exist. The
+    scale is a factor of the loss, or (targets,) factors of each target's loss. The returned loss is
+    detached and not scaled.
     """
     gradients, losses = [], []
     parts, labels = _targets(hidden, batch)
@@ -117,12 +103,8 @@ def target_log_probabilities(
     """Return the log-probability of each target, and whether no token is more likely.
 
     Logits are always computed in float32. In bfloat16, values between 16 and 32 have steps of 1/8,
-    so that many candidate answers would be equally likely.
-
-    Args:
-        head: See `output_head`.
-        chosen: (targets, hidden) after the last block and norm; the states that predict targets.
-        labels: (targets,) int64; the targets.
+    so that many candidate answers would be equally likely. ``chosen`` are the (targets, hidden)
+    states after the last block and norm that predict the (targets,) labels.
 
     Returns:
         (targets,) float32 in nats, and (targets,) bool, both on the CPU.

@@ -19,21 +19,13 @@ _MAX_EXTRA = 2
 
 
 def check_positions(directory: Path, row: Mapping[str, int]) -> None:
-    """Reject rows that are longer than a model's table of positions.
+    """Raise a BaseModelError for rows that are longer than a model's table of positions.
 
     Models with computed (rotary) positions accept longer rows than in their training, with lower
     quality; this only causes a warning. They are rejected if a long row changes the positions of
     all rows of a batch, because a row's gradient would then depend on other rows. A prefix takes
-    the first positions (FL-GLM section 3.1, as in PEFT).
-
-    Args:
-        directory: Directory of the checkpoint.
-        row: Maximum number of positions of each part of a row, by the key of its setting.
-
-    Raises:
-        BaseModelError: There are too few positions, or positions depend on a batch's longest row;
-            the message gives the keys and numbers.
-
+    the first positions (FL-GLM section 3.1, as in PEFT). ``row`` has the maximum number of
+    positions of each part of a row, by the key of its setting, which the message names.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -50,23 +42,17 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     numbers = " + ".join(str(number) for number in row.values())
     total = f" = {sum(row.values())}" if len(row) > 1 else ""
     needed = f"a row can take {' + '.join(row)} = {numbers}{total} positions"
+    named = f"the {type(model).__name__} in {directory}"
+    remedy = f"lower {' or '.join(row)}, or use another base model"
     if sum(row.values()) > fixed:
         raise BaseModelError(
-            f"{needed}, but beyond {fixed:.0f} the {type(model).__name__} in {directory} computes "
-            f"positions differently for all rows of a batch; lower {' or '.join(row)}, or use "
-            "another base model"
+            f"{needed}, but beyond {fixed:.0f} {named} computes positions differently for all rows "
+            f"of a batch; {remedy}"
         )
     if _has_table(model, most):
-        raise BaseModelError(
-            f"{needed}, but the {type(model).__name__} in {directory} has only {most}; "
-            f"lower {' or '.join(row)}, or use another base model"
-        )
+        raise BaseModelError(f"{needed}, but {named} has only {most}; {remedy}")
     _log.warning(
-        "%s, but the %s in %s was trained for %d; its quality degrades beyond them",
-        needed,
-        type(model).__name__,
-        directory,
-        most,
+        "%s, but %s was trained for %d; its quality degrades beyond them", needed, named, most
     )
 
 

@@ -25,12 +25,7 @@ from finetuning.progress import progress_bar
 class TinyRecipe:
     """All parameters of the tiny model.
 
-    Attributes:
-        passages: Number of neutral generated texts of about a hundred words each.
-        inputs: Number of generated inputs of each style.
-        sequence_length: Tokens per training sequence.
-        version: Version of the code that builds the model.
-
+    It is trained on neutral passages of about a hundred words each, and on inputs of each style.
     """
 
     vocabulary: int = 2048
@@ -39,13 +34,13 @@ class TinyRecipe:
     heads: int = 4
     passages: int = 4000
     inputs: int = 2000
-    sequence_length: int = 128
+    sequence_length: int = 128  # tokens
     batch_size: int = 8
     steps: int = 500
     learning_rate: float = 2e-3
     label_smoothing: float = 0.1
     seed: int = 0
-    version: int = 1
+    version: int = 1  # of the code that builds the model
 
 
 def build_tiny(recipe: TinyRecipe | None = None) -> Path:
@@ -79,16 +74,13 @@ def _build(recipe: TinyRecipe, directory: Path) -> None:
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    logging.disable_progress_bar()
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            model = _pretrain(recipe, stream, end)
+            _pretrain(recipe, stream, end).save_pretrained(directory)
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
-    logging.disable_progress_bar()
-    try:
-        model.save_pretrained(directory)
-    finally:
         logging.enable_progress_bar()
     tokenizer.save_pretrained(directory)
 
@@ -97,12 +89,8 @@ def _texts(recipe: TinyRecipe) -> list[str]:
     """Return neutral passages, and inputs in the clients' styles without their outputs."""
     texts = background(recipe.passages, recipe.seed)
     for style in STYLES:
-        texts += [
-            row["input"]
-            for row in examples(
-                style=style, count=recipe.inputs, seed=recipe.seed + 1, split="train"
-            )
-        ]
+        rows = examples(style=style, count=recipe.inputs, seed=recipe.seed + 1, split="train")
+        texts += [row["input"] for row in rows]
     random.Random(recipe.seed).shuffle(texts)
     return texts
 
@@ -152,18 +140,14 @@ def _pretrain(recipe: TinyRecipe, stream: torch.Tensor, end: int) -> Any:
     with progress_bar(total=recipe.steps, description="tiny: pre-training") as bar:
         for step in range(recipe.steps):
             decay = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
-            optimizer.param_groups[0]["lr"] = (
-                recipe.learning_rate * min(1.0, (step + 1) / warmup) * decay
-            )
+            rate = recipe.learning_rate * min(1.0, (step + 1) / warmup) * decay
+            optimizer.param_groups[0]["lr"] = rate
             starts = torch.randint(len(stream) - recipe.sequence_length, (recipe.batch_size,))
             offsets = torch.arange(recipe.sequence_length + 1)
             window = stream[starts[:, None] + offsets]
-            logits = model(input_ids=window[:, :-1], use_cache=False).logits
-            loss = cross_entropy(
-                logits.flatten(0, 1),
-                window[:, 1:].flatten(),
-                label_smoothing=recipe.label_smoothing,
-            )
+            logits = model(input_ids=window[:, :-1], use_cache=False).logits.flatten(0, 1)
+            labels = window[:, 1:].flatten()
+            loss = cross_entropy(logits, labels, label_smoothing=recipe.label_smoothing)
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
