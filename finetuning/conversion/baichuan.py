@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import normalize
 
-from finetuning.conversion.plan import ConversionError, Plan, sizes, unknown
+from finetuning.conversion.plan import ConversionError, Plan, sizes
 
 _SIZES = (
     "vocab_size",
@@ -26,9 +26,7 @@ _SIZES = (
 def plan_baichuan(config: Mapping[str, Any]) -> Plan:
     """Return the plan for a checkpoint with ``model_type`` "baichuan".
 
-    Raises:
-        ConversionError: The model is not Baichuan-7B or Baichuan2-7B, or a setting is unsupported.
-
+    Raise a ConversionError if it is not Baichuan-7B or Baichuan2-7B, or a setting is unsupported.
     """
     from transformers import LlamaConfig
 
@@ -65,7 +63,7 @@ def plan_baichuan(config: Mapping[str, Any]) -> Plan:
         if second and name == "lm_head.weight":
             return {name: normalize(tensor.float()).to(tensor.dtype)}
         if not name.startswith(("model.", "lm_head.")):
-            raise unknown(name, model)
+            raise ConversionError(f"the tensor {name} is not one of {model}'s")
         return {name: tensor}
 
     changes = ["W_pack is divided into q_proj, k_proj and v_proj."]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from finetuning.conversion.plan import ConversionError, Plan, sizes, unknown
+from finetuning.conversion.plan import ConversionError, Plan, sizes
 
 Version = Literal[2, 3]
 
@@ -60,14 +60,8 @@ _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 def plan_chatglm(config: Mapping[str, Any], name: str, version: Version | None) -> Plan:
     """Return the plan for a checkpoint with ``model_type`` "chatglm".
 
-    Args:
-        config: Content of ``config.json``.
-        name: Name of the checkpoint, used to detect the version if ``config.json`` lacks it.
-        version: 2 or 3, or None to detect it from the names.
-
-    Raises:
-        ConversionError: The model is neither ChatGLM2 nor ChatGLM3, or its version is ambiguous.
-
+    If the version is None, it is detected from the names in ``config.json`` and of the checkpoint.
+    Raise a ConversionError if it is ambiguous, or the model is neither ChatGLM2 nor ChatGLM3.
     """
     from transformers import GlmConfig
 
@@ -79,17 +73,14 @@ def plan_chatglm(config: Mapping[str, Any], name: str, version: Version | None) 
             "ChatGLM2's long variant interpolates positions; convert ChatGLM2-6B, or "
             "ChatGLM3-6B-32k, instead"
         )
-    bias = config.get("add_qkv_bias") is True
+    model = f"ChatGLM{version}-6B"
+    rope = {"rope_type": "default", "rope_theta": 10000.0 * ratio, "partial_rotary_factor": 0.5}
     target = GlmConfig(
         **sizes(config, _SIZES),
-        attention_bias=bias,
+        attention_bias=config.get("add_qkv_bias") is True,
         hidden_act="silu",
         tie_word_embeddings=False,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0 * ratio,
-            "partial_rotary_factor": 0.5,
-        },
+        rope_parameters=rope,
         bos_token_id=None,
         eos_token_id=config.get("eos_token_id", 2),
         pad_token_id=config.get("pad_token_id", 0),
@@ -116,10 +107,10 @@ def plan_chatglm(config: Mapping[str, Any], name: str, version: Version | None) 
                 f"model.layers.{block[1]}.self_attn.{p}_proj.{kind}": part
                 for p, part in zip("qkv", parts, strict=True)
             }
-        raise unknown(name, f"ChatGLM{version}-6B")
+        raise ConversionError(f"the tensor {name} is not one of {model}'s")
 
     return Plan(
-        model=f"ChatGLM{version}-6B",
+        model=model,
         config=target,
         rename=rename,
         special_tokens=_COMMON_TOKENS + (_ROLES if version == 3 else ()),
@@ -159,7 +150,6 @@ def _refuse_others(config: Mapping[str, Any]) -> None:
 
 
 def _version(names: str) -> Version:
-    """Return the version found in the names."""
     found = set(re.findall(r"chatglm([23])", names.lower()))
     if len(found) != 1:
         raise ConversionError(

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from finetuning.conversion.baichuan import plan_baichuan
 from finetuning.conversion.chatglm import Version, plan_chatglm
 from finetuning.conversion.plan import ConversionError, Plan
 from finetuning.conversion.tokenizer import convert_tokenizer
-from finetuning.conversion.weights import ShardWriter, read_tensors, weight_files
+from finetuning.conversion.weights import read_tensors, weight_files, write_shards
 from finetuning.files import replacing
 from finetuning.progress import progress_bar
 
@@ -27,22 +27,16 @@ def convert(
 ) -> Plan:
     """Write an equivalent checkpoint that ``transformers`` loads without remote code.
 
-    Tensors keep their precision. Memory is needed for one file of the source and one of the target.
-    The target is created only when it is complete.
-
-    Args:
-        source: Folder of the published checkpoint.
-        target: Folder to write; it must not exist.
-        version: Version of ChatGLM, if neither ``config.json`` nor the folder's name has it.
-        shard_bytes: Maximum number of bytes in a file of the target.
-
-    Returns:
-        A description of the conversion.
+    Tensors keep their precision. Memory is needed for one file of the source and one of the target,
+    which has at most ``shard_bytes``. The target folder must not exist; it is created only when it
+    is complete. ``version`` is ChatGLM's, if neither ``config.json`` nor the folder's name has it.
 
     Raises:
         ConversionError: The checkpoint can't be converted; nothing is written.
 
     """
+    from transformers import AutoModelForCausalLM
+
     config = _read_json(source / "config.json")
     plan = _plan(config, source, version)
     files = weight_files(source)
@@ -50,9 +44,11 @@ def convert(
     _refuse_full_disk(target, sum(file.stat().st_size for file in files))
     with replacing(target) as aside:
         aside.mkdir()
-        dtype = _convert_tensors(files=files, plan=plan, folder=aside, limit=shard_bytes)
-        plan.config.dtype = dtype
-        plan.config.architectures = [type(_outline(plan.config)).__name__]
+        with torch.device("meta"):
+            outline = AutoModelForCausalLM.from_config(plan.config)
+        dtypes = write_shards(_converted(files, plan, outline), aside, shard_bytes)
+        plan.config.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        plan.config.architectures = [type(outline).__name__]
         plan.config.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         _generation_config(plan, tokenizer).save_pretrained(aside)
@@ -83,39 +79,25 @@ def _plan(config: Mapping[str, Any], source: Path, version: Version | None) -> P
     )
 
 
-def _convert_tensors(files: list[Path], plan: Plan, folder: Path, limit: int) -> torch.dtype:
-    """Convert all tensors, and return their data type."""
-    expected = {name: value.shape for name, value in _outline(plan.config).state_dict().items()}
-    writer = ShardWriter(folder, limit)
-    written: set[str] = set()
-    dtypes: set[torch.dtype] = set()
+def _converted(files: list[Path], plan: Plan, outline: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and tensors of the target, which is given as a model on the meta device."""
+    expected = {name: value.shape for name, value in outline.state_dict().items()}
+    missing = set(expected)
     with progress_bar(total=len(expected), description="converting") as bar:
         for name, tensor in read_tensors(files):
             for new, value in plan.rename(name, tensor).items():
-                if new not in expected or expected[new] != value.shape or new in written:
+                if new not in missing or expected[new] != value.shape:
                     raise ConversionError(
                         f"{name} {list(tensor.shape)} does not fit config.json: {new} should be "
                         f"{list(expected.get(new, ())) or 'absent'}"
                     )
-                writer.add(new, value)
-                written.add(new)
-                dtypes.add(value.dtype)
+                missing.remove(new)
+                yield new, value
                 bar.update()
-    missing = sorted(expected.keys() - written)
     if missing:
         raise ConversionError(
-            f"the checkpoint has nothing for {missing[0]} and {len(missing) - 1} other tensors"
+            f"the checkpoint has nothing for {min(missing)} and {len(missing) - 1} other tensors"
         )
-    writer.finish()
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32
-
-
-def _outline(config: Any) -> Any:
-    """Return the model without weights, on the meta device."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def _generation_config(plan: Plan, tokenizer: Any) -> Any:
@@ -167,7 +149,6 @@ def _note(plan: Plan, config: Mapping[str, Any], source: Path, files: list[Path]
     ]
     for file in [source / "config.json", source / "tokenizer.model", *files]:
         with file.open("rb") as content:
-            lines.append(
-                f"| {file.name} | `{hashlib.file_digest(content, 'sha256').hexdigest()}` |"
-            )
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        lines.append(f"| {file.name} | `{digest}` |")
     return "\n".join(lines) + "\n"

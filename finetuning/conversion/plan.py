@@ -43,22 +43,12 @@ class Plan:
 
 
 def sizes(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return values of a source's configuration under their names in transformers.
+    """Return values of a source's ``config.json`` under their names in transformers.
 
-    Args:
-        config: Content of the source's ``config.json``.
-        keys: Maps names in the source to names in transformers.
-
-    Raises:
-        ConversionError: A value is missing.
-
+    The keys map names in the source to names in transformers. A ConversionError is raised if a
+    value is missing.
     """
     missing = sorted(keys.keys() - config.keys())
     if missing:
         raise ConversionError(f"config.json has no {', '.join(missing)}")
     return {name: config[key] for key, name in keys.items()}
-
-
-def unknown(tensor: str, model: str) -> ConversionError:
-    """Return the error for an unknown tensor."""
-    return ConversionError(f"the tensor {tensor} is not one of {model}'s")

@@ -12,11 +12,7 @@ _SPACE = "▁"
 
 
 def convert_tokenizer(file: Path, plan: Plan) -> Any:
-    """Return the ``transformers`` tokenizer of a model.
-
-    Args:
-        file: SentencePiece model with byte-pair encoding, ``tokenizer.model``.
-        plan: Special tokens and chat template.
+    """Return the ``transformers`` tokenizer of a model from its ``tokenizer.model``.
 
     Raises:
         ConversionError: The file is not a SentencePiece BPE model, uses a feature that fast
@@ -123,10 +119,8 @@ def _normalizers(spec: Any) -> list[Any]:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
         # Replace only spaces; other whitespace is text.
-        steps += [
-            normalizers.Replace(Regex(r"\A +| +\z"), ""),
-            normalizers.Replace(Regex(" +"), " "),
-        ]
+        steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
+        steps.append(normalizers.Replace(Regex(" +"), " "))
     if spec.add_dummy_prefix:
         steps.append(normalizers.Prepend(_SPACE))
     return [*steps, normalizers.Replace(" ", _SPACE)]

@@ -3,7 +3,7 @@
 import json
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,9 +19,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def weight_files(directory: Path) -> list[Path]:
     """Return a checkpoint's weight files, preferably in safetensors format.
 
-    Raises:
-        ConversionError: There are none, or files listed in the index are missing.
-
+    Raise a ConversionError if there are none, or files listed in the index are missing.
     """
     for pattern in ("model*.safetensors", "pytorch_model*.bin"):
         files = sorted(directory.glob(pattern))
@@ -57,8 +55,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                 )
                 if not isinstance(content, dict):
                     raise ConversionError(f"{file} is not a mapping of tensors")
-                while content:
-                    name = next(iter(content))
+                for name in list(content):
                     yield name, _checked(name, content.pop(name), file)
         except (pickle.UnpicklingError, SafetensorError, EOFError, OSError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
@@ -78,51 +75,46 @@ def _checked(name: str, tensor: object, file: Path) -> torch.Tensor:
     return tensor
 
 
-class ShardWriter:
-    """Write tensors to files of limited size, with the index that transformers expects.
+def write_shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, limit: int
+) -> set[torch.dtype]:
+    """Write tensors with the index that transformers expects, and return their data types.
 
-    Args:
-        directory: Existing folder.
-        limit: Maximum number of bytes in a file; a larger tensor gets a file of its own.
-
+    A file has at most ``limit`` bytes; a larger tensor gets a file of its own. The tensors of one
+    file are copied and kept in memory.
     """
+    shards: list[list[str]] = []
+    dtypes: set[torch.dtype] = set()
+    total = 0
+    for shard in _shards(tensors, limit):
+        save_file(shard, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(shard))
+        dtypes |= {tensor.dtype for tensor in shard.values()}
+        total += sum(tensor.nbytes for tensor in shard.values())
+    if len(shards) == 1:
+        (directory / "0.safetensors").rename(directory / "model.safetensors")
+        return dtypes
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / f"{number}.safetensors").rename(directory / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return dtypes
 
-    def __init__(self, directory: Path, limit: int) -> None:
-        self._directory = directory
-        self._limit = limit
-        self._waiting: dict[str, torch.Tensor] = {}
-        self._shards: list[list[str]] = []
-        self._bytes = 0
-        self._total = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy and add a tensor."""
-        size = tensor.nbytes
-        if self._waiting and self._bytes + size > self._limit:
-            self._write()
-        self._waiting[name] = tensor.clone(memory_format=torch.contiguous_format)
-        self._bytes += size
-        self._total += size
-
-    def finish(self) -> None:
-        """Write the remaining tensors and the index."""
-        self._write()
-        count = len(self._shards)
-        if count == 1:
-            self._path(0).rename(self._directory / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            final = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            self._path(number).rename(self._directory / final)
-            weight_map |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        (self._directory / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-    def _path(self, number: int) -> Path:
-        return self._directory / f"{number}.safetensors"
-
-    def _write(self) -> None:
-        save_file(self._waiting, self._path(len(self._shards)), metadata={"format": "pt"})
-        self._shards.append(list(self._waiting))
-        self._waiting, self._bytes = {}, 0
+def _shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], limit: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of each file, in a dict that the next file reuses."""
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard.clear()
+            size = 0
+        shard[name] = tensor.clone(memory_format=torch.contiguous_format)
+        size += tensor.nbytes
+    yield shard
