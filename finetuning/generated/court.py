@@ -24,7 +24,7 @@ from finetuning.generated.vocabulary import (
 class Circumstance(NamedTuple):
     """A circumstance that is told in the input and weighed in the output.
 
-    It changes the sentence by a number of steps; a negative number is milder.
+    ``steps`` is the number of steps by which it changes the sentence; negative is milder.
     """
 
     name: str
