@@ -18,7 +18,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,8 @@ from safetensors.torch import load_file, save_file
 
 from bench.harness import Worker, make_table, show
 from bench.memory_use import Memory
-from chambers.in_process import InProcessGrid, identified
-from federation.messages import (
-    SIZE,
-    State,
-    answer,
-    config_of,
-    from_arrays,
-    to_arrays,
-)
+from chambers.in_process import InProcessGrid
+from federation.messages import SIZE, State, answer, config_of, from_arrays, to_arrays
 from federation.run_config import parse_run_config
 from server_app.results import Results
 from strategies.fedjudge import FedJudgeBase
@@ -69,27 +62,16 @@ def draw_adapter(blocks: int, seed: int) -> State:
 
 
 class RandomClients(InProcessGrid):
-    """Clients whose replies are generated when they are pulled.
-
-    Args:
-        clients: Number of clients.
-        blocks: Number of blocks that have adapters.
-
-    Attributes:
-        seconds: Time spent on generating replies.
-
-    """
+    """Clients whose replies are generated when they are pulled; so many blocks have adapters."""
 
     def __init__(self, clients: int, blocks: int) -> None:
         super().__init__({}, {node: {} for node in range(1, clients + 1)})
         self._blocks = blocks
         self._messages: dict[str, Message] = {}
-        self.seconds = 0.0
+        self.seconds = 0.0  # spent on generating replies
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Store the messages."""
-        self._messages = {each.metadata.message_id: each for each in identified(messages)}
-        return list(self._messages)
+    def _ask(self, messages: Iterable[Message]) -> None:
+        self._messages = {each.metadata.message_id: each for each in messages}
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return a reply to each message."""
@@ -149,7 +131,7 @@ def measure(link: Connection, side: str) -> None:
     clients, blocks, file = link.recv()
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         memory = Memory()
-        averaged, seconds = average(side, clients=clients, blocks=blocks, folder=Path(folder))
+        averaged, seconds = average(side, clients, blocks, Path(folder))
         peak = memory.peak()
     save_file(from_arrays(averaged), file)
     link.send((peak, seconds))
@@ -157,8 +139,7 @@ def measure(link: Connection, side: str) -> None:
 
 def largest_difference(one: Path, other: Path) -> float:
     """Return the largest difference between two files' values ÷ the largest value."""
-    left: Mapping[str, torch.Tensor] = load_file(one)
-    right: Mapping[str, torch.Tensor] = load_file(other)
+    left, right = load_file(one), load_file(other)
     if left.keys() != right.keys():
         raise SystemExit("the averages have different tensors")
     scale = max(float(value.abs().max()) for value in left.values())

@@ -19,14 +19,6 @@ from federation.run_config import Scalar
 from server_app.main import app as server_app
 
 
-def identified(messages: Iterable[Message]) -> list[Message]:
-    """Assign an id to each message, as Flower's grids do when they push it."""
-    sent = list(messages)
-    for message in sent:
-        message.metadata.__dict__["_message_id"] = str(uuid4())
-    return sent
-
-
 class InProcessGrid(Grid):
     """Passes each message directly to the ClientApp, one SuperNode after another.
 
@@ -60,8 +52,10 @@ class InProcessGrid(Grid):
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Pass messages to the clients, and return their ids."""
-        sent = identified(messages)
+        """Assign ids to messages, as Flower's grids do, and pass them to the clients."""
+        sent = list(messages)
+        for message in sent:
+            message.metadata.__dict__["_message_id"] = str(uuid4())
         self._ask(sent)
         return [message.metadata.message_id for message in sent]
 
@@ -81,13 +75,7 @@ class InProcessGrid(Grid):
 
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
-        context = Context(
-            run_id=1,
-            node_id=node,
-            node_config=dict(self._nodes[node]),
-            state=RecordDict(),
-            run_config=self._run_config,
-        )
+        context = Context(1, node, dict(self._nodes[node]), RecordDict(), self._run_config)
         return client_app(message, context)
 
 
@@ -125,7 +113,4 @@ def run_in_process(values: Mapping[str, Scalar], clients: int) -> None:
     nodes = {i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)}
     together = values.get("split.schedule") in {"client-batch", "hierarchical"}
     grid = (ConcurrentGrid if together else InProcessGrid)(values, nodes)
-    context = Context(
-        run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=dict(values)
-    )
-    server_app(grid, context)
+    server_app(grid, Context(1, 0, {}, RecordDict(), dict(values)))
