@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -11,19 +11,15 @@ from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from chambers.errors import CommandError
-from chambers.experiment.plan import Experiment, Run, Size, read_experiment, runs_of
+from chambers.experiment.plan import Experiment, Size, read_experiment, runs_of
 from chambers.sources import option
 from chambers.train import count_clients, read_settings, with_absolute_paths
 from federation.run_config import RunConfig, Scalar, parse_run_config
-
-if TYPE_CHECKING:  # these import PyTorch, for which --help need not wait
-    from chambers.experiment.questions import Group
-    from chambers.experiment.records import Record
 
 RESULTS = "results.jsonl"
 _LIBRARIES = ("chambers", "flwr", "torch", "transformers", "peft")
@@ -74,16 +70,17 @@ class Experimenting:
             self._measure(experiment, size, folder, results)
         elif not results.is_file():
             raise CommandError(f"there is no {results}; run the experiment without --render")
-        print(write_pages(experiment, read_records(results), folder))
+        print(write_pages(experiment, read_records(results)[1], folder))
         return 0
 
     def _measure(self, experiment: Experiment, size: Size, folder: Path, results: Path) -> None:
         from chambers.experiment.carry_out import check_settings
-        from chambers.experiment.measuring import measure_untrained
+        from chambers.experiment.measuring import measure_run, measure_untrained
         from chambers.experiment.questions import client_names, groups_of
         from chambers.experiment.records import write_records
 
-        common = read_settings(experiment.presets) | experiment.settings | size.settings
+        presets = read_settings(experiment.presets)
+        common = presets | experiment.settings | size.settings
         configs = {
             variant: self._checked(common | own, f"variants.{variant}")
             for variant, own in experiment.variants.items()
@@ -91,9 +88,7 @@ class Experimenting:
         self._refuse_measures(experiment, configs)
         clients = {variant: client_names(config) for variant, config in configs.items()}
         runs = {
-            run: self._checked(
-                read_settings(experiment.presets) | dict(run.settings), f"arms.{run.arm}"
-            )
+            run: self._checked(presets | dict(run.settings), f"arms.{run.arm}")
             for run in runs_of(experiment, size, clients)
         }
         groups = {
@@ -104,14 +99,14 @@ class Experimenting:
         folder.mkdir(parents=True, exist_ok=True)
         for run in runs:
             check_settings(run, folder)
-        with _pool(self.jobs) as pool:
+        with self._processes() as pool:
             futures = [
                 pool.submit(measure_untrained, experiment, seed, configs[variant], own)
                 for (variant, seed), own in groups.items()
             ]
             for run, config in runs.items():
                 found = groups[run.variant, run.seed]
-                future = pool.submit(_carried_out, experiment, run, config, folder, found)
+                future = pool.submit(measure_run, experiment, run, config, folder, found)
                 future.add_done_callback(partial(_report, run.name))
                 futures.append(future)
             try:
@@ -124,15 +119,17 @@ class Experimenting:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        write_records(results, _about(self.file, self.size, runs), records)
+        about = {
+            "experiment": self.file.name,
+            "size": self.size,
+            "commit": _commit(),
+            "versions": {name: version(name) for name in _LIBRARIES},
+            "runs": {run.name: dict(run.settings) for run in runs},
+        }
+        write_records(results, about, records)
 
     def _checked(self, settings: Mapping[str, Scalar], place: str) -> RunConfig:
-        """Check settings before the first run starts.
-
-        Raises:
-            UserError: A setting is wrong; the message names the place in the file.
-
-        """
+        """Check settings before the first run starts; an error names their place in the file."""
         values = with_absolute_paths(settings)
         try:
             return parse_run_config({"min-nodes": count_clients(values), **values})
@@ -152,30 +149,17 @@ class Experimenting:
                     f"{self.file}: accuracy is measured on a task with candidates (data.task)"
                 )
 
-
-def _carried_out(
-    experiment: Experiment, run: Run, config: RunConfig, folder: Path, groups: Sequence["Group"]
-) -> list["Record"]:
-    """Carry out a run and measure its models, in a process of the pool."""
-    from chambers.experiment.carry_out import carry_out
-    from chambers.experiment.measuring import measure_run
-
-    clients = run.clients or count_clients(config.flat())
-    directory = carry_out(run, config.flat(), clients, folder)
-    return measure_run(experiment, run, directory, config, groups)
+    def _processes(self) -> ProcessPoolExecutor:
+        """Start processes that carry out runs, and share the cores."""
+        threads = max(1, len(os.sched_getaffinity(0)) // self.jobs)
+        return ProcessPoolExecutor(
+            self.jobs, mp_context=get_context("spawn"), initializer=_set_up, initargs=(threads,)
+        )
 
 
-def _report(name: str, future: Future[list["Record"]]) -> None:
+def _report(name: str, future: Future[Any]) -> None:
     if not future.cancelled() and future.exception() is None:
         print(f"finished: {name}", file=sys.stderr)
-
-
-def _pool(jobs: int) -> ProcessPoolExecutor:
-    """Start processes that carry out runs, and share the cores."""
-    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
-    return ProcessPoolExecutor(
-        jobs, mp_context=get_context("spawn"), initializer=_set_up, initargs=(threads,)
-    )
 
 
 def _set_up(threads: int) -> None:
@@ -184,17 +168,6 @@ def _set_up(threads: int) -> None:
         "OMP_NUM_THREADS": str(threads),
         "TQDM_DISABLE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-
-
-def _about(file: Path, size: str, runs: Collection[Run]) -> dict[str, object]:
-    """Return where results come from: versions, seeds and settings."""
-    return {
-        "experiment": file.name,
-        "size": size,
-        "commit": _commit(),
-        "versions": {name: version(name) for name in _LIBRARIES},
-        "runs": {run.name: dict(run.settings) for run in runs},
     }
 
 

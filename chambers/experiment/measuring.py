@@ -2,15 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
 
+from chambers.experiment.carry_out import carry_out
 from chambers.experiment.plan import Experiment, Measure, Run
 from chambers.experiment.questions import Group, group_name
 from chambers.experiment.records import (
@@ -18,7 +17,6 @@ from chambers.experiment.records import (
     CONSTANT,
     GLOBAL,
     Record,
-    read_about,
     read_records,
     write_records,
 )
@@ -30,27 +28,47 @@ from finetuning.data.candidates import Continuation
 from finetuning.data.prompts import tokenize_prompts
 from finetuning.data.tokenization import tokenize
 from finetuning.evaluation.generation import generate_texts
-from finetuning.evaluation.log_probabilities import log_probabilities
+from finetuning.evaluation.log_probabilities import Likelihood, log_probabilities
 from finetuning.evaluation.scoring import score
 from finetuning.generated import matters
-from finetuning.model.base_model import load_base_model, locate, reference
+from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
 from finetuning.tasks.scoring import answer, prepare
 from finetuning.tasks.tasks import TASKS
 
 _BATCH = 16
 _MAX_TOKENS = 8192
-_REPORTED: Collection[Measure] = {"distance", "penalty_gradient_share"}
+# Clients report these about their training.
+_REPORTED: set[Measure] = {"distance", "penalty_gradient_share"}
 
 
-def constant_records(
+def measures_of(experiment: Experiment, arm: str) -> set[Measure]:
+    """Return what the tables show of an arm."""
+    return {table.measure for table in experiment.tables if arm in (*table.arms, table.against)}
+
+
+def measure_untrained(
+    experiment: Experiment, seed: int, config: RunConfig, groups: Sequence[Group]
+) -> list[Record]:
+    """Return the values of the base model, and of the same answer to every question."""
+    records = list(_constant_records(seed, groups, {table.measure for table in experiment.tables}))
+    arms = [name for name, arm in experiment.arms.items() if not arm.trained]
+    if arms:
+        measuring = Measuring(config)
+        for name in arms:
+            own = sorted(measures_of(experiment, name) - _REPORTED)
+            values = measuring.values(None, groups, own)
+            records += [Record(name, BASE, seed, *found) for found in values]
+    return records
+
+
+def _constant_records(
     seed: int, groups: Sequence[Group], measures: Collection[Measure]
 ) -> Iterator[Record]:
     """Yield the best scores of a single answer to all questions of a group."""
     for group in groups:
-        count = len(group.rows)
         if "article" in measures:
-            values = [1 / len(matters.MATTERS)] * count
+            values = [1 / len(matters.MATTERS)] * len(group.rows)
             yield Record(CONSTANT, BASE, seed, group.name, "article", values)
         if "accuracy" in measures:
             ((best, _),) = Counter(a for q in group.questions for a in q.answers).most_common(1)
@@ -58,53 +76,37 @@ def constant_records(
             yield Record(CONSTANT, BASE, seed, group.name, "accuracy", values)
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model to measure.
-
-    Attributes:
-        arm: Name of its arm.
-        name: ``base``, ``global``, or the client whose model it is.
-        adapter: Folder of its adapter; None for the base model.
-
-    """
-
-    arm: str
-    name: str
-    adapter: Path | None
-
-
-def models_of(experiment: Experiment, run: Run, directory: Path) -> list[Model]:
-    """Return the models that a completed run has left."""
-    adapters = directory / "adapters"
-    name = group_name(run.variant, run.client) if run.client else GLOBAL
-    models = [Model(run.arm, name, adapters / "global")]
-    if experiment.arms[run.arm].personalised:
-        folders = sorted(each for each in (adapters / "clients").iterdir() if each.is_dir())
-        models += [Model(run.arm, group_name(run.variant, f.name), f) for f in folders]
-    return models
-
-
-def measures_of(experiment: Experiment, arm: str) -> list[Measure]:
-    """Return what the tables show of an arm."""
-    tables = [t for t in experiment.tables if arm in t.arms or arm == t.against]
-    return sorted({table.measure for table in tables})
-
-
 def measure_run(
-    experiment: Experiment, run: Run, directory: Path, config: RunConfig, groups: Sequence[Group]
+    experiment: Experiment, run: Run, config: RunConfig, folder: Path, groups: Sequence[Group]
 ) -> list[Record]:
-    """Return the values of a run's models, which are kept beside it and not computed again."""
+    """Carry out a run, and return the values of its models.
+
+    The values are kept beside the run and not computed again.
+    """
+    directory = carry_out(run, config, folder)
     wanted = measures_of(experiment, run.arm)
-    measures = [measure for measure in wanted if measure not in _REPORTED]
+    measures = sorted(wanted - _REPORTED)
     about = {"measures": measures, "questions": {g.name: len(g.rows) for g in groups}}
     file = directory.parent / "measured.jsonl"
-    if not file.is_file() or read_about(file) != about:
-        measuring, models = Measuring(config), models_of(experiment, run, directory)
-        found = [m for each in models for m in measuring.records(each, run.seed, groups, measures)]
-        write_records(file, about, found)
-    reported = [measure for measure in wanted if measure in _REPORTED]
-    return [*read_records(file), *_reported(run, directory, reported)]
+    before, records = read_records(file) if file.is_file() else ({}, [])
+    if before != about:
+        measuring, records = Measuring(config), []
+        for name, adapter in _adapters(experiment, run, directory).items():
+            values = measuring.values(adapter, groups, measures)
+            records += [Record(run.arm, name, run.seed, *found) for found in values]
+        write_records(file, about, records)
+    return [*records, *_reported(run, directory, sorted(wanted & _REPORTED))]
+
+
+def _adapters(experiment: Experiment, run: Run, directory: Path) -> dict[str, Path]:
+    """Return the folders of the adapters that a completed run has left, by name of the model."""
+    adapters = directory / "adapters"
+    name = group_name(run.variant, run.client) if run.client else GLOBAL
+    found = {name: adapters / "global"}
+    if experiment.arms[run.arm].personalised:
+        folders = sorted(each for each in (adapters / "clients").iterdir() if each.is_dir())
+        found |= {group_name(run.variant, folder.name): folder for folder in folders}
+    return found
 
 
 def _reported(run: Run, directory: Path, measures: Sequence[Measure]) -> Iterator[Record]:
@@ -119,58 +121,79 @@ def _reported(run: Run, directory: Path, measures: Sequence[Measure]) -> Iterato
                 yield Record(run.arm, GLOBAL, run.seed, group, measure, [mean(values)])
 
 
-def measure_untrained(
-    experiment: Experiment, seed: int, config: RunConfig, groups: Sequence[Group]
-) -> list[Record]:
-    """Return the values of the base model, and of the same answer to every question."""
-    measures = {name: measures_of(experiment, name) for name in experiment.arms}
-    records = list(constant_records(seed, groups, set().union(*measures.values())))
-    arms = [name for name, arm in experiment.arms.items() if not arm.trained]
-    if arms:
-        measuring = Measuring(config)
-        for name in arms:
-            model, own = Model(name, BASE, None), [m for m in measures[name] if m not in _REPORTED]
-            records += measuring.records(model, seed, groups, own)
-    return records
-
-
 class Measuring:
-    """Measures models with one base model.
-
-    Args:
-        config: Settings of the runs.
-
-    """
+    """Measures models with one base model."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._directory = locate(config.model.name)
-        base = load_base_model(config.model)
-        self._model, self._tokenizer = base.model, base.tokenizer
+        self._base = load_base_model(config.model)
+        self._model, self._tokenizer = self._base.model, self._base.tokenizer
 
-    def records(
-        self, model: Model, seed: int, groups: Sequence[Group], measures: Sequence[Measure]
-    ) -> Iterator[Record]:
-        """Yield the values of a model on each group of questions."""
-        with self._opened(model) as whole:
+    def values(
+        self, adapter: Path | None, groups: Sequence[Group], measures: Sequence[Measure]
+    ) -> Iterator[tuple[str, Measure, list[float]]]:
+        """Yield the values of each group of questions with an adapter; None is the base model."""
+        own = {"loss": self._losses, "article": self._articles, "accuracy": self._correct}
+        with self._opened(adapter) as model:
             for group in groups:
-                for measure, values in self._values(whole, group, measures).items():
-                    yield Record(model.arm, model.name, seed, group.name, measure, values)
+                if any(measure not in own for measure in measures):
+                    scores = self._scores_of_texts(model, group)
+                for measure in measures:
+                    if measure in own:
+                        yield group.name, measure, own[measure](model, group)
+                    else:
+                        yield group.name, measure, [each[measure] for each in scores]
 
-    def _values(
-        self, model: WholeModel, group: Group, measures: Sequence[Measure]
-    ) -> dict[Measure, list[float]]:
-        values: dict[Measure, list[float]] = {}
-        for measure in measures:
-            if measure in _MEASURES:
-                values[measure] = _MEASURES[measure](model, self._tokenizer, group, self._config)
-        rest = [measure for measure in measures if measure not in _MEASURES]
-        return values | (self._of_texts(model, group, rest) if rest else {})
+    @contextmanager
+    def _opened(self, adapter: Path | None) -> Iterator[WholeModel]:
+        """Attach an adapter to the base model within the block."""
+        if adapter is None:
+            yield WholeModel(self._model)
+            return
+        saved = read_adapter(adapter)
+        peft_model = attach_adapter(self._model, saved.settings, self._base.reference)
+        load_adapter(peft_model, saved.state)
+        yield WholeModel(peft_model)
+        is_lora = saved.settings.kind == "lora"
+        self._model = peft_model.unload() if is_lora else peft_model.get_base_model()
 
-    def _of_texts(
-        self, model: WholeModel, group: Group, measures: Sequence[Measure]
-    ) -> dict[Measure, list[float]]:
-        """Return values of the texts that greedy decoding gives."""
+    def _losses(self, model: WholeModel, group: Group) -> list[float]:
+        """Return the mean loss over the tokens of each reference and its end mark, in nats."""
+        examples, _ = tokenize(group.rows, self._tokenizer, self._config.data.max_length)
+        references = []
+        for example in examples:
+            prompt, rest = example.tokens.tensor_split([example.prompt_length])
+            references.append(Continuation(prompt, rest[example.is_target[len(prompt) :]]))
+        found = self._log_probabilities(model, [[each] for each in references])
+        pairs = zip(found, references, strict=True)
+        return [-one.log_probability / len(reference.answer) for (one,), reference in pairs]
+
+    def _articles(self, model: WholeModel, group: Group) -> list[float]:
+        """Return for each question whether the right Article is the likeliest of all."""
+        beginnings = matters.beginnings()
+        answers = [
+            torch.tensor(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            for text in beginnings.values()
+        ]
+        prompts = tokenize_prompts(group.rows, self._tokenizer)
+        continuations = [[Continuation(prompt, each) for each in answers] for prompt in prompts]
+        right = []
+        found = self._log_probabilities(model, continuations)
+        for likelihoods, article in zip(found, group.articles, strict=True):
+            of_article = dict(zip(beginnings, likelihoods, strict=True))
+            likeliest = max(of_article, key=lambda number: of_article[number].log_probability)
+            right.append(float(likeliest == article))
+        return right
+
+    def _correct(self, model: WholeModel, group: Group) -> list[float]:
+        """Return for each question of a task whether a right candidate is the likeliest of all."""
+        task, length = TASKS[self._config.data.task], self._config.data.max_length
+        prepared = prepare(self._tokenizer, task, group.questions, length)
+        texts = answer(model, self._tokenizer, prepared, _MAX_TOKENS, new_tokens=0).texts
+        return [float(a in q.answers) for a, q in zip(texts, group.questions, strict=True)]
+
+    def _scores_of_texts(self, model: WholeModel, group: Group) -> list[dict[str, float]]:
+        """Return the scores of each text that greedy decoding gives."""
         texts = generate_texts(
             model=model,
             tokenizer=self._tokenizer,
@@ -178,71 +201,11 @@ class Measuring:
             batch_size=_BATCH,
             max_new=self._config.evaluate.max_new_tokens,
         )
-        pairs = [
-            (text, r.messages[-1]["content"]) for text, r in zip(texts, group.rows, strict=True)
-        ]
-        scores = [{"answer": float(a == b)} | score([a], [b]) for a, b in pairs]
-        return {measure: [each[measure] for each in scores] for measure in measures}
+        references = [row.messages[-1]["content"] for row in group.rows]
+        pairs = zip(texts, references, strict=True)
+        return [{"answer": float(a == b)} | score([a], [b]) for a, b in pairs]
 
-    @contextmanager
-    def _opened(self, model: Model) -> Iterator[WholeModel]:
-        """Attach a model's adapter to the base model within the block."""
-        if model.adapter is None:
-            yield WholeModel(self._model)
-            return
-        saved = read_adapter(model.adapter)
-        loadable = reference(self._config.model.name, self._directory)
-        peft_model = attach_adapter(self._model, saved.settings, loadable)
-        load_adapter(peft_model, saved.state)
-        yield WholeModel(peft_model)
-        is_lora = saved.settings.kind == "lora"
-        self._model = peft_model.unload() if is_lora else peft_model.get_base_model()
-
-
-def _losses(model: WholeModel, tokenizer: Any, group: Group, config: RunConfig) -> list[float]:
-    """Return the mean loss over the tokens of each reference and its end mark, in nats."""
-    examples, _ = tokenize(group.rows, tokenizer, config.data.max_length)
-    references = [
-        Continuation(e.tokens[: e.prompt_length], e.tokens[e.prompt_length :][is_target])
-        for e in examples
-        for is_target in (e.is_target[e.prompt_length :],)
-    ]
-    found = log_probabilities(
-        model=model,
-        groups=[[each] for each in references],
-        padding=tokenizer.pad_token_id,
-        max_tokens=_MAX_TOKENS,
-    )
-    pairs = zip(found, references, strict=True)
-    return [-one.log_probability / len(reference.answer) for (one,), reference in pairs]
-
-
-def _articles(model: WholeModel, tokenizer: Any, group: Group, _config: RunConfig) -> list[float]:
-    """Return for each question whether the right Article is the likeliest of all."""
-    answers = {
-        number: torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-        for number, text in matters.beginnings().items()
-    }
-    prompts = tokenize_prompts(group.rows, tokenizer)
-    found = log_probabilities(
-        model=model,
-        groups=[[Continuation(prompt, each) for each in answers.values()] for prompt in prompts],
-        padding=tokenizer.pad_token_id,
-        max_tokens=_MAX_TOKENS,
-    )
-    numbers = list(answers)
-    chosen = [
-        numbers[max(range(len(each)), key=lambda i: each[i].log_probability)] for each in found
-    ]
-    return [float(a == b) for a, b in zip(chosen, group.articles, strict=True)]
-
-
-def _correct(model: WholeModel, tokenizer: Any, group: Group, config: RunConfig) -> list[float]:
-    """Return for each question of a task whether a right candidate is the likeliest of all."""
-    task = TASKS[config.data.task]
-    prepared = prepare(tokenizer, task, group.questions, config.data.max_length)
-    texts = answer(model, tokenizer, prepared, _MAX_TOKENS, new_tokens=0).texts
-    return [float(a in q.answers) for a, q in zip(texts, group.questions, strict=True)]
-
-
-_MEASURES: Mapping[Measure, Any] = {"loss": _losses, "article": _articles, "accuracy": _correct}
+    def _log_probabilities(
+        self, model: WholeModel, groups: Sequence[Sequence[Continuation]]
+    ) -> list[list[Likelihood]]:
+        return log_probabilities(model, groups, self._tokenizer.pad_token_id, _MAX_TOKENS)

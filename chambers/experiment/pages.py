@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from chambers.experiment.plan import Experiment, Measure, Table
 from chambers.experiment.records import CONSTANT, Record
 from chambers.experiment.results import ALL, Row, rows_of
 from chambers.experiment.statistics import Interval
 
 _UNITS = {"loss": "nats per token", "distance": "the Euclidean norm of adapter weights"}
-_SIZE_OF_CELL = (1.3, 0.5)  # inches
 
 
 def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path) -> str:
@@ -107,10 +108,10 @@ def _heat_map(table: Table, rows: Sequence[Row]) -> str:
     from matplotlib.figure import Figure
 
     groups = [group for group in rows[0].cells if group != ALL]
-    values = [[row.cells[group].mean for group in groups] for row in rows]
-    width, height = _SIZE_OF_CELL
+    values = np.array([[row.cells[group].mean for group in groups] for row in rows])
+    size = (2.5 + 1.3 * len(groups), 1.2 + 0.5 * len(rows))  # inches
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": table.name, "font.size": 10}):
-        figure = Figure((2.5 + width * len(groups), 1.2 + height * len(rows)), layout="constrained")
+        figure = Figure(size, layout="constrained")
         axes = figure.subplots()
         colours = "Blues_r" if table.measure == "loss" else "Blues"
         image = axes.imshow(values, cmap=colours, aspect="auto", vmin=0)
@@ -120,17 +121,19 @@ def _heat_map(table: Table, rows: Sequence[Row]) -> str:
         axes.spines[:].set_visible(False)
         unit = _UNITS.get(table.measure, "%")
         axes.set_title(f"{table.title} ({unit})", fontsize=10, loc="left")
-        _write_values(axes, image, values, table.measure)
-        file = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", facecolor="white", metadata=nothing)
-    return file.getvalue()
-
-
-def _write_values(axes: Any, image: Any, values: list[list[float]], measure: Measure) -> None:
-    for y, line in enumerate(values):
-        for x, value in enumerate(line):
+        for (y, x), value in np.ndenumerate(values):
             red, green, blue, _ = image.cmap(image.norm(value))
-            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
-            text = _text(value, measure)
-            axes.text(x, y, text, ha="center", va="center", color="white" if dark else "black")
+            colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
+            axes.text(x, y, _text(value, table.measure), ha="center", va="center", color=colour)
+        return svg(figure)
+
+
+def svg(figure: Any) -> str:
+    """Return a matplotlib figure as SVG on a white background, which is readable on dark pages too.
+
+    Equal figures with the same ``svg.hashsalt`` yield equal text.
+    """
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", facecolor="white", metadata=nothing)
+    return file.getvalue()

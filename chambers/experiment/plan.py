@@ -12,19 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from chambers.errors import CommandError
 from federation.run_config import Scalar
 
-Measure = Literal[
-    "loss",
-    "article",
-    "accuracy",
-    "answer",
-    "rouge1",
-    "rouge2",
-    "rougeL",
-    "bleu4",
-    "bleu_n",
-    "distance",
-    "penalty_gradient_share",
-]
+# Nats per token of the reference; whether the right one of twelve Articles is the likeliest;
+# whether the right candidate is.
+_Likelihood = Literal["loss", "article", "accuracy"]
+# Whether greedy decoding gives the reference, and scores of what it gives.
+_Text = Literal["answer", "rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
+# Means over rounds of what clients report about their training.
+_Reported = Literal["distance", "penalty_gradient_share"]
+Measure = Literal[_Likelihood, _Text, _Reported]
 # Names become names of files.
 _NAME = r"^[a-z0-9][a-z0-9-]*$"
 
@@ -36,24 +31,14 @@ class _Section(BaseModel):
 
 
 class Arm(_Section):
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        label: Its name in tables.
-        settings: Settings of its runs.
-        each_client: Whether there is a run for each client, on the client's rows alone.
-        trained: Whether there are runs at all; without them, the base model is measured.
-        personalised: Whether the clients' personalised models are measured, too.
-        clients: Number of simulated clients; None for as many as `chambers train` starts.
-
-    """
-
-    label: str
+    label: str  # in tables
     settings: dict[str, Scalar] = {}
-    each_client: bool = False
-    trained: bool = True
-    personalised: bool = False
-    clients: int | None = Field(None, gt=0)
+    each_client: bool = False  # a run for each client, on the client's rows alone
+    trained: bool = True  # without runs, the base model is measured
+    personalised: bool = False  # the clients' personalised models are measured, too
+    clients: int | None = Field(None, gt=0)  # None: as many as `chambers train` simulates
 
 
 class Size(_Section):
@@ -64,51 +49,29 @@ class Size(_Section):
 
 
 class Table(_Section):
-    """A table of one measure, with models in rows.
+    """A table of one measure, with models in rows."""
 
-    Attributes:
-        name: Name of its files.
-        title: Its heading.
-        measure: What is measured.
-        arms: Arms in the order of rows.
-        columns: ``groups`` of questions, or ``own``: clients' models on their own client's
-            questions, and on the others'.
-        against: Arm with which the others are compared, question by question.
-        heat_map: Whether the values are drawn, too, by model and group of questions.
-        published: Values of the paper, by arm (``arm client`` for a client's model) and column.
-
-    """
-
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=_NAME)  # of its files
     title: str
     measure: Measure
-    arms: list[str] = Field(min_length=1)
+    arms: list[str] = Field(min_length=1)  # in the order of rows
+    # Groups of questions; or clients' models on their own client's questions, and on the others'.
     columns: Literal["groups", "own"] = "groups"
-    against: str | None = None
-    heat_map: bool = False
+    against: str | None = None  # arm with which the others are compared, question by question
+    heat_map: bool = False  # the values are drawn, too, by model and group of questions
+    # Values of the paper, by arm (``arm client`` for a client's model) and column.
     published: dict[str, dict[str, float]] = {}
 
 
 class Experiment(_Section):
-    """A file of an experiment.
-
-    Attributes:
-        title: Heading of its page.
-        presets: Presets of all runs, in order.
-        settings: Settings of all runs.
-        questions: Maximum number of held-out questions for each client.
-        sizes: Sizes, by name.
-        variants: Settings with which every arm is carried out, by name: data sets, for example.
-        arms: Ways to train, by name.
-        tables: Tables to write.
-
-    """
+    """A file of an experiment; sizes, variants and arms are by name."""
 
     title: str
     presets: list[str] = []
     settings: dict[str, Scalar] = {}
-    questions: int = Field(48, gt=0)
+    questions: int = Field(48, gt=0)  # the most held-out questions for each client
     sizes: dict[str, Size] = Field(min_length=1)
+    # Settings with which every arm is carried out: data sets, for example.
     variants: dict[str, dict[str, Scalar]] = Field({"": {}}, min_length=1)
     arms: dict[str, Arm] = Field(min_length=1)
     tables: list[Table] = Field(min_length=1)
@@ -128,24 +91,14 @@ class Experiment(_Section):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of an experiment.
-
-    Attributes:
-        arm: Name of its arm.
-        variant: Name of its variant; empty if there are none.
-        seed: Its seed, which also divides the data.
-        client: The client that it trains alone; None for all.
-        clients: Number of simulated clients; None for the default.
-        settings: All its settings but for presets and paths.
-
-    """
+    """One run of an experiment."""
 
     arm: str
-    variant: str
-    seed: int
-    client: str | None
-    clients: int | None
-    settings: Mapping[str, Scalar] = field(hash=False)
+    variant: str  # empty if there are none
+    seed: int  # also divides the data
+    client: str | None  # trained alone; None for all
+    clients: int | None  # number of simulated clients; None for the default
+    settings: Mapping[str, Scalar] = field(hash=False)  # without presets and paths
 
     @property
     def name(self) -> str:
@@ -178,21 +131,16 @@ def read_experiment(file: Path) -> Experiment:
 def runs_of(
     experiment: Experiment, size: Size, clients: Mapping[str, Sequence[str]]
 ) -> Iterator[Run]:
-    """Yield the runs of an experiment, seed by seed.
-
-    Args:
-        experiment: The experiment.
-        size: Its size.
-        clients: Names of the clients in each variant.
-
-    """
+    """Yield the runs of an experiment, seed by seed; clients' names are by variant."""
     for seed, variant in product(size.seeds, experiment.variants):
         own = experiment.settings | size.settings | experiment.variants[variant]
         for name, arm in experiment.arms.items():
             settings = own | arm.settings | {"seed": seed}
-            if arm.trained and arm.each_client:
+            if not arm.trained:
+                continue
+            if arm.each_client:
                 for client in clients[variant]:
                     pooled = settings | {"data.pool": client}
                     yield Run(name, variant, seed, client, None, pooled)
-            elif arm.trained:
+            else:
                 yield Run(name, variant, seed, None, arm.clients, settings)

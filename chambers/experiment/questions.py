@@ -18,20 +18,12 @@ _CLIENTS = 3
 
 @dataclass(frozen=True)
 class Group:
-    """The held-out questions for one client, or for a data set that all clients share.
+    """The held-out questions for one client, or for a data set that all clients share."""
 
-    Attributes:
-        name: Name of the variant and the client.
-        rows: The questions with their answers.
-        articles: The right Article of each; empty if the rows aren't of matters.
-        questions: The questions with candidate answers; empty if the rows aren't of a task.
-
-    """
-
-    name: str
+    name: str  # of the variant and the client
     rows: Sequence[Row]
-    articles: Sequence[int] = ()
-    questions: Sequence[Question] = ()
+    articles: Sequence[int] = ()  # the right Article of each row, if they are of matters
+    questions: Sequence[Question] = ()  # with candidate answers, if the rows are of a task
 
 
 def group_name(variant: str, client: str) -> str:
@@ -56,13 +48,7 @@ def client_names(config: RunConfig) -> list[str]:
 
 
 def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Group]:
-    """Return so many questions for each client; none of them was trained on.
-
-    Args:
-        config: Settings of the runs.
-        variant: Name of the variant.
-        seed: Seed of the runs, which divides the matters.
-        count: Number of questions for each client; of files, the first.
+    """Return so many questions for each client, of files the first; none was trained on.
 
     Raises:
         CommandError: A client has no held-out rows.
@@ -70,17 +56,22 @@ def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Gr
 
     """
     names = client_names(config)
-    if not config.data.path:
-        return [
-            _generated(variant, name, of_client, derive_seed("experiment", seed, name), count)
-            for name, of_client in zip(names, matters.divide(_CLIENTS, seed), strict=True)
+    if config.data.path:
+        path = Path(config.data.path).expanduser()
+        folders = {group_name(variant, name): path / name for name in names}
+        folders = folders or {variant or path.name: path}
+        return [_read(name, folder, config, count) for name, folder in folders.items()]
+    groups = []
+    for name, own in zip(names, matters.divide(_CLIENTS, seed), strict=True):
+        values = matters.questions(own, count, derive_seed("experiment", seed, name), "test")
+        rows = [
+            Row(parse_messages(value), f"{name} question {number}", dict(value))
+            for number, value in enumerate(values, start=1)
         ]
-    path = Path(config.data.path).expanduser()
-    folders = {group_name(variant, name): path / name for name in names}
-    return [
-        _read(name, folder, config, count)
-        for name, folder in (folders or {variant or path.name: path}).items()
-    ]
+        # The questions cycle through the matters.
+        articles = [matters.article(own[i % len(own)]) for i in range(count)]
+        groups.append(Group(group_name(variant, name), rows, articles))
+    return groups
 
 
 def _read(name: str, path: Path, config: RunConfig, count: int) -> Group:
@@ -90,14 +81,3 @@ def _read(name: str, path: Path, config: RunConfig, count: int) -> Group:
     task = TASKS.get(config.data.task)
     questions = read_questions(file, task)[:count] if task and task.is_cloze else []
     return Group(name, read_task_rows(file, config.data)[:count], questions=questions)
-
-
-def _generated(variant: str, client: str, of_client: Sequence[str], seed: int, count: int) -> Group:
-    values = matters.questions(of_client, count, seed, "test")
-    rows = [
-        Row(parse_messages(value), f"{client} question {number}", dict(value))
-        for number, value in enumerate(values, start=1)
-    ]
-    # The questions cycle through the matters.
-    articles = [matters.article(of_client[i % len(of_client)]) for i in range(count)]
-    return Group(group_name(variant, client), rows, articles)

@@ -14,27 +14,19 @@ ALL, OWN, OTHERS = "all", "own", "others'"
 _CLIENTS = "clients"
 # Values of questions, by seed and group.
 _Values = dict[tuple[int, str], NDArray[np.float64]]
-_CONSTANT_LABEL = "the same answer"
+# Arm, and model or kind of models.
+_Name = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model, or the models of a kind, in a table.
-
-    Attributes:
-        label: Its name.
-        arm: Its arm.
-        client: The client whose model it is, if any.
-        cells: The interval of each column, by its heading.
-        gains: The differences to the arm that it is compared with, in the same columns.
-
-    """
+    """A model, or the models of a kind, in a table; intervals are by the column's heading."""
 
     label: str
     arm: str
-    client: str | None
+    client: str | None  # whose model it is, if any
     cells: Mapping[str, Interval]
-    gains: Mapping[str, Interval]
+    gains: Mapping[str, Interval]  # differences to the arm that it is compared with
 
 
 def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> list[Row]:
@@ -68,17 +60,17 @@ def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> 
     return rows
 
 
-def _label(experiment: Experiment, arm: str, kind: str, lines: Collection[tuple[str, str]]) -> str:
+def _label(experiment: Experiment, arm: str, kind: str, lines: Collection[_Name]) -> str:
     if arm == CONSTANT:
-        return _CONSTANT_LABEL
+        return "the same answer"
     label = experiment.arms[arm].label
     if kind in {BASE, GLOBAL} or (kind == _CLIENTS and (arm, GLOBAL) not in lines):
         return label
     return f"{label}, {'personalised' if kind == _CLIENTS else kind}"
 
 
-def _models(records: Sequence[Record], measure: Measure) -> dict[tuple[str, str], _Values]:
-    models: dict[tuple[str, str], _Values] = {}
+def _models(records: Sequence[Record], measure: Measure) -> dict[_Name, _Values]:
+    models: dict[_Name, _Values] = {}
     for record in records:
         if record.measure == measure:
             of_model = models.setdefault((record.arm, record.model), {})
@@ -86,11 +78,9 @@ def _models(records: Sequence[Record], measure: Measure) -> dict[tuple[str, str]
     return models
 
 
-def _kinds(
-    models: Mapping[tuple[str, str], _Values],
-) -> dict[tuple[str, str], dict[str, _Values]]:
+def _kinds(models: Mapping[_Name, _Values]) -> dict[_Name, dict[str, _Values]]:
     """Return the models of each arm and kind, by name; the clients' models are one kind."""
-    kinds: dict[tuple[str, str], dict[str, _Values]] = {}
+    kinds: dict[_Name, dict[str, _Values]] = {}
     for (arm, name), model in models.items():
         kind = name if name in {BASE, GLOBAL} else _CLIENTS
         kinds.setdefault((arm, kind), {})[name] = model
@@ -106,13 +96,11 @@ def _own_and_others(models: Mapping[str, _Values]) -> dict[str, _Values]:
         (model,) = models.values()
         return {OWN: model, OTHERS: model}
     own = {key: models[key[1]][key] for model in models.values() for key in model}
-    return {
-        OWN: own,
-        OTHERS: {
-            key: _mean([m for name, m in models.items() if name != key[1] and key in m])[key]
-            for key in own
-        },
+    others = {
+        key: _mean([m for name, m in models.items() if name != key[1] and key in m])[key]
+        for key in own
     }
+    return {OWN: own, OTHERS: others}
 
 
 def _groups(model: _Values) -> dict[str, _Values]:

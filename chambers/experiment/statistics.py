@@ -16,20 +16,12 @@ BySeed = Sequence[NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % interval.
+    """A mean with its 95 % interval."""
 
-    Attributes:
-        mean: Mean over seeds of the means over questions.
-        low: Lower end.
-        high: Upper end.
-        detectable: The smallest mean that would differ from 0 in four of five experiments.
-
-    """
-
-    mean: float
+    mean: float  # over seeds, of the means over questions
     low: float
     high: float
-    detectable: float
+    detectable: float  # the smallest mean that would differ from 0 in four of five experiments
 
     @property
     def differs(self) -> bool:
@@ -42,10 +34,6 @@ def interval(values: BySeed) -> Interval:
 
     Seeds are drawn with replacement, and questions within each: the interval is for other seeds and
     other questions. With one seed it is for other questions alone.
-
-    Args:
-        values: Of each seed, the values of its questions.
-
     """
     generator = np.random.default_rng(0)  # the same results yield the same table
     seeds = len(values)

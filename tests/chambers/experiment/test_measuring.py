@@ -2,7 +2,7 @@
 
 import pytest
 
-from chambers.experiment.measuring import BASE, Measuring, Model
+from chambers.experiment.measuring import Measuring
 from chambers.experiment.questions import groups_of
 from federation.run_config import parse_run_config
 from finetuning.data.tokenization import tokenize
@@ -14,10 +14,7 @@ from finetuning.model.whole_model import WholeModel
 def test_a_loss_is_the_held_out_loss_of_each_question(checkpoint):
     config = parse_run_config({"model.name": str(checkpoint), "data.generated": "matters"})
     groups = groups_of(config, "", seed=3, count=5)
-    found = {
-        record.group: record.values
-        for record in Measuring(config).records(Model("bare", BASE, None), 3, groups, ["loss"])
-    }
+    found = {group: values for group, _, values in Measuring(config).values(None, groups, ["loss"])}
     base = load_base_model(config.model)
     model, padding = WholeModel(base.model), base.tokenizer.pad_token_id
     for group in groups:
