@@ -22,6 +22,8 @@ import argparse
 import os
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -43,38 +45,31 @@ SIZES = {
 _TOLERANCE = 0.05
 
 
-def devices(kind: str) -> tuple[str, str]:
-    """Return the devices of clients and server.
+def devices_of(kind: str) -> dict[str, Any]:
+    """Return the devices of clients and server, as settings of a `Job`.
 
     Raises:
         SystemExit: There is no GPU.
 
     """
     if kind == "cpu":
-        return "cpu", "cpu"
+        return {"client_device": "cpu", "server_device": "cpu"}
     if not torch.cuda.is_available():
         raise SystemExit(
             "bench.gpu needs a GPU, and torch finds none (torch.cuda.is_available() is false); "
             "--size tiny --device cpu tries the program without one"
         )
-    return "cuda:0", f"cuda:{min(1, torch.cuda.device_count() - 1)}"
+    server = f"cuda:{min(1, torch.cuda.device_count() - 1)}"
+    return {"client_device": "cuda:0", "server_device": server}
 
 
 def measure(table: Table, job: Job, clients: int, schedule: str) -> None:
     """Measure the whole model and a schedule in turn, and add a row for each."""
     split = SplitSettings(activation_budget=2**20, frame_timeout=3600.0)
     samples = clients * job.shape.rows * job.shape.micro_batches
+    cores = os.sched_getaffinity(0)
     with ExitStack() as stack:
-        cores = os.sched_getaffinity(0)
-        whole, (side,) = start(
-            stack=stack,
-            job=job,
-            split=split,
-            clients=clients,
-            schedules=[schedule],
-            cores=cores,
-            together=True,
-        )
+        whole, (side,) = start(stack, job, split, clients, [schedule], cores, together=True)
         pair: list[Whole | Split] = [whole, side]
         alternate(pair, 1)
         check(whole, [side], _TOLERANCE)
@@ -91,7 +86,6 @@ def measure(table: Table, job: Job, clients: int, schedule: str) -> None:
 def run(size: str, arguments: argparse.Namespace) -> None:
     """Measure one size for all numbers of clients and all schedules."""
     shape = replace(SIZES[size], rows=1, columns=arguments.columns)
-    client_device, server_device = devices(arguments.device)
     model = ModelSettings(
         quantization=arguments.quantization,
         gradient_checkpointing=arguments.gradient_checkpointing,
@@ -102,18 +96,11 @@ def run(size: str, arguments: argparse.Namespace) -> None:
         *("clients", "", "median s", "minimum s", "samples/s", "tokens/s", *RATIOS),
         *("peak GB (clients + server)", "target"),
     )
-    with random_job(
-        shape,
-        WARM_UP + arguments.pairs,
-        dtype=torch.bfloat16,
-        model=model,
-        client_device=client_device,
-        server_device=server_device,
-    ) as job:
-        for clients in arguments.clients:
-            for schedule in arguments.schedules:
-                measure(table=table, job=job, clients=clients, schedule=schedule)
-    show(f"clients on {client_device}, server on {server_device}", table)
+    steps, devices = WARM_UP + arguments.pairs, devices_of(arguments.device)
+    with random_job(shape, steps, dtype=torch.bfloat16, model=model, **devices) as job:
+        for clients, schedule in product(arguments.clients, arguments.schedules):
+            measure(table, job, clients, schedule)
+    show(f"clients on {job.client_device}, server on {job.server_device}", table)
 
 
 def main() -> None:
@@ -128,7 +115,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=512, help="tokens of an example")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()
-    devices(arguments.device)
+    devices_of(arguments.device)  # refuse a machine without a GPU before anything is written
     for size in arguments.size:
         run(size, arguments)
 

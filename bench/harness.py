@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from statistics import mean, median
@@ -27,13 +26,8 @@ _SPAWN = get_context("spawn")
 class Worker:
     """A process with one torch thread that answers messages; used in a ``with`` statement.
 
-    While it waits for a message, it uses no processor time.
-
-    Args:
-        role: Function that the process runs, called with its end of the pipe and the arguments.
-        cores: Cores that the process is bound to before it starts any thread.
-        arguments: Arguments of the role; must be picklable.
-
+    It runs ``role`` with its end of the pipe and the arguments, which must be picklable. It is
+    bound to its cores before it starts any thread. While it waits, it uses no processor time.
     """
 
     def __init__(self, role: Callable[..., None], cores: Collection[int], *arguments: Any) -> None:
@@ -68,8 +62,8 @@ class Worker:
             message = self._link.recv()
         except EOFError:
             raise SystemExit(f"process {self.pid} ended unexpectedly") from None
-        if isinstance(message, _Failure):
-            raise SystemExit(message.text)
+        if isinstance(message, SystemExit):
+            raise message
         return message
 
     def send(self, message: Any) -> None:
@@ -93,11 +87,6 @@ class Worker:
             self._process.join()
 
 
-@dataclass(frozen=True)
-class _Failure:
-    text: str
-
-
 def _enter(role: Callable[..., None], link: Connection, arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     torch.set_num_threads(1)
@@ -106,7 +95,7 @@ def _enter(role: Callable[..., None], link: Connection, arguments: tuple[Any, ..
     except (EOFError, BrokenPipeError):
         pass  # the parent has closed the pipe
     except Exception as error:
-        link.send(_Failure(f"{role.__name__}: {type(error).__name__}: {error}"))
+        link.send(SystemExit(f"{role.__name__}: {type(error).__name__}: {error}"))
         raise
 
 
@@ -120,24 +109,16 @@ def ask_all(workers: Sequence[Worker], messages: Sequence[Any]) -> list[Any]:
 class Side:
     """One side of a comparison, with the measured times of its turns.
 
-    Args:
-        name: Name of the side in the tables.
-        pids: Processes whose CPU time is measured.
-        warm_up: Number of initial turns that ``summary`` and ``ratios`` exclude.
-
-    Attributes:
-        seconds: Wall-clock time of each turn.
-        cpu: User and system time of each turn, by process.
-        losses: Loss of each turn.
-
+    CPU time is that of the processes ``pids``. ``summary`` and ``ratios`` exclude the first
+    ``warm_up`` turns.
     """
 
     def __init__(self, name: str, pids: Sequence[int], warm_up: int = WARM_UP) -> None:
         self.name = name
         self.warm_up = warm_up
         self._processes = [psutil.Process(pid) for pid in pids]
-        self.seconds: list[float] = []
-        self.cpu: list[list[float]] = []
+        self.seconds: list[float] = []  # wall-clock time of each turn
+        self.cpu: list[list[float]] = []  # user and system time of each turn, by process
         self.losses: list[float] = []
 
     def start(self) -> None:
@@ -150,13 +131,6 @@ class Side:
         self.seconds.append(time.perf_counter() - self._started)
         after = self._cpu_seconds()
         self.cpu.append([b - a for a, b in zip(self._before, after, strict=True)])
-
-    def measure(self, step: Callable[[], float]) -> None:
-        """Measure a step as one turn, and store the loss that it returns."""
-        self.start()
-        loss = step()
-        self.stop()
-        self.losses.append(loss)
 
     def summary(self) -> tuple[float, float, float]:
         """Return the median and minimum of seconds per turn, and the mean of CPU seconds."""

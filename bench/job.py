@@ -21,7 +21,7 @@ from finetuning.adapters.adapter import (
 from finetuning.data.tokenization import Example
 from finetuning.model.base_model import loading_arguments, prepare
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
-from finetuning.training.loop import LocalRound
+from finetuning.training.loop import LocalRound, Stages, train_round
 from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.model.adapters import take_apart
@@ -41,35 +41,21 @@ LIFETIME = 6 * 3600.0  # of tickets and lanes, in seconds: longer than any measu
 
 @dataclass(frozen=True)
 class Job:
-    """The training job, equal in all processes.
+    """The training job, equal in all processes."""
 
-    Attributes:
-        directory: Directory of the checkpoint.
-        shape: Shape of the model and its micro-batches.
-        steps: Number of optimizer steps.
-        examples: Function that returns a job's examples.
-        adapter: Adapter of all blocks.
-        learning_rate: Learning rate of the optimizer.
-        model: Precision and quantisation; the model's name is not used.
-        client_device: Device of heads, tails and whole models.
-        server_device: Device of the server's blocks.
-        seed: Seed of random examples, of the initial adapter and of dropout.
-
-    """
-
-    directory: Path
+    directory: Path  # of the checkpoint
     shape: Shape
-    steps: int
+    steps: int  # of the optimizer
     examples: "Callable[[Job], list[Example]]"
     adapter: AdapterSettings = ADAPTER
     learning_rate: float = 2e-4
-    model: ModelSettings = FLOAT32
-    client_device: str = "cpu"
+    model: ModelSettings = FLOAT32  # the model's name is not used
+    client_device: str = "cpu"  # of heads, tails and whole models
     server_device: str = "cpu"
-    seed: int = SEED
+    seed: int = SEED  # of random examples, of the initial adapter and of dropout
 
     @property
-    def train(self) -> TrainSettings:
+    def settings(self) -> TrainSettings:
         """The settings of the optimizer."""
         return TrainSettings(
             batch_size=self.shape.rows,
@@ -77,27 +63,9 @@ class Job:
             learning_rate=self.learning_rate,
         )
 
-    def local_round(self) -> LocalRound:
-        """Return the examples of each step: all examples in order, repeatedly."""
-        size = self.shape.rows * self.shape.micro_batches
-        count = len(self.examples(self))
-        steps = [[i % count for i in range(n * size, (n + 1) * size)] for n in range(self.steps)]
-        return LocalRound(
-            steps=steps,
-            first_step=0,
-            total_steps=self.steps,
-            seed=self.seed,
-            deadline=time.monotonic() + LIFETIME,
-        )
-
     def state(self) -> State:
         """Return the initial adapter of all parties."""
-        return initial_adapter(
-            name=str(self.directory),
-            settings=self.adapter,
-            seed=self.seed,
-            directory=self.directory,
-        )[0]
+        return initial_adapter(str(self.directory), self.adapter, self.seed, self.directory)[0]
 
 
 def random_examples(job: Job) -> list[Example]:
@@ -128,9 +96,28 @@ def random_job(
     """Write a random checkpoint to a temporary directory, and return a job for it."""
     with tempfile.TemporaryDirectory() as directory:
         shape.save(Path(directory), dtype)
-        yield Job(
-            directory=Path(directory), shape=shape, steps=steps, examples=examples, **settings
-        )
+        yield Job(Path(directory), shape, steps, examples, **settings)
+
+
+def train(
+    job: Job,
+    model: Stages,
+    parameters: Mapping[str, torch.nn.Parameter],
+    padding: int = 0,
+    chosen: slice = slice(None),
+) -> None:
+    """Train for the chosen steps of a job; each step has the next examples in order, repeatedly."""
+    examples, size = job.examples(job), job.shape.rows * job.shape.micro_batches
+    order = [index % len(examples) for index in range(job.steps * size)]
+    steps = [order[first : first + size] for first in range(0, len(order), size)][chosen]
+    train_round(
+        model=model,
+        parameters=parameters,
+        examples=examples,
+        padding=padding,
+        local_round=LocalRound(steps, 0, job.steps, job.seed, time.monotonic() + LIFETIME),
+        settings=job.settings,
+    )
 
 
 def load_whole(job: Job) -> Any:
@@ -147,14 +134,8 @@ def load_whole(job: Job) -> Any:
 
 def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
     """Load a client's head and tail with the initial adapter."""
-    partition = partition_of(job.directory, split)
-    ends = load_parts(
-        settings=job.model,
-        directory=job.directory,
-        partition=partition,
-        parties=("head", "tail"),
-        devices=[job.client_device],
-    )
+    partition, devices = partition_of(job.directory, split), [job.client_device]
+    ends = load_parts(job.model, job.directory, partition, ("head", "tail"), devices)
     parts = take_apart(job.state(), partition)
     for party, part in ends.items():
         part.attach(job.adapter)
@@ -164,14 +145,8 @@ def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
 
 def load_body(job: Job, split: SplitSettings) -> Part:
     """Load the server's blocks."""
-    partition = partition_of(job.directory, split)
-    return load_parts(
-        settings=job.model,
-        directory=job.directory,
-        partition=partition,
-        parties=("body",),
-        devices=[job.server_device],
-    )["body"]
+    partition, devices = partition_of(job.directory, split), [job.server_device]
+    return load_parts(job.model, job.directory, partition, ("body",), devices)["body"]
 
 
 def open_model(
@@ -183,45 +158,14 @@ def open_model(
 ) -> SplitModel:
     """Open a lane to the block server, and return a split model that uses it."""
     limits = Limits(job.shape.hidden, split.wire_dtype, job.shape.tokens, window=split.window)
-    lane = open_lane(
-        invitation=invitation,
-        limits=limits,
-        deadline=time.monotonic() + LIFETIME,
-        resume_timeout=split.resume_timeout,
-    )
-    return SplitModel(
-        head=ends["head"],
-        tail=ends["tail"],
-        lane=lane,
-        frame_timeout=split.frame_timeout,
-        noise=noise,
-    )
-
-
-@contextmanager
-def opened(
-    ends: Mapping[PartyName, Part],
-    invitation: Invitation,
-    job: Job,
-    split: SplitSettings,
-    noise: float = 0.0,
-) -> Iterator[SplitModel]:
-    """Open a split model with `open_model`, and close it and its lane on exit."""
-    model = open_model(ends=ends, invitation=invitation, job=job, split=split, noise=noise)
-    try:
-        yield model
-        model.end()
-    finally:
-        model.lane.close()
+    lane = open_lane(invitation, limits, time.monotonic() + LIFETIME, split.resume_timeout)
+    return SplitModel(ends["head"], ends["tail"], lane, split.frame_timeout, noise=noise)
 
 
 def join(model: SplitModel, job: Job) -> None:
     """Start the job's training round."""
-    model.join(
-        RoundPlan(steps=job.steps, first_step=0, total_steps=job.steps, seed=job.seed),
-        longest=job.shape.tokens,
-        deadline=time.monotonic() + LIFETIME,
-    )
+    plan = RoundPlan(steps=job.steps, first_step=0, total_steps=job.steps, seed=job.seed)
+    model.join(plan, longest=job.shape.tokens, deadline=time.monotonic() + LIFETIME)
 
 
 @contextmanager
@@ -234,7 +178,7 @@ def serving(
         state=take_apart(job.state(), body.partition),
         split=split,
         adapter=job.adapter,
-        train=job.train.model_copy(update={"local_steps": job.steps}),
+        train=job.settings.model_copy(update={"local_steps": job.steps}),
         run="bench",
         rounds=1,
         longest=job.shape.tokens,

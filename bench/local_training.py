@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments, logging
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, logging
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from bench.harness import RATIOS, Side, make_table, ratios, show
@@ -56,16 +56,9 @@ def make_examples(job: Job) -> list[Example]:
         answered = min(answered, _LONGEST // 2)
         length = min(wanted + answered, _LONGEST)  # the input is truncated
         tokens = torch.randint(job.shape.vocabulary, (length,), generator=generator)
-        is_target = torch.arange(length) >= length - answered
-        examples.append(
-            Example(
-                tokens=tokens,
-                is_target=is_target,
-                prompt_length=length - answered,
-                reference="",
-                row=len(examples),
-            )
-        )
+        prompt = length - answered
+        is_target = torch.arange(length) >= prompt
+        examples.append(Example(tokens, is_target, prompt, reference="", row=index))
     return examples
 
 
@@ -75,69 +68,54 @@ def trainer_steps(examples: Sequence[Example], size: int, count: int) -> list[li
     Adjacent steps have similar lengths, so the first steps alone would all be long.
     """
     generator = torch.Generator().manual_seed(SEED)
-    sampler = LengthGroupedSampler(
-        size, lengths=[len(example.tokens) for example in examples], generator=generator
-    )
-    order = list(sampler)
+    lengths = [len(example.tokens) for example in examples]
+    order = list(LengthGroupedSampler(size, lengths=lengths, generator=generator))
     steps = [order[first : first + size] for first in range(0, len(order), size)]
     return [steps[int((index + 0.5) * len(steps) / count)] for index in range(count)]
 
 
-class Ours:
-    """Run one step of ``train_round`` at a time, keeping the optimizer's state between steps."""
+class Alternation(TrainerCallback):  # type: ignore[misc]
+    """Time each step of Trainer, and then run and time the same step of Chambers.
 
-    def __init__(self, peft_model: Any, examples: Sequence[Example], steps: int) -> None:
-        self.side = Side("Chambers", [os.getpid()], warm_up=0)
-        self._model = WholeModel(peft_model)
-        self._parameters = trainable_parameters(peft_model)
+    A step of Chambers is a call of ``train_round``; the optimizer's state is kept between steps.
+    """
+
+    def __init__(
+        self, peft_model: Any, examples: Sequence[Example], steps: Sequence[Sequence[int]]
+    ) -> None:
+        names = ("Trainer", "Chambers")
+        self.trainer, self.chambers = (Side(name, [os.getpid()], warm_up=0) for name in names)
+        self._model, self._parameters = WholeModel(peft_model), trainable_parameters(peft_model)
         self._examples, self._steps = examples, steps
         self._state: OptimizerState | None = None
 
-    def step(self, index: int, chosen: Sequence[int]) -> None:
-        """Train on the chosen examples."""
-
-        def train() -> float:
-            report, self._state = train_round(
-                model=self._model,
-                parameters=self._parameters,
-                examples=self._examples,
-                padding=0,
-                local_round=LocalRound(
-                    steps=[chosen],
-                    first_step=index,
-                    total_steps=self._steps,
-                    seed=SEED,
-                    deadline=math.inf,
-                ),
-                settings=_SETTINGS,
-                optimizer_state=self._state,
-            )
-            return report.losses[0]
-
-        self.side.measure(train)
-
-
-class Alternation(TrainerCallback):  # type: ignore[misc]
-    """Time each step of Trainer, and then run and time the same step of Chambers."""
-
-    def __init__(self, ours: Ours, steps: Sequence[Sequence[int]]) -> None:
-        self.side = Side("Trainer", [os.getpid()], warm_up=0)
-        self._ours, self._steps = ours, steps
-
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock."""
-        self.side.start()
+        self.trainer.start()
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         """Stop the clock, and run the same step with Chambers."""
-        self.side.stop()
+        self.trainer.stop()
         index = state.global_step - 1
-        self._ours.step(index, self._steps[index])
+        self.chambers.start()
+        report, self._state = train_round(
+            model=self._model,
+            parameters=self._parameters,
+            examples=self._examples,
+            padding=0,
+            local_round=LocalRound(
+                [self._steps[index]], index, len(self._steps), SEED, deadline=math.inf
+            ),
+            settings=_SETTINGS,
+            optimizer_state=self._state,
+        )
+        self.chambers.stop()
+        self.chambers.losses.append(report.losses[0])
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
         """Store the loss; Trainer logs it after the end of its step."""
         if "loss" in logs:
-            self.side.losses.append(logs["loss"])
+            self.trainer.losses.append(logs["loss"])
 
 
 def run_trainer(peft_model: Any, rows: list[dict[str, torch.Tensor]], callback: Any) -> None:
@@ -177,9 +155,7 @@ def run_trainer(peft_model: Any, rows: list[dict[str, torch.Tensor]], callback: 
         trainer = Trainer(
             peft_model, arguments, train_dataset=rows, data_collator=pad, callbacks=[callback]
         )
-        for kind in (type(c) for c in list(trainer.callback_handler.callbacks)):
-            if kind.__name__ == "PrinterCallback":
-                trainer.remove_callback(kind)
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
 
 
@@ -201,11 +177,10 @@ def compare(job: Job) -> list[str]:
     """
     examples = make_examples(job)
     steps = trainer_steps(examples, _SETTINGS.batch_size * _SETTINGS.accumulation, job.steps)
-    ours = Ours(load_whole(job), examples, job.steps)
-    callback = Alternation(ours, steps)
+    callback = Alternation(load_whole(job), examples, steps)
     rows = [as_row(examples[i]) for step in steps for i in step]
     run_trainer(load_whole(job), rows, callback)
-    sides = (callback.side, ours.side)
+    sides = (callback.trainer, callback.chambers)
     tokens = [sum(len(examples[i].tokens) for i in step) for step in steps]
     rates = [f"{sum(tokens) / sum(side.seconds):.0f}" for side in sides]
     for side in sides:  # steps differ in length, so seconds per token are compared

@@ -8,15 +8,15 @@ adapter's change and the row's negative gradient, summed over tensors. Candidate
 """
 
 import argparse
+import math
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from bench.harness import make_table, show
-from finetuning.adapters.adapter import attach_adapter, export_adapter, trainable_parameters
+from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.data.batching import collate
 from finetuning.data.rows import Row, parse_messages
 from finetuning.data.tokenization import Example, tokenize
@@ -35,28 +35,30 @@ _ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="gate_proj,up_
 def measure(settings: ModelSettings, rows: int, seed: int) -> dict[str, float]:
     """Train on some rows; return how well each attack distinguishes them from other rows.
 
-    Args:
-        settings: The base model.
-        rows: Number of rows of the round, in steps of four.
-        seed: Seed of the rows and the adapter.
-
-    Returns:
-        By attack, the probability that a training row has a higher score than another row; 0.5
-        equals guessing.
-
+    This is, by attack, the probability that a training row has a higher score than another row; 0.5
+    equals guessing.
     """
     base = load_base_model(settings)
     torch.manual_seed(seed)
     model = WholeModel(attach_adapter(base.model, _ADAPTER, None))
     examples = _examples(base.tokenizer, rows + _OTHERS, seed)
     padding = base.tokenizer.pad_token_id
-    before = export_adapter(model.peft_model)
+    parameters = trainable_parameters(model.peft_model)
+    before = {name: value.detach().clone() for name, value in parameters.items()}
     losses = _losses(model, examples, padding)
     gradients = [model.gradients_of(collate([example], padding)) for example in examples]
-    _train(model, examples[:rows], padding, seed)
+    numbers = range(rows)
+    steps = [numbers[start : start + _BATCH] for start in numbers[::_BATCH]]
+    train_round(
+        model=model,
+        parameters=parameters,
+        examples=examples[:rows],
+        padding=padding,
+        local_round=LocalRound(steps, 0, len(steps), seed, deadline=math.inf),
+        settings=TrainSettings(batch_size=_BATCH, accumulation=1, learning_rate=2e-3),
+    )
     gained = [a - b for a, b in zip(losses, _losses(model, examples, padding), strict=True)]
-    after = trainable_parameters(model.peft_model)
-    changes = dict(zip(gradients[0], _changes(before, after), strict=True))
+    changes = {name: value.detach() - before[name] for name, value in parameters.items()}
     aligned = [
         sum(
             float(torch.cosine_similarity(-gradient.flatten(), changes[name].flatten(), dim=0))
@@ -77,21 +79,6 @@ def _examples(tokenizer: Any, count: int, seed: int) -> list[Example]:
 
 def _losses(model: WholeModel, examples: Sequence[Example], padding: int) -> list[float]:
     return [model.summed_losses([collate([example], padding)])[0] for example in examples]
-
-
-def _train(model: WholeModel, members: Sequence[Example], padding: int, seed: int) -> None:
-    numbers = range(len(members))
-    steps = [numbers[start : start + _BATCH] for start in numbers[::_BATCH]]
-    local_round = LocalRound(steps, 0, len(steps), seed, deadline=time.monotonic() + 86400)
-    settings = TrainSettings(batch_size=_BATCH, accumulation=1, learning_rate=2e-3)
-    train_round(
-        model, trainable_parameters(model.peft_model), members, padding, local_round, settings
-    )
-
-
-def _changes(before: dict[str, torch.Tensor], after: dict[str, Any]) -> list[torch.Tensor]:
-    named = {name.replace(".default", ""): value for name, value in after.items()}
-    return [value.detach().cpu() - before[name] for name, value in named.items()]
 
 
 def _told(scores: Sequence[float], members: int) -> float:

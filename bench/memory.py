@@ -31,19 +31,15 @@ warm-up run of the measurement with a small model, minus VmRSS at that time.
 import argparse
 import os
 from contextlib import ExitStack
-from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from rich.table import Table
 
 from bench.harness import Worker, make_table, show
-from bench.job import Job, join, load_body, load_ends, open_model, random_job
+from bench.job import Job, join, load_body, load_ends, open_model, random_job, train
 from bench.memory_use import Memory, SavedTensors, bytes_of
 from bench.parties import serve_clients, train_clients
 from bench.shape import Shape
-from finetuning.training.loop import train_round
-from split.client.split_model import SplitModel
-from split.protocol.invitation import Invitation
 from split.settings import SplitSettings
 
 _CLIENT = Shape(hidden=1024, blocks=12)
@@ -63,42 +59,26 @@ _ALLOCATORS = {
 
 def measure_client(link: Connection, job: Job, split: SplitSettings, miniature: Job) -> None:
     """Load and train; receive two invitations as messages, and send byte counts by name."""
-    _train_once(link.recv(), miniature, split)
+    model = open_model(load_ends(miniature, split), link.recv(), miniature, split)
+    join(model, miniature)
+    train(miniature, model, model.parameters)
+    model.end()
+    del model
     memory = Memory()
     ends = load_ends(job, split)
     loading = memory.peak()
     tensors = [p for part in ends.values() for p in part.model.parameters()]
     buffers = [b for part in ends.values() for b in part.model.buffers()]
-    model = open_model(ends=ends, invitation=link.recv(), job=job, split=split)
+    model = open_model(ends, link.recv(), job, split)
     join(model, job)
-    _train(model, job, slice(None, -1))
+    train(job, model, model.parameters, chosen=slice(None, -1))
     peak = memory.peak()
     saved = SavedTensors(tensors)
     with saved.counting():
-        _train(model, job, slice(-1, None))
+        train(job, model, model.parameters, chosen=slice(-1, None))
     model.end()
     layers = bytes_of(tensors + buffers)
     link.send({"layers": layers, "activations": saved.peak, "loading": loading, "peak": peak})
-
-
-def _train_once(invitation: Invitation, job: Job, split: SplitSettings) -> None:
-    model = open_model(ends=load_ends(job, split), invitation=invitation, job=job, split=split)
-    join(model, job)
-    _train(model, job, slice(None))
-    model.end()
-
-
-def _train(model: SplitModel, job: Job, chosen: slice) -> None:
-    local_round = job.local_round()
-    local_round = replace(local_round, steps=local_round.steps[chosen])
-    train_round(
-        model=model,
-        parameters=model.parameters,
-        examples=job.examples(job),
-        padding=0,
-        local_round=local_round,
-        settings=job.train,
-    )
 
 
 def measure_server(
@@ -163,28 +143,26 @@ def main() -> None:
     """Measure a client, and the server with one lane and with many, for both allocators."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     cores = os.sched_getaffinity(0)
-    client, server = _CLIENT, _SERVER
     clients = make_table(
-        f"a client of {client}, window 4; MB",
+        f"a client of {_CLIENT}, window 4; MB",
         *("", "own layers", "activations", "a part of the logits", "peak of loading", "peak"),
         *("loading ÷ layers", "peak ÷ (layers + activations + logits)"),
     )
     servers = make_table(
-        f"the server of {server}, activation-budget {_ROOM * server.tokens}; MB",
+        f"the server of {_SERVER}, activation-budget {_ROOM * _SERVER.tokens}; MB",
         *("", "lanes", "frozen layers", "peak of loading", "peak", "÷ 1 lane"),
     )
-    logits = _TARGETS_AT_ONCE * client.vocabulary * 4
+    logits = _TARGETS_AT_ONCE * _CLIENT.vocabulary * 4
     with ExitStack() as stack:
-        miniature, of_client, of_server = (
-            stack.enter_context(random_job(shape, _STEPS)) for shape in (_MINIATURE, client, server)
+        miniature, client, server = (
+            stack.enter_context(random_job(shape, _STEPS))
+            for shape in (_MINIATURE, _CLIENT, _SERVER)
         )
         for name, variables in _ALLOCATORS.items():
             os.environ |= variables  # inherited by the processes
-            add_client(clients, name, client_memory(of_client, miniature, cores), logits)
-            measured = {
-                lanes: server_memory(of_server, miniature, cores, lanes) for lanes in (1, _LANES)
-            }
-            add_servers(servers, name, measured)
+            add_client(clients, name, client_memory(client, miniature, cores), logits)
+            both = {lanes: server_memory(server, miniature, cores, lanes) for lanes in (1, _LANES)}
+            add_servers(servers, name, both)
     show(f"{os.confstr('CS_GNU_LIBC_VERSION')}", clients, servers)
 
 

@@ -36,14 +36,9 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class SavedTensors:
-    """Count the tensors that autograd saves for backward passes.
+    """Count the tensors that autograd saves for backward passes, except the model's parameters.
 
-    Args:
-        parameters: Parameters of the model, which are not counted.
-
-    Attributes:
-        peak: Maximum number of bytes saved at once.
-
+    ``peak`` is the maximum number of bytes saved at once.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:

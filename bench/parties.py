@@ -14,12 +14,22 @@ from typing import Any
 import torch
 
 from bench.harness import Side, Worker, ask_all
-from bench.job import LIFETIME, Job, join, load_body, load_ends, load_whole, open_model, serving
+from bench.job import (
+    LIFETIME,
+    Job,
+    join,
+    load_body,
+    load_ends,
+    load_whole,
+    open_model,
+    serving,
+    train,
+)
 from bench.proxy import forward
 from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import WholeModel
-from finetuning.training.loop import Stages, train_round
+from finetuning.training.loop import Stages
 from split.model.part import Part
 from split.model.partition import PartyName
 from split.settings import SplitSettings
@@ -28,14 +38,7 @@ _MEMORY, _ACCOUNTS = "memory", "accounts"
 
 
 class Whole(Side):
-    """The whole model in a process of its own.
-
-    Args:
-        stack: Ends the process.
-        job: Training job.
-        cores: Cores that the process may use.
-
-    """
+    """The whole model in a process of its own, which ``stack`` ends."""
 
     def __init__(self, stack: ExitStack, job: Job, cores: Collection[int]) -> None:
         self._worker = stack.enter_context(Worker(_train_whole, cores, job))
@@ -52,20 +55,11 @@ class Whole(Side):
 
 
 class Split(Side):
-    """A block server and its clients, each in a process of its own.
+    """A block server and its clients, each in a process of its own, which ``stack`` ends.
 
-    Args:
-        stack: Ends the processes.
-        name: Name of the side.
-        jobs: Jobs, one per client.
-        split: Settings of server and clients.
-        server_cores: Cores that the server may use.
-        client_cores: Cores that the clients may use.
-        line: One-way delay in seconds and rate in Gbit/s of a proxy between server and clients;
-            None for no proxy.
-        together: Whether the clients are threads of one process.
-        steps_per_turn: Number of consecutive optimizer steps of a turn.
-
+    There is a client for each job. With ``together``, the clients are threads of one process.
+    ``line`` is the one-way delay in seconds and the rate in Gbit/s of a proxy between server and
+    clients. A turn has ``steps_per_turn`` consecutive optimizer steps.
     """
 
     def __init__(
@@ -91,9 +85,8 @@ class Split(Side):
         workers, invitations = [*self._clients, self._server], self._server.receive()
         if line is not None:
             every_core, address = os.sched_getaffinity(0), invitations[0].address
-            proxy = stack.enter_context(Worker(forward, every_core, address, *line))
-            workers.append(proxy)
-            address = proxy.receive()
+            workers.append(stack.enter_context(Worker(forward, every_core, address, *line)))
+            address = workers[-1].receive()
             invitations = [replace(each, address=address) for each in invitations]
         each = iter(invitations)
         ask_all(self._clients, [[next(each) for _ in group] for group in groups])
@@ -123,18 +116,16 @@ def alternate(sides: Sequence[Whole | Split], turns: int) -> None:
     """Measure all sides in turn."""
     for _ in range(turns):
         for side in sides:
-            side.measure(side.step)
+            side.start()
+            loss = side.step()
+            side.stop()
+            side.losses.append(loss)
 
 
 def _train_whole(link: Connection, job: Job) -> None:
-    """Train the whole model; answer like ``train``, and finally with the peak GPU memory."""
+    """Train the whole model in turns, and finally answer with the peak GPU memory."""
     peft_model = load_whole(job)
-    train(
-        link=link,
-        model=WholeModel(peft_model),
-        parameters=trainable_parameters(peft_model),
-        job=job,
-    )
+    _train_in_turns(link, WholeModel(peft_model), trainable_parameters(peft_model), job)
     link.recv()
     link.send(_peak_gpu_memory())
 
@@ -146,22 +137,19 @@ def train_clients(link: Connection, jobs: Sequence[Job], split: SplitSettings) -
     mean losses, ``memory`` with the peak GPU memory, and ``accounts``, after the last step, with
     each client's account of the round.
     """
-    links = [_start_client(job, split) for job in jobs]
-    answer: Any = _ask_clients(links, link.recv())
+    links = []
+    for job in jobs:
+        own, other = Pipe()
+        arguments = (other, load_ends(job, split), job, split)
+        Thread(target=_run_client, args=arguments, daemon=True).start()
+        links.append(own)
+    link.send(_ask_clients(links, link.recv()))
     while True:
-        link.send(answer)
         message = link.recv()
         if message == _MEMORY:
-            answer = _peak_gpu_memory()
+            link.send(_peak_gpu_memory())
         else:
-            answer = _ask_clients(links, [message] * len(links))
-
-
-def _start_client(job: Job, split: SplitSettings) -> Connection:
-    link, other = Pipe()
-    arguments = (other, load_ends(job, split), job, split)
-    Thread(target=_run_client, args=arguments, daemon=True).start()
-    return link
+            link.send(_ask_clients(links, [message] * len(links)))
 
 
 def _ask_clients(links: Sequence[Connection], messages: Sequence[Any]) -> list[Any]:
@@ -178,10 +166,10 @@ def _run_client(
     link: Connection, ends: Mapping[PartyName, Part], job: Job, split: SplitSettings
 ) -> None:
     try:
-        model = open_model(ends=ends, invitation=link.recv(), job=job, split=split)
+        model = open_model(ends, link.recv(), job, split)
         join(model, job)
         started = time.thread_time()
-        train(link=link, model=model, parameters=model.parameters, job=job)
+        _train_in_turns(link, model, model.parameters, job)
         computing = time.thread_time() - started
         model.end()
         link.recv()
@@ -203,17 +191,10 @@ def serve_clients(
     with the server's accounts, and any other message is answered when all work is done.
     """
     names = [f"client-{number}" for number in range(len(jobs))]
-    body = body or load_body(jobs[0], split)
+    body, seed = body or load_body(jobs[0], split), jobs[0].seed
     with serving(body=body, job=jobs[0], split=split, clients=len(jobs)) as server:
-        server.begin_round(dict.fromkeys(names, 1), jobs[0].seed)
-        link.send(
-            [
-                server.invite_to_train(
-                    client=name, round_number=1, seed=jobs[0].seed, lifetime=LIFETIME
-                )
-                for name in names
-            ]
-        )
+        server.begin_round(dict.fromkeys(names, 1), seed)
+        link.send([server.invite_to_train(name, 1, seed, LIFETIME) for name in names])
         while (message := link.recv()) != _ACCOUNTS:
             if message == _MEMORY:
                 link.send(_peak_gpu_memory())
@@ -225,7 +206,7 @@ def serve_clients(
         link.send([asdict(account) for account in server.finish_lanes()])
 
 
-def train(
+def _train_in_turns(
     link: Connection, model: Stages, parameters: Mapping[str, torch.nn.Parameter], job: Job
 ) -> None:
     """Train; each message is a number of steps, answered with their mean loss.
@@ -233,14 +214,7 @@ def train(
     The first answer, before any step, confirms that the model is loaded.
     """
     turns = _Turns(model, link)
-    train_round(
-        model=turns,
-        parameters=parameters,
-        examples=job.examples(job),
-        padding=0,
-        local_round=job.local_round(),
-        settings=job.train,
-    )
+    train(job, turns, parameters)
     turns.answer()
 
 

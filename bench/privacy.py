@@ -6,17 +6,33 @@ held-out losses are measured here.
 """
 
 import argparse
+import logging
 import math
 import os
 import statistics
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.harness import make_table, show
+from chambers.in_process import InProcessGrid
+from client_app.fedjudge import base_model
+from client_app.institution import Institution, open_institution
+from client_app.privacy_account import PrivateSteps, private_steps
+from client_app.privacy_account import epsilon as spent_by
+from federation.run_config import RunConfig, parse_run_config
+from federation.site_policy import PrivacyPolicy
+from finetuning.adapters.adapter import State, attach_adapter, load_adapter
+from finetuning.evaluation.held_out import held_out_loss
+from finetuning.model.base_model import load_base_model
+from finetuning.model.whole_model import WholeModel
+from tests.in_process import run_in_process
 
 _CLIENTS = 3
 _EPSILONS = (math.inf, 8.0, 2.0)
@@ -38,36 +54,12 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A run's result.
+def run(epsilon: float, seed: int) -> tuple[list[float], list[float]]:
+    """Train with one ε and one seed; return noise and losses.
 
-    Attributes:
-        noise: σ of the clients, in ascending order.
-        base_loss: Held-out loss of the base model; all losses are means over the clients.
-        global_loss: Held-out loss with the last global adapter.
-        personalised_loss: Held-out loss with the clients' personalised adapters.
-
+    The noise is σ of the clients, in ascending order. The losses are held-out losses of the base
+    model, with the last global adapter and with personalised adapters; all are means over clients.
     """
-
-    noise: list[float]
-    base_loss: float
-    global_loss: float
-    personalised_loss: float
-
-
-def run(epsilon: float, seed: int) -> Outcome:
-    """Train with one ε and one seed."""
-    import logging
-
-    import torch
-
-    from chambers.in_process import InProcessGrid
-    from client_app.fedjudge import base_model
-    from client_app.institution import open_institution
-    from federation.run_config import parse_run_config
-    from tests.in_process import run_in_process
-
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel("ERROR")
     values = _SETTINGS | {"seed": seed}
@@ -90,15 +82,11 @@ def run(epsilon: float, seed: int) -> Outcome:
     own = [journal.kept[institution.name] for institution in institutions]
     everyone = [journal.adapters[config.rounds]] * _CLIENTS
     losses = [_loss(config, institutions, adapters) for adapters in (None, everyone, own)]
-    return Outcome(sorted(noise), *losses)
+    return sorted(noise), losses
 
 
-def _least_noise(epsilon: float, config: Any, rows: int) -> float:
+def _least_noise(epsilon: float, config: RunConfig, rows: int) -> float:
     """Return the least σ with which a client's run spends at most ε."""
-    from client_app.privacy_account import PrivateSteps, private_steps
-    from client_app.privacy_account import epsilon as spent_by
-    from federation.site_policy import PrivacyPolicy
-
     steps = private_steps(PrivacyPolicy(), config.train, rows, config.rounds)
     low, high = 0.1, 100.0
     while high / low > 1.001:
@@ -117,13 +105,10 @@ def _write_policy(file: Path, epsilon: float, noise: float) -> None:
     )
 
 
-def _loss(config: Any, institutions: list[Any], adapters: list[Any] | None) -> float:
+def _loss(
+    config: RunConfig, institutions: Sequence[Institution], adapters: Sequence[State] | None
+) -> float:
     """Return the mean held-out loss over clients, each with its adapter."""
-    from finetuning.adapters.adapter import attach_adapter, load_adapter
-    from finetuning.evaluation.held_out import held_out_loss
-    from finetuning.model.base_model import load_base_model
-    from finetuning.model.whole_model import WholeModel
-
     base = load_base_model(config.model)
     model = WholeModel(attach_adapter(base.model, config.adapter, base.reference))
     losses = []
@@ -131,13 +116,8 @@ def _loss(config: Any, institutions: list[Any], adapters: list[Any] | None) -> f
         # A new adapter has no effect.
         if adapters is not None:
             load_adapter(model.peft_model, adapters[index])
-        found = held_out_loss(
-            model=model,
-            examples=institution.test,
-            padding=institution.padding,
-            batch_size=config.evaluate.batch_size,
-        )
-        losses.append(found.loss)
+        size = config.evaluate.batch_size
+        losses.append(held_out_loss(model, institution.test, institution.padding, size).loss)
     return statistics.mean(losses)
 
 
@@ -146,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     seeds = parser.parse_args().seeds
-    cells = [(epsilon, seed) for epsilon in _EPSILONS for seed in range(seeds)]
+    cells = list(product(_EPSILONS, range(seeds)))
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as executor:
@@ -157,19 +137,17 @@ def main() -> None:
         *("ε", "σ of the clients", "held-out loss: base", "global", "personalised"),
     )
     for epsilon in _EPSILONS:
-        runs = [outcomes[epsilon, seed] for seed in range(seeds)]
-        noise = runs[0].noise
+        noise, _ = outcomes[epsilon, 0]
+        by_seed = [outcomes[epsilon, seed][1] for seed in range(seeds)]
         table.add_row(
             "∞" if epsilon == math.inf else f"{epsilon:g}",
             f"{noise[0]:.2f} to {noise[-1]:.2f}" if noise else "-",
-            _spread([each.base_loss for each in runs]),
-            _spread([each.global_loss for each in runs]),
-            _spread([each.personalised_loss for each in runs]),
+            *map(_spread, zip(*by_seed, strict=True)),
         )
     show(table)
 
 
-def _spread(values: list[float]) -> str:
+def _spread(values: Sequence[float]) -> str:
     spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.3f}{spread}"
 

@@ -16,17 +16,11 @@ _HOST = "127.0.0.1"
 class _Direction(asyncio.Protocol):
     """Forward bytes from one side to the other after the line's delay.
 
-    Args:
-        delay: Seconds that a byte is in transit.
-        bytes_per_second: Rate of the line.
-        target: Host and port to connect to for an incoming connection; None for an outgoing one.
-
+    An incoming connection has a ``target``, the host and port that it is connected to.
     """
 
-    def __init__(
-        self, delay: float, bytes_per_second: float, target: tuple[str, int] | None
-    ) -> None:
-        self._delay, self._rate, self._target = delay, bytes_per_second, target
+    def __init__(self, delay: float, rate: float, target: tuple[str, int] | None) -> None:
+        self._delay, self._rate, self._target = delay, rate, target  # seconds, and bytes per second
         self._loop = asyncio.get_running_loop()
         self._own: asyncio.Transport | None = None
         self._other: asyncio.Transport | None = None

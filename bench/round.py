@@ -17,19 +17,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from bench.harness import make_table, show
-from chambers.superlink import (
-    COMPLETED,
-    SuperLink,
-    free_port,
-    private_superlink,
-    run_app,
-)
+from chambers.superlink import COMPLETED, SuperLink, free_port, private_superlink, run_app
 from finetuning.generated import STYLES, examples
 from tests.deployment.deployment import CHECKOUT
 
@@ -46,86 +39,54 @@ _CONFIG: Mapping[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Round:
-    """A measured round.
-
-    Attributes:
-        seconds: Duration of the round.
-        training: Duration of the slowest client's training.
-
-    """
-
-    seconds: float
-    training: float
+def simulate(folder: Path) -> list[tuple[float, float]]:
+    """Run in simulation; return each measured round as `_run` does."""
+    home = folder / "simulation"
+    with private_superlink(home) as link:
+        return _run(link, home, {"data.path": str(folder / "data")}, supernodes=len(_CLIENTS))
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The measured run.
-
-    Attributes:
-        folder: Folder for all files of the run.
-
-    """
-
-    folder: Path
-
-    def simulate(self) -> list[Round]:
-        """Run in simulation."""
-        home = self.folder / "simulation"
-        with private_superlink(home) as link:
-            config = {"data.path": str(self.folder / "data")}
-            return self._run(link, home, config, simulated=True)
-
-    def deploy(self, workers: bool) -> list[Round]:
-        """Run on SuperNodes, with or without resident workers."""
-        home = self.folder / ("workers" if workers else "processes")
-        with private_superlink(home, simulated=False) as link, ExitStack() as stack:
-            for name in _CLIENTS:
-                node = f'name="{name}" data-path="{self.folder / "data" / name}"'
-                if workers:
-                    socket = home / f"{name}.sock"
-                    node += f' worker="{socket}"'
-                    stack.enter_context(_worker(socket, link, home / f"{name}-worker.log"))
-                stack.enter_context(_supernode(node, link, home / f"{name}.log"))
-            return self._run(link, home, {"instruction-key": "none"}, simulated=False)
-
-    def _run(
-        self, link: SuperLink, home: Path, config: Mapping[str, Any], simulated: bool
-    ) -> list[Round]:
-        folders = {"output-dir": str(home / "runs"), "state-path": str(home / "state")}
-        status = run_app(
-            app=CHECKOUT,
-            superlink=link,
-            run_config={**_CONFIG, **folders, **config},
-            supernodes=len(_CLIENTS) if simulated else None,
-        )
-        if status != COMPLETED:
-            raise SystemExit(f"the run ended with {status}; its logs were in {home}")
-        (directory,) = (home / "runs").iterdir()
-        lines = (directory / "metrics.jsonl").read_text().splitlines()
-        events = [event for event in map(json.loads, lines) if event.get("round", 0) > 1]
-        rounds = []
-        for event in events:
-            if event["event"] == "round":
-                trained = [
-                    float(e["seconds"])
-                    for e in events
-                    if e["event"] == "train" and e["round"] == event["round"]
-                ]
-                rounds.append(Round(float(event["seconds"]), max(trained)))
-        return rounds
+def deploy(folder: Path, workers: bool) -> list[tuple[float, float]]:
+    """Run on SuperNodes, with or without resident workers; return as `_run` does."""
+    home = folder / ("workers" if workers else "processes")
+    with private_superlink(home, simulated=False) as link, ExitStack() as stack:
+        for name in _CLIENTS:
+            node = f'name="{name}" data-path="{folder / "data" / name}"'
+            if workers:
+                socket = home / f"{name}.sock"
+                node += f' worker="{socket}"'
+                command = [sys.executable, "-m", "chambers", "site", "worker", str(socket)]
+                stack.enter_context(_running(command, link, home / f"{name}-worker.log"))
+            command = ["flower-supernode", "--insecure", "--superlink", link.address]
+            command += ["--host", "127.0.0.1", "--port", str(free_port()), "--node-config", node]
+            stack.enter_context(_running(command, link, home / f"{name}.log"))
+        return _run(link, home, {"instruction-key": "none"}, supernodes=None)
 
 
-def _supernode(node_config: str, link: SuperLink, log: Path) -> Any:
-    command = ["flower-supernode", "--insecure", "--superlink", link.address]
-    command += ["--host", "127.0.0.1", "--port", str(free_port()), "--node-config", node_config]
-    return _running(command, link, log)
-
-
-def _worker(socket: Path, link: SuperLink, log: Path) -> Any:
-    return _running([sys.executable, "-m", "chambers", "site", "worker", str(socket)], link, log)
+def _run(
+    link: SuperLink, home: Path, config: Mapping[str, Any], supernodes: int | None
+) -> list[tuple[float, float]]:
+    """Return the seconds of each measured round, and of its slowest client's training."""
+    folders = {"output-dir": str(home / "runs"), "state-path": str(home / "state")}
+    status = run_app(
+        app=CHECKOUT,
+        superlink=link,
+        run_config={**_CONFIG, **folders, **config},
+        supernodes=supernodes,
+    )
+    if status != COMPLETED:
+        raise SystemExit(f"the run ended with {status}; its logs were in {home}")
+    (directory,) = (home / "runs").iterdir()
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    seconds: dict[int, float] = {}
+    training: dict[int, float] = {}
+    for event in map(json.loads, lines):
+        if event["event"] == "round":
+            seconds[event["round"]] = event["seconds"]
+        elif event["event"] == "train":
+            slowest = training.get(event["round"], 0.0)
+            training[event["round"]] = max(slowest, event["seconds"])
+    return [(seconds[number], training[number]) for number in seconds if number > 1]
 
 
 @contextmanager
@@ -156,21 +117,19 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         _write_data(Path(folder) / "data")
-        comparison = Comparison(Path(folder))
         measured = {
-            "simulation": comparison.simulate(),
-            "deployment": comparison.deploy(workers=False),
-            "deployment with workers": comparison.deploy(workers=True),
+            "simulation": simulate(Path(folder)),
+            "deployment": deploy(Path(folder), workers=False),
+            "deployment with workers": deploy(Path(folder), workers=True),
         }
     rounds = make_table(
         "medians over rounds", "", "round s", "slowest client's training s", "round ÷ training"
     )
-    for name, sides in measured.items():
-        ratio = median(side.seconds / side.training for side in sides)
-        seconds, training = (median(getattr(s, k) for s in sides) for k in ("seconds", "training"))
+    for name, own in measured.items():
+        ratio = median(seconds / training for seconds, training in own)
+        seconds, training = map(median, zip(*own, strict=True))
         rounds.add_row(name, f"{seconds:.1f}", f"{training:.1f}", f"{ratio:.3f}")
-    show(f"{len(_CLIENTS)} clients, {_STEPS} steps per round, tiny")
-    show(rounds)
+    show(f"{len(_CLIENTS)} clients, {_STEPS} steps per round, tiny", rounds)
 
 
 if __name__ == "__main__":

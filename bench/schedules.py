@@ -29,8 +29,6 @@ from dataclasses import replace
 from functools import partial
 from typing import get_args
 
-from rich.table import Table
-
 from bench.harness import RATIOS, WARM_UP, make_table, ratios, show
 from bench.job import Job, random_examples, random_job
 from bench.parties import Split, Whole, alternate
@@ -66,15 +64,7 @@ def start(
 ) -> tuple[Whole, list[Split]]:
     """Start the whole model at the stacked batch, and the clients and server of each schedule.
 
-    Args:
-        stack: Ends the processes.
-        job: Training job of one client.
-        split: Settings of servers and clients.
-        clients: Number of clients of each schedule.
-        schedules: The schedules to measure; serial has one client.
-        cores: Cores that every process may use.
-        together: Whether the clients are threads of one process.
-
+    ``job`` is that of one client. Serial has one client. See `Split` for the other arguments.
     """
     whole = Whole(stack, stacked(job, clients), cores)
     sides = []
@@ -90,10 +80,10 @@ def start(
         ]
         sides.append(
             Split(
-                stack=stack,
-                name=schedule,
-                jobs=jobs,
-                split=split.model_copy(update={"schedule": schedule}),
+                stack,
+                schedule,
+                jobs,
+                split.model_copy(update={"schedule": schedule}),
                 server_cores=cores,
                 client_cores=cores,
                 together=together,
@@ -116,17 +106,6 @@ def check(whole: Whole, sides: Sequence[Split], tolerance: float) -> None:
             raise SystemExit(f"the first loss of client-batch differs by {difference:.2e}")
 
 
-def add_rows(
-    table: Table, clients: int, samples: int, whole: Whole, sides: Sequence[Split]
-) -> None:
-    """Add a row for each configuration with this number of clients."""
-    for side in (whole, *sides):
-        rate = f"{samples / side.summary()[0]:.2f}"
-        target = TARGETS.get(side.name, "")
-        table.add_row(str(clients), side.name, rate, *ratios(whole, side), target)
-    table.add_section()
-
-
 def main() -> None:
     """Measure all numbers of clients, one after another."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -144,23 +123,15 @@ def main() -> None:
     with random_job(shape, WARM_UP + arguments.pairs) as job:
         for clients in arguments.clients:
             with ExitStack() as stack:
-                whole, sides = start(
-                    stack=stack,
-                    job=job,
-                    split=split,
-                    clients=clients,
-                    schedules=SCHEDULES,
-                    cores=core,
-                )
+                whole, sides = start(stack, job, split, clients, SCHEDULES, core)
                 alternate([whole, *sides], job.steps)
             check(whole, sides, 1e-4 if arguments.wire == "float32" else 1e-2)
-            add_rows(
-                table=table,
-                clients=clients,
-                samples=clients * shape.rows * shape.micro_batches,
-                whole=whole,
-                sides=sides,
-            )
+            samples = clients * shape.rows * shape.micro_batches
+            for side in (whole, *sides):
+                rate = f"{samples / side.summary()[0]:.2f}"
+                target = TARGETS.get(side.name, "")
+                table.add_row(str(clients), side.name, rate, *ratios(whole, side), target)
+            table.add_section()
     show(f"{shape}, {arguments.pairs} turns, wire {arguments.wire}, seed {SEED}", table)
 
 

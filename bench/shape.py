@@ -16,26 +16,15 @@ _DISK_RESERVE = 1.05
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a random Llama and of its equal-sized micro-batches.
+    """Shape of a random Llama and of its equal-sized micro-batches."""
 
-    Attributes:
-        hidden: Hidden size; a multiple of ``head_width``.
-        blocks: Number of blocks of the whole model.
-        vocabulary: Number of tokens.
-        rows: Number of rows of a micro-batch.
-        columns: Number of tokens of each row, without padding.
-        micro_batches: Number of micro-batches of an optimizer step.
-        head_width: Width of the attention heads.
-
-    """
-
-    hidden: int = 512
+    hidden: int = 512  # a multiple of ``head_width``
     blocks: int = 8
     vocabulary: int = 8000
-    rows: int = 2
-    columns: int = 256
-    micro_batches: int = 4
-    head_width: int = 64
+    rows: int = 2  # of a micro-batch
+    columns: int = 256  # tokens of each row, without padding
+    micro_batches: int = 4  # of an optimizer step
+    head_width: int = 64  # of the attention heads
 
     @property
     def tokens(self) -> int:
@@ -53,14 +42,8 @@ class Shape:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(directory)
-        return cls(
-            hidden=config.hidden_size,
-            blocks=config.num_hidden_layers,
-            vocabulary=config.vocab_size,
-            rows=rows,
-            columns=columns,
-            micro_batches=1,
-        )
+        sizes = (config.hidden_size, config.num_hidden_layers, config.vocab_size)
+        return cls(*sizes, rows, columns, micro_batches=1)
 
     def save(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """Write the model with random weights, with at most one block in memory.
@@ -112,8 +95,8 @@ def _block(name: str) -> str:
 
 def _draw(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if like.dim() == 1:
-        return torch.ones(like.shape, dtype=like.dtype)
-    weights = torch.empty(like.shape, dtype=like.dtype)
+        return torch.ones_like(like, device="cpu")
+    weights = torch.empty_like(like, device="cpu")
     return weights.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
 
 

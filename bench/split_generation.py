@@ -13,7 +13,6 @@ import argparse
 import os
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -49,14 +48,7 @@ def serve_texts(link: Connection, job: Job, split: SplitSettings) -> None:
     with serving(
         body=body, job=job, split=split, clients=len(_LANES), max_cached_tokens=job.shape.tokens
     ) as server:
-        link.send(
-            [
-                server.invite_to_evaluate(
-                    client=name, round_number=0, models=models, lifetime=LIFETIME
-                )
-                for name in _LANES
-            ]
-        )
+        link.send([server.invite_to_evaluate(name, 0, models, LIFETIME) for name in _LANES])
         link.recv()
 
 
@@ -69,24 +61,14 @@ def measure(models: dict[str, Answering], pids: list[int], pairs: int, vocabular
     """
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(3, vocabulary, (_ROWS, _PROMPT), generator=generator)
-    texts: dict[str, torch.Tensor] = {}
-
-    def generate(name: str) -> float:
-        texts[name] = models[name].generate(
-            tokens,
-            torch.ones_like(tokens),
-            _NEW,
-            do_sample=False,
-            min_new_tokens=_NEW,
-            use_cache=True,
-            pad_token_id=0,
-        )
-        return 0.0
-
+    greedily = {"do_sample": False, "min_new_tokens": _NEW, "use_cache": True, "pad_token_id": 0}
+    mask, texts = torch.ones_like(tokens), dict[str, torch.Tensor]()
     first, *others = sides = [Side(name, pids, warm_up=1) for name in models]
     for _ in range(first.warm_up + pairs):
         for side in sides:
-            side.measure(partial(generate, side.name))
+            side.start()
+            texts[side.name] = models[side.name].generate(tokens, mask, _NEW, **greedily)
+            side.stop()
         for side in others:
             if not torch.equal(texts[side.name], texts[first.name]):
                 raise SystemExit(f"{side.name} generated other tokens than {first.name}")
@@ -116,7 +98,7 @@ def main() -> None:
         ends = load_ends(job, split)
         models: dict[str, Answering] = {"whole model": WholeModel(load_whole(job))}
         for name, invitation in (("split", near), ("split, 20 ms each way", far)):
-            model = open_model(ends=ends, invitation=invitation, job=job, split=split)
+            model = open_model(ends, invitation, job, split)
             stack.enter_context(closing(model.lane))
             model.choose("global", {n: p.detach().clone() for n, p in model.parameters.items()})
             models[name] = model

@@ -22,6 +22,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -46,35 +47,14 @@ def start(
     """Start every configuration; those with two cores only if there are two."""
     one, other = {cores[-1]}, {cores[0]}
     whole = Whole(stack, job, one)
-
-    def lane(
-        name: str,
-        server_cores: set[int],
-        line: tuple[float, float] | None = None,
-        split: SplitSettings = split,
-    ) -> Split:
-        return Split(
-            stack=stack,
-            name=name,
-            jobs=[job],
-            split=split,
-            server_cores=server_cores,
-            client_cores=one,
-            line=line,
-        )
-
-    sides = [lane("split, all on this core", one)]
+    lane = partial(Split, stack, jobs=[job], split=split, server_cores=other, client_cores=one)
+    sides = [lane("split, all on this core", server_cores=one)]
     if one != other:
-        line = (_DELAY, _GIGABITS)
+        far = partial(lane, line=(_DELAY, _GIGABITS))
         sides += [
-            lane("split, a core each", other),
-            lane(f"… {1000 * _DELAY:g} ms each way, {_GIGABITS:g} Gbit/s", other, line),
-            lane(
-                name="… and window 1",
-                server_cores=other,
-                line=line,
-                split=split.model_copy(update={"window": 1}),
-            ),
+            lane("split, a core each"),
+            far(f"… {1000 * _DELAY:g} ms each way, {_GIGABITS:g} Gbit/s"),
+            far("… and window 1", split=split.model_copy(update={"window": 1})),
         ]
     return whole, sides
 
@@ -117,9 +97,7 @@ def first_losses(job: Job, split: SplitSettings, core: int) -> list[float]:
     """Train the first steps with a float32 wire, and return their losses."""
     job, split = replace(job, steps=_COMPARED), split.model_copy(update={"wire_dtype": "float32"})
     with ExitStack() as stack:
-        side = Split(
-            stack=stack, name="", jobs=[job], split=split, server_cores={core}, client_cores={core}
-        )
+        side = Split(stack, "", [job], split, server_cores={core}, client_cores={core})
         return [side.step() for _ in range(_COMPARED)]
 
 
@@ -127,15 +105,6 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the largest difference of the first steps' losses."""
     pairs = zip(one[:_COMPARED], other[:_COMPARED], strict=True)
     return max(abs(a - b) for a, b in pairs)
-
-
-def carried(accounts: Sequence[Account], shape: Shape) -> str:
-    """Return a line with the bytes of a step on the wire."""
-    most = max(sum(account["bytes"].values()) for account in accounts)
-    return (
-        f"at most {most / 1000:.1f} kilobytes per step in both directions, "
-        f"{most / shape.step_bytes:.4f} × 4 · tokens · hidden · 2 bytes"
-    )
 
 
 def recorded(
@@ -163,13 +132,18 @@ def main() -> None:
     with ExitStack() as stack:
         job = stack.enter_context(random_job(shape, WARM_UP + arguments.pairs))
         exact = None if arguments.wire == "float32" else first_losses(job, split, cores[-1])
-        whole, sides = start(stack=stack, job=job, split=split, cores=cores)
+        whole, sides = start(stack, job, split, cores)
         alternate([whole, *sides], job.steps)
         accounts = [spent(side) for side in sides]
-    show(f"{shape}, {arguments.pairs} pairs of steps, wire {arguments.wire}, seed {SEED}")
-    show(compared(whole, sides), carried(accounts, shape))
+    most = max(sum(account["bytes"].values()) for account in accounts)
     own = max(difference(side.losses, whole.losses) for side in sides)
-    show(f"largest difference of the first {_COMPARED} losses, wire {arguments.wire}: {own:.1e}")
+    show(
+        f"{shape}, {arguments.pairs} pairs of steps, wire {arguments.wire}, seed {SEED}",
+        compared(whole, sides),
+        f"at most {most / 1000:.1f} kilobytes per step in both directions, "
+        f"{most / shape.step_bytes:.4f} × 4 · tokens · hidden · 2 bytes",
+        f"largest difference of the first {_COMPARED} losses, wire {arguments.wire}: {own:.1e}",
+    )
     if exact is not None:
         own = difference(exact, whole.losses)
         show(f"largest difference of the first {_COMPARED} losses, wire float32: {own:.1e}")

@@ -50,19 +50,10 @@ def train_over(wire: WireType, job: Job) -> tuple[list[float], float]:
     split = SplitSettings(wire_dtype=wire)
     own, other = {cores[0]}, {cores[-1]}
     with ExitStack() as stack:
-        side = Split(
-            stack=stack, name=wire, jobs=[job], split=split, server_cores=own, client_cores=other
-        )
+        side = Split(stack, wire, [job], split, server_cores=own, client_cores=other)
         losses = [side.step() for _ in range(job.steps)]
         (account,), _ = side.accounts()
     return losses, (account["bytes_up"] + account["bytes_down"]) / job.steps
-
-
-def train_whole(job: Job) -> list[float]:
-    """Train the whole model; return the losses of all steps."""
-    with ExitStack() as stack:
-        whole = Whole(stack, job, os.sched_getaffinity(0))
-        return [whole.step() for _ in range(job.steps)]
 
 
 def main() -> None:
@@ -87,7 +78,9 @@ def main() -> None:
         for wire in get_args(WireType):
             losses, carried = train_over(wire, job)
             add(wire, losses, f"{carried / 1000:.1f}", f"{carried / _SHAPE.step_bytes:.4f}")
-        add("(none)", train_whole(job))
+        with ExitStack() as stack:
+            whole = Whole(stack, job, os.sched_getaffinity(0))
+            add("(none)", [whole.step() for _ in range(steps)])
     show(table)
 
 

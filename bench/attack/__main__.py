@@ -21,7 +21,7 @@ import torch
 from bench.attack.cells import Cell, Sizes, cells_of
 from bench.attack.measuring import Attacked
 from bench.attack.report import RECORD, tables, write_results
-from bench.attack.texts import GENERATED, Texts, generated_texts, texts_in
+from bench.attack.texts import GENERATED, generated_texts, texts_in
 from finetuning.files import replacing
 from finetuning.model.base_model import load_tokenizer, locate
 from finetuning.model.fingerprint import digest, fingerprint
@@ -51,15 +51,19 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     directory, sizes = locate(arguments.model), Sizes()
+    tokenizer = load_tokenizer(directory)
     settings, model = _described(arguments.model, directory, sizes), digest(fingerprint(directory))
     record: dict[str, Any] = {**settings, "model digest": model, "covered": {}, "cells": []}
     for number, data in enumerate(arguments.data):
-        texts = _texts(data, directory, sizes)
+        if data == GENERATED:
+            texts = generated_texts(tokenizer, sizes.texts)
+        else:
+            texts = texts_in(Path(data), tokenizer, sizes.texts)
         attacked = Attacked(directory, texts, sizes)
         record["covered"][texts.name] = texts.covered(sizes.texts, sizes.longest)
-        complete = number == 0
         inputs = {"model digest": model, "texts digest": texts.digest()}
-        for cell in cells_of(texts.name, settings["blocks"], arguments.seeds, complete):
+        cells = cells_of(texts.name, settings["blocks"], arguments.seeds, complete=number == 0)
+        for cell in cells:
             file = arguments.output / f"{cell.name}.json"
             record["cells"].append(_measured(cell, attacked, file, settings | inputs))
     if arguments.document:
@@ -77,13 +81,6 @@ def _described(name: str, directory: Path, sizes: Sizes) -> dict[str, Any]:
         "versions": {library: version(library) for library in ("torch", "transformers")},
         "sizes": asdict(sizes),
     }
-
-
-def _texts(data: str, directory: Path, sizes: Sizes) -> Texts:
-    tokenizer = load_tokenizer(directory)
-    if data == GENERATED:
-        return generated_texts(tokenizer, sizes.texts)
-    return texts_in(Path(data), tokenizer, sizes.texts)
 
 
 def _measured(cell: Cell, attacked: Attacked, file: Path, settings: dict[str, Any]) -> Any:

@@ -26,11 +26,8 @@ _LEARNING_RATE = 2e-3  # initial rate of AdamW; it decreases linearly to zero
 class Decoder(nn.Module):
     """Predict the token at each position from a text's hidden states.
 
-    Args:
-        kind: Kind of the decoder.
-        seen: Hidden states of the colluding client, (tokens, features) of each text.
-        vocabulary: Tokens that the decoder can output, (tokens,) int64.
-
+    ``seen`` are the hidden states of the colluding client, (tokens, features) of each text, and
+    ``vocabulary`` the tokens that the decoder can output, (tokens,) int64.
     """
 
     def __init__(self, kind: DecoderKind, seen: Sequence[Tensor], vocabulary: Tensor) -> None:
@@ -86,11 +83,7 @@ class Decoder(nn.Module):
 
 
 def train_decoder(
-    seen: Sequence[Tensor],
-    texts: Sequence[Tensor],
-    kind: DecoderKind,
-    seed: int,
-    passes: int = 4,
+    seen: Sequence[Tensor], texts: Sequence[Tensor], kind: DecoderKind, seed: int, passes: int = 4
 ) -> Decoder:
     """Train a decoder on the colluding client's hidden states and tokens.
 

@@ -24,30 +24,18 @@ _SHORTLIST = 64
 
 @dataclass(frozen=True)
 class Sent:
-    """The tensors of a text that the server knows in a training step.
+    """The tensors of a text that the server knows in a training step."""
 
-    Attributes:
-        given: Hidden states sent to the tail, (tokens, hidden).
-        gradient: Gradient received for them, (tokens, hidden).
-        positions: Tokens before each target, (targets,) int64.
-        scale: Factor of each target's loss.
-
-    """
-
-    given: Tensor
-    gradient: Tensor
-    positions: Tensor
-    scale: float
+    given: Tensor  # hidden states sent to the tail, (tokens, hidden)
+    gradient: Tensor  # received for them, (tokens, hidden)
+    positions: Tensor  # tokens before each target, (targets,) int64
+    scale: float  # of each target's loss
 
 
 def client_gradient(tail: Part, given: Tensor, batch: MicroBatch) -> Tensor:
     """Compute the gradient that a client sends for a text, as in `SplitModel.accumulate`.
 
-    Args:
-        tail: The client's tail.
-        given: Hidden states from the server, (1, tokens, hidden).
-        batch: The text and its targets.
-
+    ``given`` are the hidden states from the server, (1, tokens, hidden).
     """
     middle = given.clone().requires_grad_()
     add_target_gradient(
@@ -63,11 +51,7 @@ def client_gradient(tail: Part, given: Tensor, batch: MicroBatch) -> Tensor:
 def read_labels(tail: Part, sent: Sent, count: int) -> Tensor:
     """Return the last ``count`` labels of a text, (count,) int64.
 
-    Args:
-        tail: The public tail; its output head must be a matrix without scaling or capping.
-        sent: Tensors that the server knows.
-        count: Number of labels to read.
-
+    The output head of the public tail must be a matrix without scaling or capping.
     """
     tail.train(False)
     matrix = tail.model.get_output_embeddings().weight.detach().float()
@@ -101,11 +85,7 @@ def _probable_rows(tail: Part, output: Tensor, matrix: Tensor) -> Tensor:
 class _Before:
     """The tail's keys and values for the tokens before a position that moves to the left.
 
-    Args:
-        tail: The public tail.
-        given: The tail's input, (tokens, hidden).
-        first: Leftmost position.
-
+    ``given`` is the tail's input, (tokens, hidden), and ``first`` the leftmost position.
     """
 
     def __init__(self, tail: Part, given: Tensor, first: int) -> None:

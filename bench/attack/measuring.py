@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bench.attack.cells import Cell, Sizes
-from bench.attack.decoder import train_decoder
+from bench.attack.decoder import DecoderKind, train_decoder
 from bench.attack.gradients import Sent, client_gradient, read_labels
 from bench.attack.noisy_training import ADAPTER, NoisyRun, train_with_noise
 from bench.attack.observed import as_encrypted, as_received, head_outputs
@@ -33,14 +33,7 @@ _MAX_WITHOUT_ADAPTER = 64
 
 
 class Attacked:
-    """A client's texts, and the attacks on them.
-
-    Args:
-        directory: Directory of the checkpoint.
-        texts: Texts of the colluding and of the attacked client.
-        sizes: Amounts of data and computation.
-
-    """
+    """A client's texts, and the attacks on them; the checkpoint is in ``directory``."""
 
     def __init__(self, directory: Path, texts: Texts, sizes: Sizes) -> None:
         self._directory = directory
@@ -54,68 +47,53 @@ class Attacked:
 
     def measure(self, cell: Cell) -> dict[str, float]:
         """Return the scores of a cell's attack, or a loss cell's losses."""
-        match cell.attack:
-            case "loss":
-                run = self._trained(cell.noise, cell.seed)
-                return {"loss_before": run.loss_before, "loss_after": run.loss_after}
-            case "gradient":
-                return self._labels(cell)
-            case "linear" | "transformer":
-                rows = self._attacked(cell, self._sizes.decoded)
-                return self._scores(self._decode(cell, rows), rows)
-            case "search":
-                rows = self._attacked(cell, self._sizes.searched)
-                search = self._search(cell.head_blocks)
-                most = _MAX_WITHOUT_ADAPTER if cell.tuned else self._sizes.max_candidates
-                found = [
-                    search.read(received=row, wire=cell.wire, noise=cell.noise, most=most)
-                    for row in self._received(cell, rows)
-                ]
-                return self._scores(found, rows)
-            case "optimisation":
-                rows = self._attacked(cell, self._sizes.optimised)
-                found = invert(
-                    head=self._head(cell.head_blocks, None),
-                    beginning=self._texts.beginning,
-                    received=self._received(cell, rows),
-                    steps=self._sizes.optimisation_steps,
-                    seed=cell.seed,
-                )
-                return self._scores(found, rows)
-
-    def _attacked(self, cell: Cell, count: int) -> list[Tensor]:
-        return self._texts.attacked_rows(count, self._sizes.longest, cell.seed)
-
-    def _received(self, cell: Cell, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Return the hidden states that the server has, after the texts' common beginning."""
-        outputs = head_outputs(self._attacked_head(cell), rows)
-        own = [row[self._texts.known :] for row in outputs]
-        return as_received(own, cell.wire, cell.noise)
-
-    def _decode(self, cell: Cell, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Train a decoder on the colluding client, and read the attacked texts."""
-        known = self._texts.known_of_colluding
-        given = self._colluding(cell.head_blocks)
-        attacked = head_outputs(self._attacked_head(cell), rows)
-        read = [row[self._texts.known :] for row in attacked]
-        if cell.seen == "encrypted records":
-            given, read = as_encrypted(given, cell.wire), as_encrypted(read, cell.wire)
-        elif cell.seen == "nothing":
-            generator = torch.Generator().manual_seed(cell.seed)
-            given, read = (
-                [torch.randn(row.shape, generator=generator) for row in part]
-                for part in (given, read)
+        if cell.attack == "loss":
+            run = self._trained(cell.noise, cell.seed)
+            return {"loss_before": run.loss_before, "loss_after": run.loss_after}
+        if cell.attack == "gradient":
+            return self._scores(*self._labels(cell))
+        counts = {"search": self._sizes.searched, "optimisation": self._sizes.optimised}
+        count = counts.get(cell.attack, self._sizes.decoded)
+        rows = self._texts.attacked_rows(count, self._sizes.longest, cell.seed)
+        outputs = head_outputs(
+            self._head(cell.head_blocks, cell.seed if cell.tuned else None), rows
+        )
+        hidden = [row[self._texts.known :] for row in outputs]
+        if cell.attack == "search":
+            found = self._searched(cell, hidden)
+        elif cell.attack == "optimisation":
+            found = invert(
+                head=self._head(cell.head_blocks, None),
+                beginning=self._texts.beginning,
+                received=as_received(hidden, cell.wire, cell.noise),
+                steps=self._sizes.optimisation_steps,
+                seed=cell.seed,
             )
         else:
-            given, read = (as_received(part, cell.wire, cell.noise) for part in (given, read))
-        assert cell.attack in ("linear", "transformer")
-        decoder = train_decoder(
-            seen=given,
-            texts=[row[known:] for row in self._training_rows()],
-            kind=cell.attack,
-            seed=cell.seed,
-        )
-        return decoder.read(read)
+            found = self._decoded(cell, hidden, cell.attack)
+        return self._scores(found, [row[self._texts.known :] for row in rows])
+
+    def _searched(self, cell: Cell, hidden: Sequence[Tensor]) -> list[Tensor]:
+        """Read the attacked texts with the public head."""
+        search = self._search(cell.head_blocks)
+        most = _MAX_WITHOUT_ADAPTER if cell.tuned else self._sizes.max_candidates
+        received = as_received(hidden, cell.wire, cell.noise)
+        return [search.read(row, cell.wire, cell.noise, most) for row in received]
+
+    def _decoded(self, cell: Cell, hidden: Sequence[Tensor], kind: DecoderKind) -> list[Tensor]:
+        """Train a decoder on the colluding client, and read the attacked texts."""
+        given = self._colluding(cell.head_blocks)
+        both = [*given, *hidden]
+        if cell.seen == "encrypted records":
+            seen = as_encrypted(both, cell.wire)
+        elif cell.seen == "nothing":
+            generator = torch.Generator().manual_seed(cell.seed)
+            seen = [torch.randn(row.shape, generator=generator) for row in both]
+        else:
+            seen = as_received(both, cell.wire, cell.noise)
+        texts = [row[self._texts.known_of_colluding :] for row in self._training_rows()]
+        decoder = train_decoder(seen[: len(given)], texts, kind, cell.seed)
+        return decoder.read(seen[len(given) :])
 
     def _training_rows(self) -> list[Tensor]:
         return self._texts.training_rows(self._sizes.texts, self._sizes.longest)
@@ -126,23 +104,18 @@ class Attacked:
         outputs = head_outputs(self._head(head_blocks, None), self._training_rows())
         return [row[self._texts.known_of_colluding :] for row in outputs]
 
-    def _scores(self, found: Sequence[Tensor], rows: Sequence[Tensor]) -> dict[str, float]:
-        """Compare the reconstructed texts with the originals, after the common beginning."""
-        texts = [row[self._texts.known :] for row in rows]
-        scores = score(
-            [self._texts.text_of(row) for row in found], [self._texts.text_of(row) for row in texts]
-        )
-        return {name: scores[name] for name in _SCORES} | _tokens_read(found, texts)
+    def _labels(self, cell: Cell) -> tuple[list[Tensor], list[Tensor]]:
+        """Read the ends of answers from gradients, with one text per step.
 
-    def _labels(self, cell: Cell) -> dict[str, float]:
-        """Read the ends of answers from gradients, with one text per step."""
+        Return the labels that were read, and the client's labels.
+        """
         parts = self._load(cell.head_blocks, cell.tail_blocks, ("head", "body", "tail"))
-        chosen = self._texts.choose(self._sizes.labelled, cell.seed)
         found, labels = [], []
-        for example in chosen:
+        for example in self._texts.choose(self._sizes.labelled, cell.seed):
             batch = collate([example], self._texts.padding)
             padding = Padding("right", batch.lengths)
-            sent = self._received_whole(cell, parts["head"], batch.tokens[0])
+            outputs = head_outputs(parts["head"], [batch.tokens[0]])
+            (sent,) = as_received(outputs, cell.wire, cell.noise)
             with torch.no_grad():
                 (given,) = as_received([parts["body"](sent[None], padding)[0]], cell.wire)
             gradient = client_gradient(parts["tail"], given[None], batch)[0]
@@ -155,46 +128,41 @@ class Attacked:
             )
             found.append(read_labels(parts["tail"], step, count))
             labels.append(batch.labels[-count:])
-        pairs = ([self._texts.text_of(row) for row in each] for each in (found, labels))
-        scores = score(*pairs)
-        return {name: scores[name] for name in _SCORES} | _tokens_read(found, labels)
+        return found, labels
 
-    def _received_whole(self, cell: Cell, head: Part, tokens: Tensor) -> Tensor:
-        return as_received(head_outputs(head, [tokens]), cell.wire, cell.noise)[0]
+    def _scores(self, found: Sequence[Tensor], texts: Sequence[Tensor]) -> dict[str, float]:
+        """Compare reconstructed texts with the originals.
+
+        ``tokens`` is the share of tokens that were read correctly, ``attacked`` their number.
+        """
+        decode = self._texts.text_of
+        scores = score([decode(row) for row in found], [decode(row) for row in texts])
+        equal = torch.cat(list(found)) == torch.cat(list(texts))
+        tokens = {"tokens": float(equal.float().mean()), "attacked": len(equal)}
+        return {name: scores[name] for name in _SCORES} | tokens
 
     def _load(
         self, head_blocks: int, tail_blocks: int, parties: Sequence[PartyName]
     ) -> dict[PartyName, Part]:
-        partition = partition_of(
-            self._directory, SplitSettings(head_blocks=head_blocks, tail_blocks=tail_blocks)
-        )
-        parts = load_parts(
-            settings=_FLOAT32, directory=self._directory, partition=partition, parties=parties
-        )
+        split = SplitSettings(head_blocks=head_blocks, tail_blocks=tail_blocks)
+        partition = partition_of(self._directory, split)
+        parts = load_parts(_FLOAT32, self._directory, partition, parties)
         for part in parts.values():
             part.train(False)
         return parts
-
-    def _attacked_head(self, cell: Cell) -> Part:
-        return self._head(cell.head_blocks, cell.seed if cell.tuned else None)
 
     def _load_head(self, head_blocks: int, trained: int | None) -> Part:
         """Load a head without an adapter, or with the adapter trained with a seed."""
         head = self._load(head_blocks, 1, ("head",))["head"]
         if trained is not None:
             head.attach(ADAPTER)
-            load_state(
-                head.trainable(),
-                take_apart(self._trained(0.0, trained).adapter, head.partition)["head"],
-            )
+            adapter = take_apart(self._trained(0.0, trained).adapter, head.partition)
+            load_state(head.trainable(), adapter["head"])
         return head
 
     def _prepare_search(self, head_blocks: int) -> PublicHead:
-        return PublicHead(
-            head=self._head(head_blocks, None),
-            vocabulary=len(self._texts.tokenizer),
-            beginning=self._texts.beginning,
-        )
+        head, vocabulary = self._head(head_blocks, None), len(self._texts.tokenizer)
+        return PublicHead(head, vocabulary, self._texts.beginning)
 
     def _train(self, noise: float, seed: int) -> NoisyRun:
         return train_with_noise(
@@ -206,9 +174,3 @@ class Attacked:
             seed=seed,
             padding=self._texts.padding,
         )
-
-
-def _tokens_read(found: Sequence[Tensor], texts: Sequence[Tensor]) -> dict[str, float]:
-    """Return the share of tokens that were read correctly, and the number of attacked tokens."""
-    equal = torch.cat(list(found)) == torch.cat(list(texts))
-    return {"tokens": float(equal.float().mean()), "attacked": len(equal)}

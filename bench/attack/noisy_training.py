@@ -4,18 +4,17 @@ The real client and block server run in one process, connected by real lanes.
 """
 
 import random
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.job import LIFETIME, Job, join, load_body, load_ends, opened, serving
+from bench.job import LIFETIME, Job, join, load_body, load_ends, open_model, serving, train
 from bench.shape import Shape
 from finetuning.adapters.adapter import State
 from finetuning.data.tokenization import Example
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.settings import AdapterSettings
-from finetuning.training.loop import train_round
 from split.client.split_model import SplitModel
 from split.model.adapters import join_adapters, take_apart
 from split.model.partition import PartyName
@@ -30,18 +29,11 @@ ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="")
 
 @dataclass(frozen=True)
 class NoisyRun:
-    """The result of training with noise.
+    """The result of training; held-out losses are with the noise."""
 
-    Attributes:
-        loss_before: Held-out loss of the base model, with the noise.
-        loss_after: Held-out loss of the trained model, with the noise.
-        adapter: The trained adapter of the whole model.
-
-    """
-
-    loss_before: float
-    loss_after: float
-    adapter: State
+    loss_before: float  # of the base model
+    loss_after: float  # of the trained model
+    adapter: State  # of the whole model
 
 
 def train_with_noise(
@@ -53,17 +45,10 @@ def train_with_noise(
     seed: int,
     padding: int,
 ) -> NoisyRun:
-    """Train a split model with one block at each end at the client.
+    """Train a split model with one block at each end at the client, in steps of 4 rows.
 
-    Args:
-        directory: Directory of the checkpoint.
-        training: The client's examples.
-        held_out: Examples whose loss is measured.
-        steps: Optimizer steps of 4 rows.
-        noise: Noise on all hidden states that the client sends.
-        seed: Seed of the initial adapter and of the order of the examples.
-        padding: The padding token.
-
+    The noise is on all hidden states that the client sends. The seed is that of the initial adapter
+    and of the order of the examples.
     """
     split = SplitSettings(head_blocks=1, tail_blocks=1)
     training = random.Random(seed).sample(list(training), len(training))
@@ -80,36 +65,28 @@ def train_with_noise(
     body, ends = load_body(job, split), load_ends(job, split)
     initial = take_apart(job.state(), body.partition)
 
-    def lane(invitation: Invitation) -> AbstractContextManager[SplitModel]:
-        return opened(ends=ends, invitation=invitation, job=job, split=split, noise=noise)
+    @contextmanager
+    def lane(invitation: Invitation) -> Iterator[SplitModel]:
+        model = open_model(ends, invitation, job, split, noise)
+        with closing(model.lane):
+            yield model
+            model.end()
 
     with serving(body=body, job=job, split=split, clients=1) as server:
 
         def loss(round_number: int, parts: dict[PartyName, State]) -> float:
             models = {"measured": parts["body"]}
-            with lane(
-                server.invite_to_evaluate(
-                    client=_CLIENT, round_number=round_number, models=models, lifetime=LIFETIME
-                )
-            ) as model:
+            invitation = server.invite_to_evaluate(_CLIENT, round_number, models, LIFETIME)
+            with lane(invitation) as model:
                 model.choose("measured", parts["head"] | parts["tail"])
                 return held_out_loss(model, held_out, padding, _ROWS).loss
 
         loss_before = loss(0, initial)
         server.finish_lanes()
         server.begin_round({_CLIENT: len(training)}, seed)
-        with lane(
-            server.invite_to_train(client=_CLIENT, round_number=1, seed=seed, lifetime=LIFETIME)
-        ) as model:
+        with lane(server.invite_to_train(_CLIENT, 1, seed, LIFETIME)) as model:
             join(model, job)
-            train_round(
-                model=model,
-                parameters=model.parameters,
-                examples=training,
-                padding=padding,
-                local_round=job.local_round(),
-                settings=job.train,
-            )
+            train(job, model, model.parameters, padding)
             own = {name: value.detach().clone() for name, value in model.parameters.items()}
         server.finish_lanes()
         adapter = join_adapters([own, server.end_round({_CLIENT: 1.0})])

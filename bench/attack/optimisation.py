@@ -14,14 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from split.model.part import Part
 
+_LEARNING_RATE = 0.3  # relative to the standard deviation of the embeddings
+
 
 def invert(
-    head: Part,
-    beginning: Tensor,
-    received: Sequence[Tensor],
-    steps: int,
-    seed: int,
-    learning_rate: float = 0.3,
+    head: Part, beginning: Tensor, received: Sequence[Tensor], steps: int, seed: int
 ) -> list[Tensor]:
     """Return the reconstructed tokens of each text.
 
@@ -31,7 +28,6 @@ def invert(
         received: (tokens, hidden) of each text, after the known beginning.
         steps: Number of steps of Adam.
         seed: Seed of the initial embeddings.
-        learning_rate: Learning rate of the embeddings, relative to the table's standard deviation.
 
     """
     head.train(False)
@@ -45,7 +41,7 @@ def invert(
     generator = torch.Generator().manual_seed(seed)
     guess = table.mean(0) + scale * torch.randn(hidden.shape, generator=generator)
     guess.requires_grad_()
-    optimizer = torch.optim.Adam([guess], lr=learning_rate * float(scale))
+    optimizer = torch.optim.Adam([guess], lr=_LEARNING_RATE * float(scale))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         # Padding is on the right, so causal attention never reads it.

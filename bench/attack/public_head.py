@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from split.model.part import Part
 from split.protocol.frames import WireType
@@ -21,19 +22,15 @@ _SIMILAR = 64
 _FREQUENT = 512
 _FACTOR = 4
 _INT8_STEPS = 127
-_BFLOAT16_ROUNDING = 2.0**-9
-_FLOAT32_ROUNDING = 1e-4  # error if the client's matrix products round differently
+# That of float32 is the error if the client's matrix products round differently.
+_ROUNDING = {"bfloat16": 2.0**-9, "float32": 1e-4}
 _MARGIN = 1.2
 
 
 class PublicHead:
-    """The search through one head.
+    """The search through one public head.
 
-    Args:
-        head: The public head.
-        vocabulary: Number of tokens.
-        beginning: Tokens that all texts begin with, (known,) int64, at least one.
-
+    All texts begin with the tokens ``beginning``, (known,) int64, at least one.
     """
 
     def __init__(self, head: Part, vocabulary: int, beginning: Tensor) -> None:
@@ -62,9 +59,7 @@ class PublicHead:
         most = min(most, len(self._table))
         for length, hidden in enumerate(received, start=len(self._beginning)):
             expected = _expected_error(hidden, wire, noise)
-            token = self._nearest(
-                cache=cache, length=length, hidden=hidden, expected=expected, most=most
-            )
+            token = self._nearest(cache, length, hidden, expected, most)
             tokens.append(token)
             self._compute(cache, torch.tensor([[token]]))
         return torch.tensor(tokens)
@@ -99,8 +94,6 @@ class PublicHead:
 
     def _start(self) -> Any:
         """Return the keys and values of the known beginning."""
-        from transformers import DynamicCache
-
         cache = DynamicCache(config=self._head.model.config)
         self._compute(cache, self._beginning[None])
         return cache
@@ -135,10 +128,9 @@ class PublicHead:
 
 def _expected_error(hidden: Tensor, wire: WireType, noise: float) -> float:
     """Return the largest error due to rounding and noise, relative to the received state."""
-    rounding = _FLOAT32_ROUNDING
-    if wire == "bfloat16":
-        rounding = _BFLOAT16_ROUNDING
     if wire == "int8":
         largest = float(hidden.abs().max() / hidden.square().mean().sqrt())
         rounding = largest / _INT8_STEPS / math.sqrt(12)
+    else:
+        rounding = _ROUNDING[wire]
     return _MARGIN * math.hypot(rounding, noise / math.sqrt(1 + noise**2))

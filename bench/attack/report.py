@@ -1,17 +1,26 @@
 """Tables and pictures of the attacks, made from the record."""
 
 import json
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from bench.drawing import BLUE, GREEN, GREY, PURPLE, RED, STYLE, svg
-from bench.markdown import table
+from chambers.experiment.pages import svg
 
+_BLUE, _RED, _GREY, _GREEN, _PURPLE = "#3f90da", "#bd1f01", "#717581", "#507a2d", "#832db6"
+_STYLE = {
+    "svg.fonttype": "none",  # text is not converted to paths
+    "svg.hashsalt": "pictures",  # equal results yield equal files
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 RECORD = "attack.json"
 _ATTACKS = {
     "linear": "decoder, linear",
@@ -22,12 +31,12 @@ _ATTACKS = {
 _DECODER_AND_SEARCH = ("transformer", "search")
 # Line style of each attack, the same in all panels; lines differ in more than their colour.
 _LINES: Mapping[str, Mapping[str, Any]] = {
-    "linear": {"color": BLUE, "marker": "o"},
-    "transformer": {"color": RED, "marker": "s"},
-    "optimisation": {"color": GREEN, "marker": "^"},
-    "search": {"color": PURPLE, "marker": "D"},
-    "loss_before": {"color": BLUE, "marker": "o"},
-    "loss_after": {"color": RED, "marker": "s"},
+    "linear": {"color": _BLUE, "marker": "o"},
+    "transformer": {"color": _RED, "marker": "s"},
+    "optimisation": {"color": _GREEN, "marker": "^"},
+    "search": {"color": _PURPLE, "marker": "D"},
+    "loss_before": {"color": _BLUE, "marker": "o"},
+    "loss_after": {"color": _RED, "marker": "s"},
 }
 _LOSSES = {"loss_before": "base model", "loss_after": "trained"}
 _DEFAULTS = {
@@ -54,9 +63,10 @@ def write_results(record: Record, folder: Path) -> None:
 
 def pictures(record: Record) -> dict[str, str]:
     """Return the pictures as SVG, by file name."""
+    made = {"head-blocks": _blocks_picture(record), "noise": _noise_picture(record)}
     return {
-        "pictures/attack-head-blocks.svg": _blocks_picture(record),
-        "pictures/attack-noise.svg": _noise_picture(record),
+        f"pictures/attack-{name}.svg": re.sub(r"[ \t]+$", "", picture, flags=re.MULTILINE)
+        for name, picture in made.items()
     }
 
 
@@ -70,7 +80,12 @@ def tables(record: Record) -> dict[str, str]:
         "adapters": _with_adapters(record),
         "gradients": _from_gradients(record),
     }
-    return {f"recorded/attack-{name}.md": "\n".join(lines) for name, lines in made.items()}
+    return {f"recorded/attack-{name}.md": table for name, table in made.items()}
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    first, *others = (f"| {' | '.join(line)} |\n" for line in (headings, *rows))
+    return "".join([first, "|" + "---|" * len(headings) + "\n", *others])
 
 
 def _one_cell_a_line(record: Record) -> str:
@@ -80,7 +95,7 @@ def _one_cell_a_line(record: Record) -> str:
     return settings.replace('"cells": []', f'"cells": [\n  {cells}\n ]') + "\n"
 
 
-def _by_head_blocks(record: Record) -> list[str]:
+def _by_head_blocks(record: Record) -> str:
     """Return the table of attacks by number of head blocks, for all texts."""
     names = list(record["covered"])
     rows = []
@@ -90,67 +105,54 @@ def _by_head_blocks(record: Record) -> list[str]:
             scores = [score for own in cells for score in (_spread(own, "rouge1"), _count(own))]
             rows.append((label, str(blocks), *scores))
     headings = (f"{name}: {score}" for name in names for score in ("ROUGE-1", "tokens read"))
-    return table(("attack", "head blocks", *headings), rows)
+    return _table(("attack", "head blocks", *headings), rows)
 
 
-def _by_wire_type(record: Record) -> list[str]:
+def _by_wire_type(record: Record) -> str:
     rows = ((wire, *_read(record, wire=wire)) for wire in ("float32", "bfloat16", "int8"))
-    return table(("wire", *_READ), rows)
+    return _table(("wire", *_READ), rows)
 
 
-def _by_noise(record: Record) -> list[str]:
+def _by_noise(record: Record) -> str:
     rows = []
     for noise in _values(record, _first(record), "noise", attack="loss"):
         cells = _cells(record, _first(record), "loss", noise=noise)
         losses = (_spread(cells, name, scale=1, digits=3) for name in _LOSSES)
         rows.append((f"{noise:g}", *losses, *_read(record, noise=noise)))
     names = (f"loss, {model}" for model in _LOSSES.values())
-    return table(("`split.noise`", *names, *_READ), rows)
+    return _table(("`split.noise`", *names, *_READ), rows)
 
 
-def _on_the_network(record: Record) -> list[str]:
+def _on_the_network(record: Record) -> str:
     rows = []
     for seen in ("hidden states", "encrypted records", "nothing"):
         cells = _cells(record, _first(record), "transformer", seen=seen)
         name = "random numbers" if seen == "nothing" else seen
         rows.append((name, _spread(cells, "rouge1"), _count(cells)))
-    return table(("the decoder sees", "ROUGE-1", "tokens read"), rows)
+    return _table(("the decoder sees", "ROUGE-1", "tokens read"), rows)
 
 
-def _with_adapters(record: Record) -> list[str]:
-    return table(
-        ("head blocks", "client's head", *_READ),
-        (
-            (
-                str(blocks),
-                "with adapter" if tuned else "public",
-                *_read(record, head_blocks=blocks, tuned=tuned),
-            )
-            for blocks in _values(record, _first(record), "head_blocks", tuned=True)
-            for tuned in (False, True)
-        ),
-    )
+def _with_adapters(record: Record) -> str:
+    rows = []
+    for blocks in _values(record, _first(record), "head_blocks", tuned=True):
+        for name, tuned in (("public", False), ("with adapter", True)):
+            read = _read(record, head_blocks=blocks, tuned=tuned)
+            rows.append((str(blocks), name, *read))
+    return _table(("head blocks", "client's head", *_READ), rows)
 
 
-def _from_gradients(record: Record) -> list[str]:
-    data = _first(record)
+def _from_gradients(record: Record) -> str:
     measured = {
         (cell["tail_blocks"], cell["wire"], cell["noise"])
         for cell in record["cells"]
         if cell["attack"] == "gradient"
     }
-    return table(
-        ("tail blocks", "wire", "`split.noise`", "labels read"),
-        (
-            (
-                str(tail),
-                wire,
-                f"{noise:g}",
-                _count(_cells(record, data, "gradient", tail_blocks=tail, wire=wire, noise=noise)),
-            )
-            for tail, wire, noise in sorted(measured)
-        ),
-    )
+    rows = []
+    for tail, wire, noise in sorted(measured):
+        own = {"tail_blocks": tail, "wire": wire, "noise": noise}
+        cells = _cells(record, _first(record), "gradient", **own)
+        rows.append((str(tail), wire, f"{noise:g}", _count(cells)))
+    return _table(("tail blocks", "wire", "`split.noise`", "labels read"), rows)
 
 
 def _first(record: Record) -> str:
@@ -199,7 +201,7 @@ def _statistics(cells: Sequence[CellRecord], score: str, scale: float = 100) -> 
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-@rc_context(STYLE)
+@rc_context(_STYLE)
 def _blocks_picture(record: Record) -> str:
     """Return an SVG with ROUGE-1 of each attack by head blocks, one panel per data set."""
     names = list(record["covered"])
@@ -214,14 +216,14 @@ def _blocks_picture(record: Record) -> str:
         chance = _cells(record, data, "transformer", seen="nothing")
         if chance:
             level = statistics.mean(100 * cell["result"]["rouge1"] for cell in chance)
-            panel.axhline(level, color=GREY, linestyle=":", label="chance")
+            panel.axhline(level, color=_GREY, linestyle=":", label="chance")
         panel.set(title=data, xlabel="head blocks", ylim=(0, 104))
     panels[0].set_ylabel("ROUGE-1, %")
     panels[0].legend(fontsize="small", loc="upper right", bbox_to_anchor=(1, 0.95), ncols=2)
     return svg(figure)
 
 
-@rc_context(STYLE)
+@rc_context(_STYLE)
 def _noise_picture(record: Record) -> str:
     """Return an SVG with ROUGE-1 and held-out loss by noise, side by side."""
     data = _first(record)

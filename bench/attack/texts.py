@@ -4,7 +4,6 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -20,39 +19,22 @@ _COLLUDING, _ATTACKED = "court", "consultation"
 _LONGEST = 192  # maximum tokens of an example; the input is truncated first
 
 
-@dataclass(frozen=True)
 class Texts:
-    """Tokenized texts.
+    """Tokenized texts; those of a client begin with the same tokens (template and instruction)."""
 
-    Attributes:
-        name: Name of the data.
-        tokenizer: Tokenizer of the base model.
-        colluding: Texts of the client that gives the attacker its texts and hidden states.
-        attacked: Held-out texts of the attacked client.
-        own: Training texts of the attacked client.
-
-    """
-
-    name: str
-    tokenizer: Any
-    colluding: Sequence[Example]
-    attacked: Sequence[Example]
-    own: Sequence[Example]
-
-    @property
-    def known(self) -> int:
-        """Length of the attacked texts' common beginning (template and instruction), in tokens."""
-        return _common(self.attacked)
-
-    @property
-    def beginning(self) -> torch.Tensor:
-        """The attacked texts' common beginning, (known,) int64."""
-        return self.attacked[0].tokens[: self.known]
-
-    @property
-    def known_of_colluding(self) -> int:
-        """Length of the common beginning of the colluding client's texts, in tokens."""
-        return _common(self.colluding)
+    def __init__(
+        self, name: str, tokenizer: Any, colluding: list[Row], attacked: list[Row], own: list[Row]
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.padding = int(tokenizer.pad_token_id)
+        parts = (tokenize(rows, tokenizer, _LONGEST)[0] for rows in (colluding, attacked, own))
+        # The colluding client gives the attacker its texts and hidden states. The attacked client
+        # has held-out texts and training texts.
+        self.colluding, self.attacked, self.own = parts
+        # Lengths of the common beginnings, in tokens.
+        self.known_of_colluding, self.known = _common(self.colluding), _common(self.attacked)
+        self.beginning = self.attacked[0].tokens[: self.known]
 
     def digest(self) -> str:
         """Return a SHA-256 digest of all tokens."""
@@ -75,11 +57,6 @@ class Texts:
         read = torch.cat([example.tokens[self.known : end] for example in self.attacked])
         return float(torch.isin(read, have).float().mean())
 
-    @property
-    def padding(self) -> int:
-        """The padding token."""
-        return int(self.tokenizer.pad_token_id)
-
     def choose(self, count: int, seed: int) -> list[Example]:
         """Choose attacked texts."""
         return random.Random(seed).sample(list(self.attacked), count)
@@ -97,27 +74,24 @@ class Texts:
 def generated_texts(tokenizer: Any, count: int) -> Texts:
     """Generate the demonstration's texts: the court colludes, the consultancy is attacked."""
 
-    def rows(style: str, number: int, split: Any) -> list[Row]:
-        found = examples(style, number, 0, split)
+    def rows(style: str, split: Any) -> list[Row]:
+        found = examples(style, count, 0, split)
         return [Row(parse_messages(row), style, row) for row in found]
 
-    return _texts(
+    return Texts(
         name=GENERATED,
         tokenizer=tokenizer,
-        colluding=rows(_COLLUDING, count, "train"),
-        attacked=rows(_ATTACKED, count, "test"),
-        own=rows(_ATTACKED, count, "train"),
+        colluding=rows(_COLLUDING, "train"),
+        attacked=rows(_ATTACKED, "test"),
+        own=rows(_ATTACKED, "train"),
     )
 
 
 def texts_in(folder: Path, tokenizer: Any, count: int) -> Texts:
-    """Read the texts of two clients from BoolQ.
+    """Read the texts of two clients from BoolQ, at most ``count`` rows of each part.
 
-    Args:
-        folder: Folder with SuperGLUE's ``train.jsonl`` and ``val.jsonl``. The first half of the
-            training rows belongs to the colluding client, the rest to the attacked one.
-        tokenizer: Tokenizer of the base model.
-        count: Maximum number of rows of each part.
+    The folder has SuperGLUE's ``train.jsonl`` and ``val.jsonl``. The first half of the training
+    rows belongs to the colluding client, the rest to the attacked one.
 
     Raises:
         DataError: Rows are missing or malformed; the message names file, line and reason.
@@ -125,7 +99,7 @@ def texts_in(folder: Path, tokenizer: Any, count: int) -> Texts:
     """
     training = _boolq(folder / "train.jsonl")
     half = len(training) // 2
-    return _texts(
+    return Texts(
         name=folder.name,
         tokenizer=tokenizer,
         colluding=training[:half][:count],
@@ -146,13 +120,6 @@ def _boolq(file: Path) -> list[Row]:
         return Row(messages, origin, value)
 
     return parse_rows(file, parse, advice="download it again")
-
-
-def _texts(
-    name: str, tokenizer: Any, colluding: list[Row], attacked: list[Row], own: list[Row]
-) -> Texts:
-    parts = [tokenize(rows, tokenizer, _LONGEST)[0] for rows in (colluding, attacked, own)]
-    return Texts(name, tokenizer, *parts)
 
 
 def _common(examples: Sequence[Example]) -> int:
