@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
+from typing import get_args
 
 import torch
 
 from chambers.experiment.carry_out import carry_out
-from chambers.experiment.plan import Experiment, Measure, Run
+from chambers.experiment.plan import Experiment, Measure, Reported, Run
 from chambers.experiment.questions import Group, group_name
 from chambers.experiment.records import (
     BASE,
@@ -38,8 +39,7 @@ from finetuning.tasks.tasks import TASKS
 
 _BATCH = 16
 _MAX_TOKENS = 8192
-# Clients report these about their training.
-_REPORTED: set[Measure] = {"distance", "penalty_gradient_share"}
+_REPORTED: set[Measure] = set(get_args(Reported))
 
 
 def measures_of(experiment: Experiment, arm: str) -> set[Measure]:

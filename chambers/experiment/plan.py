@@ -18,10 +18,8 @@ _Likelihood = Literal["loss", "article", "accuracy"]
 # Whether greedy decoding gives the reference, and scores of what it gives.
 _Text = Literal["answer", "rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
 # Means over rounds of what clients report about their training.
-_Reported = Literal["distance", "penalty_gradient_share"]
-Measure = Literal[_Likelihood, _Text, _Reported]
-# Names become names of files.
-_NAME = r"^[a-z0-9][a-z0-9-]*$"
+Reported = Literal["distance", "penalty_gradient_share"]
+Measure = Literal[_Likelihood, _Text, Reported]
 
 
 class _Section(BaseModel):
@@ -51,7 +49,7 @@ class Size(_Section):
 class Table(_Section):
     """A table of one measure, with models in rows."""
 
-    name: str = Field(pattern=_NAME)  # of its files
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")  # of its files
     title: str
     measure: Measure
     arms: list[str] = Field(min_length=1)  # in the order of rows
