@@ -7,8 +7,8 @@ import time
 from functools import partial
 
 from finetuning.settings import AdapterSettings
-from split.lane.half_open import time_limit
 from split.lane.lane import Lane
+from split.lane.transport import time_limit
 from split.model.part import Part
 from split.protocol.errors import LaneTimeoutError
 from split.protocol.frames import Limits
