@@ -10,15 +10,15 @@ time, or after too many cuts.
 
 import copy
 import logging
-import math
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from torch import Tensor
 
+from split.lane.inbox import Inbox
+from split.lane.lifetime import Lifetime
 from split.lane.stream import Stream, Traffic
 from split.lane.transport import CLOSE_SECONDS, lane_error
 from split.protocol.delivery import Delivery
@@ -39,7 +39,6 @@ from split.protocol.tickets import Identity
 
 _LOG = logging.getLogger(__name__)
 _MAX_STREAMS = 1000  # limits the number of handshakes
-_FRAMES_AHEAD = 16  # maximum number of frames that wait for ``receive``
 
 
 class Lane:
@@ -53,7 +52,6 @@ class Lane:
 
     Attributes:
         opened: Number of streams opened so far.
-        ended_at: Time at which the lane ended, on ``time.monotonic``'s clock; infinity until then.
         over: Event that is set when the lane and its last stream have ended.
 
     """
@@ -64,22 +62,16 @@ class Lane:
         self.identity = identity
         self.limits = limits
         self.opened = 0
-        self.ended_at = math.inf
         self.over = threading.Event()
         self._is_client = is_client
-        self._resume_timeout = resume_timeout
         lock = threading.RLock()  # guards all attributes below
         self._changed = threading.Condition(lock)  # a frame has arrived, or the state has changed
         self._to_send = threading.Condition(lock)  # a frame was queued
         self._room = threading.Condition(lock)  # a frame was sent, or returned by ``receive``
         self._delivery = Delivery()
-        self._inbox: deque[tuple[Frame, int]] = deque()  # frames for ``receive``, and their sizes
-        self._error: LaneError | None = None  # why the lane has ended; None while it is open
-        self._close_reason: str | None = None  # error message for the other end, if any
-        self._closing: threading.Timer | None = None  # limits the time for sending the last frames
+        self._inbox = Inbox(limits.hidden_bytes)
+        self._life = Lifetime(resume_timeout)
         self._stream: Stream | None = None
-        self._cut: LaneError = LaneCutError("no stream has been opened yet")  # the last one
-        self._resume_by = time.monotonic() + resume_timeout
         self._before = Traffic()  # traffic of the streams that were replaced
         self._seconds_waiting = 0.0
 
@@ -91,7 +83,12 @@ class Lane:
         """Whether the lane has ended for any reason."""
         with self._changed:
             self._expire()
-            return self._error is not None
+            return self._life.error is not None
+
+    @property
+    def ended_at(self) -> float:
+        """Time at which the lane ended, on ``time.monotonic``'s clock; infinity until then."""
+        return self._life.ended_at
 
     @property
     def traffic(self) -> Traffic:
@@ -104,8 +101,8 @@ class Lane:
         """Raise the lane's error if the lane has ended."""
         with self._changed:
             self._expire()
-            if self._error is not None:
-                raise copy.copy(self._error)  # a traceback would keep objects in memory
+            if self._life.error is not None:
+                raise copy.copy(self._life.error)  # a traceback would keep objects in memory
 
     def send(
         self,
@@ -168,16 +165,16 @@ class Lane:
         started = time.perf_counter()
         end = time.monotonic() + timeout
         with self._changed:
-            while not self._inbox and self._error is None and time.monotonic() < end:
+            while not self._inbox and self._life.error is None and time.monotonic() < end:
                 until = end
                 if self._stream is None:
-                    until = min(end, self._resume_by)
+                    until = min(end, self._life.resume_by)
                 self._changed.wait(max(0.0, until - time.monotonic()))
                 self._expire()
             self._seconds_waiting += time.perf_counter() - started
             if self._inbox:
                 self._room.notify_all()
-                return self._inbox.popleft()[0]
+                return self._inbox.take()
             self.check()
         raise LaneTimeoutError(f"the other side sent nothing for {timeout:.1f} s")
 
@@ -204,7 +201,7 @@ class Lane:
     def wait_ended(self, timeout: float) -> bool:
         """Wait until the lane has ended or the timeout expires; return whether it has ended."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._error is not None, timeout)
+            return self._changed.wait_for(lambda: self._life.error is not None, timeout)
 
     # The following methods are for the modules that open streams only.
 
@@ -230,8 +227,8 @@ class Lane:
             self._expire()
             self._stream = stream
             self.opened += 1
-            if self._error is not None:
-                self._release_later(stream)
+            if self._life.error is not None:
+                self._life.release_later(stream)
             elif self.opened > _MAX_STREAMS:
                 message = f"the lane was cut {_MAX_STREAMS} times"
                 self._end(LaneError(message), message)
@@ -257,7 +254,7 @@ class Lane:
         with self._changed:
             if self._stream is not stream:
                 return
-            message, received = self._close_reason, self._delivery.received
+            message, received = self._life.close_reason, self._delivery.received
         last = Frame(Kind.CLOSE)
         if message is not None:
             last = Frame(Kind.ERROR, fields={"message": printable(message)})
@@ -272,7 +269,7 @@ class Lane:
         try:
             for message in messages:
                 with self._changed:
-                    present, ended = self._stream is stream, self._error is not None
+                    present, ended = self._stream is stream, self._life.error is not None
                 if not present:
                     return
                 if not ended:
@@ -288,7 +285,7 @@ class Lane:
         finally:
             stream.opener.drop()
             with self._changed:
-                if self._error is not None and self._stream in (stream, None):
+                if self._life.error is not None and self._stream in (stream, None):
                     self._finish()
 
     def _open(self, stream: Stream, record: bytes) -> None:
@@ -296,7 +293,7 @@ class Lane:
         try:
             frame = stream.open(record)
             with self._changed:
-                if self._stream is stream and self._error is None:
+                if self._stream is stream and self._life.error is None:
                     self._take(stream, frame)
         except AlteredRecordError:
             raise  # treat it like a cut
@@ -318,27 +315,21 @@ class Lane:
         if frame.kind is Kind.CONFIRM:
             raise FrameError("a second CONFIRM came")
         size = max(stream.opener.frame_bytes, frame.tensor_bytes) + frame.overhead_bytes
-        while self._error is None and self._stream is stream:
-            if self._has_room(size):
-                self._inbox.append((frame, size))
+        while self._life.error is None and self._stream is stream:
+            if self._inbox.has_room(size):
+                self._inbox.add(frame, size)
                 self._delivery.received += 1
                 self._changed.notify_all()
                 break
             self._room.wait()
         return None
 
-    def _has_room(self, size: int) -> bool:
-        """Return whether the inbox may take another frame of ``size`` bytes; it may if empty."""
-        waiting = [taken for _, taken in self._inbox]
-        fits = len(waiting) < _FRAMES_AHEAD and sum(waiting) + size <= self.limits.hidden_bytes
-        return fits or not waiting
-
     def _next(self, stream: Stream) -> Outgoing | None:
         """Wait for the next frame to send over a stream; return None at the end."""
         with self._changed:
             while self._stream is stream:
                 outgoing = self._delivery.next()
-                if outgoing is not None or self._error is not None:
+                if outgoing is not None or self._life.error is not None:
                     if self._is_client:
                         self._room.notify_all()
                     return outgoing
@@ -347,17 +338,14 @@ class Lane:
 
     def _may_queue(self) -> bool:
         fits = self._delivery.unsent_bytes <= self.limits.queue_bytes
-        return fits or self._stream is None or self._error is not None
+        return fits or self._stream is None or self._life.error is not None
 
     def _expire(self) -> None:
         """End the lane if a cut stream was not replaced in time."""
-        in_time = self._stream is not None or time.monotonic() < self._resume_by
-        if self._error is None and not in_time:
-            error = LaneCutError(
-                f"{self._cut}, and was not resumed within {self._resume_timeout:g} s "
-                "(split.resume-timeout)"
-            )
-            self._end(error, "the lane was not resumed within split.resume-timeout")
+        if self._life.error is None and self._stream is None:
+            error = self._life.not_resumed()
+            if error is not None:
+                self._end(error, "the lane was not resumed within split.resume-timeout")
 
     def _wake(self) -> None:
         for condition in (self._changed, self._to_send, self._room):
@@ -367,8 +355,8 @@ class Lane:
         if self._stream is not None:
             self._before += self._stream.traffic
             self._stream = None
-            self._cut, self._resume_by = copy.copy(cut), time.monotonic() + self._resume_timeout
-            if self._error is None:
+            self._life.cut(cut)
+            if self._life.error is None:
                 _LOG.info("%r: %s", self, printable(str(cut)))
         self._wake()
 
@@ -381,30 +369,21 @@ class Lane:
             flush: Whether to send queued frames first, if the lane ends normally.
 
         """
-        if self._error is not None:
+        if self._life.error is not None:
             return
-        # Copy the error, because its traceback references a stream, its keys and a record.
-        self._error, self._close_reason = copy.copy(error), message
-        self.ended_at = time.monotonic()
+        self._life.end(error, message)
         if not flush or message is not None:
             self._delivery.drop_unsent()
         if self._stream is None:
             self._finish()
         else:
-            self._release_later(self._stream)
+            self._life.release_later(self._stream)
         self._wake()
         _LOG.info("%r ended: %s", self, printable(str(error)))
-
-    def _release_later(self, stream: Stream) -> None:
-        """Limit the time for sending the last frames over a stream."""
-        self._closing = threading.Timer(CLOSE_SECONDS, stream.release)
-        self._closing.daemon = True
-        self._closing.start()
 
     def _finish(self) -> None:
         """Release the stream and all frames after the end of the lane."""
         self._lose_stream(LaneCutError("the lane has ended"))
         self._delivery.clear()
-        if self._closing is not None:
-            self._closing.cancel()
+        self._life.finish()
         self.over.set()
