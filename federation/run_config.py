@@ -66,9 +66,9 @@ class RunConfig(Section):
     )
     min_nodes: PositiveInt = Field(
         2,
-        description="A round counts with at least this many valid replies; with fewer the run "
-        "fails. It starts when this many SuperNodes are connected, with all that are. `chambers "
-        "train` sets it to the number of clients, unless it is given.",
+        description="Minimum number of valid replies in a round; with fewer, the run fails. "
+        "A round starts once this many SuperNodes are connected, and includes all that are. "
+        "`chambers train` sets it to the number of clients unless it is given.",
     )
     max_share: float = Field(
         0.75,
@@ -108,7 +108,7 @@ class RunConfig(Section):
         "",
         description="Key on the coordinator with which instructions to institutions are signed: "
         "the `instructions.key` of `chambers site certificates`; an absolute path. `none`: they "
-        "aren't signed. Required in a deployment; simulations have no use for it.",
+        "aren't signed. Required in a deployment, and not used in simulations.",
     )
     model: ModelSettings = Field(default_factory=ModelSettings)
     adapter: AdapterSettings = Field(default_factory=AdapterSettings)

@@ -60,8 +60,8 @@ class AdapterSettings(Section):
     )
     prefix_length: PositiveInt = Field(
         128,
-        description="Length of `prefix` (FL-GLM), in positions of the model; each takes memory as "
-        "a token does.",
+        description="Length of `prefix` (FL-GLM), in positions of the model; each takes as "
+        "much memory as a token.",
     )
     initial_text: str = Field(
         "",
@@ -230,13 +230,13 @@ class ContinualSettings(Section):
     )
     sum: Literal["all", "tensor"] = Field(
         "all",
-        description="s of Eq. 4 over all weights, or one for each tensor, halved, as in the code "
-        "published with the paper.",
+        description="Whether s of Eq. 4 is a sum over all weights, or over each tensor, with half "
+        "the penalty, as in the code published with the paper.",
     )
     shuffle: bool = Field(
         False,
-        description="Shuffle J within each tensor before it is used: a control, which pulls as "
-        "hard at weights of no importance.",
+        description="Shuffle J within each tensor before it is used: a control that "
+        "restrains training as much, but not the important weights.",
     )
 
 

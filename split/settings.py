@@ -75,11 +75,10 @@ class SplitSettings(Section):
     share_cap: float = Field(
         3.0,
         ge=1,
-        description="With `client-batch`, how many times the median of the other clients' (of two "
-        "in the middle, the larger) one client's numbers may be: its gradients in the server's "
-        "blocks, per predicted token and in a step, the predicted tokens of a step, and the norm "
-        "that it reports. What is larger is scaled down, and the log names the client; what is "
-        "smaller is not changed.",
+        description="With `client-batch`, the limit on one client's numbers as a multiple of the "
+        "other clients' median (the larger middle one of an even number): its gradients in the "
+        "server's blocks, per predicted token and in a step, its predicted tokens in a step, and "
+        "the norm that it reports. Larger numbers are scaled down, and the log names the client.",
     )
     join_timeout: PositiveFloat = Field(
         120.0, description="Seconds that clients averaged together wait for each other to join."
@@ -88,8 +87,8 @@ class SplitSettings(Section):
         60.0,
         description="Seconds after which `client-batch` continues without clients that all others "
         "are waiting for, and after which the lane of a silent client ends if others wait for what "
-        "it holds of `activation-budget`. However punctual all are: once half of `round-timeout` "
-        "has been spent on waiting for others, the one that was waited for most is left behind.",
+        "it holds of `activation-budget`. Besides, once half of `round-timeout` has been spent on "
+        "waiting, the client that was waited for most is left out of the round.",
     )
     resume_timeout: PositiveFloat = Field(
         30.0,
