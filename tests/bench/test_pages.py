@@ -26,6 +26,7 @@ def test_a_record_is_shown_once(record):
     assert len(shown) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", EXPERIMENTS, ids=lambda folder: folder.name)
 def test_an_experiment_s_tables_are_those_of_its_results(recorded, tmp_path):
     shutil.copy(recorded / "results.jsonl", tmp_path)

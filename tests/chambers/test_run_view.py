@@ -37,6 +37,7 @@ def run(values, tmp_path, change=lambda reply: reply):
     server_app(SpyingGrid(config, change), context)
 
 
+@pytest.mark.slow
 def test_a_run_is_a_few_lines_and_its_log_is_beside_the_results(
     values, tmp_path, log, link, capsys
 ):

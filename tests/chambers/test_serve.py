@@ -119,6 +119,7 @@ def test_a_lane_that_is_cut_is_replaced(run_folder, tmp_path, capsys):
         assert proxy.connections > 1
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_the_rest(run_folder, tmp_path, capsys):
     """The texts are requested after the lane has been silent for longer than the server waits."""
     adapter, fifo = run_folder / "adapters" / "global", tmp_path / "fifo"

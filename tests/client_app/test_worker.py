@@ -27,6 +27,7 @@ from federation.worker_socket import MAX_TEXT, WorkerError, receive, send
 from tests.client_app.worker_process import ROOT, running_worker
 from tests.conftest import write_rows
 from tests.in_process import MemoryJournal, run_in_process
+from tests.marks import nightly
 from tests.strategies.grids import SpyingGrid, same, start
 
 ENDLESS = {"train.local-steps": 100_000}
@@ -100,9 +101,7 @@ def status(path: Path, first: bytes = b"", whole: bool = True) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", ["fedjudge-cl", pytest.param("fl-glm", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("strategy", ["fedjudge-cl", nightly("fl-glm")])
 def test_answers_are_those_without_a_worker_bit_for_bit(
     worker, values, client_folders, deep_checkpoint, tmp_path, strategy
 ):
@@ -130,6 +129,7 @@ def test_answers_are_those_without_a_worker_bit_for_bit(
     assert losses[0] == losses[1] and len(losses[0]) > 4
 
 
+@pytest.mark.slow
 def test_a_reply_is_addressed_as_without_a_worker(worker, request_):
     replies = [
         answer(request_.message, request_.context(path)).metadata for path in (None, worker.socket)

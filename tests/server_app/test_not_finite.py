@@ -10,6 +10,7 @@ from federation.messages import METRICS, config_of
 from federation.resumption import checkpoint_files
 from strategies.not_finite import NotFiniteError
 from strategies.participants import TooFewClientsError
+from tests.marks import nightly
 from tests.server_app.test_resume import events, final, run
 
 
@@ -42,9 +43,7 @@ def here_and_there(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("fedjudge-cl", marks=pytest.mark.nightly), "fl-glm"]
-)
+@pytest.mark.parametrize("strategy", [nightly("fedjudge-cl"), "fl-glm"])
 def test_the_last_good_one_stays_and_is_resumed(
     values, deep_checkpoint, tmp_path, here_and_there, strategy
 ):

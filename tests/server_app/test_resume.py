@@ -19,6 +19,7 @@ from server_app.main import STRATEGIES, checkpoint_of, open_directory
 from server_app.results import Results
 from strategies.journal import Progress
 from strategies.participants import TooFewClientsError
+from tests.marks import nightly
 
 NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
 
@@ -101,12 +102,12 @@ def events(directory: Path) -> list[dict]:
 @pytest.mark.parametrize(
     ("strategy", "adapter", "optimizer_state", "stop"),
     [
-        ("fedjudge-cl", "lora", "reset", (0, True)),
         ("serial", "lora", "keep", (2, True)),
         pytest.param("hierarchical", "lora", "keep", (2, False), marks=pytest.mark.slow),
         *(
-            pytest.param(*case, marks=pytest.mark.nightly)
+            nightly(*case)
             for case in (
+                ("fedjudge-cl", "lora", "reset", (0, True)),
                 ("fedjudge-cl", "prefix", "keep", (2, False)),
                 ("fedjudge-cl", "lora", "reset", (2, False)),
                 ("fedjudge-cl", "lora", "keep", (2, True)),

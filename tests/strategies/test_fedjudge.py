@@ -22,6 +22,7 @@ from finetuning.model.whole_model import WholeModel
 from strategies import exchange
 from tests.conftest import write_rows
 from tests.in_process import MemoryJournal, run_in_process
+from tests.marks import nightly
 from tests.strategies.grids import NODES, SpyingGrid, same, start
 
 SIZES = {"alpha": 24, "beta": 12, "gamma": 8}
@@ -58,7 +59,7 @@ def test_penalty_is_absent_in_round_1_and_pulls_from_round_2_on(values, tmp_path
             assert 0 < event["penalty_gradient_share"] < 1
 
 
-@pytest.mark.parametrize("importance", ["server", "client"])
+@pytest.mark.parametrize("importance", ["server", nightly("client")])
 def test_lambda_zero_is_fedjudge_base_bit_for_bit(values, tmp_path, importance):
     base = run_in_process(values | {"strategy": "fedjudge-base"}, tmp_path / "base", 3)
     zero = {"continual.lambda": 0.0, "continual.importance": importance}
@@ -73,8 +74,8 @@ def test_lambda_zero_is_fedjudge_base_bit_for_bit(values, tmp_path, importance):
     assert len(distances) == 6 and min(distances) > 0
 
 
-@pytest.mark.parametrize("jacobian", ["mean-absolute", "mean-gradient"])
-@pytest.mark.parametrize("importance", ["server", "client"])
+@pytest.mark.parametrize("jacobian", ["mean-absolute", nightly("mean-gradient")])
+@pytest.mark.parametrize("importance", ["server", nightly("client")])
 def test_a_larger_lambda_keeps_local_adapters_nearer(values, tmp_path, importance, jacobian):
     def distance(weight: float) -> float:
         kind = {"continual.importance": importance, "continual.jacobian": jacobian}

@@ -27,6 +27,7 @@ from strategies.participants import RefusedError
 from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
 from tests.in_process import MemoryJournal, run_in_process
+from tests.marks import nightly
 from tests.strategies.grids import start
 from tests.waiting import wait_until
 
@@ -106,7 +107,7 @@ def test_a_template_that_divides_rows_makes_more_steps_of_them(
     assert (trained["examples"], trained["steps"]) == (4, 3)
 
 
-@pytest.mark.parametrize("order", ["names", "shuffled"])
+@pytest.mark.parametrize("order", [nightly("names"), "shuffled"])
 def test_the_order_of_serial_turns(split_values, tmp_path, order):
     journal = run(split_values | {"split.order": order, "rounds": 4}, tmp_path)
     turns: dict[int, list[str]] = {}
@@ -206,7 +207,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
     assert max(scores["rouge1"] for scores in measured.values()) > 0
 
 
-@pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
+@pytest.mark.parametrize("schedule", [nightly("serial"), "hierarchical"])
 @pytest.mark.parametrize(
     ("replies", "reason"), [(False, "round-timeout"), (True, "it replied, but broke off")]
 )

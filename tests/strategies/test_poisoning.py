@@ -8,6 +8,7 @@ from flwr.app import Array
 from federation.messages import ARRAYS, METRICS, SIZE, config_of, from_arrays
 from finetuning.adapters.robust_aggregation import distance
 from tests.in_process import run_in_process
+from tests.marks import nightly
 from tests.strategies.grids import NODES, SpyingGrid
 
 HONEST = ("alpha", "beta")
@@ -69,7 +70,7 @@ BY_DAY = {"weights of 1,000", "J = 2³⁰"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "attack",
-    [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in ATTACKS],
+    [name if name in BY_DAY else nightly(name) for name in ATTACKS],
 )
 def test_the_others_learn_nearly_as_before_and_go_on_without_gamma(
     values, deep_checkpoint, tmp_path, attack

@@ -8,6 +8,7 @@ from federation.run_config import ConfigError, parse_run_config
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.adapters.prefixes import SAVED
 from tests.in_process import run_in_process
+from tests.marks import nightly
 
 CLIENTS = ("alpha", "beta", "gamma")
 
@@ -46,9 +47,7 @@ def test_fedjudge_with_penalty_learns_prefixes(prefix_values, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "schedule", ["serial", pytest.param("hierarchical", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("schedule", ["serial", nightly("hierarchical")])
 def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     prefix_values, deep_checkpoint, tmp_path, schedule, monkeypatch
 ):

@@ -34,6 +34,7 @@ from federation.messages import ARRAYS, CONFIG, answer, problem_of, to_arrays
 from federation.run_config import ConfigError, parse_run_config
 from strategies.exchange import exchange
 from tests.in_process import MemoryJournal
+from tests.marks import nightly
 from tests.strategies.grids import SpyingGrid, same, start
 
 
@@ -265,15 +266,12 @@ def many_names(reply):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signed", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("signed", [True, nightly(False)])
 @pytest.mark.parametrize(
     "spoil",
     [
         *(large, many_names),
-        *(
-            pytest.param(each, marks=pytest.mark.nightly)
-            for each in (repeated_pieces, a_large_piece)
-        ),
+        *(nightly(each) for each in (repeated_pieces, a_large_piece)),
     ],
 )
 def test_a_reply_that_fills_the_memory_is_left_out(ask, signer, tmp_path, spoil, signed):

@@ -18,6 +18,7 @@ from chambers.__main__ import main
 from chambers.superlink import free_port
 from tests.chambers.conftest import told
 from tests.chambers.site.deployment import proxy, running_nginx
+from tests.marks import nightly
 from tests.waiting import wait_until
 
 OBJECT, MESSAGE = "/v1/fleet/push-object", "/v1/fleet/push-messages"
@@ -99,9 +100,9 @@ def checked(coordinator, capsys) -> str:
 @pytest.mark.parametrize(
     ("path", "body", "at_once", "per_second"),
     [
-        (OBJECT, bytes(1_000_000), 200, 1),
+        nightly(OBJECT, bytes(1_000_000), 200, 1),
         (OBJECT, [b"of a length that is not told"], 200, 1),
-        (OBJECT, bytes(100_000), 800, 5),
+        nightly(OBJECT, bytes(100_000), 800, 5),
         (OBJECT, bytes(1_000), 2000, 20),
         (MESSAGE, bytes(1_000), 60, 2),
     ],

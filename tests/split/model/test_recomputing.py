@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from finetuning.settings import ModelSettings
+from tests.marks import nightly
 from tests.split.bodies import DROPOUT, load_body, train_branches
 from tests.split.clients import Client, serving, split_settings, train_together
 
@@ -24,7 +25,7 @@ def test_branches_in_turn(random_checkpoint, quantization, dtype):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("schedule", ["client-batch", "hierarchical"])
+@pytest.mark.parametrize("schedule", ["client-batch", nightly("hierarchical")])
 def test_all_parties_over_lanes(base, beginning, schedule):
     split, names, results = split_settings(schedule=schedule), ["alpha", "beta"], []
     for checkpointing in (False, True):

@@ -16,6 +16,7 @@ from split.model.partition import partition_of
 from split.protocol.frames import Kind, Padding
 from split.protocol.training import HeadOutput
 from split.server.stacked_micro_batch import stack
+from tests.marks import nightly
 from tests.split import hostile
 from tests.split.clients import (
     SIZES,
@@ -118,7 +119,7 @@ class Reference:
         optimizer.step()
 
 
-@pytest.mark.parametrize("budget", [100_000, 3 * 20])
+@pytest.mark.parametrize("budget", [nightly(100_000), 3 * 20])
 def test_the_stack_equals_copies_of_head_and_tail_around_one_body(base, beginning, budget):
     """With unequal lengths, rows, micro-batches per step, and steps; in one pass or several."""
     steps = {"alpha": 20, "beta": 13, "gamma": 17}
@@ -235,7 +236,7 @@ def test_who_is_slow_changes_nothing(base, beginning):
         assert not [n for n, v in results[0].items() if not torch.equal(v, other[n])]
 
 
-@pytest.mark.parametrize("how", ["close", "cut"])
+@pytest.mark.parametrize("how", [nightly("close"), "cut"])
 @pytest.mark.parametrize("moment", [(0, 0), (0, 2), (2, 1), (4, 3)], ids=str)
 def test_a_client_that_goes_away_leaves_what_it_finished(base, beginning, moment, how):
     step, count = moment

@@ -13,6 +13,7 @@ from split.protocol.errors import PeerError
 from split.protocol.frames import Kind
 from split.protocol.training import RoundPlan
 from split.server.share_cap import ShareCap
+from tests.marks import nightly
 from tests.split.clients import SIZES, TRAIN, Client, serving, split_settings, train_together
 from tests.split.lanes import SOON, Proxy, ended
 
@@ -112,7 +113,7 @@ def train_beside(base, beginning, disturb, names=tuple(SIZES), lifetime=60.0, **
     return trained, accounts
 
 
-@pytest.mark.parametrize("names", [("alpha", "beta"), ("alpha", "beta", "gamma")], ids=len)
+@pytest.mark.parametrize("names", [nightly(("alpha", "beta")), ("alpha", "beta", "gamma")], ids=len)
 @pytest.mark.parametrize("how", ["norm", "gradients"])
 def test_exaggerated_norms_and_gradients_do_not_stop_other_clients_training(
     base, beginning, names, how
@@ -267,7 +268,7 @@ def test_a_client_that_keeps_sending_does_not_stop_the_clock_of_one_that_hangs(b
 
 @pytest.mark.parametrize(
     "changes",
-    [{"schedule": "client-batch"}, {"schedule": "hierarchical", "average_every": 2}],
+    [{"schedule": "client-batch"}, nightly({"schedule": "hierarchical", "average_every": 2})],
     ids=lambda changes: changes["schedule"],
 )
 def test_one_that_is_slow_but_never_late_takes_half_of_the_round_at_most(base, beginning, changes):

@@ -7,11 +7,12 @@ import pytest
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.server import block_server
+from tests.marks import nightly
 from tests.split.clients import SIZES, Client, assert_nothing_is_left, serving, split_settings
 from tests.waiting import wait_until
 
 
-@pytest.mark.parametrize("schedule", ["client-batch", "hierarchical"])
+@pytest.mark.parametrize("schedule", ["client-batch", nightly("hierarchical")])
 def test_who_has_gone_before_the_round_begins_has_not_joined(base, beginning, schedule):
     """Alpha goes, and gamma never comes; beta alone is fewer than the minimum."""
     split = split_settings(schedule=schedule, average_every=2, join_timeout=5.0)

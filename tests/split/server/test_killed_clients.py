@@ -14,6 +14,7 @@ from finetuning.adapters.adapter import State
 from split.protocol.frames import Kind
 from split.server.block_server import BlockServer
 from split.settings import SplitSettings
+from tests.marks import nightly
 from tests.split.clients import (
     SIZES,
     Client,
@@ -96,7 +97,7 @@ class Beta:
     "stage",
     [
         "in backward",
-        *(pytest.param(stage, marks=pytest.mark.nightly) for stage in ("in forward", "between")),
+        *(nightly(stage) for stage in ("in forward", "between")),
     ],
 )
 def test_a_stack_goes_on_with_what_a_killed_client_had_finished(base, beginning, stage):
@@ -130,7 +131,7 @@ def test_a_stack_goes_on_with_what_a_killed_client_had_finished(base, beginning,
     ("schedule", "stage"),
     [
         ("hierarchical", "in forward"),
-        pytest.param("serial", "in backward", marks=pytest.mark.nightly),
+        nightly("serial", "in backward"),
     ],
 )
 def test_others_train_as_if_a_killed_client_had_not_been_there(base, beginning, schedule, stage):

@@ -10,6 +10,7 @@ from split.model.exactness import check_exactness
 from split.model.key_values import KeyValues
 from split.model.partition import Partition
 from split.protocol.errors import LaneError
+from tests.marks import nightly
 from tests.split.clients import send_texts, tokens_taken
 from tests.split.model.test_generation import GREEDY, NEW, SAMPLED, Scene, ends_of, generated
 from tests.split.model.test_prefixes import ARCHITECTURES, PREFIX
@@ -33,10 +34,7 @@ def choose(scene: Scene, model, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "changes"),
-    [
-        case if case[0] in BY_DAY else pytest.param(*case, marks=pytest.mark.nightly)
-        for case in CASES
-    ],
+    [case if case[0] in BY_DAY else nightly(*case) for case in CASES],
 )
 def test_texts_are_the_whole_model_s_token_for_token(architecture, changes, random_checkpoint):
     """Those of the base model, too, before and after."""

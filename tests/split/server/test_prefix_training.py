@@ -14,6 +14,7 @@ from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.protocol.training import RoundPlan
+from tests.marks import nightly
 from tests.split.clients import (
     SIZES,
     STEPS,
@@ -36,7 +37,7 @@ CLIPPED = TRAIN.model_copy(update={"max_gradient_norm": 0.2})
 
 @pytest.mark.parametrize(
     ("schedule", "head", "tail"),
-    [("serial", 1, 1), ("serial", 2, 1), ("serial", 0, 1), ("client-batch", 1, 1)],
+    [("serial", 2, 1), nightly("serial", 1, 1), nightly("serial", 0, 1), ("client-batch", 1, 1)],
 )
 def test_one_client_equals_centralised_training(base, schedule, head, tail):
     beginning = random_prefix(base)

@@ -12,6 +12,7 @@ import torch
 from split.lane import dialling
 from split.protocol.frames import Kind
 from split.protocol.training import RoundPlan
+from tests.marks import nightly
 from tests.split.clients import (
     ADAPTER,
     SIZES,
@@ -100,7 +101,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["serial", "hierarchical", "client-batch"])
+@pytest.mark.parametrize("schedule", ["serial", nightly("hierarchical"), "client-batch"])
 def test_a_lane_that_is_cut_goes_on_as_if_it_had_not_been(base, beginning, schedule):
     split = split_settings(schedule=schedule)
     disturb = cut_at(PLACES)
@@ -131,7 +132,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("window", [1, nightly(4)])
 def test_a_stack_waits_for_a_member_that_comes_back(base, beginning, window):
     split = split_settings(schedule="client-batch", window=window)
     steps = {"alpha": 7, "beta": 7, "gamma": 5}
@@ -163,7 +164,7 @@ def test_a_stack_waits_no_longer_than_for_one_that_is_silent(base, beginning):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("late", [pytest.param("beta", marks=pytest.mark.nightly), "gamma"])
+@pytest.mark.parametrize("late", [nightly("beta"), "gamma"])
 def test_an_average_counts_once_whenever_a_lane_is_cut_in_it(base, beginning, late, when):
     """Beta is cut, before the others or when all wait for it, and alpha is, too."""
     split = split_settings(schedule="hierarchical", average_every=2)

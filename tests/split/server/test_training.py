@@ -12,6 +12,7 @@ from split.model.adapters import join_adapters, take_apart
 from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
+from tests.marks import nightly
 from tests.split.clients import (
     ADAPTER,
     SIZES,
@@ -37,7 +38,7 @@ from tests.waiting import wait_until
 @pytest.mark.parametrize(
     ("head", "tail", "schedule", "finished"),
     [
-        (1, 1, "serial", 0),
+        nightly(1, 1, "serial", 0),
         (2, 1, "serial", 0),
         (0, 1, "serial", 0),
         # In its second round, at the learning rates of that.
@@ -243,7 +244,7 @@ def test_optimizers_go_on_or_start_anew(base, beginning):
         assert all(torch.equal(v, again[n]) for n, v in server.end_round({"alpha": 9}).items())
 
 
-@pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
+@pytest.mark.parametrize("schedule", ["serial", nightly("hierarchical")])
 def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule):
     """Beta leaves in the middle of its third step."""
     split = split_settings(schedule=schedule)
@@ -387,7 +388,7 @@ def test_too_few_who_average_are_told_what_to_do(base, beginning):
         assert len(server.finish_lanes()) == 3
 
 
-@pytest.mark.parametrize("weight", [0.0, 1e3])
+@pytest.mark.parametrize("weight", [nightly(0.0), 1e3])
 def test_what_one_hands_in_within_a_round_moves_the_others_little(base, beginning, weight):
     """Gamma hands in its own adapters, or a number; all begin elsewhere than the server did."""
     every, steps = 5, dict.fromkeys(SIZES, 10)

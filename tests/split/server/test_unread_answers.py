@@ -4,6 +4,7 @@ import gc
 import threading
 from contextlib import closing
 
+import pytest
 import torch
 
 from finetuning.data.batching import collate
@@ -129,6 +130,7 @@ def test_an_evaluation_whose_answers_are_not_read_ends_alone(base, beginning):
     assert not errors["alpha"] and "mallory has left" in errors["mallory"]
 
 
+@pytest.mark.slow
 def test_generations_that_begin_again_and_again_unread_end_alone(random_checkpoint):
     # Room for one generation of each client.
     scene = Served(random_checkpoint("Llama"), activation_budget=2 * LONGEST)
