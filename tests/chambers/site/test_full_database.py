@@ -172,6 +172,7 @@ class Attacker:
 
 
 # 0.2 GB are sent, and their deletion is written to the WAL.
+@pytest.mark.nightly
 @pytest.mark.parametrize("coordinator", ["900m"], indirect=True)
 def test_who_sends_messages_to_itself_is_held_back_and_named(coordinator, tmp_path):
     """The run goes on, and what was sent is gone when the database is restored."""
