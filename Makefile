@@ -15,9 +15,10 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow and not nightly" -n auto --maxprocesses 4 $(PYTEST)
 
-# Neighbouring tests share a deployment, so they should run in the same process.
+# Neighbouring tests share a deployment, so they should run in the same process. They often wait for other
+# processes, so that there can be more of them than cores.
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -m "slow and not nightly" -n auto --maxprocesses 4 --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -m "slow and not nightly" -n 3 --dist worksteal $(PYTEST)
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST)

@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.marks import nightly
+
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
 
@@ -15,16 +17,17 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "settings"),
     [
-        ("demo.toml", ["model.name=tiny", "rounds=2", "evaluate.every=2"]),
-        pytest.param("tiny.toml", ["rounds=1"], marks=pytest.mark.nightly),
-        pytest.param(
-            *("demo-split.toml", ["model.name=tiny", "rounds=1", "evaluate.generate=false"]),
-            marks=pytest.mark.nightly,
-        ),
+        ("demo.toml", ["rounds=2", "evaluate.every=2"]),
+        nightly("tiny.toml", ["rounds=1"]),
+        nightly("demo-split.toml", ["rounds=1", "evaluate.generate=false"]),
     ],
 )
-def test_everyone_gains_from_the_demonstrations(tmp_path, left_over, preset, settings):
+def test_everyone_gains_from_the_demonstrations(
+    tmp_path, left_over, deep_checkpoint, preset, settings
+):
     folders = [f"output-dir={tmp_path / 'runs'}", f"state-path={tmp_path / 'state'}"]
+    if preset != "tiny.toml":
+        settings = [f"model.name={deep_checkpoint}", *settings]
     demo = psutil.Popen(
         [sys.executable, "-m", "chambers", "train", f"presets/{preset}", *folders, *settings],
         cwd=ROOT,
