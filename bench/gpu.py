@@ -9,7 +9,7 @@ adapters are LoRA on query, key and value. A client's micro-batch is one example
 (``--columns``), half of them targets, and its step has four micro-batches. The clients, the server
 and the whole model have one process each, all on the first GPU; with two or more GPUs, the server
 is on the second. A turn ends when all work queued on the GPUs is done. Every pair of configurations
-has separate processes, so that their memory peaks are independent: bytes of tensors, including
+has separate processes, so their memory peaks are independent: bytes of tensors, including
 loading, without the memory of CUDA itself and the allocator's reserve.
 
 The checkpoint is written to a temporary directory (set TMPDIR) and takes 14 GB for ``7b``. The run

@@ -61,7 +61,7 @@ class _Direction(asyncio.Protocol):
 
 
 def forward(link: Connection, address: str, delay: float, gigabits: float) -> None:
-    """Run a proxy until the pipe is closed; send only the proxy's own address.
+    """Run a proxy until the pipe is closed; send its address, and nothing else, over the pipe.
 
     Args:
         link: Pipe to the measuring process.

@@ -37,7 +37,7 @@ def free_gib(folder: Path) -> float:
 def top_sender(log: Path) -> str:
     """Describe which address sent the most data to the SuperLink in the last hour.
 
-    Only the end of a long log is read, so that the period may be shorter.
+    Only the end of a long log is read, so the period may be shorter.
     """
     now = time.time()
     sent, first = Counter[str](), now

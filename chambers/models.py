@@ -152,7 +152,7 @@ def _find_ends(
     chosen = next((name for name, served in invitation.models.items() if served == digest), None)
     if chosen is None:
         raise CommandError(
-            f"the adapter in {adapter.directory} is of none of the models that the block server "
+            f"the adapter in {adapter.directory} matches none of the models that the block server "
             f"has for {invitation.client} ({', '.join(invitation.models)}): its weights of the "
             "middle blocks are different. Use the global or your personalised adapter of the run "
             "that is served, or ask the coordinator to serve the adapter's run"
@@ -170,11 +170,10 @@ def _whole(source: Source) -> WholeModel:
         model = attach_adapter(base.model, source.adapter.settings, loadable)
         load_adapter(model, source.adapter.state)
     except ValueError as error:  # includes BaseModelError
-        where = f"the adapter in {source.adapter.directory}" if source.adapter else "it"
-        raise CommandError(
-            f"the base model {source.settings.name} can't be used, or {where} is for another base "
-            f"model: {error}"
-        ) from error
+        problem = f"the base model {source.settings.name} can't be used"
+        if source.adapter is not None:
+            problem += f", or the adapter in {source.adapter.directory} is for another base model"
+        raise CommandError(f"{problem}: {error}") from error
     return WholeModel(model)
 
 

@@ -12,7 +12,7 @@ from split.protocol.errors import printable
 _MAX_NAMED = 4
 _MAX_CHARACTERS = 200  # maximum length of a reason for leaving out a client
 
-Losses = Mapping[str, Sequence[float]]  # losses of one or more models, by client
+Losses = Mapping[str, Sequence[float]]  # losses of one or more models, keyed by client
 
 
 def run_lines(config: Mapping[str, Any], events: Sequence[Event]) -> Iterator[str]:

@@ -201,8 +201,8 @@ def _check_clients(run: Path, clients: int) -> None:
     names |= {event["client"] for event in events if event["event"] == "evaluate"}
     if names and len(names) != clients:
         raise CommandError(
-            f"{run} has {len(names)} clients, and {clients} would divide the rows in another way; "
-            f"add --clients {len(names)}"
+            f"{run} has {len(names)} clients; with {clients}, the rows would be divided "
+            f"differently: add --clients {len(names)}"
         )
 
 

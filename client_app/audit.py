@@ -71,7 +71,7 @@ class AuditLog:
             try:
                 written = file.write(data)
                 if written != len(data):
-                    raise OSError("the disk took only a part of the line")
+                    raise OSError("only a part of the line was written")
                 os.fsync(file.fileno())
             except OSError:
                 file.truncate(end)

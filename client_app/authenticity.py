@@ -47,4 +47,6 @@ def check_fresh(
                 "the instruction was signed before another one of its run that was received"
             )
         if line.get("run-id") == str(run_id) and line.get("round", 0) > about.get("round", 0):
-            raise AuthenticationError("the instruction is of an earlier round than another one")
+            raise AuthenticationError(
+                "the instruction is for an earlier round than another one that was received"
+            )

@@ -128,7 +128,7 @@ def _privately(
     """Return the steps and stages of a differentially private round, and record its ε.
 
     Rows without an example, since no part of their output fits, are sampled like other rows and
-    have a zero gradient, so that steps and sampling rates depend only on the number of rows.
+    have a zero gradient, so steps and sampling rates depend only on the number of rows.
     """
     institution, number = task.institution, task.instruction.round
     # Fail before spending ε if the computation is impossible.

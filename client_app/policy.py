@@ -182,7 +182,7 @@ def _check_privacy(config: RunConfig) -> None:
     require(
         config.model.quantization != "int8",
         'model.quantization = "int8"',
-        "privacy.epsilon: rows of a batch are quantised together, so that one changes another's "
+        "privacy.epsilon: rows of a batch are quantised together, so one changes another's "
         "gradient",
     )
 

@@ -101,7 +101,7 @@ class PrivacyAccount:
 
 
 def account_line(steps: PrivateSteps) -> dict[str, Any]:
-    """Return the fields with which a line of the account describes steps."""
+    """Return ``steps`` as fields of a line of the account, with hyphens in their names."""
     return {key.replace("_", "-"): value for key, value in asdict(steps).items()}
 
 
@@ -115,6 +115,6 @@ def _read(lines: Iterable[Mapping[str, Any]]) -> list[PrivateSteps]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise PolicyError(
-            "the site's privacy account has a line that is not an entry, so that the ε that is "
-            "left can't be computed; restore the file (docs/operations.md)"
+            "the site's privacy account has a line that is not an entry; therefore the ε that is "
+            "left can't be computed: restore the file (docs/operations.md)"
         ) from error

@@ -163,7 +163,7 @@ def listening(path: Path, shared: bool) -> Iterator[socket.socket]:
         ):
             if path.exists() and not path.is_socket():
                 raise WorkerError(
-                    f"can't listen at {path}: it is a file and no socket; name another path"
+                    f"can't listen at {path}: it is a file, not a socket; name another path"
                 )
             path.unlink(missing_ok=True)
             before = os.umask(0o117 if shared else 0o177)

@@ -163,7 +163,7 @@ def open_reply(reply: Message, statement: Statement) -> None:
     mac, body = _bytes_of(record, "mac", "records")
     arrays = dict(reply.content.array_records)
     if not hmac.compare_digest(mac, _mac(statement, digest_of(body, arrays))):
-        raise AuthenticationError("it is not from the one who was asked, or was changed")
+        raise AuthenticationError("it is not from the recipient of the instruction, or was changed")
     reply.content = _opened(body, arrays)
 
 

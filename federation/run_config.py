@@ -126,7 +126,7 @@ class RunConfig(Section):
         try:
             is_absolute = Path(value).expanduser().is_absolute()
         except RuntimeError as error:
-            raise ValueError("starts with the home of a user that there isn't here") from error
+            raise ValueError("names the home folder of an unknown user") from error
         if value and not is_absolute:
             raise ValueError("must be an absolute path (or start with ~)")
         return value
@@ -160,7 +160,7 @@ class RunConfig(Section):
     def _pools_for_one_client(self) -> "RunConfig":
         if self.data.pool and self.min_nodes > 1:
             raise ValueError(
-                f'data.pool = "{self.data.pool}" makes one client of several, and min-nodes is '
+                f'data.pool = "{self.data.pool}" makes one client of several, but min-nodes is '
                 f"{self.min_nodes}; set it to 1"
             )
         return self
@@ -198,16 +198,16 @@ class RunConfig(Section):
         longest = self.train.batch_size * sum(self.row.values())
         if longest > self.split.activation_budget:
             raise ValueError(
-                f"split.activation-budget = {self.split.activation_budget} padded tokens, and one "
-                f"micro-batch can have train.batch-size × ({' + '.join(self.row)}) = {longest}; "
-                "raise the one or lower the others"
+                f"split.activation-budget = {self.split.activation_budget} padded tokens is too "
+                f"small for one micro-batch of train.batch-size × ({' + '.join(self.row)}) = "
+                f"{longest}; raise the former or lower the others"
             )
         if self.max_generated_tokens > self.split.activation_budget:
             parts = " + ".join(self.row_with_answer)
             raise ValueError(
-                f"split.activation-budget = {self.split.activation_budget} padded tokens, and a "
-                f"batch of answers can have evaluate.batch-size × ({parts}) = "
-                f"{self.max_generated_tokens}; raise the one or lower the others"
+                f"split.activation-budget = {self.split.activation_budget} padded tokens is too "
+                f"small for a batch of answers of evaluate.batch-size × ({parts}) = "
+                f"{self.max_generated_tokens}; raise the former or lower the others"
             )
         return self
 

@@ -157,8 +157,8 @@ class SitePolicy(_Table):
     )
     max_rounds: PositiveInt | None = Field(
         None,
-        description="Maximum number of train messages of a run, failed and repeated ones "
-        "included, and of evaluate messages less one. Absent: no limit.",
+        description="Maximum number of train messages in a run, including failed and repeated "
+        "ones. One more evaluate message is allowed. Absent: no limit.",
     )
     max_steps: PositiveInt | None = Field(
         None, description="Maximum number of optimizer steps in a round. Absent: no limit."
@@ -169,9 +169,9 @@ class SitePolicy(_Table):
     )
     min_examples: PositiveInt = Field(
         1,
-        description="Minimum number of rows from which an adapter, importance, a loss or a score "
-        "that leaves must be computed. A conversation is one row, and so is a line with several "
-        "questions, as of MultiRC. Hidden states are always of single rows.",
+        description="Minimum number of rows from which an adapter, importance, loss or score must "
+        "be computed if it is to leave. A conversation is one row, and so is a line with several "
+        "questions, as in MultiRC. Hidden states are always of single rows.",
     )
     evaluation: bool = Field(
         True,
@@ -228,8 +228,8 @@ def read_policy(path: str) -> SitePolicy:
         raise PolicyError(f"the site's policy {path} is not TOML: {error}") from error
     if policy.privacy.epsilon is not None and find_spec("opacus") is None:
         raise PolicyError(
-            f"the site's policy {path} has privacy.epsilon, and Opacus, which computes what is "
-            "spent of it, is missing: pip install 'chambers[privacy]'"
+            f"the site's policy {path} has privacy.epsilon, but Opacus, which computes the ε "
+            "that is spent, is missing: pip install 'chambers[privacy]'"
         )
     return policy
 

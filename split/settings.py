@@ -20,7 +20,7 @@ class SplitSettings(Section):
     order: Literal["shuffled", "names"] = Field(
         "shuffled",
         description="Order of clients in each round of `serial`: shuffled by the run's seed, or "
-        "always by name, so that the last is always the freshest in the server's blocks.",
+        "always by name; the server's blocks then always favour the last client.",
     )
     head_blocks: int = Field(
         1,

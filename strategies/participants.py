@@ -131,8 +131,8 @@ class Participants:
         one may have used the same name. A SuperNode that doesn't answer, perhaps because it is
         preparing a large model, is queried again in the next rounds, at most three times in all.
 
-        Return the reasons for refusing clients, by name. Raise ``TooFewClientsError`` if not enough
-        SuperNodes are connected in time.
+        Return the reasons for refusing clients, keyed by name. Raise ``TooFewClientsError`` if not
+        enough SuperNodes are connected in time.
         """
         nodes = _wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
         since = _connected_since(nodes)

@@ -112,7 +112,7 @@ def agreed(configs: Iterable[Mapping[str, Any]], fingerprint: Mapping[str, str])
     """Return the majority digests of the tensors whose digest in ``fingerprint`` is empty.
 
     The coordinator doesn't have these tensors. ``configs`` are the config records of the replies to
-    query messages. Without a majority, a tensor gets a digest that matches no client, so that the
+    query messages. Without a majority, a tensor gets a digest that matches no client, so the
     difference must be resolved before training.
     """
     reported = [

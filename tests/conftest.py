@@ -120,7 +120,7 @@ def mounted(folder: Path, size: str) -> Iterator[None]:
 
 
 def fill(disk: Path, free: int = 0) -> None:
-    """Fill a disk with a file, ``ballast``, but for some KiB."""
+    """Fill a disk with a file, ``ballast``, except for some KiB."""
     size = psutil.disk_usage(str(disk)).free - free * 1024
     try:
         (disk / "ballast").write_bytes(bytes(max(0, size)))

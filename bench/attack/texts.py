@@ -45,7 +45,7 @@ class Texts:
         return found.hexdigest()
 
     def training_rows(self, count: int, longest: int) -> list[torch.Tensor]:
-        """Truncate ``count`` of the colluding client's texts like the attacked texts."""
+        """Return the first ``count`` colluding texts, truncated like the attacked texts."""
         length = self.known_of_colluding + longest
         return [example.tokens[:length] for example in self.colluding[:count]]
 

@@ -18,8 +18,8 @@ from federation.run_folder import read_status
 def carry_out(run: Run, config: RunConfig, folder: Path) -> Path:
     """Carry out a run that is not complete, in this process; return its folder.
 
-    An interrupted run continues from its last checkpoint. ``config`` is its run config, but for
-    paths, and ``folder`` that of the experiment.
+    An interrupted run continues from its last checkpoint. ``config`` is its run config
+    without paths; ``folder`` is the experiment's folder.
 
     Raises:
         CommandError: The run failed.

@@ -99,7 +99,7 @@ def measure_run(
 
 
 def _adapters(experiment: Experiment, run: Run, directory: Path) -> dict[str, Path]:
-    """Return the folders of the adapters that a completed run has left, by name of the model."""
+    """Return the adapters' folders that a completed run has left, keyed by the model's name."""
     adapters = directory / "adapters"
     name = group_name(run.variant, run.client) if run.client else GLOBAL
     found = {name: adapters / "global"}

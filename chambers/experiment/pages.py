@@ -66,7 +66,7 @@ def _markdown(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
 
 
 def _published(table: Table, column: str) -> dict[str, float]:
-    """Return the published values of a column, by arm."""
+    """Return the published values of a column, keyed by arm."""
     return {arm: own[column] for arm, own in table.published.items() if column in own}
 
 

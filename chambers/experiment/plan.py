@@ -57,19 +57,19 @@ class Table(_Section):
     columns: Literal["groups", "own"] = "groups"
     against: str | None = None  # arm with which the others are compared, question by question
     heat_map: bool = False  # the values are drawn, too, by model and group of questions
-    # Values of the paper, by arm (``arm client`` for a client's model) and column.
+    # The paper's values, keyed by arm (``arm client`` for a client's model) and then by column.
     published: dict[str, dict[str, float]] = {}
 
 
 class Experiment(_Section):
-    """A file of an experiment; sizes, variants and arms are by name."""
+    """The file of an experiment; sizes, variants and arms are keyed by name."""
 
     title: str
     presets: list[str] = []
     settings: dict[str, Scalar] = {}
     questions: int = Field(48, gt=0)  # the most held-out questions for each client
     sizes: dict[str, Size] = Field(min_length=1)
-    # Settings with which every arm is carried out: data sets, for example.
+    # Variants by name; each has settings that apply to every arm, such as another data set.
     variants: dict[str, dict[str, Scalar]] = Field({"": {}}, min_length=1)
     arms: dict[str, Arm] = Field(min_length=1)
     tables: list[Table] = Field(min_length=1)
@@ -93,7 +93,7 @@ class Run:
 
     arm: str
     variant: str  # empty if there are none
-    seed: int  # also divides the data
+    seed: int  # also determines how the data are divided
     client: str | None  # trained alone; None for all
     clients: int | None  # number of simulated clients; None for the default
     settings: Mapping[str, Scalar] = field(hash=False)  # without presets and paths

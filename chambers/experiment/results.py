@@ -12,7 +12,7 @@ from chambers.experiment.statistics import BySeed, Interval, difference, interva
 
 ALL, OWN, OTHERS = "all", "own", "others'"
 _CLIENTS = "clients"
-# Values of questions, by seed and group.
+# Values of questions, keyed by seed and group.
 _Values = dict[tuple[int, str], NDArray[np.float64]]
 # Arm, and model or kind of models.
 _Name = tuple[str, str]
@@ -20,7 +20,7 @@ _Name = tuple[str, str]
 
 @dataclass(frozen=True)
 class Row:
-    """A model, or the models of a kind, in a table; intervals are by the column's heading."""
+    """A table's row: a model, or all models of a kind. Intervals are keyed by column heading."""
 
     label: str
     arm: str
@@ -79,7 +79,7 @@ def _models(records: Sequence[Record], measure: Measure) -> dict[_Name, _Values]
 
 
 def _kinds(models: Mapping[_Name, _Values]) -> dict[_Name, dict[str, _Values]]:
-    """Return the models of each arm and kind, by name; the clients' models are one kind."""
+    """Return the models of each arm and kind, keyed by name; clients' models are one kind."""
     kinds: dict[_Name, dict[str, _Values]] = {}
     for (arm, name), model in models.items():
         kind = name if name in {BASE, GLOBAL} else _CLIENTS

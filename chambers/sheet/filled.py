@@ -84,7 +84,7 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
             absent = [name for name in wanted if columns.count(name) != 1]
             if absent:
                 raise CommandError(
-                    f"{file}:{line}: there is not one column {absent[0]}; is it CSV?"
+                    f"{file}:{line}: expected exactly one column {absent[0]}; is the file CSV?"
                 )
         elif any(cell.strip() for cell in cells):
             cells += [""] * (len(columns) - len(cells))

@@ -143,7 +143,7 @@ def _apart(folder: Path, others: Sequence[Path]) -> str:
     if shared:
         raise AdviceError(
             f"{folder} is on the same file system as {' and '.join(shared)}: what institutions "
-            "send can fill it; give it one of its own, as docs/deployment.md describes"
+            "send can fill it; mount a separate one there, as docs/deployment.md describes"
         )
     return f"{folder} is on a file system of its own"
 

@@ -137,14 +137,14 @@ def _policy(node_config: str) -> str:
     file = str(node.get("policy", ""))
     if not file:
         raise CommandError(
-            "--node-config names no policy, so that a run config may ask for anything: write "
+            "--node-config names no policy, so a run config may ask for anything: write "
             'one, see docs/policy.md, and add policy="/srv/chambers/policy.toml" (without '
             'spaces around "=")'
         )
     key = read_policy(file).instruction_key
     if not key:
         raise CommandError(
-            f"{file} names no instruction-key, so that anyone whom the coordinator has "
+            f"{file} names no instruction-key, so anyone whom the coordinator has "
             "registered can send instructions here in its name: get instructions.pub from "
             'the coordinator, and add instruction-key = "/srv/chambers/instructions.pub"'
         )
@@ -183,8 +183,8 @@ def _worker(node_config: str) -> str:
             return f"the worker at {socket} is running"
     except WorkerError as error:
         raise CommandError(
-            f"the worker at {socket} {error}; until that is changed, each message's process loads "
-            "the model itself (docs/worker.md)"
+            f"the worker at {socket} {error}; until that is corrected, each message's process "
+            "loads the model itself (docs/worker.md)"
         ) from error
 
 

@@ -119,7 +119,7 @@ def clock(ahead: float) -> str:
     if ahead > _MAX_AHEAD or -ahead > _MAX_BEHIND:
         raise CommandError(
             f"{text}; from {_MAX_AHEAD} s ahead or {_MAX_BEHIND} s behind the SuperLink refuses "
-            "node keys: set it, or have NTP set it"
+            "node keys: set the clock, or have NTP set it"
         )
     return text
 

@@ -41,7 +41,7 @@ def is_registered(superlink: str, authority: Path, key: ec.EllipticCurvePrivateK
         if reason and reason.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
             return False
         raise CommandError(
-            f"{superlink} answers {error.response.status_code} to /v1/fleet/, so that no SuperNode "
+            f"{superlink} answers {error.response.status_code} to /v1/fleet/, so no SuperNode "
             "can work: the proxy must pass it to the SuperLink"
         ) from error
     except httpx.HTTPError as error:
@@ -49,4 +49,4 @@ def is_registered(superlink: str, authority: Path, key: ec.EllipticCurvePrivateK
         raise CommandError(problem) from error
     finally:
         client.close()
-    raise CommandError(f"{superlink} has activated the node, against the expectation")
+    raise CommandError(f"{superlink} has unexpectedly activated the node")

@@ -165,14 +165,14 @@ def _prefix_of_text(directory: Path, settings: AdapterSettings) -> torch.Tensor:
     parts = [part for layer in layers for part in (layer.keys, layer.values)]
     if any(part.shape[2] != length for part in parts):
         raise BaseModelError(
-            f"adapter.initial-text: a block remembers fewer tokens than adapter.prefix-length = "
+            "adapter.initial-text: a block caches fewer tokens than adapter.prefix-length = "
             f"{length}"
         )
     return torch.cat([part[0].transpose(0, 1).flatten(1) for part in parts], dim=1)
 
 
 def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Return the trainable parameters by their names in the model, in a fixed order."""
+    """Return the trainable parameters, keyed by name in the model, in a fixed order."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

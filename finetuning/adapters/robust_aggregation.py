@@ -102,7 +102,7 @@ class ImportanceCap:
         self._left: dict[str, float] = {}
 
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add a tensor of J, by client."""
+        """Add one tensor of each client's J, keyed by client."""
         stacked = torch.stack(list(values.values())).double()
         most = _MAX_IMPORTANCE * typical_importance(stacked)
         for name, value in zip(values, stacked, strict=True):
@@ -111,7 +111,7 @@ class ImportanceCap:
             self._above[name] = self._above.get(name, 0.0) + float(value.sum()) - below
 
     def cap(self, values: Mapping[str, torch.Tensor]) -> State:
-        """Return a tensor of J by client, capped for the clients with exaggerated J."""
+        """Return that tensor, keyed by client, capped for the clients with exaggerated J."""
         capped = [n for n, above in self._above.items() if above > _MAX_ABOVE * self._below[n]]
         if not capped:
             return dict(values)

@@ -99,7 +99,7 @@ def plan_chatglm(config: Mapping[str, Any], name: str, version: Version | None) 
         if block and block[2].startswith("self_attention.query_key_value."):
             if len(tensor) != queries + 2 * keys:
                 raise ConversionError(
-                    f"{name} has {len(tensor)} rows; by config.json it has {queries + 2 * keys}"
+                    f"{name} has {len(tensor)} rows; config.json requires {queries + 2 * keys}"
                 )
             kind = block[2].rpartition(".")[2]
             parts = tensor.tensor_split((queries, queries + keys))

@@ -45,7 +45,7 @@ class MicroBatch:
 
 
 def collate(examples: Sequence[Example], padding: int) -> MicroBatch:
-    """Pad at least one example on the right to the longest of them."""
+    """Right-pad examples (at least one) to the length of the longest."""
     tokens = torch.nn.utils.rnn.pad_sequence(
         [example.tokens for example in examples], batch_first=True, padding_value=padding
     )

@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 new = int(settings.pop("max_gen_toks"))
                 if not 0 < new < self.max_length:
                     raise DataError(
-                        f"a task generates up to {new} tokens, and the model has {self.max_length}"
+                        f"a task generates up to {new} tokens; the model allows {self.max_length}"
                     )
                 contexts = [self.tok_encode(requests[i].args[0]) for i in group]
                 kept = self.max_length - new
@@ -113,7 +113,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 beams = int(settings.get("num_beams") or 1)
                 if beams > 1 and not isinstance(self._model, WholeModel):
                     raise DataError(
-                        f"a task searches with {beams} beams (num_beams), which a split model can't"
+                        f"a task uses {beams} beams (num_beams), which a split model can't do"
                     )
                 longest = self._model.columns_before + max(map(len, prompts))
                 largest = beams * (longest + new)
@@ -150,7 +150,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 continue
             if len(answer) > self.max_length:
                 raise DataError(
-                    f"an answer has {len(answer)} tokens, and the model {self.max_length}"
+                    f"an answer has {len(answer)} tokens; the model allows {self.max_length}"
                 )
             # The last token is only predicted, so it takes no position.
             kept = context[max(0, len(context) + len(answer) - self.max_length - 1) :]

@@ -103,7 +103,7 @@ def target_log_probabilities(
     """Return the log-probability of each target, and whether no token is more likely.
 
     Logits are always computed in float32. In bfloat16, values between 16 and 32 have steps of 1/8,
-    so that many candidate answers would be equally likely. ``chosen`` are the (targets, hidden)
+    so many candidate answers would be equally likely. ``chosen`` are the (targets, hidden)
     states after the last block and norm that predict the (targets,) labels.
 
     Returns:

@@ -11,7 +11,7 @@ class Penalty(ABC):
 
     Args:
         parameters: Trained weights W by name.
-        anchor: The weights Ŵ of the global adapter just received, by name; copied.
+        anchor: The weights Ŵ of the global adapter just received, keyed by name; copied.
         weight: The factor λ or μ.
 
     """

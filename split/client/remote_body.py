@@ -84,7 +84,7 @@ class RemoteBody:
         for name, own in adapters.items():
             found = average.get(name)
             if found is None or found.dtype is not torch.float32 or found.shape != own.shape:
-                raise LaneError(f"the server's average has no {name} of float32 {tuple(own.shape)}")
+                raise LaneError(f"the server's average has no {name}, float32 {tuple(own.shape)}")
         return average
 
     def pipeline(
@@ -237,7 +237,7 @@ class RemoteBody:
         finally:
             self.seconds_waiting += time.monotonic() - started
         if frame.kind not in (kind, also):
-            raise LaneError(f"the server sent a frame {frame.kind.name} where {kind.name} is due")
+            raise LaneError(f"the server sent {frame.kind.name} where {kind.name} is due")
         step = self._step if kind in _OF_A_STEP else 0
         if frame.step != step or (micro_batch is not None and frame.micro_batch != micro_batch):
             raise LaneError(
@@ -251,7 +251,8 @@ def _of_shape(frame: Frame, shape: torch.Size) -> torch.Tensor:
     tensor = frame.tensors[TENSOR_OF_KIND[frame.kind]]  # the lane has checked that it exists
     if tensor.shape != shape:
         raise LaneError(
-            f"the server answered {tuple(shape)} hidden states with {tuple(tensor.shape)}"
+            f"the server answered a tensor of shape {tuple(shape)} with one of shape "
+            f"{tuple(tensor.shape)}"
         )
     return tensor
 

@@ -56,7 +56,7 @@ class SplitModel:
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The weights that the client trains, by name in the whole model."""
+        """The weights that the client trains, keyed by name in the whole model."""
         return self._head.trainable() | self._tail.trainable()
 
     @property
@@ -106,7 +106,7 @@ class SplitModel:
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Accumulate the gradient of a step's loss in ``.grad`` of all three parties.
 
-        Micro-batches are independent, so that as many can be in flight as the server has granted
+        Micro-batches are independent, so as many can be in flight as the server has granted
         credits for. Each party adds up their gradients in the order of the micro-batches, and
         derives one seed per micro-batch from the seed of the step.
 

@@ -119,7 +119,7 @@ def _keep_open(
                 return
             if time.monotonic() >= deadline - RETRY_SECONDS:
                 return lane.fail(over)
-            # The server has confirmed this stream, so that its resumption ticket is valid.
+            # The server has confirmed this stream, so its resumption ticket is valid.
             invitation = replace(invitation, ticket=connection.stream.resumption)
             _LOG.warning("%r was cut; opening another stream", lane)
             if not connection.stream.exhausted:
@@ -181,7 +181,7 @@ def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connectio
     hello = handshake.hello()
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise LaneTimeoutError("the lane's time is over before it was opened")
+        raise LaneTimeoutError("the lane's time was over before it was opened")
     address = invitation.address
     channel = grpc.insecure_channel(address, options=channel_options(address))
     outgoing: SimpleQueue[Iterator[bytes] | None] = SimpleQueue()

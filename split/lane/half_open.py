@@ -1,8 +1,8 @@
 """Limits on the number and the duration of handshakes in progress at the server.
 
 Anyone who can reach the port can open streams. The limits ensure that clients can connect during a
-flood. *Silent* streams have not sent a message yet, so that the peer is unknown. *Answered* streams
-have sent a first message that proves possession of a ticket.
+flood. *Silent* streams have not sent a message yet, so the peer is unknown. *Answered* streams have
+sent a first message that proves possession of a ticket.
 """
 
 import ipaddress
@@ -35,16 +35,16 @@ def host_of(peer: str) -> str:
 class SilentStreams:
     """At most ``most`` streams that are waiting for their first message, ``seconds`` each.
 
-    A legitimate client sends its first message immediately, so that its stream is silent only
+    A legitimate client sends its first message immediately, so its stream is silent only
     briefly. If there are too many streams, end the oldest one of the address with the most streams,
-    so that a flood from one address mainly ends its own streams.
+    so a flood from one address mainly ends its own streams.
     """
 
     def __init__(self, most: int, seconds: float) -> None:
         self._most = most
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._streams: dict[Callable[[], object], str] = {}  # hosts by ``end``, oldest first
+        self._streams: dict[Callable[[], object], str] = {}  # hosts keyed by ``end``, oldest first
 
     @contextmanager
     def count(self, host: str, end: Callable[[], object]) -> Iterator[None]:

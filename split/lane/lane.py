@@ -2,7 +2,7 @@
 
 Only this layer handles cut streams. When the network cuts a stream, the client opens the next one,
 and both ends resend the frames that are not acknowledged. Users of ``send`` and ``receive`` are not
-affected. A record that fails authentication is handled like a cut, so that altering a record has no
+affected. A record that fails authentication is handled like a cut, so altering a record has no
 more effect than cutting the stream. A lane ends when either side closes it, when its deadline
 passes, when the other end sends a frame that is not allowed, when a cut stream is not replaced in
 time, or after too many cuts.
@@ -208,7 +208,7 @@ class Lane:
     def detach(self, reason: str) -> int:
         """Remove the current stream, if any; return the number of frames that have arrived.
 
-        No more frames are accepted from it, so that the number is valid until the next stream.
+        No more frames are accepted from it, so the number is valid until the next stream.
         """
         with self._changed:
             stream = self._stream

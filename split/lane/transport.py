@@ -51,7 +51,7 @@ def channel_options(address: str) -> list[tuple[str, int]]:
 def server_options(calls: int) -> list[tuple[str, int]]:
     """Return the options of a server with at most ``calls`` concurrent calls.
 
-    The port is not shared, so that a port in use is an error.
+    The port is not shared, so a port in use is an error.
     """
     silent = int(SILENT_SECONDS * 1000)
     return [

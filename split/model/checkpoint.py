@@ -26,9 +26,9 @@ class Checkpoint:
     Files with tensors of other parties may be absent.
 
     Attributes:
-        files: File of each tensor, by name.
-        shapes: Shape of each tensor, by name.
-        dtypes: Data type that each tensor is stored in, by name.
+        files: File of each tensor, keyed by name.
+        shapes: Shape of each tensor, keyed by name.
+        dtypes: Data type that each tensor is stored in, keyed by name.
 
     """
 

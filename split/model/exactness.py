@@ -46,8 +46,8 @@ def check_exactness(
     except for rounding.
 
     The test model is randomly initialised, with the real depth and small widths, and is loaded in
-    the same way as the real one. If requested, it is also tested with prefixes, and its generation
-    of texts. Success is cached per version of code, torch, transformers and peft.
+    the same way as the real one. If requested, prefixes and text generation are tested, too.
+    Success is cached per version of code, torch, transformers and peft.
 
     Raises:
         BaseModelError: The results differ, or the architecture is not causal or cannot be tested.

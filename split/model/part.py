@@ -26,7 +26,8 @@ class Part:
         model: The party's ``transformers`` model; see `split.model.loading.load_parts`.
         party: The party.
         partition: Number of blocks of each party.
-        digests: SHA-256 of each tensor that the model was loaded from, by name in the checkpoint.
+        digests: SHA-256 of each tensor that the model was loaded from, keyed by its name in the
+            checkpoint.
         dtype: Data type that the frozen blocks compute in.
 
     """

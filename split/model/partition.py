@@ -2,7 +2,7 @@
 
 A part is built as an instance of the checkpoint's own model class, without memory for the weights.
 The modules of other parties are then removed. Each block is therefore built with its index in the
-whole model and keeps its name, so that names of tensors and adapters need no translation.
+whole model and keeps its name, so names of tensors and adapters need no translation.
 """
 
 import copy
@@ -190,7 +190,8 @@ def blocks_of(model: Any, blocks: int) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == blocks:
             return str(path)
     raise BaseModelError(
-        f"split learning can't divide {type(model).__name__}: its {blocks} blocks are not one list"
+        f"split learning can't divide {type(model).__name__}: its {blocks} blocks are not in a "
+        "single list"
     )
 
 

@@ -48,8 +48,8 @@ class Delivery:
         """
         if not self.acknowledged <= count <= self.acknowledged + self._sent:
             raise FrameError(
-                f"the other side acknowledges {count} frames; it had {self.acknowledged}, and "
-                f"{self._sent} more were sent"
+                f"the other side acknowledges {count} frames; it had acknowledged "
+                f"{self.acknowledged}, and {self._sent} more were sent"
             )
         while self.acknowledged < count:
             self.kept_bytes -= self._kept.popleft().kept_bytes

@@ -1,6 +1,6 @@
 """Errors of a lane, and escaping of text from a peer.
 
-The messages of these errors contain no keys, secrets or values of hidden states, so that they can
+The messages of these errors contain no keys, secrets or values of hidden states, so they can
 be logged and displayed.
 """
 

@@ -80,7 +80,7 @@ class Evaluation:
     """State machine that checks a client's frames. Calls of ``receive`` must be serialised.
 
     Args:
-        columns_before: Prefix length of each model that the client may select, by name.
+        columns_before: Prefix length of each model that the client may select, keyed by name.
         window: Maximum number of micro-batches in flight.
         longest: Padded tokens of the largest micro-batch, prefixes included; 0 to allow only cached
             texts.
@@ -130,7 +130,7 @@ class Evaluation:
             self._refuse_in_flight("the end of a generation")
             self.state = State.CHOSEN
             return TextsEnd()
-        raise ProtocolError(f"a frame {frame.kind.name} came in an evaluation")
+        raise ProtocolError(f"a {frame.kind.name} frame came in an evaluation")
 
     def _choice(self, frame: Frame) -> ModelChoice:
         model = frame.fields.get("model")
@@ -163,7 +163,9 @@ class Evaluation:
             raise ProtocolError(f"more than {self._window} micro-batches are in flight")
         tokens = self._tokens(*hidden.shape[:2])
         if tokens > self._longest:
-            raise ProtocolError(f"{tokens} padded tokens came; {self._longest} were agreed")
+            raise ProtocolError(
+                f"{tokens} padded tokens came; at most {self._longest} were agreed on"
+            )
         return ForwardPass(frame.step, frame.micro_batch, hidden, padding)
 
     def _prompts(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> Prompts:
@@ -179,8 +181,8 @@ class Evaluation:
         if tokens > self._max_cached_tokens:
             raise ProtocolError(
                 f"{rows} texts of {columns} + {new_tokens} tokens were requested, with a prefix of "
-                f"{self._prefix}; agreed on are at most {self._max_cached_tokens} tokens "
-                "together (evaluate.generate, evaluate.batch-size, data.max-length, "
+                f"{self._prefix}; at most {self._max_cached_tokens} tokens together were agreed on "
+                "(evaluate.generate, evaluate.batch-size, data.max-length, "
                 "evaluate.max-new-tokens, adapter.prefix-length)"
             )
         self._rows, self._columns, self._new_tokens, self._frames = rows, columns, new_tokens, 1
@@ -220,7 +222,7 @@ class Evaluation:
         tokens = self._tokens(rows, self._columns + columns)
         room = self._tokens(self._rows, self._columns + self._new_tokens)
         if tokens > room:
-            raise ProtocolError(f"endings take {tokens} tokens; {room} were agreed")
+            raise ProtocolError(f"endings take {tokens} tokens; at most {room} were agreed on")
         self._frames += 1
         self.state = State.COMPLETE
         return CachedExtension(frame.step, frame.micro_batch, hidden, endings=each)

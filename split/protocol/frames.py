@@ -159,9 +159,9 @@ class Limits:
         """
         most = self.largest(kind)
         if not most:
-            raise FrameError(f"a frame {kind.name} where nothing is averaged within a round")
+            raise FrameError(f"a {kind.name} frame came, but nothing is averaged within a round")
         if size > most:
-            raise FrameError(f"a {kind.name} frame has {size} bytes; agreed on are at most {most}")
+            raise FrameError(f"a {kind.name} frame has {size} bytes; at most {most} were agreed on")
 
     def check_shape(self, kind: Kind, shape: tuple[int, ...]) -> None:
         """Check the shape of a ``HIDDEN`` or ``GRADIENT`` frame's tensor.
@@ -173,19 +173,19 @@ class Limits:
         """
         if len(shape) != 3 or shape[2] != self.hidden or 0 in shape:
             raise FrameError(
-                f"a {kind.name} frame has shape {shape}; agreed on is "
-                f"(rows, columns, {self.hidden}): do both sides have the same base model?"
+                f"a {kind.name} frame has shape {shape}; (rows, columns, {self.hidden}) was "
+                "agreed on: do both sides have the same base model?"
             )
         if shape[0] * shape[1] > self.maximum_tokens:
             raise FrameError(
-                f"a {kind.name} frame has {shape[0]} × {shape[1]} tokens; agreed on are at most "
-                f"{self.maximum_tokens}"
+                f"a {kind.name} frame has {shape[0]} × {shape[1]} tokens; at most "
+                f"{self.maximum_tokens} were agreed on"
             )
         if self.maximum_columns is not None and shape[1] > self.maximum_columns:
             raise FrameError(
-                f"a {kind.name} frame has rows of {shape[1]} tokens; agreed on are at most "
-                f"{self.maximum_columns} (data.max-length, or --max-prompt-length of "
-                "chambers serve)"
+                f"a {kind.name} frame has rows of {shape[1]} tokens; at most "
+                f"{self.maximum_columns} were agreed on (data.max-length, or --max-prompt-length "
+                "of chambers serve)"
             )
 
     def check(
@@ -211,7 +211,7 @@ class Limits:
         dtype, shape = found[tokens]
         if dtype is not wire:
             raise FrameError(
-                f"{tokens!r} came as {dtype}; agreed on is {self.wire_dtype}: do both sides have "
+                f"{tokens!r} came as {dtype}; {self.wire_dtype} was agreed on: do both sides have "
                 "the same split.wire-dtype?"
             )
         self.check_shape(kind, shape)
@@ -321,5 +321,5 @@ def whole_number(frame: Frame, name: str) -> int:
     """
     value = frame.fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ProtocolError(f"{name} = {value!r} in a frame {frame.kind.name}")
+        raise ProtocolError(f"{name} = {value!r} in a {frame.kind.name} frame")
     return value

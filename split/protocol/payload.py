@@ -73,7 +73,7 @@ class Description:
 
     @property
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Type and shape of each tensor, by name."""
+        """Type and shape of each tensor, keyed by name."""
         return {entry.name: (entry.dtype, entry.shape) for entry in self.entries}
 
     @property
@@ -119,7 +119,7 @@ def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
         content[METADATA] = {name: json.dumps(value) for name, value in frame.fields.items()}
     text = json.dumps(content, separators=(",", ":")).encode()
     # The rounding of matrix products depends on the alignment of the operands. Padding makes the
-    # alignment independent of the fields, so that a frame that is sent again gives equal results.
+    # alignment independent of the fields, so a frame that is sent again gives equal results.
     text += b" " * (-(len(text) + _LENGTH.size) % (_ALIGNED if entries else 8))
     if len(text) > MAX_DESCRIPTION_BYTES:
         raise FrameError(f"a frame with {len(entries)} tensors has too long a description")
@@ -161,7 +161,7 @@ def read_description(content: memoryview, size: int, kind: Kind, limits: Limits)
             raise FrameError("a payload's tensors overlap, leave gaps or are not aligned")
         end = entry.end
     if description.size != size:
-        raise FrameError(f"a payload of {description.size} bytes came in {size}")
+        raise FrameError(f"a payload of {description.size} bytes came in a frame of {size}")
     limits.check(kind, size, description.tensors)
     return description
 

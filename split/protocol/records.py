@@ -180,7 +180,7 @@ class Opener:
             raise FrameError(f"there is no frame of kind {number}")
         header = RecordHeader(Kind(number), flags == 1, *others)
         if header.pack() != record[:HEADER_BYTES]:
-            raise FrameError("a record's header has bits set that mean nothing")
+            raise FrameError("a record's header has unknown bits set")
         if header.counter != self._counter:
             raise FrameError(
                 f"record {header.counter} came where {self._counter} was due: repeated, moved or "

@@ -148,7 +148,7 @@ class TrainingRound:
 
         """
         if frame.kind is not Kind.JOIN:
-            raise ProtocolError(f"a lane began with a frame {frame.kind.name}")
+            raise ProtocolError(f"a lane began with a {frame.kind.name} frame")
         self._longest = whole_number(frame, "longest")
         self.credits = self._limits.credits(self._longest)
         largest = self.plan
@@ -199,7 +199,7 @@ class TrainingRound:
         if frame.kind is Kind.STEP:
             return self._step_end(frame)
         if frame.kind is not Kind.AVERAGE:
-            raise ProtocolError(f"a frame {frame.kind.name} came in a round of training")
+            raise ProtocolError(f"a {frame.kind.name} frame came in a round of training")
         if self.state is State.IN_STEP:
             raise ProtocolError("an average was asked for within a step")
         return AverageRequest(frame.step, dict(frame.tensors))
@@ -237,11 +237,17 @@ class TrainingRound:
         announced = (output.step_targets, output.micro_batches)
         size = output.budget_tokens
         if size > self._longest:
-            raise ProtocolError(f"{size} padded tokens came; {self._longest} were agreed")
+            raise ProtocolError(
+                f"{size} padded tokens came; at most {self._longest} were agreed on"
+            )
         if index >= output.micro_batches or not output.targets:
-            raise ProtocolError(f"micro-batch {index} has more than its step of {announced}")
+            raise ProtocolError(
+                f"micro-batch {index} does not fit a step of (targets, micro-batches) = {announced}"
+            )
         if index and announced != self._announced:
-            raise ProtocolError(f"a step of {self._announced} became one of {announced}")
+            raise ProtocolError(
+                f"a step's (targets, micro-batches) changed from {self._announced} to {announced}"
+            )
         if output.micro_batches > limits.micro_batches:
             raise ProtocolError(
                 f"a step of {output.micro_batches} micro-batches came; train.accumulation allows "

@@ -103,8 +103,8 @@ class BlockServer(Endpoint):
         """Prepare for a round of training.
 
         Args:
-            examples: Number of training examples of each client that will be invited, by name; its
-                weight in averages.
+            examples: Number of training examples of each client that will be invited, keyed by
+                name; its weight in averages.
             seed: Seed of the round for everything that clients train together.
             own: Adapters of head and tail with which the clients begin; None for the initial
                 adapters. Averages within the round compare the clients' adapters with them.
@@ -207,7 +207,7 @@ class BlockServer(Endpoint):
         return self._schedule.scaled
 
     def export_optimizers(self) -> State:
-        """Return the states of all optimizers, by ``<client or body>/<weight>:<moment>``.
+        """Return all optimizer states, keyed by ``<client or body>/<weight>:<moment>``.
 
         The result is empty if every round begins with new optimizers.
         """

@@ -42,7 +42,7 @@ class BodyAdapters:
         name: Name of the adapters, unique within the body.
         adapter: Kind, rank, scale, dropout and targets, or prefix length.
         train: Settings of the optimizer.
-        state: Initial weights of the adapters, by name in the whole model.
+        state: Initial weights of the adapters, keyed by name in the whole model.
 
     """
 

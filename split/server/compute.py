@@ -19,7 +19,7 @@ _PATIENCE = 2.0
 class Priority(IntEnum):
     """Priorities of jobs: first jobs that free memory, then jobs that clients wait for.
 
-    ``FORWARD`` and ``GENERATION`` have equal priority, so that forward passes don't delay text
+    ``FORWARD`` and ``GENERATION`` have equal priority, so forward passes don't delay text
     generation.
     """
 

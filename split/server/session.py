@@ -178,7 +178,7 @@ class Session:
             seen = now
 
     def waits(self) -> bool:
-        """Return whether the server owes the client an answer, so that it need not send a frame."""
+        """Return whether the server owes the client an answer; the client need not send a frame."""
         with self._lock:
             return self._owed > 0
 

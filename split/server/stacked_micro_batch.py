@@ -108,7 +108,7 @@ class StackedMicroBatch:
         return stacked
 
     def additions(self, gradients: Mapping[Member, Gradient]) -> dict[str, Addition]:
-        """Return the contributions of gradients to the body's gradient, by client."""
+        """Return the contributions of gradients to the body's gradient, keyed by client."""
         additions = {}
         for member, gradient in gradients.items():
             part = self.parts[member]

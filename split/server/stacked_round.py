@@ -319,7 +319,7 @@ class StackedRound:
         left.session.account.capped = times
         if times:
             _log.warning(
-                "%s was scaled down %d times to split.share-cap = %g times what is usual of others",
+                "%s was scaled down %d times to split.share-cap = %g times the others' median",
                 printable(left.client),
                 times,
                 self._split.share_cap,

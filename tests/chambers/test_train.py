@@ -132,7 +132,7 @@ def test_a_resumption_with_another_config_is_refused(capsys, tmp_path):
         lines = "".join(json.dumps(each) + "\n" for each in events)
         (run / "metrics.jsonl").write_text(lines)
         refusal = refused(capsys, "train", f"resume={run}", "--clients", 4)
-        assert "has 3 clients, and 4 would divide the rows in another way" in refusal
+        assert "has 3 clients; with 4, the rows would be divided differently" in refusal
     (run / "config.json").write_text("{")
     assert "config.json can't be read" in refused(capsys, "train", f"resume={run}")
 

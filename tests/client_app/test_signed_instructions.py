@@ -173,10 +173,10 @@ def test_nobody_else_can_make_the_reply(signed_site):
     message, statement = signed_site.signed()
     reply = signed_site.site.send(copied(message), SETTINGS)
     _, other = signed_site.signed()
-    with pytest.raises(AuthenticationError, match="not from the one who was asked"):
+    with pytest.raises(AuthenticationError, match="not from the recipient"):
         open_reply(copied(reply), other)
     change_array(reply)
-    with pytest.raises(AuthenticationError, match="not from the one who was asked"):
+    with pytest.raises(AuthenticationError, match="not from the recipient"):
         open_reply(reply, statement)
 
 

@@ -328,7 +328,7 @@ def test_a_socket_that_others_could_replace_or_that_is_taken_is_refused(tmp_path
     tmp_path.chmod(0o770)
     (tmp_path / "policy.toml").write_text("max-rounds = 3")
     with (
-        pytest.raises(WorkerError, match="it is a file and no socket"),
+        pytest.raises(WorkerError, match="it is a file, not a socket"),
         listening(tmp_path / "policy.toml", shared=False),
     ):
         pass

@@ -50,7 +50,7 @@ def unfinished(directory: Path) -> list[Path]:
 
 
 class Filling(InProcessGrid):
-    """Fills a disk but for some KiB when the clients have answered a message."""
+    """Fills a disk except for some KiB when the clients have answered a message."""
 
     def __init__(self, values, disk, about, free):
         super().__init__(values, NODES)

@@ -95,7 +95,8 @@ def test_a_reply_in_another_s_name_is_left_out_by_name(values, tmp_path, signer,
     (left_out,) = event["left_out"]
     reason = {
         "unauthenticated": "its reply is refused: it isn't authenticated; it says: p",
-        "another's": "its reply is refused: it is not from the one who was asked, or was changed",
+        "another's": "its reply is refused: it is not from the recipient of the instruction, "
+        "or was changed",
     }
     expected = {"client": "beta", "reason": reason.get(forged, reason["another's"])}
     assert left_out == expected

@@ -167,7 +167,7 @@ class Hierarchical:
         return self._adapters[client].export()
 
     def end_round(self, weights: Mapping[str, float]) -> State:
-        """Return the average of the body adapters of the given clients, by weight."""
+        """Return the average of the body adapters of the given clients, keyed by weight."""
         self._weights = dict(weights)
         bodies = {name: self._adapters[name].export() for name in weights}
         self._global = self._mean(bodies, self._global)
@@ -215,7 +215,7 @@ class Hierarchical:
             if given.dtype is not torch.float32 or given.shape != shape:
                 raise ProtocolError(
                     f"{name!r} came as {given.dtype} of shape {tuple(given.shape)}; its average is "
-                    f"of float32 and shape {tuple(shape)}"
+                    f"float32 of shape {tuple(shape)}"
                 )
             check_size(given, name)
 

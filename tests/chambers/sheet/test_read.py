@@ -108,7 +108,7 @@ def replace(line, old, new):
         (replace(4, ",3,3", ",3"), r"filled-1\.csv:5: fluency is empty"),
         (replace(4, ",3,3", ',"3'), r"filled-1\.csv:5 is not CSV"),
         (lambda lines: lines.append(lines[2]), r"filled-1\.csv:38: .* is also on line 3"),
-        (replace(0, "fluency", "style"), r"filled-1\.csv:1: there is not one column fluency"),
+        (replace(0, "fluency", "style"), r"filled-1\.csv:1: expected exactly one column fluency"),
         (lambda lines: lines.clear(), r"filled-1\.csv has no row of the key's sheets"),
     ],
 )

@@ -138,7 +138,7 @@ REFUSED = [
     (CHATGLM | {"_name_or_path": "chatglm2-6b", "rope_ratio": 16}, "interpolates positions"),
     (CHATGLM | {"num_layers": 3}, r"layers\.3.*does not fit config\.json"),
     (CHATGLM | {"num_layers": 5}, r"nothing for model\.layers\.4"),
-    (CHATGLM | {"multi_query_group_num": 3}, "has 80 rows; by config.json it has 96"),
+    (CHATGLM | {"multi_query_group_num": 3}, "has 80 rows; config.json requires 96"),
 ]
 
 

@@ -34,7 +34,7 @@ ODD = {
     "another micro-batch": (lambda *a: hidden(*a, micro_batch=5), "came for micro-batch 5"),
     "another step": (lambda *a: hidden(*a, step=3), "of step 3"),
     "a gradient first": (lambda *a: hidden(*a, kind=Kind.GRADIENT), "GRADIENT came"),
-    "another shape": (lambda *a: hidden(*a, columns=1), "hidden states with"),
+    "another shape": (lambda *a: hidden(*a, columns=1), "a tensor of shape"),
     "another kind": (lambda lane, _: lane.send(Kind.STEP), "STEP where HIDDEN is due"),
     "the same twice": (lambda *a: (hidden(*a), hidden(*a)), "came for micro-batch 0"),
 }
@@ -167,14 +167,14 @@ def test_an_average_that_was_not_agreed_on_is_refused(ends):
         limits=Limits(32, "float32", 200),
     ) as model:
         join(model)
-        with pytest.raises(LaneError, match="AVERAGE where nothing is averaged"):
+        with pytest.raises(LaneError, match="AVERAGE frame came, but nothing"):
             model.clip(0.5)
 
 
 ODD_TOKENS = {
     "another number": (lambda *a: hidden(*a, micro_batch=1), "micro-batch 1"),
     "another step": (lambda *a: hidden(*a, step=1), "of step 1"),
-    "another shape": (lambda *a: hidden(*a, columns=1), "hidden states with"),
+    "another shape": (lambda *a: hidden(*a, columns=1), "a tensor of shape"),
     "another kind": (lambda *a: hidden(*a, kind=Kind.GRADIENT), "GRADIENT where HIDDEN is due"),
 }
 

@@ -126,7 +126,7 @@ def test_what_a_lane_does_not_allow_is_said_at_once_and_the_lane_lives_on(server
 def test_the_server_does_not_rely_on_the_clients_limits(server):
     client, lane = server.pair(limits=Limits(HIDDEN, "float32", 10**6))
     client.send(Kind.HIDDEN, tensors={"hidden": tokens(1, 70_000)})
-    ended(lane, FrameError, "agreed on are at most")
+    ended(lane, FrameError, "were agreed on")
     ended(client, PeerError)
     client.close()
 

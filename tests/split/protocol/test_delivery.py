@@ -106,7 +106,7 @@ def test_a_count_that_cannot_be_true_is_refused_and_changes_nothing(take, sent, 
         take(delivery, count)
         assert delivery.acknowledged == count
         return
-    with pytest.raises(FrameError, match=f"acknowledges {count} frames; it had {had}"):
+    with pytest.raises(FrameError, match=f"acknowledges {count} frames; it had acknowledged {had}"):
         take(delivery, count)
     assert delivery.acknowledged == had
     assert (delivery.kept_bytes, delivery.unsent_bytes) == before

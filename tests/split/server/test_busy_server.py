@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 FEW, ENDLESS = 4, 10_000  # new tokens
 GENERATORS = 5
-# Full but for the few tokens.
+# Full except for the few tokens.
 ROOM = GENERATORS * (1 + ENDLESS) + 3 * (11 + FEW)
 SECONDS = 300.0  # no lane of the tests lives longer
 

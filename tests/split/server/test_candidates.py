@@ -85,7 +85,7 @@ def send_endings(model, rows, columns, each, index=1, side="right") -> None:
         ({"each": 2**62}, "endings of 3 texts"),
         ({"index": 2}, "with number 2"),
         ({"side": "left"}, "padding on the left"),
-        ({"columns": 4}, "endings take 90 tokens; 84 were agreed"),
+        ({"columns": 4}, "endings take 90 tokens; at most 84 were agreed on"),
     ],
 )
 def test_what_was_not_agreed_ends_the_lane(random_checkpoint, endings, reason):
@@ -151,7 +151,7 @@ def test_a_batch_keeps_to_the_agreed_tokens(random_checkpoint):
     with (
         scene.serving(max_cached_tokens=MOST - 20) as server,
         scene.lane(server, client) as model,
-        pytest.raises(PeerError, match=f"agreed on are at most {MOST - 20}"),
+        pytest.raises(PeerError, match=f"at most {MOST - 20} tokens together were agreed on"),
     ):
         scene.choose(model)
         values(model)

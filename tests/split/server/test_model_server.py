@@ -107,15 +107,15 @@ def test_an_unknown_model_too_much_text_and_no_generation_end_the_lane_alone(sce
             model.choose("personalised", None)
         with client.lane(invitation) as model:
             scene.choose(model)
-            with pytest.raises(PeerError, match=f"agreed on are at most {LONGEST}"):
+            with pytest.raises(PeerError, match=f"at most {LONGEST} were agreed on"):
                 model.generate(torch.ones(3, 11).long(), torch.ones(3, 11).long(), 99)
         with client.lane(invitation) as model:
             scene.choose(model)
-            with pytest.raises(PeerError, match="rows of 21 tokens; agreed on are at most 20"):
+            with pytest.raises(PeerError, match="rows of 21 tokens; at most 20 were agreed on"):
                 model.generate(torch.ones(1, 21).long(), torch.ones(1, 21).long(), 1)
         with client.lane(invitation) as model:
             scene.choose(model)
-            with pytest.raises(PeerError, match="padded tokens came; 0 were agreed"):
+            with pytest.raises(PeerError, match="padded tokens came; at most 0 were agreed on"):
                 model.summed_losses([collate(draw(1, 7), 0)])
         with client.lane(invitation) as model:
             scene.choose(model)

@@ -147,7 +147,7 @@ REFUSED = {
     "another step": (lambda s, m: (s.join(m), s.send_hidden(m, step=1)), "step 1 came in step 0"),
     "another order": (lambda s, m: (s.join(m), s.send_hidden(m, 1, micro_batches=2)), "0 is due"),
     "twice": (twice, "1 is due"),
-    "no targets": (lambda s, m: (s.join(m), s.send_hidden(m, targets=0)), "more than its step"),
+    "no targets": (lambda s, m: (s.join(m), s.send_hidden(m, targets=0)), "does not fit a step"),
     "too large": (larger, "18 padded tokens came"),
     "beyond its credits": (beyond_credits, "in flight"),
     "a gradient of nothing": (lambda s, m: (s.join(m), s.gradient(m)), "before its output"),
@@ -157,7 +157,7 @@ REFUSED = {
     "an end within a step": (early_end, "the round ended in step 0 of 3"),
     "an end without steps": (no_steps, "the round ended in step 0 of 3"),
     "a step too many": (a_step_too_many, "the round was to have 1 steps"),
-    "an average that is not due": (average, "AVERAGE where nothing is averaged"),
+    "an average that is not due": (average, "AVERAGE frame came, but nothing is averaged"),
     "no lengths": (no_lengths, "lengths"),
     "more steps than its examples allow": (joined(steps=21, total_steps=21), "steps = 21"),
     "a later step than its rounds allow": (joined(first_step=1), "first_step = 1"),
@@ -204,7 +204,7 @@ def test_a_row_that_is_longer_than_the_run_s_is_refused(base, beginning, what):
             if what == "train"
             else server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
         )
-        reason = r"rows of 8 tokens; agreed on are at most 7 \(data\.max-length"
+        reason = r"rows of 8 tokens; at most 7 were agreed on \(data\.max-length"
         with refused.client.lane(invitation) as model:
             if what == "train":
                 refused.join(model)
@@ -309,7 +309,7 @@ REFUSED_TEXTS = {
     "another number": (lambda m: (answered(m), send_texts(m, 3, 1, None, 2)), "as number 1"),
     "two in flight": (lambda m: [send_texts(m) for _ in range(9)], "in flight"),
     "an early end": (lambda m: (send_texts(m), m.lane.send(Kind.STEP)), "in flight"),
-    "an end of nothing": (lambda m: m.lane.send(Kind.STEP), "STEP came in an evaluation"),
+    "an end of nothing": (lambda m: m.lane.send(Kind.STEP), "STEP frame came in an evaluation"),
     "padding on the right": (lambda m: send_texts(m, side="right"), "padding on the right"),
     "nothing": (lambda m: send_texts(m, new_tokens=0), "a generation of 0 tokens"),
     "what was not agreed": (lambda m: send_texts(m, 1, 1, 1), "evaluate.generate"),

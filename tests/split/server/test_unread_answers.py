@@ -66,7 +66,7 @@ def test_an_unread_answer_keeps_no_other_client_s_rows(base, beginning):
 
 
 def assert_released(before: int) -> None:
-    """Wait until no more is kept than before, but for a few tensors in use."""
+    """Wait until no more is kept than before, except for a few tensors in use."""
 
     def more() -> int:
         return bytes_in_memory() - before

@@ -29,7 +29,7 @@ from split.protocol.tickets import Identity, Ticket, TicketBook
 
 _ABOUT = (
     "Test vectors of docs/wire.md. Byte strings are hexadecimal. The second stream resumes the "
-    "lane of the first; the frame HIDDEN down was lost, and is sent again."
+    "lane of the first; the HIDDEN frame down was lost, and is sent again."
 )
 _IDENTITY = Identity("3f2a/train", 7, "Gericht München")
 WIDTH = 4
