@@ -81,9 +81,8 @@ def test_a_run_writes_all_documented_results(superlink, config, checkpoint, capf
     check_adapters_load_elsewhere(directory, checkpoint, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "schedule", [pytest.param("hierarchical", marks=pytest.mark.nightly), "client-batch"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["hierarchical", "client-batch"])
 def test_a_split_run_whose_clients_train_at_once(
     superlink, config, deep_checkpoint, tmp_path, schedule
 ):
@@ -176,14 +175,12 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
     psutil.wait_procs(everything, timeout=20)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        pytest.param({"rounds": -1}, "rounds = -1", marks=pytest.mark.nightly),
-        pytest.param(
-            *({"min-nodes": 4, "node-timeout": 1.0}, "num-supernodes=4"),
-            marks=pytest.mark.nightly,
-        ),
+        ({"rounds": -1}, "rounds = -1"),
+        ({"min-nodes": 4, "node-timeout": 1.0}, "num-supernodes=4"),
         ({"data.path": "/nowhere"}, "/nowhere"),
     ],
     ids=["bad value", "too few nodes", "no data"],

@@ -172,6 +172,7 @@ def first_arrays(running, settings):
     return sorted({array.object_id for array in to_arrays(state).values()})
 
 
+@pytest.mark.nightly
 def test_a_reply_that_fills_the_memory_is_left_out(running, tmp_path):
     settings = SETTINGS | {"train.local-steps": 1, "evaluate.every": 3}
     before = newest_run(running)

@@ -68,6 +68,7 @@ def test_an_institution_whose_supernode_is_killed_in_a_round_takes_part_in_a_lat
     assert last["participants"] == ["consultation", "court"]
 
 
+@pytest.mark.nightly
 def test_a_run_whose_serverapp_is_killed_has_failed_and_is_resumed(running):
     before = newest_run(running)
     settings = ROUNDS | {"strategy": "fedprox", "fedprox.mu": 0.1, "rounds": 2, "min-nodes": 2}
