@@ -16,7 +16,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow and not nightly" -n auto --maxprocesses 4 $(PYTEST)
 
 # Neighbouring tests share a deployment, so they should run in the same process. They often wait for other
-# processes, so that there can be more of them than cores.
+# processes, so more of them than cores run at once.
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m "slow and not nightly" -n 3 --dist worksteal $(PYTEST)
 

@@ -129,7 +129,7 @@ def read_experiment(file: Path) -> Experiment:
 def runs_of(
     experiment: Experiment, size: Size, clients: Mapping[str, Sequence[str]]
 ) -> Iterator[Run]:
-    """Yield the runs of an experiment, seed by seed; clients' names are by variant."""
+    """Yield the runs of an experiment, seed by seed; ``clients`` has the names in each variant."""
     for seed, variant in product(size.seeds, experiment.variants):
         own = experiment.settings | size.settings | experiment.variants[variant]
         for name, arm in experiment.arms.items():

@@ -48,7 +48,7 @@ def client_names(config: RunConfig) -> list[str]:
 
 
 def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Group]:
-    """Return so many questions for each client, of files the first; none was trained on.
+    """Return at most ``count`` held-out questions of each client; of files, the first ones.
 
     Raises:
         CommandError: A client has no held-out rows.

@@ -167,7 +167,7 @@ class Hierarchical:
         return self._adapters[client].export()
 
     def end_round(self, weights: Mapping[str, float]) -> State:
-        """Return the average of the body adapters of the given clients, keyed by weight."""
+        """Return the mean of the clients' body adapters, weighted by ``weights``."""
         self._weights = dict(weights)
         bodies = {name: self._adapters[name].export() for name in weights}
         self._global = self._mean(bodies, self._global)
