@@ -107,7 +107,8 @@ def test_an_unknown_model_too_much_text_and_no_generation_end_the_lane_alone(sce
             model.choose("personalised", None)
         with client.lane(invitation) as model:
             scene.choose(model)
-            with pytest.raises(PeerError, match=f"at most {LONGEST} tokens together were agreed on"):
+            refusal = f"at most {LONGEST} tokens together were agreed on"
+            with pytest.raises(PeerError, match=refusal):
                 model.generate(torch.ones(3, 11).long(), torch.ones(3, 11).long(), 99)
         with client.lane(invitation) as model:
             scene.choose(model)
