@@ -26,7 +26,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from bench.harness import RATIOS, WARM_UP, make_table, ratios, show
 from bench.job import Job, random_job
@@ -63,8 +62,13 @@ def devices_of(kind: str) -> dict[str, Any]:
     return {"client_device": "cuda:0", "server_device": server}
 
 
-def measure(table: Table, job: Job, clients: int, schedule: str) -> None:
-    """Measure the whole model and a schedule in turn, and add a row for each."""
+def measure(title: str, job: Job, clients: int, schedule: str) -> None:
+    """Measure the whole model and a schedule in turn, and print a table of both."""
+    table = make_table(
+        title,
+        *("clients", "", "median s", "minimum s", "samples/s", "tokens/s", *RATIOS),
+        *("peak GB (clients + server)", "target"),
+    )
     split = SplitSettings(activation_budget=2**20, frame_timeout=3600.0)
     samples = clients * job.shape.rows * job.shape.micro_batches
     cores = os.sched_getaffinity(0)
@@ -80,7 +84,7 @@ def measure(table: Table, job: Job, clients: int, schedule: str) -> None:
             cells += [f"{samples * job.shape.columns / median:.0f}", *ratios(whole, each)]
             cells.append(" + ".join(f"{peak / 1e9:.2f}" for peak in each.gpu_peaks()))
             table.add_row(str(clients), each.name, *cells, TARGETS.get(each.name, ""))
-    table.add_section()
+    show(f"clients on {job.client_device}, server on {job.server_device}", table)
 
 
 def run(size: str, arguments: argparse.Namespace) -> None:
@@ -90,17 +94,14 @@ def run(size: str, arguments: argparse.Namespace) -> None:
         quantization=arguments.quantization,
         gradient_checkpointing=arguments.gradient_checkpointing,
     )
-    table = make_table(
+    title = (
         f"{size}: {shape}, {model.quantization}, {arguments.pairs} turns, {SEED=}; "
-        "ratios are centralised ÷ schedule",
-        *("clients", "", "median s", "minimum s", "samples/s", "tokens/s", *RATIOS),
-        *("peak GB (clients + server)", "target"),
+        "ratios are centralised ÷ schedule"
     )
     steps, devices = WARM_UP + arguments.pairs, devices_of(arguments.device)
     with random_job(shape, steps, dtype=torch.bfloat16, model=model, **devices) as job:
         for clients, schedule in product(arguments.clients, arguments.schedules):
-            measure(table, job, clients, schedule)
-    show(f"clients on {job.client_device}, server on {job.server_device}", table)
+            measure(title, job, clients, schedule)
 
 
 def main() -> None:

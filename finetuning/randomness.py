@@ -31,14 +31,15 @@ def derive_seed(*parts: str | int) -> int:
 
 
 def set_seed(seed: int) -> None:
-    """Seed the generator of the CPU, and those of the GPUs if CUDA is in use.
+    """Seed the generators of the CPU and of all accelerators.
 
-    ``torch.manual_seed`` does the same, but without a GPU it formats the caller's stack each time,
-    which takes a hundred times as long.
+    Without an accelerator, ``torch.manual_seed`` formats the caller's stack each time, which takes
+    a hundred times as long.
     """
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 @contextmanager

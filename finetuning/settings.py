@@ -39,8 +39,8 @@ class ModelSettings(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Precision of the frozen weights; `auto` is bfloat16 on a GPU and float32 "
-        "elsewhere. Adapters are always float32.",
+        description="Precision of the frozen weights; `auto` is bfloat16 on a GPU that computes in "
+        "it, and float32 elsewhere. Adapters are always float32.",
     )
     quantization: Literal["none", "nf4", "int8"] = Field(
         "none", description="Quantisation of the frozen weights by bitsandbytes."

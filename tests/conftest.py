@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 import torch
@@ -19,6 +20,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Small matrices gain nothing from threads, and threads of several processes wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# On a busy machine, the time of one example says nothing.
+hypothesis.settings.register_profile("chambers", deadline=None)
+hypothesis.settings.load_profile("chambers")
 
 WORDS = [
     "the",

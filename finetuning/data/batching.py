@@ -3,13 +3,14 @@
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from finetuning.data.tokenization import Example
+from finetuning.devices import to_device_together
 from finetuning.randomness import derive_seed
 from finetuning.settings import TrainSettings
 
@@ -42,6 +43,14 @@ class MicroBatch:
     lengths: torch.Tensor
     positions: torch.Tensor
     labels: torch.Tensor
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Return the micro-batch with everything but the lengths on a device."""
+        if self.tokens.device == device:
+            return self
+        given = (self.tokens, self.positions, self.labels)
+        tokens, positions, labels = to_device_together(given, device)
+        return replace(self, tokens=tokens, positions=positions, labels=labels)
 
 
 def collate(examples: Sequence[Example], padding: int) -> MicroBatch:

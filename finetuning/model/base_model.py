@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from finetuning.devices import default_device, default_dtype
 from finetuning.errors import UserError
 from finetuning.model.checkpoint import WEIGHTS, problem_of
 from finetuning.model.gguf_file import GGUFError, checkpoint_of
@@ -136,16 +137,16 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
 def loading_arguments(settings: ModelSettings, device: str | None = None) -> dict[str, Any]:
     """Return ``from_pretrained``'s arguments for precision, device and quantisation.
 
-    Without a device, a GPU is used if there is one. Quantisation by bitsandbytes is QLoRA's
-    double-quantised nf4, or LLM.int8().
+    Without a device, an accelerator is used if there is one. Quantisation by bitsandbytes is
+    QLoRA's double-quantised nf4, or LLM.int8().
     """
     from transformers import BitsAndBytesConfig
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = torch.device(device) if device else default_device()
     dtype = {
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,
-        "auto": torch.bfloat16 if device.startswith("cuda") else torch.float32,
+        "auto": default_dtype(chosen),
     }[settings.dtype]
     quantization = None
     if settings.quantization == "nf4":
@@ -157,7 +158,7 @@ def loading_arguments(settings: ModelSettings, device: str | None = None) -> dic
         )
     elif settings.quantization == "int8":
         quantization = BitsAndBytesConfig(load_in_8bit=True)
-    return {"dtype": dtype, "device_map": {"": device}, "quantization_config": quantization}
+    return {"dtype": dtype, "device_map": {"": chosen}, "quantization_config": quantization}
 
 
 def prepare(model: Any, settings: ModelSettings) -> None:

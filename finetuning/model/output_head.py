@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from finetuning.data.batching import MicroBatch
+from finetuning.devices import to_device
 
 # A micro-batch's logits can be larger than all other tensors together. This chunk size is large
 # enough to keep a CPU or GPU busy, and takes 32 MiB for a vocabulary of 32,000 tokens.
@@ -84,8 +85,9 @@ def add_target_gradient(
     """
     gradients, losses = [], []
     parts, labels = _targets(hidden, batch)
-    scales = torch.as_tensor(scale, dtype=torch.float32, device=hidden.device)
-    weights = torch.split(scales.expand(len(batch.labels)), _TARGETS_AT_ONCE)
+    if isinstance(scale, float):
+        scale = hidden.new_full(batch.labels.shape, scale, dtype=torch.float32)
+    weights = torch.split(to_device(scale, hidden.device, torch.float32), _TARGETS_AT_ONCE)
     for part, label, weight in zip(parts, labels, weights, strict=True):
         chosen = part.detach().requires_grad_()
         loss = _losses(head, chosen, label)
@@ -126,8 +128,9 @@ def _targets(
     hidden: torch.Tensor, batch: MicroBatch
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Yield chunks of the hidden states that predict targets, with the targets."""
-    chosen = hidden.flatten(0, 1).index_select(0, batch.positions.to(hidden.device))
-    labels = batch.labels.to(hidden.device)
+    batch = batch.to(hidden.device)
+    chosen = hidden.flatten(0, 1).index_select(0, batch.positions)
+    labels = batch.labels
     return torch.split(chosen, _TARGETS_AT_ONCE), torch.split(labels, _TARGETS_AT_ONCE)
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from finetuning.adapters.prefixes import columns_of, prefix_cache, shifted
 from finetuning.adapters.row_weights import weights_per_row
 from finetuning.data.batching import MicroBatch
 from finetuning.data.candidates import CandidateBatch
+from finetuning.devices import mixed_precision
 from finetuning.model.left_padding import left_padding
+from finetuning.model.no_cache import without_cache
 from finetuning.model.output_head import (
     add_target_gradient,
     end_tokens,
@@ -39,13 +41,13 @@ class WholeModel:
         self.end_tokens = end_tokens(causal_lm)
         self._backbone = causal_lm.base_model
         # A hook, because generation calls the backbone for each token.
-        self._backbone.register_forward_pre_hook(self._check_deadline)
+        self._backbone.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._without_mask = False
         self._head = output_head(causal_lm)
         self._device = peft_model.device
         # LoRA is part of the blocks; a prefix must be passed to them.
         encoders = getattr(peft_model, "prompt_encoder", {})
         self._prefix = encoders["default"].embedding.weight if "default" in encoders else None
-        self._mixed_precision = self._device.type == "cuda" and causal_lm.dtype == torch.bfloat16
 
     @property
     def columns_before(self) -> int:
@@ -60,12 +62,12 @@ class WholeModel:
         micro-batch's summed loss in nats.
         """
         targets = sum(len(batch.labels) for batch in batches)
-        losses = []
+        losses: list[torch.Tensor] = []
         with self._mode(training=True):
             for index, batch in enumerate(batches):
                 set_seed(derive_seed("dropout", seed, index))
                 losses.append(self._backward(batch, 1 / targets))
-        return [float(loss) for loss in losses]
+        return torch.stack(losses).tolist()
 
     def clip(self, maximum: float) -> float:
         """Scale the adapter's gradients down to the maximum norm, and return the norm before.
@@ -79,7 +81,8 @@ class WholeModel:
     def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
         """Return each micro-batch's summed loss in nats, without dropout."""
         with self._mode(training=False):
-            return [float(self._forward(batch)) for batch in batches]
+            losses = [self._forward(batch) for batch in batches]
+        return torch.stack(losses).tolist() if losses else []
 
     @torch.no_grad()
     def generate(
@@ -91,17 +94,22 @@ class WholeModel:
         Further settings are arguments of ``generate`` in ``transformers``.
 
         Returns:
-            (rows, columns + new tokens); rows that end early are padded on the right.
+            (rows, columns + new tokens) on the CPU; rows that end early are padded on the right.
 
         """
-        with self._mode(training=False):
-            result: torch.Tensor = self.peft_model.generate(
-                input_ids=tokens.to(self._device),
-                attention_mask=mask.to(self._device),
-                max_new_tokens=new_tokens,
-                **settings,
-            )
-        return result
+        # To find out that a mask hides nothing, transformers waits for the device at every token.
+        self._without_mask = bool(mask.all())
+        try:
+            with self._mode(training=False):
+                result: torch.Tensor = self.peft_model.generate(
+                    input_ids=tokens.to(self._device),
+                    attention_mask=mask.to(self._device),
+                    max_new_tokens=new_tokens,
+                    **settings,
+                )
+        finally:
+            self._without_mask = False
+        return result.cpu()
 
     @torch.no_grad()
     def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +132,7 @@ class WholeModel:
             gradients = torch.autograd.grad(loss, list(parameters.values()))
         return dict(zip(parameters, gradients, strict=True))
 
-    def row_gradients(self, batch: MicroBatch) -> tuple[dict[str, torch.Tensor], float]:
+    def row_gradients(self, batch: MicroBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Compute the gradient of each row's loss, the mean over its targets, without dropout.
 
         Raise a BaseModelError if an adapted module's input has no row dimension.
@@ -146,7 +154,7 @@ class WholeModel:
         gradients = {
             n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()
         }
-        return gradients, float(loss)
+        return gradients, loss
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -163,10 +171,12 @@ class WholeModel:
             self._prefix = before
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
+        batch = batch.to(self._device)
         with self._autocast():
             return target_loss(self._head, self._hidden(batch), batch)
 
     def _backward(self, batch: MicroBatch, scale: float | torch.Tensor) -> torch.Tensor:
+        batch = batch.to(self._device)
         with self._autocast():
             return add_target_gradient(
                 head=self._head, hidden=self._hidden(batch), batch=batch, scale=scale
@@ -179,10 +189,10 @@ class WholeModel:
         Therefore no mask is needed, and attention can skip everything above the diagonal. With
         prefixes, the tokens' positions are counted from the end of the prefixes.
         """
-        inputs = {"input_ids": batch.tokens.to(self._device)}
+        inputs = without_cache(self._backbone)
         if self._prefix is not None:
             inputs["past_key_values"] = self._empty_cache(len(batch.tokens))
-        output = self._backbone(**inputs, use_cache=False)
+        output = self._backbone(input_ids=batch.tokens, **inputs)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _hidden_of_candidates(self, batch: CandidateBatch) -> torch.Tensor:
@@ -229,12 +239,14 @@ class WholeModel:
             dtype=self._dtype,
         )
 
-    def _check_deadline(self, *_: Any) -> None:
+    def _before_forward(self, _: Any, args: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
+        """Check the deadline, and remove a mask that hides nothing."""
         if time.monotonic() > self.deadline:
             raise DeadlineError("the message's time was over; raise round-timeout, or ask for less")
+        return args, arguments | {"attention_mask": None} if self._without_mask else arguments
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cuda", torch.bfloat16) if self._mixed_precision else nullcontext()
+        return mixed_precision(self._device, self._dtype)
 
     @contextmanager
     def _mode(self, training: bool) -> Iterator[None]:

@@ -84,15 +84,15 @@ class ContinualPenalty(Penalty):
 
     def distance(self) -> float:
         """Return s = Σ J·|W − Ŵ|."""
-        return sum(self._distances())
+        return float(self._distances().sum())
 
     def value(self) -> float:
         """Return λ·(s + s²), or Σ λ·(s + s²)/2 over tensors."""
         distances = self._distances()
         if self._over == "tensor":
-            return self.weight * sum(s + s * s for s in distances) / 2
-        s = sum(distances)
-        return self.weight * (s + s * s)
+            return self.weight * float((distances + distances.square()).sum() / 2)
+        s = distances.sum()
+        return self.weight * float(s + s.square())
 
     def add_gradient(self) -> float:
         """Add the gradient unless λ is 0 in all steps; return its share of the gradient norm."""
@@ -100,20 +100,20 @@ class ContinualPenalty(Penalty):
 
     def _gradients(self) -> list[torch.Tensor]:
         distances = self._distances()
-        slopes = [1 + 2 * sum(distances)] * len(distances)
-        if self._over == "tensor":
-            slopes = [0.5 + s for s in distances]
+        slopes = 0.5 + distances
+        if self._over == "all":
+            slopes = (1 + 2 * distances.sum()).expand(len(distances))
         gradients = [
             slope * j * change.sign()
             for slope, j, change in zip(slopes, self._importance, self._changes(), strict=True)
         ]
         if self._share:
-            pull, loss = norm(gradients), self._norm_of_loss()
+            pull, loss = torch.stack([norm(gradients), self._norm_of_loss()]).tolist()
             self.weight = self._share / (1 - self._share) * loss / pull if pull else 0.0
         return [self.weight * gradient for gradient in gradients]
 
     @torch.no_grad()
-    def _distances(self) -> list[float]:
-        """Return Σ J·|W − Ŵ| of each tensor."""
+    def _distances(self) -> torch.Tensor:
+        """Return Σ J·|W − Ŵ| of each tensor, (tensors,) float64."""
         pairs = zip(self._importance, self._changes(), strict=True)
-        return [float((j * change.abs()).sum()) for j, change in pairs]
+        return torch.stack([(j * change.abs()).sum() for j, change in pairs]).double()

@@ -45,23 +45,23 @@ class Penalty(ABC):
         The share is |penalty's gradient| ÷ (|penalty's gradient| + |loss's gradient|).
         """
         gradients = self._gradients()
-        ours, theirs = norm(gradients), self._norm_of_loss()
+        ours, theirs = torch.stack([norm(gradients), self._norm_of_loss()]).tolist()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad += gradient
-        return ours / (ours + theirs) if ours + theirs else 0.0
+        return float(ours / (ours + theirs)) if ours + theirs else 0.0
 
     def _changes(self) -> Iterator[torch.Tensor]:
         """Yield W − Ŵ of each parameter."""
         return (w - anchor for w, anchor in zip(self._parameters, self._anchors, strict=True))
 
-    def _norm_of_loss(self) -> float:
+    def _norm_of_loss(self) -> torch.Tensor:
         """Return the norm of the loss's gradient."""
         return norm([w.grad for w in self._parameters if w.grad is not None])
 
 
-def norm(gradients: Sequence[torch.Tensor]) -> float:
-    """Return the norm over all gradients, with one synchronisation per device."""
-    return float(torch.nn.utils.get_total_norm(gradients))
+def norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm over all gradients, without waiting for the device."""
+    return torch.nn.utils.get_total_norm(gradients)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from finetuning.data.batching import MicroBatch, split_rows
+from finetuning.devices import to_device
 from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import RandomBytes, normal, uniform
 
@@ -77,19 +78,22 @@ class PrivateGradients:
         noise = self._noise
         deviation = noise.multiplier * noise.row_norm
         sums = {
-            name: deviation * normal(p.numel(), self._random_bytes).view_as(p).to(p)
+            name: to_device(
+                deviation * normal(p.numel(), self._random_bytes).view_as(p), p.device, p.dtype
+            )
             for name, p in self._parameters.items()
         }
         losses = []
         for batch in batches:
-            loss = sum(self._add_rows(rows, sums) for rows in split_rows(batch, self._rows_at_once))
-            # An infinite loss must not end the round, because others would notice that.
-            losses.append(loss if math.isfinite(loss) else 0.0)
+            parts = [self._add_rows(rows, sums) for rows in split_rows(batch, self._rows_at_once)]
+            losses.append(torch.stack(parts).sum())
         for name, parameter in self._parameters.items():
             parameter.grad = sums[name] / noise.expected_rows
-        return losses
+        # An infinite loss must not end the round, because others would notice that.
+        found = torch.stack(losses).tolist() if losses else []
+        return [loss if math.isfinite(loss) else 0.0 for loss in found]
 
-    def _add_rows(self, batch: MicroBatch, sums: Mapping[str, torch.Tensor]) -> float:
+    def _add_rows(self, batch: MicroBatch, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Add the clipped gradients of a group of rows to the sums; return its loss in nats."""
         with torch.enable_grad():
             gradients, loss = self._model.row_gradients(batch)

@@ -4,11 +4,9 @@ With Ŵ the global adapter just received, local training adds μ/2 · ‖W − �
 W to its loss.
 """
 
-import math
-
 import torch
 
-from finetuning.training.penalty import Penalty
+from finetuning.training.penalty import Penalty, norm
 
 
 class ProximalPenalty(Penalty):
@@ -17,7 +15,7 @@ class ProximalPenalty(Penalty):
     @torch.no_grad()
     def distance(self) -> float:
         """Return ‖W − Ŵ‖."""
-        return math.sqrt(sum(float(change.square().sum()) for change in self._changes()))
+        return float(norm(list(self._changes())))
 
     def value(self) -> float:
         """Return μ/2 · ‖W − Ŵ‖²."""

@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from finetuning.devices import to_device
 from finetuning.randomness import normal
 
 
@@ -14,5 +15,5 @@ def add_noise(hidden: torch.Tensor, noise: float) -> torch.Tensor:
     """
     deviation = noise * hidden.float().square().mean(-1, keepdim=True).sqrt()
     # Don't derive the noise from the run's seed, which the server knows too.
-    drawn = normal(hidden.numel(), os.urandom).view_as(hidden).to(deviation)
-    return hidden + (deviation * drawn).to(hidden)
+    drawn = normal(hidden.numel(), os.urandom).view_as(hidden).to(deviation.dtype)
+    return hidden + (deviation * to_device(drawn, hidden.device)).to(hidden)

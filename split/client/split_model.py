@@ -8,6 +8,7 @@ import torch
 from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import MicroBatch
 from finetuning.data.candidates import CandidateBatch
+from finetuning.devices import to_device
 from finetuning.model.output_head import (
     add_target_gradient,
     end_tokens,
@@ -118,6 +119,7 @@ class SplitModel:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
             load_state(self.parameters, self._body.average(own))
         self._set_up(training=True)
+        batches = [batch.to(self._head.device) for batch in batches]
         targets = sum(len(batch.labels) for batch in batches)
         wants_gradient = bool(self._head.trainable())
         outputs: dict[int, torch.Tensor] = {}  # outputs of the head that await their gradients
@@ -143,7 +145,7 @@ class SplitModel:
                 self._body.send_gradient(index, gradient)
             else:
                 _backward_head(outputs.pop(index), received)
-        return [float(loss) for loss in losses]
+        return torch.stack(losses).tolist()
 
     @torch.no_grad()
     def clip(self, maximum: float) -> float:
@@ -173,10 +175,10 @@ class SplitModel:
             return self._forward_head(index, batches[index], {}).shape
 
         for _, index, received in self._body.pipeline(len(batches), forward):
-            hidden = self._tail(received.to(self._tail.device), _padding(batches[index]))
+            hidden = self._tail(received, _padding(batches[index]))
             with self._tail.autocast():
                 losses.append(target_loss(self._output_head, hidden, batches[index]))
-        return [float(loss) for loss in losses]
+        return torch.stack(losses).tolist() if losses else []
 
     @torch.no_grad()
     def generate(
@@ -187,7 +189,7 @@ class SplitModel:
         generation = Generation(self._head, self._tail, self._body.exchange)
         output: torch.Tensor = generation.run(tokens, mask, new_tokens, **settings)
         self._body.end_exchanges()
-        return output
+        return output.cpu()
 
     @torch.no_grad()
     def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,7 +221,7 @@ class SplitModel:
         self, index: int, batch: MicroBatch, counts: Mapping[str, int]
     ) -> torch.Tensor:
         """Compute the head, send its output to the body, and return it."""
-        output = self._head(batch.tokens.to(self._head.device), _padding(batch))
+        output = self._head(batch.tokens, _padding(batch))
         self._body.send_hidden(index, output, batch.lengths, {"side": "right", **counts})
         return output
 
@@ -231,7 +233,7 @@ class SplitModel:
         Return the summed loss in nats, and the scaled gradient with respect to ``received``, the
         hidden states after the body: (rows, columns, hidden).
         """
-        middle = received.to(self._tail.device).requires_grad_()
+        middle = to_device(received, self._tail.device).requires_grad_()
         hidden = self._tail(middle, _padding(batch))
         with self._tail.autocast():
             loss = add_target_gradient(
@@ -244,7 +246,8 @@ class SplitModel:
 
 def _backward_head(output: torch.Tensor, gradient: torch.Tensor) -> None:
     with drawing_nothing_new():
-        output.backward(gradient.to(output))  # type: ignore[no-untyped-call]
+        gradient = to_device(gradient, output.device, output.dtype)
+        output.backward(gradient)  # type: ignore[no-untyped-call]
 
 
 def _padding(batch: MicroBatch) -> Padding:

@@ -6,6 +6,7 @@ import torch
 from transformers import DynamicCache
 
 from finetuning.adapters.prefixes import shifted
+from finetuning.devices import to_device
 from finetuning.model.left_padding import left_padding
 from split.model.part import Part
 from split.protocol.frames import Padding
@@ -38,7 +39,7 @@ class KeyValues:
         self._backbone = part.model.base_model
         # Without blocks, there are no keys and values.
         self.cache = _OwnBlocks(part.model.config, blocks.start) if blocks else None
-        self._lengths = padding.lengths.to(part.device)
+        self._lengths = to_device(padding.lengths, part.device)
         self._padded = bool((padding.lengths < columns).any())
         self._prompt = left_padding(self._backbone, self._lengths, columns)
         self._before = part.columns_before

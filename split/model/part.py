@@ -1,7 +1,7 @@
 """A party's part of the model: its frozen blocks and the adapters on them."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,8 +9,10 @@ from torch import nn
 
 from finetuning.adapters.adapter import attach_adapter, target_names
 from finetuning.adapters.prefixes import BlockPrefixes
+from finetuning.devices import mixed_precision, to_device
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.left_padding import left_padding
+from finetuning.model.no_cache import without_cache
 from finetuning.model.output_head import output_head
 from finetuning.settings import AdapterSettings
 from split.model.partition import Partition, PartyName, blocks_of
@@ -71,22 +73,22 @@ class Part:
             final norm. Gradients flow back to ``given``.
 
         """
-        inputs = self.inputs_of(given)
+        inputs = self.inputs_of(given) | without_cache(self._backbone)
         columns = given.shape[1]
         if padding.side == "left" and bool((padding.lengths < columns).any()):
-            lengths = padding.lengths.to(self.device)
+            lengths = to_device(padding.lengths, self.device)
             inputs |= left_padding(self._backbone, lengths, columns)
         if self.prefixes is not None:
             inputs = self.prefixes.before(inputs, len(given), self.dtype)
         with self.autocast():
-            output = self._backbone(**inputs, use_cache=False)
+            output = self._backbone(**inputs)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def inputs_of(self, given: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the backbone's keyword argument for tokens or hidden states, on its device."""
         if self.party == "head":
-            return {"input_ids": given.to(self.device)}
-        return {"inputs_embeds": given.to(self.device, self.dtype)}
+            return {"input_ids": to_device(given, self.device)}
+        return {"inputs_embeds": to_device(given, self.device, self.dtype)}
 
     @property
     def prefixes(self) -> BlockPrefixes | None:
@@ -110,8 +112,7 @@ class Part:
 
         Calling the part enters this context itself. Use it to compute logits and loss.
         """
-        mixed = self.device.type == "cuda" and self.dtype == torch.bfloat16
-        return torch.autocast("cuda", torch.bfloat16) if mixed else nullcontext()
+        return mixed_precision(self.device, self.dtype)
 
     def attach(self, settings: AdapterSettings, name: str = "default") -> None:
         """Add an adapter and use it. It has no weights if this part has no module to adapt.

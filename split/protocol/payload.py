@@ -10,12 +10,13 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from finetuning.devices import to_host
 from split.protocol.errors import FrameError
 from split.protocol.frames import (
     METADATA,
@@ -196,7 +197,8 @@ def _no_constant(_: str) -> None:
 class Outgoing:
     """An outgoing frame, which is checked on creation and serialised later in another thread.
 
-    Its tensors must not change until it is written.
+    Tensors on an accelerator are copied to the CPU as soon as it has computed them, in the order of
+    its work. Tensors on the CPU must not change until the frame is written.
 
     Raises:
         FrameError: The frame is not allowed on the lane.
@@ -210,7 +212,14 @@ class Outgoing:
         self._text, self._description = describe(frame, limits)
         limits.check(frame.kind, self.size, self._description.tensors)
         check_padding(frame)
-        self.frame = frame
+        # On an accelerator, convert to the type on the network before copying.
+        types = {entry.name: entry.dtype for entry in self._description.entries}
+        on_device = {n: t for n, t in frame.tensors.items() if t.device.type != "cpu"}
+        for name, tensor in on_device.items():
+            if types[name] is not torch.int8:
+                on_device[name] = tensor.detach().to(types[name])
+        copies, self._copied = to_host(on_device)
+        self.frame = replace(frame, tensors=frame.tensors | copies)
 
     @property
     def size(self) -> int:
@@ -229,6 +238,8 @@ class Outgoing:
             FrameError: A tensor has a number that is not finite.
 
         """
+        for copied in self._copied:
+            copied.synchronize()
         buffer = torch.empty(self.size, dtype=torch.uint8)
         content = buffer.numpy().data
         start = self._description.start

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from finetuning.adapters.adapter import State, load_state
+from finetuning.devices import to_device
 from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.settings import AdapterSettings, TrainSettings
 from finetuning.training.optimization import (
@@ -80,7 +81,9 @@ class BodyAdapters:
             self._body.use(self.name)
             self._body.train(True)
             with drawing_nothing_new():
-                activations.output.backward(gradient.to(activations.output))  # type: ignore[no-untyped-call]
+                output = activations.output
+                gradient = to_device(gradient, output.device, output.dtype)
+                output.backward(gradient)  # type: ignore[no-untyped-call]
         return activations.hidden.grad
 
     def scale(self, factor: float) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from finetuning.devices import to_device
 from split.protocol.frames import Padding
 from split.protocol.training import HeadOutput, RoundPlan
 from split.server.body_adapters import Activations
@@ -104,7 +105,7 @@ class StackedMicroBatch:
         for member, output, part in self.rows_of(stacked):
             if member in gradients:
                 scale = output.step_targets * factors[member.client]
-                part.copy_(gradients[member].tensor.to(like) * scale)
+                part.copy_(to_device(gradients[member].tensor, like.device, like.dtype) * scale)
         return stacked
 
     def additions(self, gradients: Mapping[Member, Gradient]) -> dict[str, Addition]:

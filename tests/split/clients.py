@@ -44,7 +44,7 @@ from tests.waiting import wait_until
 STEPS = 20
 LONGEST = 4 * 20
 MAX_CACHED_TOKENS = 3 * (11 + 12)
-MODEL = ModelSettings()
+MODEL = ModelSettings(dtype="float32")
 ADAPTER = AdapterSettings(rank=2, alpha=4, dropout=0.0, targets="q_proj,v_proj,down_proj")
 TRAIN = TrainSettings(
     batch_size=2, accumulation=3, learning_rate=5e-3, max_gradient_norm=0.5, schedule="cosine"
@@ -138,7 +138,7 @@ class Client:
             )
             model.end()
         self.losses = report.losses
-        return {n: p.detach().clone() for n, p in model.parameters.items()}
+        return {n: p.detach().cpu().clone() for n, p in model.parameters.items()}
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def split_settings(**changes) -> SplitSettings:
 
 
 def whole_model(base: Path, state: State, adapter=ADAPTER) -> WholeModel:
-    loaded = load_base_model(ModelSettings(name=str(base)))
+    loaded = load_base_model(ModelSettings(name=str(base), dtype="float32"))
     model = WholeModel(attach_adapter(loaded.model, adapter, "base"))
     load_adapter(model.peft_model, state)
     return model
@@ -198,7 +198,7 @@ def whole_model(base: Path, state: State, adapter=ADAPTER) -> WholeModel:
 def assert_close(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
-        torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(value.cpu(), other[name].cpu(), rtol=1e-5, atol=1e-5, msg=name)
 
 
 def weighted_mean(states: Mapping[str, State]) -> State:
@@ -242,7 +242,7 @@ class Center:
                 each.param_groups[0]["lr"] = self.rate(index)
                 each.step()
                 each.zero_grad()
-        return losses, {n: p.detach().clone() for n, p in ends.items()}
+        return losses, {n: p.detach().cpu().clone() for n, p in ends.items()}
 
 
 def train_together(

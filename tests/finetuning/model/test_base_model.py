@@ -143,8 +143,8 @@ def quantizable(checkpoint, tmp_path) -> Path:
 def test_a_quantised_model_is_small_close_and_can_be_trained_on_a_processor(
     quantizable, draw_examples, batches_of, kind
 ):
-    tokens = torch.arange(2, 40)[None]
     plain = load_base_model(ModelSettings(name=str(quantizable))).model
+    tokens = torch.arange(2, 40, device=plain.device)[None]
     exact = plain(tokens).logits
     quantized = load_base_model(ModelSettings(name=str(quantizable), quantization=kind)).model
     assert quantized.get_memory_footprint() < plain.get_memory_footprint() / 2
@@ -257,7 +257,8 @@ def test_tiny_is_the_same_wherever_it_is_built(tmp_path, monkeypatch):
     base = load_base_model(ModelSettings(name=str(built[0])))
     text = "Naïve § 12: 合同法"
     assert base.tokenizer.decode(base.tokenizer(text)["input_ids"]) == text
-    assert base.model(torch.tensor([base.tokenizer(text)["input_ids"]])).logits.isfinite().all()
+    tokens = torch.tensor([base.tokenizer(text)["input_ids"]], device=base.model.device)
+    assert base.model(tokens).logits.isfinite().all()
 
 
 BUILDS = f"from finetuning.model.tiny import TinyRecipe, build_tiny; print(build_tiny({RECIPE}))"
@@ -298,7 +299,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(copied, monkeypatch):
 
     def sees_everything(self, input_ids, **options):
         size = input_ids.shape[1]
-        mask = torch.ones(1, 1, size, size, dtype=torch.bool)
+        mask = torch.ones(1, 1, size, size, dtype=torch.bool, device=input_ids.device)
         return forward(self, input_ids=input_ids, attention_mask=mask, **options)
 
     with torch.no_grad():  # weights large enough for their differences to be seen

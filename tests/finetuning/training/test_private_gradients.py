@@ -34,7 +34,8 @@ def with_effect(model: Any, settings: AdapterSettings) -> Any:
     model = attach_adapter(model, settings, "base")
     generator = torch.Generator().manual_seed(1)
     for parameter in trainable_parameters(model).values():
-        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+        drawn = 0.3 * torch.randn(parameter.shape, generator=generator)
+        parameter.data = drawn.to(parameter.device)
     return model
 
 

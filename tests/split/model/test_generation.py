@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from finetuning.adapters.adapter import attach_adapter, initial_adapter, load_adapter
 from finetuning.data.batching import collate
+from finetuning.devices import default_device
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings
 from split.model.adapters import take_apart
@@ -69,7 +70,8 @@ class Scene:
         model.choose("global", self.parts["head"] | self.parts["tail"])
 
     def whole(self) -> WholeModel:
-        model = attach_adapter(whole_model(self.directory), self.adapter, str(self.directory))
+        model = whole_model(self.directory).to(default_device())
+        model = attach_adapter(model, self.adapter, str(self.directory))
         load_adapter(model, self.state)
         return WholeModel(model)
 

@@ -60,7 +60,9 @@ class Reference:
         self.parameters = {names[name]: p for name, p in parameters.items()}
         parts = take_apart(self.parameters, partition_of(base, split))
         self.body, self.ends = parts["body"], join_adapters([parts["head"], parts["tail"]])
-        self.own = {name: {n: state[n].clone() for n in self.ends} for name in SIZES}
+        self.own = {
+            name: {n: state[n].clone().to(p.device) for n, p in self.ends.items()} for name in SIZES
+        }
         self.moments = {
             name: make_optimizer(
                 {n: torch.nn.Parameter(v) for n, v in self.own[name].items()}, TRAIN

@@ -23,7 +23,9 @@ class Served(Scene):
     @contextmanager
     def model_server(self):
         partition = partition_of(self.directory, self.split)
-        body = load_parts(ModelSettings(), self.directory, partition, ("body",))["body"]
+        body = load_parts(ModelSettings(dtype="float32"), self.directory, partition, ("body",))[
+            "body"
+        ]
         server = ModelServer(body, self.adapter, self.split, "run", max_prompt_length=20)
         try:
             yield server

@@ -146,7 +146,7 @@ class WireModel:
             assert frame.micro_batch == index
             last = tail.extend(frame.tensors["hidden"])[:, -1:]
             logits = self._tail.output_head(inputs_embeds=last, use_cache=False).logits
-            given = logits.argmax(dim=-1)
+            given = logits.argmax(dim=-1).cpu()
             tokens = torch.cat([tokens, given], dim=1)
             lengths = torch.ones_like(lengths)
         self.lane.send(Kind.STEP)

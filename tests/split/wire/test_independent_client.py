@@ -116,7 +116,7 @@ def ours(base, beginning):
 
 def assert_equal(one, other) -> None:
     assert one.keys() == other.keys()
-    assert not [name for name, value in one.items() if not torch.equal(value, other[name])]
+    assert not [n for n, value in one.items() if not torch.equal(value.cpu(), other[n].cpu())]
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -317,7 +317,7 @@ def test_it_generates_with_a_served_model_by_its_invitation_file(base, beginning
     split = split_settings(key_exchange=suite)
     partition = partition_of(base, split)
     parts = take_apart(beginning, partition)
-    body = load_parts(ModelSettings(), base, partition, ("body",))["body"]
+    body = load_parts(ModelSettings(dtype="float32"), base, partition, ("body",))["body"]
     tokens, mask = torch.arange(2, 9)[None], torch.ones(1, 7, dtype=torch.int64)
     server, texts = ModelServer(body, ADAPTER, split, "run", max_prompt_length=7), []
     try:

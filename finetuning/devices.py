@@ -1,0 +1,72 @@
+"""The device of a model, and copies to it that don't wait."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def default_device() -> torch.device:
+    """Return the first accelerator if PyTorch finds one, else the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else torch.device(found.type, 0)
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """Return the type of the weights for ``model.dtype = "auto"``.
+
+    It is bfloat16 if the device computes in it, else float32. A CPU computes in it, but slowly.
+    """
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_bfloat16 = device.type == "xpu"
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def mixed_precision(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Return a context that computes in bfloat16 if the frozen weights have it, except on a CPU."""
+    mixed = device.type != "cpu" and dtype == torch.bfloat16
+    return torch.autocast(device.type, torch.bfloat16) if mixed else nullcontext()
+
+
+def to_device(
+    tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Copy a tensor to a device, and convert it there; the host doesn't wait for the copy.
+
+    A copy from unpinned memory would wait, and so would one that converts.
+    """
+    if tensor.device.type == "cpu" and device.type != "cpu":
+        tensor = tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device, dtype)
+
+
+def to_device_together(
+    tensors: Sequence[torch.Tensor], device: torch.device
+) -> Sequence[torch.Tensor]:
+    """Copy small tensors of the same type to a device at once, as `to_device` does."""
+    if device.type == "cpu":
+        return tensors
+    flat = to_device(torch.cat([tensor.flatten() for tensor in tensors]), device)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def to_host(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], list[torch.Event]]:
+    """Start to copy detached tensors to the CPU, without waiting for the devices.
+
+    Returns:
+        The tensors on the CPU, and one event per copy, after which it is complete.
+
+    """
+    copies, events = {}, []
+    for name, tensor in tensors.items():
+        copies[name] = tensor.detach().to("cpu", non_blocking=True)
+        if tensor.device.type != "cpu":
+            events.append(torch.Event(tensor.device))
+            events[-1].record()
+    return copies, events
