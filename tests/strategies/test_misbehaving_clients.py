@@ -151,6 +151,7 @@ INVALID = {
 def test_an_invalid_reply_is_left_out_by_name_and_the_others_count(values, tmp_path, kind):
     how, reason = INVALID[kind]
     own = values | {"state-path": str(tmp_path), "rounds": 2, "min-nodes": 2}
+    own |= {"strategy": "fedjudge-base", "train.local-steps": 1}
     journal = MemoryJournal()
     start(own, SpyingGrid(own, spoil("beta", how)), journal)
     rounds = [e for e in journal.events if e["event"] == "round"]
