@@ -1,5 +1,7 @@
 """Clients, servers and single-process references for the tests of training through lanes."""
 
+import copy
+import functools
 import gc
 import threading
 import time
@@ -30,7 +32,8 @@ from split.lane.dialling import open_lane
 from split.model.adapters import join_adapters, take_apart
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
-from split.model.partition import partition_of
+from split.model.part import Part
+from split.model.partition import Partition, PartyName, partition_of
 from split.protocol.errors import LaneCutError
 from split.protocol.frames import Kind, Limits
 from split.protocol.training import RoundPlan
@@ -41,7 +44,7 @@ from split.server.stacked_micro_batch import StackedMicroBatch
 from split.settings import SplitSettings
 from tests.waiting import wait_until
 
-STEPS = 20
+STEPS = 10
 LONGEST = 4 * 20
 MAX_CACHED_TOKENS = 3 * (11 + 12)
 MODEL = ModelSettings(dtype="float32")
@@ -73,6 +76,13 @@ def round_of(name: str, steps: int = STEPS, finished: int = 0) -> tuple[list[Exa
     return examples, LocalRound(chosen, first, total, seed, time.monotonic() + 300)
 
 
+@functools.lru_cache(maxsize=8)
+def _ends(base: Path, partition: Partition, model: str) -> dict[PartyName, Part]:
+    """Load a client's parts; loading takes thirty times as long as copying them."""
+    settings = ModelSettings.model_validate_json(model)
+    return load_parts(settings, base, partition, ("head", "tail"))
+
+
 class Client:
     """A client with its own parts, as in a separate process."""
 
@@ -85,7 +95,7 @@ class Client:
         self.noise = noise
         self.split = split
         partition = partition_of(base, split)
-        self.ends = load_parts(model, base, partition, ("head", "tail"))
+        self.ends = copy.deepcopy(_ends(base, partition, model.model_dump_json()))
         for part in self.ends.values():
             part.attach(adapter)
         self.losses: list[float] = []

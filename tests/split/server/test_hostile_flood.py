@@ -22,7 +22,7 @@ from split.protocol.errors import LaneBusyError, LaneUnreachableError
 from split.protocol.frames import Kind
 from split.protocol.invitation import Invitation
 from split.settings import SplitSettings
-from tests.split.clients import SIZES, Client, serving, split_settings, train_together
+from tests.split.clients import SIZES, STEPS, Client, serving, split_settings, train_together
 from tests.split.hostile import (
     CUTS,
     MEMBERS,
@@ -35,7 +35,7 @@ from tests.split.hostile import (
 )
 
 pytestmark = pytest.mark.nightly
-_ROUNDS, _STEPS = 2, 20
+_ROUNDS = 2
 _OUTSIDERS_OF_A_KIND, _MEMBERS_OF_A_KIND = 10, 3  # in each round
 _WIDTH = 32
 # Without a leak the second flood leaves less than 1 MB more than the first.
@@ -197,7 +197,7 @@ class Flood:
 def spoil(invitation: Invitation) -> None:
     """Join a round of training, and send numbers that would make others' gradients NaN."""
     with closing(patiently(lambda: Member(invitation))) as member:
-        fields = {"steps": _STEPS, "first_step": 0, "total_steps": _STEPS, "longest": 4}
+        fields = {"steps": STEPS, "first_step": 0, "total_steps": STEPS, "longest": 4}
         member.send(join(member.sealer, fields | {"wants_gradient": True}))
         assert member.wait_for(Kind.WELCOME, Kind.ERROR) is Kind.WELCOME
         counts = {"targets": 1, "step_targets": 1, "micro_batches": 1}
@@ -207,8 +207,8 @@ def spoil(invitation: Invitation) -> None:
 
 def train_all(clients, server: RemoteServer, state: State, together: bool) -> dict[str, State]:
     if together:
-        return train_together(clients, server, state, dict.fromkeys(SIZES, _STEPS))
-    return {client.name: client.train(server, state, _STEPS) for client in clients}
+        return train_together(clients, server, state, dict.fromkeys(SIZES, STEPS))
+    return {client.name: client.train(server, state, STEPS) for client in clients}
 
 
 def run(base: Path, state: State, split: SplitSettings, idle: Resources | None):

@@ -57,7 +57,7 @@ def test_one_client_equals_centralised_training(base, schedule, head, tail):
     assert client.losses == pytest.approx(report.losses, abs=1e-5)
     final = export_adapter(model.peft_model)
     assert_close(join_adapters([ends, body]), final)
-    assert (final[SAVED] - beginning[SAVED]).abs().max() > 10 * TRAIN.learning_rate
+    assert (final[SAVED] - beginning[SAVED]).abs().max() > STEPS / 2 * TRAIN.learning_rate
     assert report.gradient_norm > CLIPPED.max_gradient_norm  # clipping had something to do
     assert (account.steps, account.error) == (STEPS, "")
 

@@ -109,7 +109,7 @@ def test_hierarchical_equals_separate_trainings_and_their_mean(base, beginning):
 
 
 def test_averaging_within_a_round_equals_lockstep_with_averages(base, beginning):
-    every, steps = 5, {"alpha": 20, "beta": 12, "gamma": 10}
+    every, steps = 5, {"alpha": 10, "beta": 7, "gamma": 5}
     split = split_settings(schedule="hierarchical", average_every=every)
     clients = [Client(name, base, split) for name in SIZES]
     with serving(base, beginning, split) as server:

@@ -10,7 +10,7 @@ import torch
 from finetuning.data.batching import collate
 from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
 from split.server.block_server import BlockServer
-from tests.split.clients import LONGEST, Client, draw, serving, split_settings
+from tests.split.clients import LONGEST, STEPS, Client, draw, serving, split_settings
 from tests.split.hostile import Member, end_of_step, gradient, hidden, join
 from tests.split.model.test_generation import GREEDY, generated
 from tests.split.server.test_model_server import Served
@@ -52,7 +52,7 @@ def train_beside(member: Member, honest: Client, server: BlockServer, state, ste
 
 def test_an_unread_answer_keeps_no_other_client_s_rows(base, beginning):
     """The rows of a stack are one tensor; of that, a client keeps what it was sent."""
-    steps = 12
+    steps = STEPS
     split = split_settings(schedule="client-batch")
     honest = Client("alpha", base, split)
     with serving(base, beginning, split) as server:
