@@ -21,6 +21,7 @@ from finetuning.settings import AdapterSettings
 from split.model.adapters import join_adapters, take_apart
 from split.model.partition import PARTIES, Partition
 from split.protocol.frames import Padding
+from tests.marks import nightly
 from tests.split.conftest import (
     LENGTHS,
     draw_tokens,
@@ -83,7 +84,11 @@ def gradients_of(parts, name: str = "default") -> dict[str, torch.Tensor]:
     return {key: parameter.grad for key, parameter in parameters.items()}
 
 
-@pytest.mark.parametrize("architecture", TARGETS)
+@pytest.mark.parametrize(
+    "architecture",
+    # Whether these three cut rightly is tested by day without adapters.
+    [nightly(name) if name in {"Mixtral", "Bloom", "GPT2"} else name for name in TARGETS],
+)
 def test_gradients_of_the_parts_are_the_whole_model_s(architecture, random_checkpoint):
     directory, settings = random_checkpoint(architecture), settings_of(architecture)
     whole, tokens = adapted_whole(directory, settings), draw_tokens()

@@ -20,6 +20,7 @@ from split.model.adapters import join_adapters, take_apart
 from split.model.exactness import check_exactness
 from split.model.partition import PARTIES, Partition
 from split.protocol.frames import Padding
+from tests.marks import nightly
 from tests.split.clients import (
     TRAIN,
 )
@@ -55,6 +56,9 @@ ARCHITECTURES = {
     "Bloom": SAME_HEADS,
 }
 
+# Others place keys and values as one of these does; all are tested without prefixes by day.
+BY_DAY = {"Llama", "Mistral", "Mixtral", "Gemma2", "GPT2", "OPT", "Bloom", "GptOss"}
+
 
 def random_prefix(directory, seed: int = 1):
     return initial_adapter(str(directory), PREFIX, seed, directory)[0]
@@ -87,7 +91,9 @@ def whole_logits(model, tokens: torch.Tensor, side: str) -> torch.Tensor:
     return model(input_ids=tokens, **inputs).logits[real_tokens(side)]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [name if name in BY_DAY else nightly(name) for name in ARCHITECTURES]
+)
 def test_logits_and_gradients_of_the_parts_are_those_of_peft_s_forward(
     architecture, random_checkpoint
 ):
@@ -96,26 +102,32 @@ def test_logits_and_gradients_of_the_parts_are_those_of_peft_s_forward(
     whole = attach_adapter(whole_model(directory), PREFIX, str(directory)).eval()
     load_adapter(whole, state)
     (parameter,) = trainable_parameters(whole).values()
+    expected, gradient = {}, {}
     for side in ("right", "left"):
         parameter.grad = None
-        expected = whole_logits(whole, tokens, side)
-        expected.square().mean().backward()
-        for head, tail in ((1, 1), (0, 0), (2, 1)):
-            parts = prefixed_parts(directory, head, tail, state)
+        expected[side] = whole_logits(whole, tokens, side)
+        expected[side].square().mean().backward()
+        gradient[side] = parameter.grad
+    for head, tail in ((1, 1), (0, 0), (2, 1)):
+        parts = prefixed_parts(directory, head, tail, state)
+        for side in ("right", "left"):
+            for part in parts.values():
+                for own in part.trainable().values():
+                    own.grad = None
             logits = split_logits(parts, tokens, side)
-            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(logits, expected[side], rtol=1e-5, atol=1e-5)
             logits.square().mean().backward()
             torch.testing.assert_close(
-                gradients_of(parts), parameter.grad, rtol=1e-5, atol=1e-6, msg=f"{side} {head}"
+                gradients_of(parts), gradient[side], rtol=1e-5, atol=1e-6, msg=f"{side} {head}"
             )
     for part in parts.values():
         part.use(None)
     bare = split_logits(parts, tokens, "left")
     assert torch.equal(bare, split_logits(load_all(directory, 2, 1), tokens, "left"))
-    assert not torch.allclose(bare, expected, atol=1e-3)
+    assert not torch.allclose(bare, expected["left"], atol=1e-3)
 
 
-@pytest.mark.parametrize("architecture", ["Gemma2", "GPT2", "OPT", "Mixtral"])
+@pytest.mark.parametrize("architecture", ["Gemma2", "OPT", nightly("GPT2"), nightly("Mixtral")])
 def test_the_check_before_a_run_has_prefixes_in_it(
     random_checkpoint, architecture, monkeypatch, tmp_path
 ):

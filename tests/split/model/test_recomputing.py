@@ -9,7 +9,7 @@ from tests.split.bodies import DROPOUT, load_body, train_branches
 from tests.split.clients import Client, serving, split_settings, train_together
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", nightly("bfloat16")])
 @pytest.mark.parametrize("quantization", ["none", "nf4", "int8"])
 def test_branches_in_turn(random_checkpoint, quantization, dtype):
     directory = random_checkpoint(num_hidden_layers=6, hidden_size=64)

@@ -239,7 +239,7 @@ def test_who_is_slow_changes_nothing(base, beginning):
 
 
 @pytest.mark.parametrize("how", [nightly("close"), "cut"])
-@pytest.mark.parametrize("moment", [(0, 0), (0, 2), (2, 1), (4, 3)], ids=str)
+@pytest.mark.parametrize("moment", [nightly((0, 0)), (0, 2), nightly((2, 1)), (4, 3)], ids=str)
 def test_a_client_that_goes_away_leaves_what_it_finished(base, beginning, moment, how):
     step, count = moment
     steps = dict.fromkeys(SIZES, 6)

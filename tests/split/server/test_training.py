@@ -42,7 +42,7 @@ from tests.waiting import wait_until
         (2, 1, "serial", 0),
         (0, 1, "serial", 0),
         # In its second round, at the learning rates of that.
-        (1, 1, "serial", 1),
+        nightly(1, 1, "serial", 1),
         (1, 1, "client-batch", 1),
     ],
 )
