@@ -16,7 +16,12 @@ from typing import Any
 import torch
 
 from bench.harness import make_table, show
-from finetuning.adapters.adapter import attach_adapter, trainable_parameters
+from finetuning.adapters.adapter import (
+    State,
+    attach_adapter,
+    load_state,
+    trainable_parameters,
+)
 from finetuning.data.batching import collate
 from finetuning.data.rows import Row, parse_messages
 from finetuning.data.tokenization import Example, tokenize
@@ -32,42 +37,52 @@ _BATCH = 4
 _ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="gate_proj,up_proj,down_proj")
 
 
-def measure(settings: ModelSettings, rows: int, seed: int) -> dict[str, float]:
-    """Train on some rows; return how well each attack distinguishes them from other rows.
+def measure(
+    settings: ModelSettings, seed: int, rounds: Sequence[int] = _ROWS
+) -> list[dict[str, float]]:
+    """Train rounds of some rows; return how well each attack distinguishes them from other rows.
 
     This is, by attack, the probability that a training row has a higher score than another row; 0.5
-    equals guessing.
+    equals guessing. Each round begins with the same adapter.
     """
     base = load_base_model(settings)
     torch.manual_seed(seed)
     model = WholeModel(attach_adapter(base.model, _ADAPTER, None))
-    examples = _examples(base.tokenizer, rows + _OTHERS, seed)
+    examples = _examples(base.tokenizer, max(rounds) + _OTHERS, seed)
     padding = base.tokenizer.pad_token_id
     parameters = trainable_parameters(model.peft_model)
     before = {name: value.detach().clone() for name, value in parameters.items()}
     losses = _losses(model, examples, padding)
     gradients = [model.gradients_of(collate([example], padding)) for example in examples]
-    numbers = range(rows)
-    steps = [numbers[start : start + _BATCH] for start in numbers[::_BATCH]]
-    train_round(
-        model=model,
-        parameters=parameters,
-        examples=examples[:rows],
-        padding=padding,
-        local_round=LocalRound(steps, 0, len(steps), seed, deadline=math.inf),
-        settings=TrainSettings(batch_size=_BATCH, accumulation=1, learning_rate=2e-3),
-    )
-    gained = [a - b for a, b in zip(losses, _losses(model, examples, padding), strict=True)]
-    changes = {name: value.detach() - before[name] for name, value in parameters.items()}
-    aligned = [
-        sum(
-            float(torch.cosine_similarity(-gradient.flatten(), changes[name].flatten(), dim=0))
-            for name, gradient in own.items()
-            if gradient.any()
+    found = []
+    for rows in rounds:
+        load_state(parameters, before)
+        numbers = range(rows)
+        steps = [numbers[start : start + _BATCH] for start in numbers[::_BATCH]]
+        train_round(
+            model=model,
+            parameters=parameters,
+            examples=examples[:rows],
+            padding=padding,
+            local_round=LocalRound(steps, 0, len(steps), seed, deadline=math.inf),
+            settings=TrainSettings(batch_size=_BATCH, accumulation=1, learning_rate=2e-3),
         )
-        for own in gradients
-    ]
-    return {"loss": _told(gained, rows), "gradient": _told(aligned, rows)}
+        changes = {name: value.detach() - before[name] for name, value in parameters.items()}
+        chosen = [*numbers, *range(len(examples) - _OTHERS, len(examples))]
+        after = _losses(model, [examples[i] for i in chosen], padding)
+        gained = [losses[i] - loss for i, loss in zip(chosen, after, strict=True)]
+        aligned = [_alignment(gradients[i], changes) for i in chosen]
+        found.append({"loss": _told(gained, rows), "gradient": _told(aligned, rows)})
+    return found
+
+
+def _alignment(gradient: State, changes: State) -> float:
+    """Return the cosines between a row's negative gradient and the changes, summed over tensors."""
+    return sum(
+        float(torch.cosine_similarity(-value.flatten(), changes[name].flatten(), dim=0))
+        for name, value in gradient.items()
+        if value.any()
+    )
 
 
 def _examples(tokenizer: Any, count: int, seed: int) -> list[Example]:
@@ -97,11 +112,11 @@ def main() -> None:
         f"{arguments.model}, one round; mean over seeds ({arguments.seeds}), and the lowest",
         *("rows", "told by loss", "told by gradient"),
     )
-    for rows in _ROWS:
-        found = [measure(ModelSettings(name=arguments.model), rows, seed) for seed in seeds]
+    found = [measure(ModelSettings(name=arguments.model), seed) for seed in seeds]
+    for index, rows in enumerate(_ROWS):
         cells = []
         for attack in ("loss", "gradient"):
-            values = [each[attack] for each in found]
+            values = [each[index][attack] for each in found]
             cells.append(f"{100 * statistics.mean(values):.1f} % ({100 * min(values):.1f})")
         table.add_row(str(rows), *cells)
     show(table)

@@ -8,5 +8,5 @@ from finetuning.settings import ModelSettings
 
 @pytest.mark.nightly
 def test_the_only_row_of_a_round_is_told(checkpoint):
-    found = measure(ModelSettings(name=str(checkpoint)), rows=1, seed=0)
+    (found,) = measure(ModelSettings(name=str(checkpoint)), seed=0, rounds=[1])
     assert found["gradient"] > 0.9 and found["loss"] > 0.6
