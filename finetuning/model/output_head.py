@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 from finetuning.data.batching import MicroBatch
 from finetuning.devices import to_device
 
-# A micro-batch's logits can be larger than all other tensors together. This chunk size is large
-# enough to keep a CPU or GPU busy, and takes 32 MiB for a vocabulary of 32,000 tokens.
-_TARGETS_AT_ONCE = 256
+# A micro-batch's logits can be larger than all other tensors together. These sizes of a chunk of
+# float32 logits keep a CPU or an accelerator busy.
+_CPU_LOGIT_BYTES, _LOGIT_BYTES = 32 * 2**20, 256 * 2**20
 
 
 class _Backbone(torch.nn.Module):
@@ -70,7 +70,7 @@ def end_tokens(causal_lm: Any) -> list[int]:
 
 def target_loss(head: Any, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Sum the cross-entropy over a micro-batch's targets (FedJudge Eq. 1), in nats and float32."""
-    parts = zip(*_targets(hidden, batch), strict=True)
+    parts = zip(*_targets(head, hidden, batch), strict=True)
     return torch.stack([_losses(head, chosen, labels).sum() for chosen, labels in parts]).sum()
 
 
@@ -84,10 +84,11 @@ def add_target_gradient(
     detached and not scaled.
     """
     gradients, losses = [], []
-    parts, labels = _targets(hidden, batch)
+    parts, labels = _targets(head, hidden, batch)
     if isinstance(scale, float):
         scale = hidden.new_full(batch.labels.shape, scale, dtype=torch.float32)
-    weights = torch.split(to_device(scale, hidden.device, torch.float32), _TARGETS_AT_ONCE)
+    scale = to_device(scale, hidden.device, torch.float32)
+    weights = torch.split(scale, _targets_at_once(head, hidden.device))
     for part, label, weight in zip(parts, labels, weights, strict=True):
         chosen = part.detach().requires_grad_()
         loss = _losses(head, chosen, label)
@@ -114,8 +115,9 @@ def target_log_probabilities(
     """
     found, likeliest = [], []
     weights = {n: p.float() for n, p in head.named_parameters() if p.is_floating_point()}
-    parts = torch.split(labels.to(chosen.device), _TARGETS_AT_ONCE)
-    for part, label in zip(torch.split(chosen.float(), _TARGETS_AT_ONCE), parts, strict=True):
+    size = _targets_at_once(head, chosen.device)
+    parts = torch.split(labels.to(chosen.device), size)
+    for part, label in zip(torch.split(chosen.float(), size), parts, strict=True):
         inputs = {"inputs_embeds": part[None], "use_cache": False}
         with torch.autocast(chosen.device.type, enabled=False):
             logits = functional_call(head, weights, kwargs=inputs).logits[0]
@@ -125,13 +127,19 @@ def target_log_probabilities(
 
 
 def _targets(
-    hidden: torch.Tensor, batch: MicroBatch
+    head: Any, hidden: torch.Tensor, batch: MicroBatch
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Yield chunks of the hidden states that predict targets, with the targets."""
     batch = batch.to(hidden.device)
     chosen = hidden.flatten(0, 1).index_select(0, batch.positions)
-    labels = batch.labels
-    return torch.split(chosen, _TARGETS_AT_ONCE), torch.split(labels, _TARGETS_AT_ONCE)
+    size = _targets_at_once(head, hidden.device)
+    return torch.split(chosen, size), torch.split(batch.labels, size)
+
+
+def _targets_at_once(head: Any, device: torch.device) -> int:
+    """Return the number of targets of a chunk."""
+    size = _CPU_LOGIT_BYTES if device.type == "cpu" else _LOGIT_BYTES
+    return max(1, size // (4 * int(head.config.get_text_config().vocab_size)))
 
 
 def _losses(head: Any, chosen: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
