@@ -1,7 +1,7 @@
 """Split learning (FL-GLM), independent of Flower.
 
 ``serve`` loads the middle blocks and serves them. ``connect`` opens a lane (an encrypted
-connection) to them, over which a client trains and evaluates with its first and last blocks.
+connection) to them; a client uses it to train and evaluate with its own first and last blocks.
 """
 
 from typing import TYPE_CHECKING, Any

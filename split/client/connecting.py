@@ -29,7 +29,7 @@ def connect(
         parts: Head and tail, with their adapters attached.
         split: Wire type, window, time limits and averaging period.
         longest: Padded tokens of the largest micro-batch, prefixes included.
-        deadline: Time at which the lane ends, on ``time.monotonic``'s clock.
+        deadline: Time when the lane ends, on ``time.monotonic``'s clock.
         training: Whether to train rather than evaluate. Adapters are averaged in training only.
         noise: Standard deviation of the noise on hidden states that are sent, relative to the root
             mean square of each token's hidden state.

@@ -78,7 +78,7 @@ class RemoteBody:
         return bool(every and self._step and self._step % every == 0)
 
     def average(self, adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Send the adapters of head and tail; return the average over all clients."""
+        """Send the adapters of the head and the tail; return the average over all clients."""
         self._lane.send(Kind.AVERAGE, self._step, tensors=adapters)
         average = self._receive(Kind.AVERAGE, self._until).tensors
         for name, own in adapters.items():
@@ -96,7 +96,7 @@ class RemoteBody:
 
         Args:
             count: Number of micro-batches.
-            forward: Function that computes a micro-batch, sends it with ``send_hidden``, and
+            forward: Function that runs a micro-batch, sends it with ``send_hidden``, and
                 returns its shape (rows, columns, hidden).
             wants_gradient: Whether to expect a ``GRADIENT`` frame for each micro-batch, which the
                 server sends after ``send_gradient``.
@@ -152,7 +152,7 @@ class RemoteBody:
         )
 
     def end_step(self, squared_norm: float) -> tuple[float, float]:
-        """End a step of training with the squared norm of the gradients of head and tail.
+        """End a step of training with the squared norm of the gradients of the head and the tail.
 
         Returns:
             The factor that clips the gradients, from 0 to 1, and their norm over all parties.
@@ -203,8 +203,8 @@ class RemoteBody:
         sent = {Kind.HIDDEN: begun, Kind.GRADIENT: due[Kind.HIDDEN]}
         if not due[frame.kind] == frame.micro_batch < sent[frame.kind]:
             raise LaneError(
-                f"{frame.kind.name} came for micro-batch {frame.micro_batch}; the next one "
-                f"is for {due[frame.kind]}, of {sent[frame.kind]} that were sent"
+                f"received {frame.kind.name} of micro-batch {frame.micro_batch}; expected that of "
+                f"{due[frame.kind]}, of {sent[frame.kind]} that were sent"
             )
         due[frame.kind] += 1
         return frame
@@ -237,7 +237,7 @@ class RemoteBody:
         finally:
             self.seconds_waiting += time.monotonic() - started
         if frame.kind not in (kind, also):
-            raise LaneError(f"the server sent {frame.kind.name} where {kind.name} is due")
+            raise LaneError(f"the server sent {frame.kind.name}; expected {kind.name}")
         step = self._step if kind in _OF_A_STEP else 0
         if frame.step != step or (micro_batch is not None and frame.micro_batch != micro_batch):
             raise LaneError(

@@ -27,7 +27,7 @@ from split.protocol.training import RoundPlan
 
 
 class SplitModel:
-    """A model with head and tail in this process, and the body at the other end of a lane.
+    """A model with its head and tail in this process, and its body at the other end of a lane.
 
     Args:
         head: Embedding and first blocks, with its adapter.
@@ -96,7 +96,7 @@ class SplitModel:
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Select the model to evaluate by its name at the server.
 
-        ``adapters`` are those of head and tail; None for a model without adapters.
+        ``adapters`` belong to the head and the tail; None for a model without adapters.
         """
         for part in (self._head, self._tail):
             part.use(None if adapters is None else "default")
@@ -152,7 +152,7 @@ class SplitModel:
         """End the step, and clip the gradients with the factor that the server returns.
 
         Args:
-            maximum: Maximum norm over all parties, as at the server; 0 for no clipping.
+            maximum: Maximum norm over all parties, the same as at the server; 0 disables clipping.
 
         Returns:
             The norm over all parties before clipping.

@@ -313,7 +313,7 @@ class Lane:
             message = printable(str(frame.fields.get("message")))
             return self._end(PeerError(f"the other side gave up: {message}"))
         if frame.kind is Kind.CONFIRM:
-            raise FrameError("a second CONFIRM came")
+            raise FrameError("received a second CONFIRM")
         size = max(stream.opener.frame_bytes, frame.tensor_bytes) + frame.overhead_bytes
         while self._life.error is None and self._stream is stream:
             if self._inbox.has_room(size):

@@ -91,8 +91,8 @@ class LaneServer:
             port = 0
         if port == 0:
             raise OSError(
-                f"the block server can't listen on {listen}: the port is in use, or the address "
-                "is not one of this machine; change split.listen"
+                f"the block server can't listen on {listen}: the port is in use, or this machine "
+                "does not have that address; change split.listen"
             )
         self.address = f"{listen.rpartition(':')[0]}:{port}"
 

@@ -51,7 +51,7 @@ class Stream:
 
     Attributes:
         opener: Decryption of the other end's records.
-        resumption: Ticket with which the client may open the next stream of the lane.
+        resumption: Ticket that opens the lane's next stream.
 
     """
 

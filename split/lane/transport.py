@@ -1,4 +1,4 @@
-"""The use of gRPC by lanes: method, options of channels and servers, and status codes."""
+"""How lanes use gRPC: the method, options of channels and servers, and status codes."""
 
 import ipaddress
 import threading
@@ -88,7 +88,7 @@ def lane_error(error: Exception) -> LaneError:
     if isinstance(error, LaneError):
         return error
     if isinstance(error, grpc.RpcError):
-        # After the handshake, both sides report all other reasons in encrypted frames.
+        # After the handshake, both sides report errors in encrypted frames, so the stream broke.
         code, _ = status_of(error)
         return LaneCutError(f"the stream broke ({code.name})" if code else "the stream broke")
     # Omit the message, because it may contain confidential data.

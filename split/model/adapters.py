@@ -69,7 +69,7 @@ def take_apart(state: Mapping[str, torch.Tensor], partition: Partition) -> dict[
 
 
 def body_digest(settings: AdapterSettings, state: Mapping[str, torch.Tensor] | None) -> str:
-    """Return a digest with which client and server verify that they use the same body adapters.
+    """Return a digest that lets client and server verify that they use the same body adapters.
 
     It covers their kind, scale and weights; None or no weights stand for a body without adapters.
     """

@@ -45,7 +45,7 @@ def device_map(
     All other modules are on the first device. ``whole`` is described in `split.model.partition`.
 
     Returns:
-        Dictionary from paths of modules to devices, in the order in which the modules compute.
+        Dictionary from paths of modules to devices, in the order that the modules run in.
 
     """
     if len(devices) == 1:

@@ -73,7 +73,7 @@ def check_exactness(
         raise BaseModelError(
             f"{architecture} can't be used in split learning, divided into "
             f"{partition.head}, {len(partition.range_of('body'))} and {partition.tail} blocks: "
-            f"{reason}. Use another base model, or a strategy that keeps it whole"
+            f"{reason}. Use a different base model, or a strategy that keeps it whole"
         )
     with replacing(mark) as aside:
         aside.write_text(architecture)

@@ -65,7 +65,7 @@ class Partition:
 
 
 class _NoPositions(nn.Identity):
-    """Replacement for learned position embeddings in body and tail; the head has added them."""
+    """Replacement for learned position embeddings in the body and tail; the head adds them."""
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros(())

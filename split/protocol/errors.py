@@ -77,7 +77,7 @@ _WORDS = {
     Refusal.TICKET_UNKNOWN: "the server has not issued this ticket: has it been restarted?",
     Refusal.TICKET_EXPIRED: "the ticket has expired: its round took too long to begin",
     Refusal.TICKET_USED: "the ticket has been used: every ticket opens one lane",
-    Refusal.TICKET_FOREIGN: "the ticket was issued for another run, round or node",
+    Refusal.TICKET_FOREIGN: "the ticket was issued for a different run, round or node",
     Refusal.SERVER_KEY: "the server's key has changed since this ticket was issued",
     Refusal.WRAPPED_SECRET: "the secret wrapped to the server's key can't be opened",
     Refusal.BUSY: "the server has as many lanes, or handshakes in progress, as it allows",
@@ -97,7 +97,7 @@ class TicketError(HandshakeError):
 
 
 class ServerKeyError(HandshakeError):
-    """The client uses a server key from before the last rotation, or of another server."""
+    """The client uses a server key from before the last rotation, or of a different server."""
 
 
 class LaneBusyError(HandshakeError):

@@ -130,7 +130,7 @@ class Evaluation:
             self._refuse_in_flight("the end of a generation")
             self.state = State.CHOSEN
             return TextsEnd()
-        raise ProtocolError(f"a {frame.kind.name} frame came in an evaluation")
+        raise ProtocolError(f"a {frame.kind.name} frame is not allowed now in an evaluation")
 
     def _choice(self, frame: Frame) -> ModelChoice:
         model = frame.fields.get("model")
@@ -139,7 +139,7 @@ class Evaluation:
                 f"the model {model!r} isn't among those to evaluate: {', '.join(self._models)}"
             )
         if self.choosing or self._received > self.answered:
-            raise ProtocolError("another model was chosen before the answers to the last one")
+            raise ProtocolError("a model was chosen before the last one's answers were sent")
         self.choosing = model != self._model
         self._model, self.state = model, State.CHOSEN
         return ModelChoice(model, is_new=self.choosing)
@@ -164,7 +164,7 @@ class Evaluation:
         tokens = self._tokens(*hidden.shape[:2])
         if tokens > self._longest:
             raise ProtocolError(
-                f"{tokens} padded tokens came; at most {self._longest} were agreed on"
+                f"received {tokens} padded tokens; at most {self._longest} were agreed on"
             )
         return ForwardPass(frame.step, frame.micro_batch, hidden, padding)
 
@@ -174,8 +174,8 @@ class Evaluation:
         new_tokens = whole_number(frame, "new_tokens")
         if padding.side != "left" or frame.micro_batch or not new_tokens:
             raise ProtocolError(
-                f"a generation of {new_tokens} tokens began with number {frame.micro_batch}, and "
-                f"padding on the {padding.side}"
+                f"a generation of {new_tokens} tokens began with micro-batch {frame.micro_batch} "
+                f"and padding on the {padding.side}; expected micro-batch 0 and left"
             )
         tokens = self._tokens(rows, columns + new_tokens)
         if tokens > self._max_cached_tokens:
@@ -194,11 +194,11 @@ class Evaluation:
         self._refuse_in_flight("the next token")
         if hidden.shape[:2] != (self._rows, 1) or frame.micro_batch != self._frames:
             raise ProtocolError(
-                f"{hidden.shape[0]} × {hidden.shape[1]} tokens came as number {frame.micro_batch}; "
-                f"{self._rows} × 1 were due as number {self._frames}"
+                f"received {hidden.shape[0]} × {hidden.shape[1]} tokens as micro-batch "
+                f"{frame.micro_batch}; expected {self._rows} × 1 as micro-batch {self._frames}"
             )
         if self.state is State.COMPLETE:
-            raise ProtocolError(f"more than the agreed {self._new_tokens} tokens came")
+            raise ProtocolError(f"received more than the agreed {self._new_tokens} tokens")
         self._frames += 1
         if self._frames == self._new_tokens:
             self.state = State.COMPLETE
@@ -206,7 +206,7 @@ class Evaluation:
 
     def _endings(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> CachedExtension:
         if self.state is State.CHOSEN:
-            raise ProtocolError("endings came without the texts that they end")
+            raise ProtocolError("received endings without the texts that they end")
         self._refuse_in_flight("endings")
         each, (rows, columns) = whole_number(frame, "endings"), hidden.shape[:2]
         if (
@@ -215,8 +215,8 @@ class Evaluation:
             or rows != self._rows * each
         ):
             raise ProtocolError(
-                f"{rows} rows came as {each} endings of {self._rows} texts, with number "
-                f"{frame.micro_batch} and padding on the {padding.side}, after {self._frames} "
+                f"received {rows} rows as {each} endings of {self._rows} texts, as micro-batch "
+                f"{frame.micro_batch} with padding on the {padding.side}, after {self._frames} "
                 "frames of these texts"
             )
         tokens = self._tokens(rows, self._columns + columns)
@@ -237,4 +237,4 @@ class Evaluation:
 
     def _refuse_in_flight(self, what: str) -> None:
         if self._received != self.answered:
-            raise ProtocolError(f"{what} came while a micro-batch is in flight")
+            raise ProtocolError(f"received {what} while a micro-batch is in flight")

@@ -159,7 +159,7 @@ class Limits:
         """
         most = self.largest(kind)
         if not most:
-            raise FrameError(f"a {kind.name} frame came, but nothing is averaged within a round")
+            raise FrameError(f"received {kind.name}, but nothing is averaged within a round")
         if size > most:
             raise FrameError(f"a {kind.name} frame has {size} bytes; at most {most} were agreed on")
 
@@ -211,8 +211,8 @@ class Limits:
         dtype, shape = found[tokens]
         if dtype is not wire:
             raise FrameError(
-                f"{tokens!r} came as {dtype}; {self.wire_dtype} was agreed on: do both sides have "
-                "the same split.wire-dtype?"
+                f"received {tokens!r} as {dtype}; {self.wire_dtype} was agreed on: do both sides "
+                "have the same split.wire-dtype?"
             )
         self.check_shape(kind, shape)
         expected = {tokens + SCALE: (torch.float32, shape[:2]), "lengths": (torch.int32, shape[:1])}
@@ -240,7 +240,7 @@ def check_padding(frame: Frame) -> None:
         return
     rows, columns = frame.tensors[TENSOR_OF_KIND[frame.kind]].shape[:2]
     if lengths.shape != (rows,) or lengths.is_floating_point() or lengths.dtype is torch.bool:
-        raise FrameError(f"the lengths of {rows} rows came as {lengths.dtype} {lengths.shape}")
+        raise FrameError(f"received lengths of {rows} rows as {lengths.dtype} {lengths.shape}")
     shortest, longest = (int(bound) for bound in torch.aminmax(lengths))
     if not 1 <= shortest <= longest <= columns:
         raise FrameError(f"the lengths of rows with {columns} columns are {shortest} to {longest}")
@@ -265,7 +265,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     """Check that fields are short strings, booleans, finite floats or 64-bit integers.
 
     Raises:
-        FrameError: A field has another type or value, or its name is not allowed.
+        FrameError: A field's name, type or value is not allowed.
 
     """
     for name, value in fields.items():
@@ -293,7 +293,7 @@ def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
 
     """
     if "lengths" not in frame.tensors:
-        raise ProtocolError("hidden states came without the lengths of their rows")
+        raise ProtocolError("received hidden states without the lengths of their rows")
     side: Literal["left", "right"] = "left" if frame.fields.get("side") == "left" else "right"
     return frame.tensors["hidden"], Padding(side, frame.tensors["lengths"].long())
 
@@ -309,14 +309,14 @@ def check_size(numbers: torch.Tensor, name: str) -> None:
         return
     least, most = (float(bound) for bound in torch.aminmax(numbers))
     if not -_LARGEST_NUMBER <= least <= most <= _LARGEST_NUMBER:
-        raise ProtocolError(f"{name!r} came with numbers beyond 2³⁰")
+        raise ProtocolError(f"{name!r} contains numbers beyond 2³⁰")
 
 
 def whole_number(frame: Frame, name: str) -> int:
     """Return a field that must be a non-negative integer.
 
     Raises:
-        ProtocolError: The field is missing, has another type or is negative.
+        ProtocolError: The field is missing, negative or of the wrong type.
 
     """
     value = frame.fields.get(name)

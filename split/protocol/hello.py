@@ -61,7 +61,7 @@ def read_hello(message: bytes) -> Hello:
     """Parse M1 without checking its MAC.
 
     Raises:
-        HandshakeError: M1 is malformed, or has another version or an unknown suite.
+        HandshakeError: M1 is malformed, or has an unknown version or suite.
 
     """
     check_prefix(message, 1)
@@ -94,7 +94,7 @@ def check_prefix(message: bytes, number: int) -> None:
     """Check that a message has the prefix for this number.
 
     Raises:
-        HandshakeError: The prefix is malformed, or has another number or version.
+        HandshakeError: The prefix is malformed, or its number or version is wrong.
 
     """
     if len(message) < PREFIX_BYTES:

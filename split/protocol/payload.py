@@ -162,7 +162,7 @@ def read_description(content: memoryview, size: int, kind: Kind, limits: Limits)
             raise FrameError("a payload's tensors overlap, leave gaps or are not aligned")
         end = entry.end
     if description.size != size:
-        raise FrameError(f"a payload of {description.size} bytes came in a frame of {size}")
+        raise FrameError(f"a frame of {size} bytes describes {description.size} bytes of payload")
     limits.check(kind, size, description.tensors)
     return description
 

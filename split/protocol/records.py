@@ -1,4 +1,4 @@
-"""Division of frames into records, each of which is encrypted separately.
+"""Division of frames into records, which are encrypted separately.
 
 A record consists of a header of 32 bytes, at most 1 MiB of payload encrypted with AES-256-GCM, and
 the tag of 16 bytes. The header is authenticated as associated data. The nonce is the counter in the
@@ -183,8 +183,8 @@ class Opener:
             raise FrameError("a record's header has unknown bits set")
         if header.counter != self._counter:
             raise FrameError(
-                f"record {header.counter} came where {self._counter} was due: repeated, moved or "
-                "left out"
+                f"received record {header.counter}, expected {self._counter}: a record was "
+                "repeated, moved or left out"
             )
         left = header.total
         if self._partial is None:
@@ -209,8 +209,8 @@ class Opener:
             )
         except InvalidTag:
             raise AlteredRecordError(
-                "a record was altered, repeated, moved or left out, or is of another lane or "
-                "direction"
+                "a record was altered, repeated, moved or left out, or is from a different lane "
+                "or direction"
             ) from None
         self._counter += 1
         self.seconds_crypto += time.perf_counter() - started
@@ -218,7 +218,7 @@ class Opener:
 
 @dataclass
 class _Partial:
-    """A frame of which some records have arrived."""
+    """A frame that has arrived in part."""
 
     header: RecordHeader
     description: Description

@@ -65,7 +65,7 @@ class StandingInvitation(BaseModel):
 
     @property
     def lane(self) -> Invitation:
-        """The invitation with which the client opens a lane."""
+        """The invitation for opening a lane."""
         return Invitation(
             address=self.address,
             suite=self.suite,

@@ -89,7 +89,7 @@ class OutputGradient:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """The end of a step, with the squared norm of the gradients of head and tail."""
+    """The end of a step, with the squared norm of the gradients of the head and the tail."""
 
     step: int
     squared_norm: float
@@ -97,7 +97,7 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class AverageRequest:
-    """Adapters of head and tail, and a request for their average over all clients."""
+    """Adapters of the head and the tail, and a request for their average over all clients."""
 
     step: int
     adapters: dict[str, torch.Tensor]
@@ -119,8 +119,7 @@ class TrainingRound:
     """State machine that checks a client's frames. Calls of ``receive`` must be serialised.
 
     Attributes:
-        plan: Plan with which the client has joined; before that, the largest plan with which it
-            may join.
+        plan: The client's plan; before it has joined, the largest plan that it may have.
         credits: Maximum number of the client's micro-batches in flight.
         answered: Number of micro-batches of the step whose output was sent; set by any thread.
         returned: Number of micro-batches of the step whose gradient has arrived.
@@ -163,16 +162,16 @@ class TrainingRound:
             value, most = getattr(plan, name), getattr(largest, name)
             if value > most:
                 raise ProtocolError(
-                    f"{name} = {value}, and the number of examples that the client reported when "
-                    f"it joined the run allows {most}; it must join again if its data has changed"
+                    f"{name} = {value}, but the number of examples that the client reported when "
+                    f"it joined the run allows {most}; if its data has changed, it must join again"
                 )
         if (
             plan.first_step * largest.steps != largest.first_step * plan.steps
             or plan.total_steps * largest.steps < largest.total_steps * plan.steps
         ):
             raise ProtocolError(
-                f"first_step = {plan.first_step} and total_steps = {plan.total_steps} are not "
-                f"those of a run with {plan.steps} steps in every round"
+                f"first_step = {plan.first_step} and total_steps = {plan.total_steps} don't fit "
+                f"a run with {plan.steps} steps in every round"
             )
         # The body's learning rate must not depend on numbers that a client reports.
         self.plan = replace(plan, first_step=largest.first_step, total_steps=largest.total_steps)
@@ -191,7 +190,7 @@ class TrainingRound:
             self.state = State.ENDED
             return None
         if frame.step != self._step:
-            raise ProtocolError(f"step {frame.step} came in step {self._step}")
+            raise ProtocolError(f"received a frame of step {frame.step} in step {self._step}")
         if frame.kind is Kind.HIDDEN:
             return self._head_output(frame)
         if frame.kind is Kind.GRADIENT:
@@ -199,7 +198,7 @@ class TrainingRound:
         if frame.kind is Kind.STEP:
             return self._step_end(frame)
         if frame.kind is not Kind.AVERAGE:
-            raise ProtocolError(f"a {frame.kind.name} frame came in a round of training")
+            raise ProtocolError(f"a {frame.kind.name} frame is not allowed in training")
         if self.state is State.IN_STEP:
             raise ProtocolError("an average was asked for within a step")
         return AverageRequest(frame.step, dict(frame.tensors))
@@ -207,14 +206,14 @@ class TrainingRound:
     def _head_output(self, frame: Frame) -> HeadOutput:
         index = frame.micro_batch
         if frame.step >= self.plan.steps:
-            raise ProtocolError(f"the round was to have {self.plan.steps} steps")
+            raise ProtocolError(f"the round has only {self.plan.steps} steps")
         if index != len(self._shapes):
-            raise ProtocolError(f"micro-batch {index} came; {len(self._shapes)} is due")
+            raise ProtocolError(f"received micro-batch {index}; expected {len(self._shapes)}")
         if index - self.returned >= self.credits:
             raise ProtocolError(f"more than {self.credits} micro-batches are in flight")
         hidden, padding = hidden_of(frame)
         if padding.side != "right":
-            raise ProtocolError("hidden states came with padding on the left")
+            raise ProtocolError("received hidden states with padding on the left")
         check_size(hidden, "hidden")
         output = HeadOutput(
             step=frame.step,
@@ -238,7 +237,7 @@ class TrainingRound:
         size = output.budget_tokens
         if size > self._longest:
             raise ProtocolError(
-                f"{size} padded tokens came; at most {self._longest} were agreed on"
+                f"received {size} padded tokens; at most {self._longest} were agreed on"
             )
         if index >= output.micro_batches or not output.targets:
             raise ProtocolError(
@@ -250,8 +249,8 @@ class TrainingRound:
             )
         if output.micro_batches > limits.micro_batches:
             raise ProtocolError(
-                f"a step of {output.micro_batches} micro-batches came; train.accumulation allows "
-                f"{limits.micro_batches}"
+                f"received a step of {output.micro_batches} micro-batches; train.accumulation "
+                f"allows {limits.micro_batches}"
             )
         tokens = int(output.padding.lengths.sum())
         if output.targets > tokens:
@@ -261,8 +260,8 @@ class TrainingRound:
         self._targets += output.targets
         if self._rows > limits.rows:
             raise ProtocolError(
-                f"a step of {self._rows} rows came; train.batch-size × train.accumulation allow "
-                f"{limits.rows}"
+                f"received a step of {self._rows} rows; train.batch-size × train.accumulation "
+                f"allows {limits.rows}"
             )
         # The number of targets can be verified only with the last micro-batch. Until then, check it
         # against the maximum number of targets in the remaining micro-batches.
@@ -276,11 +275,11 @@ class TrainingRound:
     def _output_gradient(self, frame: Frame) -> OutputGradient:
         index, gradient = frame.micro_batch, frame.tensors["gradient"]
         if index >= self.answered:
-            raise ProtocolError(f"a gradient of micro-batch {index} came before its output")
+            raise ProtocolError(f"received gradient {index} before its output was sent")
         if index != self.returned:
-            raise ProtocolError(f"a gradient of micro-batch {index} came; {self.returned} is due")
+            raise ProtocolError(f"received gradient {index}; expected {self.returned}")
         if gradient.shape != self._shapes[index]:
-            raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} came")
+            raise ProtocolError(f"received a gradient of the wrong shape {tuple(gradient.shape)}")
         check_size(gradient, "gradient")
         self.returned += 1
         return OutputGradient(frame.step, index, gradient)
@@ -291,7 +290,7 @@ class TrainingRound:
         if not is_number or not 0 <= norm <= _LARGEST_NORM:  # type: ignore[operator]
             raise ProtocolError(f"a step ended with squared_norm = {norm!r}")
         if not self._shapes or not self.returned == len(self._shapes) == self._announced[1]:
-            raise ProtocolError("a step ended before all its gradients came")
+            raise ProtocolError("a step ended before all its gradients were received")
         self._step += 1
         self.answered = self.returned = self._rows = self._targets = 0
         self._announced = (0, 0)

@@ -1,4 +1,4 @@
-"""The block server, which computes the body for clients that train and evaluate models."""
+"""The block server, which runs the body for clients that train and evaluate models."""
 
 import itertools
 import threading
@@ -34,7 +34,7 @@ _END_SECONDS = 600.0
 class BlockServer(Endpoint):
     """Server of the body for a whole run. Call its methods from one thread only.
 
-    The arguments are those of ``serve``, with the loaded ``body`` in place of its directory.
+    The arguments are the same as for ``serve``, with the loaded ``body`` instead of its directory.
 
     Raises:
         OSError: The server can't listen on the address in ``split.listen``.
@@ -106,7 +106,7 @@ class BlockServer(Endpoint):
             examples: Number of training examples of each client that will be invited, keyed by
                 name; its weight in averages.
             seed: Seed of the round for everything that clients train together.
-            own: Adapters of head and tail with which the clients begin; None for the initial
+            own: Adapters of the head and tail that the clients begin with; None for the initial
                 adapters. Averages within the round compare the clients' adapters with them.
 
         """
@@ -153,10 +153,9 @@ class BlockServer(Endpoint):
 
         Args:
             client: Name of the client.
-            round_number: Number of the round after which the models are evaluated; 0 for before
-                the first round.
+            round_number: Number of the last round before this evaluation; 0 before the first one.
             models: Body adapters by name of the model; None for a model without adapters.
-            lifetime: Seconds for which the ticket is valid.
+            lifetime: Seconds that the ticket is valid.
 
         """
         identity = Identity(f"{self._run}/evaluate", round_number, client)
@@ -195,7 +194,7 @@ class BlockServer(Endpoint):
         return self._compute.call(lambda: self._schedule.state_of(client))
 
     def end_round(self, weights: Mapping[str, float]) -> State:
-        """Return the body adapters with which the next round begins.
+        """Return the body adapters that the next round begins with.
 
         If clients have adapters of their own, they are averaged by ``weights``, at least one.
         """

@@ -170,6 +170,6 @@ class ComputeThread:
 
 
 class _Call(Future[Result]):
-    """Owner of a job for whose result another thread waits."""
+    """Owner of a job whose result another thread waits for."""
 
     failed = Future.set_exception

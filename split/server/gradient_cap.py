@@ -30,7 +30,7 @@ class GradientCap:
     The values are the size of the gradients per target, the size of the gradients per step, and the
     number of targets per step. The first two caps limit the contribution to the sum of the
     gradients, so reporting too many targets has no advantage. The third cap limits the number
-    by which the sum is divided, so too many targets don't reduce the share of the others. The
+    by which the sum is divided, so too many targets don't reduce the other clients' share. The
     values per step are extrapolated from each micro-batch.
 
     The size is a sum of norms over tokens. It is an upper bound on the norm of the sum, even if the

@@ -1,4 +1,4 @@
-"""A block server for trained models, with which invited clients can generate text at any time."""
+"""A block server for trained models, which invited clients can use at any time."""
 
 import logging
 import math

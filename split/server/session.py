@@ -24,7 +24,7 @@ class Account:
 
     Attributes:
         purpose: ``train`` or ``evaluate``.
-        tokens: Padded tokens whose forward pass was computed.
+        tokens: Padded tokens of all forward passes.
         bytes_up: Bytes from the client, on the wire.
         seconds_computing: Time of the compute thread; on a GPU, only until the work is enqueued.
         seconds_queued: Time that jobs waited for the compute thread.
@@ -58,7 +58,7 @@ class Session:
         lane: Lane to the client, after the handshake.
         purpose: ``train`` or ``evaluate``.
         compute: Thread that runs the session's jobs.
-        split: Time limits for the client's next frame, in general and while others wait for
+        split: Time limits for the client's next frame, in general and while other clients wait for
             activation budget that the client occupies.
         lifetime: Seconds from the client's invitation to the end of the phase of the round.
 
@@ -78,8 +78,8 @@ class Session:
         self.lifetime = lifetime
         self._frame_timeout = split.frame_timeout
         self._gather_timeout = split.gather_timeout
-        # Seconds that the client was silent while others waited for activation budget that it
-        # occupies: since its last frame, in this step or generation, and in total.
+        # Seconds that the client was silent while other clients waited for activation budget that
+        # it occupies: since its last frame, in this step or generation, and in total.
         self._kept_once = self._kept_in_step = self._kept_in_all = 0.0
         self._turn_since = time.monotonic()  # time at which the session's last job ended
         self._owed = 0
@@ -147,9 +147,9 @@ class Session:
     def receive(self) -> Frame:
         """Wait for the client's next frame, without a time limit while the server owes an answer.
 
-        While others wait for activation budget, a client that occupies some of it may be silent for
-        ``gather_timeout`` between two frames, for ``frame_timeout`` in total in a step or
-        generation, and for half of ``lifetime`` in total.
+        While other clients wait for activation budget, a client that occupies some of it may be
+        silent for ``gather_timeout`` between two frames, for ``frame_timeout`` in total in a step
+        or generation, and for half of ``lifetime`` in total.
 
         Raises:
             LaneError: The lane has ended, or the client was silent for too long.
@@ -192,7 +192,7 @@ class Session:
         self.lane.close(reason)
 
     def _count_waiting(self, seconds: float) -> None:
-        """Add seconds that the client was silent while others waited for its activation budget."""
+        """Add seconds of the client's silence while others waited for its activation budget."""
         seconds = max(0.0, seconds)
         self._kept_once += seconds
         self._kept_in_step += seconds
@@ -205,5 +205,5 @@ class Session:
             if kept >= most:
                 client = self.account.client
                 raise LaneTimeoutError(
-                    f"others waited {kept:.1f} s for room that {client} holds ({setting})"
+                    f"other clients waited {kept:.1f} s for memory held by {client} ({setting})"
                 )

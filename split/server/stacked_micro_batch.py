@@ -23,7 +23,7 @@ class Gradient:
 
 @dataclass(eq=False)
 class Member:
-    """A client whose micro-batches are stacked with those of others."""
+    """A client whose micro-batches are stacked with those of other clients."""
 
     session: Session
     plan: RoundPlan
@@ -36,8 +36,8 @@ class Member:
     answered: int = 0  # number of micro-batches whose output was sent
     returned: int = 0  # number of micro-batches whose gradient has arrived
     finished: int = 0  # number of micro-batches whose backward pass is done
-    squared_norm: float | None = None  # of the gradients of head and tail, after the step's end
-    awaited_since: float | None = None  # time since which others wait for this client
+    squared_norm: float | None = None  # of the head's and tail's gradients, after the step's end
+    awaited_since: float | None = None  # time since when other clients wait for this one
 
     @property
     def client(self) -> str:
@@ -99,7 +99,7 @@ class StackedMicroBatch:
         """Return the stacked gradients of the members' summed (not mean) losses.
 
         They are scaled by the factors of the clients, and 0 in the rows of members without a
-        gradient. Shape, data type and device are those of ``like``, the output of the body.
+        gradient. Shape, data type and device are the same as for ``like``, the output of the body.
         """
         stacked = torch.zeros_like(like)
         for member, output, part in self.rows_of(stacked):

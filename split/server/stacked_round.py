@@ -2,8 +2,8 @@
 
 Micro-batch j of all members is padded, stacked and computed once, and each step of the members ends
 with one step of the body's optimizer. The body's gradient is Σ w_i·g_i, where w_i is the share of
-client i in all targets; the head and tail of each client get the gradient of that client only. The
-others continue if a member leaves: its finished micro-batches count, its unfinished micro-batches
+client i in all targets; the head and tail of each client get the gradient of that client only. If a
+member leaves, the others continue: its finished micro-batches count, its unfinished micro-batches
 do not, and the shares w_i are computed from the micro-batches that count.
 
 Two values of each member are capped at ``split.share-cap`` times the median of the same value of
@@ -13,8 +13,8 @@ the other members (``ShareCap``). Values up to the cap are unchanged.
   above the cap is scaled down before the backward pass, which limits its share in the body's
   gradient. The gradient for the member's own head is not scaled. A gradient that arrives before any
   gradient of another member is scaled down as soon as it can be compared.
-- The reported norm of the gradients of head and tail. A norm above the cap enters the norm over all
-  parties as the cap. In the norm for the member itself, it counts fully and scales down the
+- The reported norm of the gradients of the head and tail. A norm above the cap enters the norm over
+  all parties as the cap. In the norm for the member itself, it counts fully and scales down the
   gradients of the member's head and tail.
 """
 
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class StackedRound:
-    """The stacked computation of all clients of a round; the seed is that of the body's dropout."""
+    """The stacked computation of all clients of a round; the seed is for the body's dropout."""
 
     def __init__(
         self, adapters: BodyAdapters, compute: ComputeThread, seed: int, split: SplitSettings
@@ -78,13 +78,13 @@ class StackedRound:
         """Accept the hidden states of a micro-batch after the head.
 
         Raises:
-            ProtocolError: It belongs to the next step, but the current step was not answered yet.
+            ProtocolError: It belongs to the next step, but the current one has not been answered.
 
         """
         with self._lock:
             # The end of this step would reset the counts below, and the others would wait forever.
             if member.squared_norm is not None:
-                raise ProtocolError("a micro-batch came before the last step was answered")
+                raise ProtocolError("received a micro-batch before the last step was answered")
             if member.received == member.finished:
                 member.awaited_since = None  # not if the member still has to send a gradient
             member.micro_batches = output.micro_batches
@@ -174,15 +174,15 @@ class StackedRound:
         self._waits.note(member.client for member in awaited)
 
     def _end_late_members(self) -> None:
-        """End the lanes of members for which others have waited too long."""
+        """End the lanes of members that others have waited for too long."""
         with self._lock:
             self._note_waiting()
             for member in self._members.values():
                 since = member.awaited_since
                 if since is not None and time.monotonic() - since >= self._split.gather_timeout:
                     member.session.give_up(
-                        f"others waited {time.monotonic() - since:.0f} s for {member.client} "
-                        f"(split.gather-timeout = {self._split.gather_timeout:g})"
+                        f"other clients waited {time.monotonic() - since:.0f} s for {member.client}"
+                        f" (split.gather-timeout = {self._split.gather_timeout:g})"
                     )
 
     def _note_computed(self, stacked: StackedMicroBatch) -> None:

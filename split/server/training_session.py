@@ -31,7 +31,7 @@ class TrainingSession(Session):
     """Session of one client's round of training; see ``Session`` for the other arguments.
 
     Args:
-        largest: The largest plan with which the client may join.
+        largest: The largest plan that the client may have.
         schedule: Schedule, which determines the adapters and the clients that train together.
         limits: Limits of the round.
 

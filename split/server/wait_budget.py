@@ -8,7 +8,7 @@ from split.server.session import Session
 
 
 class WaitBudget:
-    """Total of the time that clients have waited for each other. Not thread-safe.
+    """Total time that clients have waited for each other. Not thread-safe.
 
     Each second of waiting is divided equally among the clients that are waited for. When the total
     reaches half of the round's time, the lane of the client with the most seconds is ended, and its
@@ -44,6 +44,6 @@ class WaitBudget:
         if sum(self._seconds.values()) >= most:
             worst = max(sorted(self._seconds), key=self._seconds.__getitem__)
             self._sessions[worst].give_up(
-                f"others waited {self._seconds[worst]:.0f} s for {worst}, more than for anybody "
-                "else, and half of the round is over in this way (round-timeout)"
+                f"other clients waited {self._seconds[worst]:.0f} s for {worst}, longer than for "
+                "any other, and half of the round was spent waiting (round-timeout)"
             )

@@ -33,7 +33,7 @@ class Hierarchical:
         make_adapters: Function that returns a new set of body adapters with an optimizer.
         compute: Thread that averages the body adapters.
         state: Initial adapters of the body.
-        client_adapters: Adapters of head and tail; later ones must have the same names and shapes.
+        client_adapters: Adapters of the head and tail; names and shapes of later ones must match.
         split: Averaging period, and time limit for clients to wait for each other.
         minimum: Minimum number of clients in a round with averages.
 
@@ -62,7 +62,7 @@ class Hierarchical:
         self._gathered: dict[int, dict[str, State]] = {}
         self._averages: dict[str, State] = {}  # by client, until the client has received it
         self._keeps_optimizers = False
-        self._before: dict[str, OptimizerState] = {}  # by client, as at the start of its round
+        self._before: dict[str, OptimizerState] = {}  # by client, at the start of its round
         self._due: dict[str, int] = {}  # by client, the step after which its next average is due
         self._waits = WaitBudget()
         self._changed = threading.Condition()
@@ -84,7 +84,7 @@ class Hierarchical:
                 adapters.load_optimizer({})
 
     def begin_with(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Set the adapters of head and tail with which all clients begin the round."""
+        """Set the adapters of the head and tail that all clients begin the round with."""
         self._common = dict(own)
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
@@ -121,7 +121,7 @@ class Hierarchical:
     def leave(self, client: str, finished: bool) -> None:
         """Remove a client, and exclude it from averages that are not yet computed.
 
-        If the client is not finished, restore its optimizer, as the client does for head and tail.
+        If it has not finished, restore its optimizer, as the client does for its head and tail.
         """
         before = self._before.pop(client, None)
         if before is not None and not finished:
@@ -141,7 +141,7 @@ class Hierarchical:
         the clients, is returned.
 
         Raises:
-            RuntimeError: No average is due for this client.
+            RuntimeError: This client has no average after this step.
             ProtocolError: The adapters have unexpected names, types or shapes, or are not finite.
             LaneError: The client's lane has ended.
 
@@ -214,7 +214,7 @@ class Hierarchical:
             given, shape = own[name], expected[name].shape
             if given.dtype is not torch.float32 or given.shape != shape:
                 raise ProtocolError(
-                    f"{name!r} came as {given.dtype} of shape {tuple(given.shape)}; its average is "
+                    f"received {name!r} as {given.dtype} of shape {tuple(given.shape)}; expected "
                     f"float32 of shape {tuple(shape)}"
                 )
             check_size(given, name)
@@ -237,8 +237,8 @@ class Hierarchical:
     def _mean(self, states: Mapping[str, State], reference: State) -> State:
         """Return the weighted average of the clients' adapters, added up in the order of names.
 
-        Differences from ``reference``, with which all clients began, are scaled down if they are
-        much larger than those of the other clients.
+        All clients began with ``reference``. A client's difference from it is scaled down if it is
+        much larger than the other clients' differences.
         """
         factors = update_factors({n: distance(each, reference) for n, each in states.items()})
         mean = WeightedMean()

@@ -1,4 +1,4 @@
-"""A barrier at which clients that train together wait at the beginning of a round."""
+"""A barrier where clients that train together wait at the beginning of a round."""
 
 import threading
 import time

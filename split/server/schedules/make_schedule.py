@@ -1,4 +1,4 @@
-"""Creation of the schedule that is set in the run's configuration."""
+"""Create the schedule that the run's configuration names."""
 
 from collections.abc import Callable, Mapping
 

@@ -28,7 +28,7 @@ class Serial(SharedAdapters):
         client = session.account.client
         with self._lock:
             if self._turn:
-                raise RuntimeError(f"{client} came in {self._turn}'s turn, which has not ended")
+                raise RuntimeError(f"{client} can't begin before {self._turn}'s turn has ended")
             self._turn = client
         self._before = self._adapters.export(), self._adapters.export_optimizer()
         return SeparateTrainer(session, self._adapters, plan)

@@ -24,7 +24,7 @@ class SharedAdapters:
             self._adapters.load_optimizer({})
 
     def begin_with(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing, because head and tail are not averaged within a round."""
+        """Do nothing, because the head and tail are not averaged within a round."""
 
     def average(self, session: Session, step: int, own: State) -> State:
         """Raise an error, because clients have no separate adapters to average.

@@ -138,7 +138,7 @@ def test_a_counter_that_was_corrected_does_not_help():
 
 def test_records_of_another_lane_or_direction_are_noticed():
     (record,) = seal(Sealer(DOWN), step())
-    with pytest.raises(AlteredRecordError, match="another lane or direction"):
+    with pytest.raises(AlteredRecordError, match="different lane or direction"):
         Opener(UP, LIMITS).open(record)
 
 

@@ -80,12 +80,12 @@ def send_endings(model, rows, columns, each, index=1, side="right") -> None:
 @pytest.mark.parametrize(
     ("endings", "reason"),
     [
-        ({"rows": 7}, "7 rows came as 2 endings of 3 texts"),
-        ({"each": 0}, "6 rows came as 0 endings"),
+        ({"rows": 7}, "7 rows as 2 endings of 3 texts"),
+        ({"each": 0}, "6 rows as 0 endings"),
         ({"each": -2}, "endings = -2"),
         ({"each": True}, "endings = True"),
         ({"each": 2**62}, "endings of 3 texts"),
-        ({"index": 2}, "with number 2"),
+        ({"index": 2}, "as micro-batch 2"),
         ({"side": "left"}, "padding on the left"),
         ({"columns": 4}, "endings take 90 tokens; at most 84 were agreed on"),
     ],

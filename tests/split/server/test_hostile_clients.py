@@ -285,6 +285,6 @@ def test_one_that_is_slow_but_never_late_takes_half_of_the_round_at_most(base, b
         base, beginning, be_slow, lifetime=5.0, gather_timeout=2.0, **changes
     )
     assert set(trained) == {"alpha", "gamma", "body"}
-    assert re.match(r"others waited \d+ s for beta, .*round-timeout", accounts["beta"].error)
+    assert re.match(r"other clients waited \d+ s for beta, .*round-timeout", accounts["beta"].error)
     assert accounts["beta"].steps < 2
     assert not accounts["alpha"].error and not accounts["gamma"].error

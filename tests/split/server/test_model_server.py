@@ -118,7 +118,7 @@ def test_an_unknown_model_too_much_text_and_no_generation_end_the_lane_alone(sce
                 model.generate(torch.ones(1, 21).long(), torch.ones(1, 21).long(), 1)
         with client.lane(invitation) as model:
             scene.choose(model)
-            with pytest.raises(PeerError, match="padded tokens came; at most 0 were agreed on"):
+            with pytest.raises(PeerError, match="padded tokens; at most 0 were agreed on"):
                 model.summed_losses([collate(draw(1, 7), 0)])
         with client.lane(invitation) as model:
             scene.choose(model)

@@ -126,9 +126,7 @@ def test_a_micro_batch_takes_its_prefixes_places_in_the_budget(base, schedule, l
                 assert model.lane.receive(30).kind is Kind.HIDDEN
                 assert tokens_taken(server, split) == 2 * (8 + 5)
             else:
-                with pytest.raises(
-                    LaneError, match="26 padded tokens came; at most 25 were agreed on"
-                ):
+                with pytest.raises(LaneError, match="26 padded tokens; at most 25 were agreed on"):
                     model.lane.receive(30)
         server.finish_lanes()
         assert tokens_taken(server, split) == 0
@@ -159,9 +157,7 @@ def test_an_evaluation_s_prefixes_count_too(base, model_name, refused):
             model.lane.receive(30)
             send(model, 8, 10)
             if refused:
-                with pytest.raises(
-                    LaneError, match="120 padded tokens came; at most 80 were agreed on"
-                ):
+                with pytest.raises(LaneError, match="120 padded tokens; at most 80 were agreed on"):
                     model.lane.receive(30)
             else:
                 assert model.lane.receive(30).kind is Kind.HIDDEN

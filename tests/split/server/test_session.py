@@ -144,11 +144,11 @@ def no_lengths(self, model):
 
 REFUSED = {
     "without joining": (lambda self, model: self.send_hidden(model), "began with"),
-    "another step": (lambda s, m: (s.join(m), s.send_hidden(m, step=1)), "step 1 came in step 0"),
-    "another order": (lambda s, m: (s.join(m), s.send_hidden(m, 1, micro_batches=2)), "0 is due"),
-    "twice": (twice, "1 is due"),
+    "another step": (lambda s, m: (s.join(m), s.send_hidden(m, step=1)), "step 1 in step 0"),
+    "another order": (lambda s, m: (s.join(m), s.send_hidden(m, 1, micro_batches=2)), "expected 0"),
+    "twice": (twice, "expected 1"),
     "no targets": (lambda s, m: (s.join(m), s.send_hidden(m, targets=0)), "does not fit a step"),
-    "too large": (larger, "18 padded tokens came"),
+    "too large": (larger, "received 18 padded tokens"),
     "beyond its credits": (beyond_credits, "in flight"),
     "a gradient of nothing": (lambda s, m: (s.join(m), s.gradient(m)), "before its output"),
     "a gradient of another shape": (odd_gradient, "shape"),
@@ -156,13 +156,13 @@ REFUSED = {
     "an impossible norm": (infinite_norm, "squared_norm"),
     "an end within a step": (early_end, "the round ended in step 0 of 3"),
     "an end without steps": (no_steps, "the round ended in step 0 of 3"),
-    "a step too many": (a_step_too_many, "the round was to have 1 steps"),
-    "an average that is not due": (average, "AVERAGE frame came, but nothing is averaged"),
+    "a step too many": (a_step_too_many, "the round has only 1 steps"),
+    "an average that is not due": (average, "AVERAGE, but nothing is averaged"),
     "no lengths": (no_lengths, "lengths"),
     "more steps than its examples allow": (joined(steps=11, total_steps=11), "steps = 11"),
     "a later step than its rounds allow": (joined(first_step=1), "first_step = 1"),
     "a longer run than its rounds allow": (joined(total_steps=11), "total_steps = 11"),
-    "more steps than its whole run": (joined(total_steps=2), "not those of a run with 3 steps"),
+    "more steps than its whole run": (joined(total_steps=2), "don't fit a run with 3 steps"),
     "more targets than tokens": (counted(targets=17, step_targets=17), "16 tokens has 17 targets"),
     "more targets in a step than fit": (counted(step_targets=2**62), "a step of 4611686"),
     "targets that do not add up": (too_few_targets, "7 targets has 6 after 2 of 2"),
@@ -267,7 +267,7 @@ def test_a_turn_is_nobody_else_s(base, beginning):
         with alpha.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
             alpha.join(model)
             for _ in range(2):
-                with pytest.raises(LaneError, match="beta came in alpha's turn"):
+                with pytest.raises(LaneError, match="beta can't begin before alpha's turn"):
                     beta.train(server, beginning, 3)
             alpha.send_hidden(model)
             assert model.lane.receive(30.0).kind is Kind.HIDDEN
@@ -304,12 +304,12 @@ def follow(model, count, rows=3):
 REFUSED_TEXTS = {
     "more than agreed": (lambda m: send_texts(m, new_tokens=13), "evaluate.max-new-tokens"),
     "more tokens": (lambda m: (answered(m), follow(m, 13)), "more than the agreed 12"),
-    "several at once": (lambda m: (answered(m), send_texts(m, 3, 2, None, 1)), "3 × 1 were due"),
-    "other rows": (lambda m: (answered(m), follow(m, 2, rows=2)), "2 × 1 tokens came"),
-    "another number": (lambda m: (answered(m), send_texts(m, 3, 1, None, 2)), "as number 1"),
+    "several at once": (lambda m: (answered(m), send_texts(m, 3, 2, None, 1)), "expected 3 × 1"),
+    "other rows": (lambda m: (answered(m), follow(m, 2, rows=2)), "received 2 × 1 tokens"),
+    "another number": (lambda m: (answered(m), send_texts(m, 3, 1, None, 2)), "as micro-batch 1"),
     "two in flight": (lambda m: [send_texts(m) for _ in range(9)], "in flight"),
     "an early end": (lambda m: (send_texts(m), m.lane.send(Kind.STEP)), "in flight"),
-    "an end of nothing": (lambda m: m.lane.send(Kind.STEP), "STEP frame came in an evaluation"),
+    "an end of nothing": (lambda m: m.lane.send(Kind.STEP), "STEP frame is not allowed now"),
     "padding on the right": (lambda m: send_texts(m, side="right"), "padding on the right"),
     "nothing": (lambda m: send_texts(m, new_tokens=0), "a generation of 0 tokens"),
     "what was not agreed": (lambda m: send_texts(m, 1, 1, 1), "evaluate.generate"),
@@ -418,7 +418,7 @@ def test_models_to_evaluate_are_chosen_one_at_a_time(base, beginning):
                 wait_until(lambda: cleans_up(server))
             while True:
                 model.lane.receive(30.0)
-        assert "before the answers" in server.finish_lanes()[0].error
+        assert "before the last one's answers" in server.finish_lanes()[0].error
 
 
 def test_choosing_the_same_model_again_is_answered_without_the_compute_thread(base, beginning):
@@ -460,6 +460,6 @@ def test_a_client_counts_its_steps_from_the_run_s_first_round(base, beginning, s
         invitation = server.invite_to_train("alpha", 2, 0, 60.0)
         with (
             Client("alpha", base, split).lane(invitation) as model,
-            pytest.raises(LaneError, match=f"first_step = {first} and total_steps = {total} are"),
+            pytest.raises(LaneError, match=f"first_step = {first} and total_steps = {total} don"),
         ):
             model.join(RoundPlan(steps, first, total, 0), 16, time.monotonic() + 60)
