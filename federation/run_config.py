@@ -55,14 +55,14 @@ class RunConfig(Section):
     rounds: int = Field(
         5,
         ge=0,
-        description="Communication rounds (FedJudge section 4.2.3); with 0 models are evaluated "
-        "only.",
+        description="Communication rounds (FedJudge section 4.2.3); with 0, models are only "
+        "evaluated.",
     )
     seed: int = Field(
         0,
         ge=0,
         description="Every random number of the run derives from it, except keys, tickets, and the "
-        "draws and noise that a site's policy asks for.",
+        "draws and noise that a site's policy requires.",
     )
     min_nodes: PositiveInt = Field(
         2,
@@ -74,8 +74,8 @@ class RunConfig(Section):
         0.75,
         gt=0,
         le=1,
-        description="Largest share of a client's data size in averages of two clients or more. A "
-        "client with more is named in the log, and its weight is reduced; 1 accepts all sizes.",
+        description="Maximum share of a client's data size in averages of two or more clients. A "
+        "larger client is named in the log, and its weight is reduced; 1 accepts all sizes.",
     )
     node_timeout: PositiveFloat = Field(
         120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."
@@ -106,8 +106,8 @@ class RunConfig(Section):
     )
     instruction_key: str = Field(
         "",
-        description="Key on the coordinator with which instructions to institutions are signed: "
-        "the `instructions.key` of `chambers site certificates`; an absolute path. `none`: they "
+        description="Key on the coordinator that signs instructions to institutions: the "
+        "`instructions.key` of `chambers site certificates`; an absolute path. `none`: they "
         "aren't signed. Required in a deployment, and not used in simulations.",
     )
     model: ModelSettings = Field(default_factory=ModelSettings)
@@ -279,7 +279,7 @@ def configuration_table() -> str:
         "Settings are given with `flwr run . --run-config 'rounds=3 train.learning-rate=1e-3'`, "
         "with a TOML file (`--run-config presets/fedjudge.toml`), or in `[tool.flwr.app.config]` "
         "of `pyproject.toml`; in simulation also with `chambers train fedjudge rounds=3`. "
-        "Defaults are those of the FedJudge paper where it has them. Every mistake is reported "
+        "Defaults are the FedJudge paper's values where it gives them. Every mistake is reported "
         "before anything starts. This page is generated from the code: "
         "`python -m federation.run_config > docs/configuration.md`.",
         "",

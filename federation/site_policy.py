@@ -67,14 +67,14 @@ class SplitPolicy(_Table):
     min_head_blocks: int = Field(
         1,
         ge=0,
-        description="Minimum number of blocks before hidden states leave (`split.head-blocks`). "
-        "With 0 the coordinator can look up the text.",
+        description="Minimum number of blocks that hidden states must pass before they are sent "
+        "(`split.head-blocks`). With 0 the coordinator can look up the text.",
     )
     noise: float = Field(
         0.0,
         ge=0,
         description="Standard deviation of the noise that is added to hidden states before they "
-        "leave, relative to the root mean square of each token's. It is no protection: see "
+        "are sent, relative to each token's root mean square. It is no protection: see "
         "[its effect](attack.md#noise).",
     )
 
@@ -152,8 +152,8 @@ class SitePolicy(_Table):
     )
     max_runs: PositiveInt | None = Field(
         None,
-        description="Maximum number of runs in the audit log that are trained or evaluated. "
-        "Absent: no limit, and then `max-rounds` applies to any number of runs.",
+        description="Maximum number of runs that may train or evaluate here, counted in the audit "
+        "log. Absent: no limit, and then `max-rounds` applies to any number of runs.",
     )
     max_rounds: PositiveInt | None = Field(
         None,
@@ -169,8 +169,8 @@ class SitePolicy(_Table):
     )
     min_examples: PositiveInt = Field(
         1,
-        description="Minimum number of rows from which an adapter, importance, loss or score must "
-        "be computed if it is to leave. A conversation is one row, and so is a line with several "
+        description="Every adapter, importance, loss or score that is sent must be computed from "
+        "at least this many rows. A conversation is one row, and so is a line with several "
         "questions, as in MultiRC. Hidden states are always of single rows.",
     )
     evaluation: bool = Field(
@@ -186,7 +186,7 @@ class SitePolicy(_Table):
         False,
         description="Whether the institution's held-out questions are sent to the coordinator as "
         "text, with their reference answers and the generated ones (`evaluate.show-answers`), "
-        "whatever `min-examples` says. Nothing else that leaves contains text of rows.",
+        "whatever `min-examples` says. Nothing else that is sent contains text of rows.",
     )
     audit_log: AbsolutePath = Field(
         "",

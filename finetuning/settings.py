@@ -55,8 +55,8 @@ class AdapterSettings(Section):
 
     kind: Literal["lora", "prefix"] = Field(
         "lora",
-        description="`lora`, or `prefix`: P-tuning v2, trained keys and values before those of the "
-        "tokens in every block.",
+        description="`lora`, or `prefix`: P-tuning v2, trained keys and values that precede the "
+        "tokens' own in every block.",
     )
     prefix_length: PositiveInt = Field(
         128,
@@ -96,10 +96,10 @@ class DataSettings(Section):
     )
     generated: Literal["styles", "matters", "matters-unequal", "matters-even"] = Field(
         "styles",
-        description="What clients without `data.path` have. `styles`: three clients (repeated if "
+        description="Data of clients without `data.path`. `styles`: three clients (repeated if "
         "there are more) write in three styles: views of a court, consultations, reasoning. "
-        "`matters`: questions of law on twelve matters, divided by the seed among all clients, "
-        "each of which is tested on all. `matters-unequal`: with data sizes of 3 : 2 : 1. "
+        "`matters`: questions on twelve legal topics (matters), divided by the seed among all "
+        "clients; each is tested on all. `matters-unequal`: with data sizes of 3 : 2 : 1. "
         "`matters-even`: each client has questions on all matters.",
     )
     pool: str = Field(
@@ -126,9 +126,9 @@ class DataSettings(Section):
         "reasoning",
     ] = Field(
         "",
-        description="The task in whose published format the files are, such as SuperGLUE's "
-        "`train.jsonl` and `val.jsonl`; `docs/tasks.md` shows the prompts. Empty: the files have "
-        "instructions or conversations.",
+        description="The task whose published format the files have, such as SuperGLUE's "
+        "`train.jsonl` and `val.jsonl`; `docs/tasks.md` shows the prompts. Empty: the files "
+        "contain instructions or conversations.",
     )
     partition: Literal["iid", "label", "length", "dirichlet"] = Field(
         "iid",
@@ -146,7 +146,7 @@ class DataSettings(Section):
         gt=0,
         lt=1,
         description="Share of a client's rows held out when its data has no test file. Questions "
-        "on one passage, as of MultiRC, stay together, here and with an `iid` partition.",
+        "on one passage, as in MultiRC, stay together, here and with an `iid` partition.",
     )
     max_length: int = Field(
         800,
@@ -224,9 +224,9 @@ class ContinualSettings(Section):
         0.0,
         ge=0,
         lt=1,
-        description="The share of the gradient norm that the penalty is to have, such as 0.1: λ is "
-        "then set in each step, and `continual.lambda` is not used. A constant λ depends on model, "
-        "data and number of weights.",
+        description="Target share of the penalty in the gradient norm, such as 0.1: λ is then set "
+        "in each step, and `continual.lambda` is not used. A suitable constant λ depends on the "
+        "model, the data and the number of weights.",
     )
     sum: Literal["all", "tensor"] = Field(
         "all",
@@ -260,7 +260,7 @@ class EvaluateSettings(Section):
     batch_size: PositiveInt = Field(8, description="Examples evaluated at once.")
     generate: bool = Field(
         False,
-        description="Also generate answers and score them by ROUGE and BLEU. The prompts are "
+        description="Also generate answers and score them with ROUGE and BLEU. The prompts are "
         "shortened only if they alone don't fit into `data.max-length`.",
     )
     generate_examples: PositiveInt = Field(

@@ -46,9 +46,9 @@ class SplitSettings(Section):
     )
     activation_budget: PositiveInt = Field(
         16384,
-        description="Padded tokens of all clients, prefixes included, whose activations, or keys "
-        "and values of generated text, the server holds at once. Lower it if the server runs out "
-        "of memory.",
+        description="Maximum padded tokens of all clients, prefixes included, whose activations, "
+        "or keys and values of generated text, are in the server's memory at once. Lower it if the "
+        "server runs out of memory.",
     )
     body_devices: str = Field(
         "",
@@ -62,7 +62,7 @@ class SplitSettings(Section):
     )
     advertise: str = Field(
         "",
-        description="Address and port at which clients reach the block server; empty: `listen`.",
+        description="Address and port where clients reach the block server; empty: `listen`.",
     )
     key_exchange: Literal["ml-kem-768-x25519", "rsa-3072"] = Field(
         "ml-kem-768-x25519",
@@ -86,21 +86,21 @@ class SplitSettings(Section):
     gather_timeout: PositiveFloat = Field(
         60.0,
         description="Seconds after which `client-batch` continues without clients that all others "
-        "are waiting for, and after which the lane of a silent client ends if others wait for what "
-        "it holds of `activation-budget`. Besides, once half of `round-timeout` has been spent on "
-        "waiting, the client that was waited for most is left out of the round.",
+        "are waiting for. Also seconds after which the lane of a silent client ends if other "
+        "clients wait for the part of `activation-budget` that it occupies. Once half of a round's "
+        "`round-timeout` has been spent waiting, the client most waited for is left out of it.",
     )
     resume_timeout: PositiveFloat = Field(
         30.0,
-        description="Seconds within which a lane that the network has cut must be "
-        "resumed; with `client-batch` the others wait no longer than `gather-timeout` for it.",
+        description="Seconds within which a lane must be resumed after a cut by the network. With "
+        "`client-batch` the other clients wait no longer than `gather-timeout` for it.",
     )
     frame_timeout: PositiveFloat = Field(
         300.0,
-        description="Seconds that client and server wait for each other's next frame; for the end "
-        "of a step, a client waits until the round ends. A client may also be silent for this "
-        "long in total in a step, or in the generation of a batch, while "
-        "others wait for what it holds of `activation-budget`.",
+        description="Seconds that client and server wait for each other's next frame. For the end "
+        "of a step, a client waits until the round ends. While other clients wait for the part of "
+        "`activation-budget` that a client occupies, it may be silent for this long in total in a "
+        "step, or in the generation of a batch.",
     )
 
     @property
