@@ -1,1 +1,1 @@
-"""``chambers``: the command-line tool. Heavy libraries are imported only by commands, when run."""
+"""``chambers``: the command-line tool. Heavy libraries are imported only when a command runs."""

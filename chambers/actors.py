@@ -1,4 +1,4 @@
-"""The number of actors in a simulation: Ray processes in which the clients run in turn."""
+"""The number of actors in a simulation: Ray processes that run the clients in turn."""
 
 import math
 import os

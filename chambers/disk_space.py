@@ -15,9 +15,9 @@ MIN_FREE_GIB = 5.0
 DATABASE = Path("database")
 ACCESS_LOG = Path("proxy") / "access.log"
 _PERIOD_SECONDS = 3600.0
-# Size of the part of the log to read, at its end; about 45,000 requests.
+# Number of bytes to read from the end of the log, about 45,000 requests.
 _MAX_BYTES = 4 * 2**20
-# An accepted request, in the format set in nginx.conf; unregistered senders get another status.
+# An accepted request, in the format set in nginx.conf; unregistered senders get other statuses.
 _LINE = re.compile(
     rb"([0-9a-f.:]{2,45}) \[(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d)\] "
     rb'"POST /v1/fleet/[a-z-]+" 200 (\d{1,12}) \d+ [\d.]+\n'

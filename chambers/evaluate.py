@@ -91,7 +91,7 @@ class Evaluate(BaseModelOptions):
     bertscore: Annotated[
         str | None,
         option(
-            "Encoder with which generated answers are also scored by BERTScore; needs "
+            "Encoder for BERTScore, which then also scores generated answers; needs "
             "chambers[bertscore].",
             "ID_OR_FOLDER",
         ),

@@ -1,7 +1,7 @@
 """Clients in this process: messages go to the ClientApp directly, without a SuperLink.
 
 The ServerApp and the ClientApp do the same as in a simulation, which takes longer to start than a
-small model to train.
+small model takes to train.
 """
 
 from collections.abc import Iterable, Mapping

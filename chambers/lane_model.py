@@ -1,4 +1,4 @@
-"""A split model with local head and tail, and the middle blocks at a block server."""
+"""A split model whose head and tail are local, and whose middle blocks are at a block server."""
 
 import sys
 import time

@@ -37,7 +37,7 @@ class Source:
     adapter: SavedAdapter | None = None  # None for the base model alone
     invitation: StandingInvitation | None = None  # to a block server; None for a whole model
     chosen: str = "base"  # name of the model at the server
-    client_adapter: State | None = None  # the part of the adapter for head and tail
+    client_adapter: State | None = None  # the adapter's part for the head and tail
 
     @property
     def columns_before(self) -> int:
@@ -63,7 +63,7 @@ class Source:
 def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
     """Find the model named by the options; raise ``UserError`` if its parts don't fit.
 
-    With an invitation to a block server, only head and tail are on this machine.
+    With an invitation to a block server, only the head and tail are on this machine.
     """
     adapter = read_adapter(options.adapter) if options.adapter else None
     if invitation_file:
@@ -96,20 +96,21 @@ def check_length(
     check_positions(source.directory, row)
     if tokens > source.max_prompt_length:
         raise CommandError(
-            f"{origin} has {tokens} tokens, and the block server allows "
+            f"{origin} has {tokens} tokens, but the block server allows only "
             f"{source.max_prompt_length} in a prompt; shorten it"
         )
-    total = f"{' and '.join(row)} are {' + '.join(map(str, row.values()))}"
-    if sum(row.values()) > batch_tokens:
-        raise CommandError(f"{total}, and --batch-tokens allows {batch_tokens}")
-    if sum(row.values()) > source.max_tokens:
+    total = sum(row.values())
+    needed = f"{' and '.join(f'{name} ({n})' for name, n in row.items())} add up to {total}"
+    if total > batch_tokens:
+        raise CommandError(f"{needed}, but --batch-tokens allows only {batch_tokens}; raise it")
+    if total > source.max_tokens:
         cure = "shorten it, or lower --max-new-tokens" if new_tokens else "shorten it"
-        raise CommandError(f"{total}, and the block server allows {source.max_tokens}; {cure}")
+        raise CommandError(f"{needed}, but the block server allows {source.max_tokens}; {cure}")
 
 
 @contextmanager
 def opened(source: Source) -> Iterator[Model]:
-    """Load the model, or load head and tail and open a lane; raise ``UserError`` if that fails."""
+    """Load the model, or load its head and tail and open a lane; raise ``UserError`` on failure."""
     if source.invitation is None:
         yield _whole(source)
         return
@@ -172,7 +173,7 @@ def _whole(source: Source) -> WholeModel:
     except ValueError as error:  # includes BaseModelError
         problem = f"the base model {source.settings.name} can't be used"
         if source.adapter is not None:
-            problem += f", or the adapter in {source.adapter.directory} is for another base model"
+            problem += f", or the adapter in {source.adapter.directory} is for a different one"
         raise CommandError(f"{problem}: {error}") from error
     return WholeModel(model)
 

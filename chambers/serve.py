@@ -52,7 +52,7 @@ class Serve(AdapterOptions):
         ),
     ] = "127.0.0.1:0"
     advertise: Annotated[
-        str, option("Address and port at which clients reach it, if different.", "HOST:PORT")
+        str, option("Address and port where clients reach it, if different.", "HOST:PORT")
     ] = ""
     clients: Annotated[
         str,

@@ -122,8 +122,8 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
         )
     except OSError as error:
         raise CommandError(
-            f"--listen {served.split.listen}: the port is in use, or the address is not one of "
-            "this machine"
+            f"--listen {served.split.listen}: the port is in use, or this machine does not have "
+            "that address"
         ) from error
     try:
         yield server.address, _invite(server, served, lifetime)

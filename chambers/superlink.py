@@ -29,7 +29,7 @@ COMPLETED = "finished:completed"
 # Link in the FLWR_HOME of a SuperLink to the folder of its most recent run.
 RUN_LINK = "run-folder"
 _FAILED = "Simulation failed with exception: "
-# Status details of a failed run for which Flower reports the reason only in the log.
+# Status details of a failed run if Flower reports the reason only in the log.
 _UNSAID = {"", "N/A", "An error was encountered. Ending simulation."}
 _CHAINED = re.compile(r"\n\n(?:The above exception was|During handling of the above)")
 # Number of lines at the end of the log to search for the reason.

@@ -126,7 +126,7 @@ def read_settings(settings: list[str]) -> dict[str, Any]:
 
 
 def with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Make relative paths absolute, since Flower runs the app in another folder."""
+    """Make relative paths absolute, since Flower runs the app in a different folder."""
     values = dict(settings)
     for key in _PATHS & values.keys():
         path = Path(str(values[key])).expanduser()

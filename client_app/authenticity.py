@@ -20,8 +20,7 @@ def authenticate(
     key = read_public_key(policy.instruction_key)
     if instruction is None:
         raise AuthenticationError(
-            "the instruction is not signed, and the site's policy names the coordinator's key "
-            "(instruction-key)"
+            "the instruction is not signed, but the site's policy requires it (instruction-key)"
         )
     instruction.verify(key, message, context.node_id, context.run_id)
 
@@ -44,9 +43,9 @@ def check_fresh(
             continue
         if line.get("signed", 0.0) > time:
             raise AuthenticationError(
-                "the instruction was signed before another one of its run that was received"
+                "the instruction was signed before one that was already received from its run"
             )
         if line.get("run-id") == str(run_id) and line.get("round", 0) > about.get("round", 0):
             raise AuthenticationError(
-                "the instruction is for an earlier round than another one that was received"
+                "the instruction is for an earlier round than one that was already received"
             )

@@ -142,7 +142,7 @@ class _Reader:
         setting = f'data.pool = "{self.settings.pool}"'
         if count != 1:
             raise DataError(
-                f"{setting} is for one client, and there are {count} SuperNodes; run with "
+                f"{setting} is for one client, but there are {count} SuperNodes; run with "
                 "--federation-config num-supernodes=1"
             )
         path = Path(self.settings.path).expanduser()

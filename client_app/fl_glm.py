@@ -1,4 +1,4 @@
-"""The client side of FL-GLM: head and tail are local, the body is reached through a lane."""
+"""The client side of FL-GLM: the head and tail are local, the body is reached through a lane."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ _PARTS: tuple[PartyName, ...] = ("head", "tail")
 
 
 def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
-    """Return the base model's directory, and the fingerprint of head and tail.
+    """Return the base model's directory, and the fingerprint of the head and tail.
 
     Raise ``BaseModelError`` if the base model can't be found, or doesn't match its split parts.
     """
@@ -46,10 +46,10 @@ def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
 
 
 def train(task: Task) -> tuple[State, Metrics]:
-    """Train head and tail for one round; the server computes the body.
+    """Train the head and tail for one round; the server runs the body.
 
-    Return the local adapters of head and tail, and the round's metrics. Raise ``LaneError`` if the
-    block server can't be reached, or the lane has ended.
+    Return the local adapters of the head and tail, and the round's metrics. Raise ``LaneError`` if
+    the block server can't be reached, or the lane has ended.
     """
     config, local_round = task.config, task.local_round(task.config.split.average_every)
     with _split_model(task, training=True) as model:
@@ -93,7 +93,7 @@ def train(task: Task) -> tuple[State, Metrics]:
 
 
 def evaluate(task: Task) -> Evaluation:
-    """Evaluate models on held-out data; the server computes the body.
+    """Evaluate models on held-out data; the server runs the body.
 
     After the last round, the message contains the body's adapters; save the complete adapters.
     """

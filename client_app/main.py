@@ -97,7 +97,7 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
 
 
 def _time_limit(context: Context) -> float:
-    """Return the seconds after which the server stops waiting for a reply."""
+    """Return the seconds that the server waits for a reply."""
     try:
         return parse_run_config(context.run_config).reply_timeout
     except ConfigError:  # the worker replies with the error at once

@@ -207,7 +207,7 @@ def _check_split(policy: SitePolicy, split: SplitSettings) -> None:
     require(
         policy.privacy.epsilon is None,
         'strategy = "fl-glm"',
-        "privacy.epsilon: hidden states of single rows leave, which no honest ε covers",
+        "privacy.epsilon: hidden states of single rows would be sent; no honest ε covers that",
     )
     require(policy.split.allowed, 'strategy = "fl-glm"', "split.allowed = false")
     require(

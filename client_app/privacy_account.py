@@ -115,6 +115,6 @@ def _read(lines: Iterable[Mapping[str, Any]]) -> list[PrivateSteps]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise PolicyError(
-            "the site's privacy account has a line that is not an entry; therefore the ε that is "
-            "left can't be computed: restore the file (docs/operations.md)"
+            "the site's privacy account contains a line that is not an entry, so the remaining ε "
+            "can't be computed: restore the file (docs/operations.md)"
         ) from error

@@ -3,7 +3,7 @@
 Flower's ``context.state`` is lost when a SuperNode restarts, and silently drops states of 200 MB.
 ``<state-path>/<lineage>/<client>/round-0002/`` contains the personalised adapter and the optimizer
 state after that round. The last two rounds are kept, so that a run that lost its last round can
-resume from the previous one, and so is the last round whose adapter the server averaged.
+resume from the previous one. So is the last round whose adapter the server averaged.
 """
 
 import shutil

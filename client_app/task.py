@@ -99,7 +99,7 @@ class Task:
     def save(self, adapter: State, optimizer: OptimizerState, counted: int | None = None) -> None:
         """Save the local adapter, and the optimizer state if the run config keeps it.
 
-        ``counted`` is the last round whose adapter the server averaged, if it must be kept.
+        ``counted``, if given, is another round to keep: the last whose adapter the server averaged.
         """
         keeps = self.config.train.optimizer_state == "keep"
         self.state.save(self.instruction.round, adapter, optimizer if keeps else {}, counted)

@@ -2,8 +2,8 @@
 
 Flower authenticates the SuperNode that sends a request, but not the message in the request: any
 registered SuperNode can store a message for another SuperNode and name the coordinator as its
-sender. An instruction therefore carries an Ed25519 signature, and a secret key with which its
-recipient authenticates the reply (HMAC-SHA-256). Both cover the complete content of a message.
+sender. An instruction therefore carries an Ed25519 signature, and a secret key that its recipient
+uses to authenticate the reply (HMAC-SHA-256). Both cover the complete content of a message.
 """
 
 import hmac
@@ -124,9 +124,9 @@ class SignedInstruction:
         if statement.digest != digest_of(self.body, self.arrays):
             raise AuthenticationError("the instruction's content is not what was signed")
         if statement.node != node:
-            raise AuthenticationError("the instruction is for another institution")
+            raise AuthenticationError("the instruction is for a different institution")
         if (statement.run, statement.kind) != (run, message.metadata.message_type):
-            raise AuthenticationError("the instruction is for another run, or of another kind")
+            raise AuthenticationError("the instruction is for a different run or kind of message")
         if now > statement.expires + CLOCK_SECONDS:
             raise AuthenticationError(
                 f"the instruction expired {now - statement.expires:.0f} s ago; compare this "

@@ -64,7 +64,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 # Encoding of a node key in requests to a SuperLink.
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-# Messages made in this process belong to the run that is named here.
+# Sets the run and node that messages created in this process belong to.
 from flwr.supercore.task_identity import TaskIdentity
 
 # The class of the grid is the only sign of whether the institutions are simulated.

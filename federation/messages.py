@@ -58,10 +58,10 @@ class Instruction:
     """The server's request to a client."""
 
     round: Annotated[StrictInt, Field(ge=0)]  # from 1; 0 is the evaluation before the first round
-    # Name of the run across its resumptions, and of the folder in which clients keep their state.
+    # Name of the run across its resumptions, and of the folder of the clients' state.
     lineage: Annotated[StrictStr, Field(pattern=r"^[\w-]{1,64}$")]
     base: StrictStr  # digest of the base model's fingerprint
-    # Seconds in which the client must carry out the request.
+    # Seconds that the client has to carry out the request.
     time_limit: Annotated[FiniteFloat, Field(gt=0)]
     # In evaluate messages: measure held-out loss (and generate, if the run config sets it).
     losses: StrictBool = False

@@ -12,7 +12,7 @@ from finetuning.data.formats import DataError
 _KEYS = ("name", "data-path", "policy", "worker")
 # Keys that Flower sets in simulations.
 _PARTITION_KEYS = {"partition-id", "num-partitions"}
-# Name of the program with which a SuperNode, or its SuperExec, runs a ClientApp.
+# Name of the program that a SuperNode, or its SuperExec, starts to run a ClientApp.
 _DEPLOYED = "flwr-clientapp"
 
 

@@ -47,7 +47,7 @@ class EncryptedArrays:
 
 @dataclass(frozen=True)
 class PackedContent:
-    """The content of a message in the form in which it is sent."""
+    """The content of a message in the form that is sent."""
 
     body: bytes  # the records without arrays, and the keys of the arrays, serialised
     arrays: dict[str, ArrayRecord]  # the encrypted ArrayRecords
@@ -55,7 +55,7 @@ class PackedContent:
 
 
 def pack(content: RecordDict, shared: EncryptedArrays) -> PackedContent:
-    """Convert the content of a message to the form in which it is sent."""
+    """Convert the content of a message to the form that is sent."""
     keys, others = ConfigRecord(), RecordDict()
     arrays, digests = dict[str, ArrayRecord](), dict[str, str]()
     for name, record in content.items():

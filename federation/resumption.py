@@ -48,7 +48,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def check_resumable(directory: Path, config: RunConfig) -> None:
-    """Raise ``ConfigError`` unless a run has a checkpoint, and the config with which it began.
+    """Raise ``ConfigError`` unless a run has a checkpoint, and the config that it began with.
 
     A key that didn't exist when the run began is treated as if it had its default value.
     """

@@ -20,7 +20,7 @@ METRICS = "metrics.jsonl"
 STATUS = "status.json"
 SUMMARY = "summary.txt"
 LOG = "log.txt"
-# Environment variable with the path at which a ServerApp creates a link to the run's folder.
+# Environment variable with the path where a ServerApp creates a link to the run's folder.
 LINK = "CHAMBERS_RUN_LINK"
 _LOCK = "running.lock"
 # Timeout for acquiring the lock, since ``is_running`` also acquires it briefly.

@@ -24,7 +24,7 @@ class RunStatus(BaseModel):
     rounds: int = 0
     since: float = 0.0  # start of the phase
     until: float = 0.0  # deadline after which clients that haven't replied are left out
-    updated: float = 0.0  # time at which this status was written
+    updated: float = 0.0  # time when this status was written
     asked: list[str] = []  # clients that received a message in this phase
     replied: list[str] = []  # clients that sent a valid reply
     left_out: dict[str, str] = {}  # reasons for leaving out clients in this phase

@@ -63,7 +63,7 @@ def connected_worker(path: Path) -> Iterator[socket.socket]:
             raise WorkerError(f"can't be reached: {error}") from error
         uid = peer_uid(connection)
         if uid not in {os.getuid(), path.parent.stat().st_uid, 0}:
-            raise WorkerError(f"is a process of user {uid}, to whom {path.parent} doesn't belong")
+            raise WorkerError(f"is a process of user {uid}, who doesn't own {path.parent}")
         yield connection
 
 

@@ -36,7 +36,7 @@ def summary(directory: Path) -> str:
 
 def _answers(events: Sequence[Event], matters: bool) -> list[Table]:
     """Return a table of held-out questions with the answers of two models."""
-    title = "Held-out questions" + ", first on matters that only other clients have" * matters
+    title = "Held-out questions" + ", first on topics that only other clients have" * matters
     table = Table(title=title, show_header=False, box=box.SIMPLE_HEAD)
     table.add_column(width=12, no_wrap=True)
     table.add_column(width=_CHARACTERS, no_wrap=True)

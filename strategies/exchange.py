@@ -18,7 +18,7 @@ from federation.messages import problem_of
 from federation.packed_content import EncryptedArrays
 from strategies.bounded_pull import LargeReplyError, check_size, pull
 
-# Polling interval, by whether the clients are simulated; the values are those of Flower's grids.
+# Polling interval, by whether the clients are simulated, as in Flower's grids.
 _PULL_SECONDS = {False: 3.0, True: 0.1}
 # Time to wait for a reply to be pulled before polling the other clients.
 _PATIENCE_SECONDS = 5.0
@@ -176,7 +176,7 @@ def _from_client(reply: Message, request: _Request) -> Message:
     if reply.metadata.src_node_id == asked.dst_node_id:
         return _authentic(reply, request)
     if not reply.has_error():
-        return _failed(asked, "its reply names another sender")
+        return _failed(asked, "its reply names a different sender")
     code, reason = reply.error.code, reply.error.reason
     if code == ErrorCode.NODE_UNAVAILABLE:
         reason = "its SuperNode is no longer connected"

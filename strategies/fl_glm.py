@@ -73,7 +73,7 @@ class FLGLM(Rounds):
 
     @contextmanager
     def _prepared(self, grid: Grid, arrays: ArrayRecord) -> Iterator[ArrayRecord]:
-        """Serve the body during a run; yield the adapters of head and tail.
+        """Serve the body during a run; yield the adapters of the head and tail.
 
         Raise ``RefusedError`` if tickets would be sent unencrypted.
         """

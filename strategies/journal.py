@@ -1,4 +1,4 @@
-"""The interface with which a strategy records a run; the ServerApp implements it with files."""
+"""The interface that a strategy uses to record a run; the ServerApp implements it with files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

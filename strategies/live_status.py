@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from federation.status import LaneStatus, Phase, RunStatus
 from strategies.journal import Journal
 
-# Interval at which the progress within a round is written to disk.
+# Interval for writing the progress within a round to disk.
 _REFRESH_SECONDS = 10.0
 
 
@@ -26,7 +26,7 @@ class LiveStatus:
         asked: Collection[str] = (),
         absent: Mapping[str, str] | None = None,
     ) -> None:
-        """Start a phase, in which the clients ``asked`` have a number of seconds to reply.
+        """Start a phase; the clients ``asked`` have a number of seconds to reply.
 
         ``absent`` has the reasons why other clients don't take part.
         """

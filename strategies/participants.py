@@ -99,7 +99,7 @@ class Participants:
         self._queried: dict[int, str | None] = {}
         # Number of unanswered queries of each SuperNode.
         self._unanswered: Counter[int] = Counter()
-        # Names under which the coordinator registered the keys of the SuperNodes seen so far.
+        # Names that the coordinator registered for the keys of the SuperNodes seen so far.
         self._assigned: dict[int, str] = {}
 
     @property

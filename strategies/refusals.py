@@ -52,8 +52,8 @@ def reason_to_refuse(
 
     Args:
         reply: The reply.
-        name: Name with which the client registered.
-        examples: Number of training rows with which the client registered.
+        name: Name that the client registered with.
+        examples: Number of training rows that the client registered with.
         base: Digest of the run's base model.
         reference: Required names and shapes of the arrays; None for a reply without arrays.
         minimum: Smallest allowed value in the arrays.
@@ -78,7 +78,7 @@ def reason_to_refuse_registration(
         reply: The reply.
         name: Name in the reply.
         taken: Names of other clients.
-        assigned: Name under which the coordinator registered the SuperNode's key; may be empty.
+        assigned: Name that the coordinator registered for the SuperNode's key; may be empty.
         fingerprint: Digests of the tensors that clients must have; empty digests are unknown.
 
     """
@@ -91,7 +91,7 @@ def reason_to_refuse_registration(
         )
     if assigned and name != assigned:
         return (
-            f"its SuperNode is registered as {assigned!r} (flwr supernode register --name), and "
+            f"its SuperNode is registered as {assigned!r} (flwr supernode register --name), but "
             f"its name is {name!r}; give both the same"
         )
     # Names are used as folder names, and some file systems are case-insensitive.
@@ -104,7 +104,7 @@ def reason_to_refuse_registration(
     for key in (SIZE, *({TRAIN_EXAMPLES} & metrics.keys())):
         count = metrics.get(key)
         if not isinstance(count, int) or not 0 < count <= _MAX_EXAMPLES:
-            return f"its {key} is {count!r}, and must be a whole number from 1 to {_MAX_EXAMPLES}"
+            return f"its {key} is {count!r}, but must be a whole number from 1 to {_MAX_EXAMPLES}"
     return _base_model_problem(config.get("tensors"), config.get("digests"), fingerprint)
 
 
@@ -159,7 +159,7 @@ def _identity_problem(reply: Message, name: str, base: str) -> str | None:
     if config.get("name") != name:
         return f"its name is now {config.get('name')!r}"
     if config.get("base") != base:
-        return "it trained another base model (the fingerprints differ)"
+        return "it trained a different base model (the fingerprints differ)"
     # Flower averages every record of a reply, so records that are not checked here are refused.
     content = reply.content
     if set(content.metric_records) != {METRICS} or not set(content.array_records) <= {ARRAYS}:
@@ -179,8 +179,8 @@ def _metrics_problem(metrics: Mapping[str, Any], examples: int) -> str | None:
         return f"its {', '.join(invalid[:3])} are not finite numbers up to {LARGEST_METRIC:g}"
     if metrics.get(SIZE) != examples:
         return (
-            f"its {SIZE} is {metrics.get(SIZE)!r} and was {examples} when it joined; restart its "
-            "SuperNode after its data has changed"
+            f"its {SIZE} is {metrics.get(SIZE)!r}, but was {examples} when it joined; if its data "
+            "has changed, restart its SuperNode"
         )
     return None
 
@@ -209,7 +209,7 @@ def _arrays_problem(
 def _array_problem(array: Array, expected: Array, minimum: float) -> str | None:
     shape, dtype = tuple(expected.shape), expected.dtype
     if tuple(array.shape) != shape or array.dtype != dtype:
-        return f"is {array.dtype}{list(array.shape)}, and must be {dtype}{list(shape)}"
+        return f"is {array.dtype}{list(array.shape)}, but must be {dtype}{list(shape)}"
     try:
         value = array.numpy()
     except Exception as error:  # untrusted bytes can make NumPy raise anything

@@ -34,8 +34,8 @@ from strategies.scaling import record_scaled
 class Rounds(Strategy):
     """Base class of the strategies: clients train adapters, the server averages by data size.
 
-    The run continues from ``progress``. ``fingerprint`` is that of the base model, as computed by
-    the server. Without a ``signer``, instructions aren't signed.
+    The run continues from ``progress``. ``fingerprint`` is the base model's, as computed by the
+    server. Without a ``signer``, instructions aren't signed.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Rounds(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Create an evaluate message for every connected client, if evaluation is due."""
+        """Create an evaluate message for every connected client, if the round has an evaluation."""
         instruction = self._evaluation(server_round)
         if not (instruction.losses or instruction.importance or instruction.final):
             return []
@@ -269,7 +269,7 @@ class Rounds(Strategy):
         )
 
     def _evaluation(self, server_round: int) -> Instruction:
-        """Return the evaluation that is due after a round."""
+        """Return the evaluation to perform after a round."""
         # With ``rounds = 0`` there are no trained weights to save.
         final = server_round == self.config.rounds > 0
         return replace(

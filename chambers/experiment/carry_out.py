@@ -86,6 +86,6 @@ def check_settings(run: Run, folder: Path) -> None:
     before = json.loads(file.read_text(encoding="utf-8"))
     if other := sorted(dict(before.items() ^ run.settings.items())):
         raise CommandError(
-            f"{directory} is of a run with other settings: {', '.join(other)} differ; name another "
+            f"{directory} is from a run with different settings ({', '.join(other)}); name another "
             "folder with --output"
         )

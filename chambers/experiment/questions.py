@@ -1,4 +1,4 @@
-"""The questions with which an experiment measures models: a group for each client."""
+"""The questions for measuring an experiment's models: a group for each client."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

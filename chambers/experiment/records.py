@@ -1,4 +1,4 @@
-"""What experiments have measured, as files."""
+"""Files of the values that experiments have measured."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -57,7 +57,7 @@ def read_answers(files: Mapping[str, Path]) -> list[Question]:
             for what in ("question", "reference"):
                 if getattr(answer, what) != getattr(first[key], what):
                     raise CommandError(
-                        f"{answer.origin} has another {what} than {first[key].origin}"
+                        f"{answer.origin} has a different {what} from {first[key].origin}"
                     )
     return [
         Question(

@@ -13,7 +13,7 @@ from chambers.sources import argument, check_at_least_one, option
 
 @dataclass(frozen=True, kw_only=True)
 class Make:
-    """Make blinded sheets, on which annotators score the answers of several models.
+    """Make blinded sheets for annotators to score the answers of several models.
 
     \b
       chambers sheet make FedJudge-Base=base.jsonl FedJudge-CL=cl.jsonl --output study

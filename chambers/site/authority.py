@@ -126,7 +126,7 @@ def check_names(names: Sequence[str]) -> list[str]:
 
     """
     if not names:
-        raise CommandError("--name is missing: the host name at which institutions reach the proxy")
+        raise CommandError("--name is missing: the host name where institutions reach the proxy")
     for name in names:
         if not (_HOST.fullmatch(name) or _address(name)):
             raise CommandError(

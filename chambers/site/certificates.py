@@ -30,8 +30,8 @@ class Certificates:
     name: Annotated[
         list[str] | None,
         option(
-            "Host name or address at which the coordinator is reached; may be repeated. Default: "
-            "those of the certificate in FOLDER.",
+            "Host name or address where the coordinator is reached; may be repeated. Default: the "
+            "names of the certificate in FOLDER.",
             "HOST",
         ),
     ] = None

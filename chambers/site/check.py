@@ -52,7 +52,7 @@ class Check:
         str, option("Base model of the planned run, which must be here.", "NAME_OR_PATH")
     ] = ""
     task: Annotated[
-        str, option("Task in whose format the rows are (data.task of the planned run).", "TASK")
+        str, option("Task that the rows are for (data.task of the planned run).", "TASK")
     ] = ""
     coordinator: Annotated[
         Path | None, option("Check the coordinator, with its certificates.", "FOLDER")

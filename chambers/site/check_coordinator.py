@@ -61,7 +61,7 @@ def check_coordinator(options: "Check") -> Report:
     report.line(_apart, database.parent, [folder, results])
     report.line(disk, results)
     report.line(_sender, folder / ACCESS_LOG)
-    # With fl-glm, the coordinator computes the body of the model.
+    # With fl-glm, the coordinator runs the body of the model.
     report.line(gpu)
     report.line(_clock)
     return report
@@ -109,7 +109,7 @@ def _answers(what: str, address: str, folder: Path) -> str:
     shown = healthy(address, folder / AUTHORITY).certificate
     if shown != read_certificate(folder / SERVER):
         raise CommandError(
-            f"the {what} at {address} uses another certificate than {folder / SERVER}: restart it"
+            f"the {what} at {address} does not use the certificate {folder / SERVER}: restart it"
         )
     return f"the {what} at {address} answers over TLS"
 

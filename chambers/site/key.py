@@ -1,4 +1,4 @@
-"""``chambers site key``: create the key with which an institution's SuperNode authenticates."""
+"""``chambers site key``: create the key that authenticates an institution's SuperNode."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from chambers.sources import argument
 
 @dataclass(frozen=True)
 class Key:
-    """Write a node key, with which this institution authenticates to the coordinator's SuperLink.
+    """Write a node key, which authenticates this institution to the coordinator's SuperLink.
 
     \b
       chambers site key /srv/chambers/node

@@ -1,4 +1,4 @@
-"""Signed releases of the app, in the format in which Flower fetches apps from its hub.
+"""Signed releases of the app, in the format of Flower's hub.
 
 The SuperLink sends ``POST {FLWR_SUPERGRID_API_URL}/hub/fetch-fab``. The answer contains the URL of
 the release and the signatures, which the SuperLink forwards to the SuperNodes. SuperNodes with

@@ -46,7 +46,7 @@ class Report:
             where = f"{error.filename} can't be read: " if error.filename else ""
             problem = f"{where}{error.strerror or error}"
             if isinstance(error, PermissionError):
-                cure = "run this as the programs' user, and see who owns the file and its folders"
+                cure = "run this as the programs' system user; check who owns the file and folders"
                 problem += f"; {cure}"
         print(f"fix  {problem}", flush=True)
         self.passed = False

@@ -1,4 +1,4 @@
-"""``chambers site signing-key``: create the key with which a reviewer signs releases."""
+"""``chambers site signing-key``: create a reviewer's key for signing releases."""
 
 import json
 from dataclasses import dataclass

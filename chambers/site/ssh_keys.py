@@ -42,7 +42,7 @@ def write_pair(file: Path, key: PrivateKey, public: Path | None = None) -> Path:
     for target in (file, public):
         if target.exists():
             raise CommandError(
-                f"{target} exists; a new key needs a new name, and must be registered or trusted"
+                f"{target} exists; choose a new name, and register or trust the new key"
             )
     write_secret(file, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     with replacing(public) as aside:

@@ -93,7 +93,7 @@ def initial_adapter(
 
     One of LoRA's two matrices is zero, so the adapter initially has no effect. Prefixes are random,
     as in PEFT, unless the settings give an initial text; computing its prefix loads the whole
-    model. The directory is that of the base model's configuration; None locates it by name.
+    model. The directory contains the base model's configuration; None locates it by name.
 
     Returns:
         The adapter's float32 tensors, and its PEFT configuration with explicit targets.
@@ -141,7 +141,7 @@ def _refuse_other_shape(model: Any, peft_config: Any) -> None:
     if shape != (model.config.num_hidden_layers, *key_value_shape(model.config)):
         raise BaseModelError(
             f'adapter.kind = "prefix" does not support {type(model).__name__}: the shape of '
-            f"PEFT's prefixes {shape} differs from that of its blocks; use another adapter.kind"
+            f"PEFT's prefixes {shape} differs from its blocks' shape; use LoRA"
         )
 
 

@@ -1,4 +1,4 @@
-"""P-tuning v2: trained keys and values that precede those of the tokens in every block.
+"""P-tuning v2: trained keys and values that precede the tokens' own in every block.
 
 See FL-GLM section 3.1, figure 2 and appendix A; reparametrisation is not used. PEFT calls it prefix
 tuning and saves one tensor (prefix length, blocks · 2 · heads · width) with the keys and then the
@@ -36,7 +36,7 @@ def prefix_cache(
 
     The ``DynamicCache`` is for one forward pass. Gradients flow back through it to the prefixes,
     which are (length, 2 · heads · width) by the block's absolute number, or (rows, length,
-    2 · heads · width) if each row has its own prefix. ``dtype`` is that of the keys and values.
+    2 · heads · width) if each row has its own prefix. The keys and values have type ``dtype``.
     """
     from transformers import DynamicCache
 
@@ -141,6 +141,6 @@ def refuse_without_prefix(model: Any, length: int) -> None:
     if reason:
         raise BaseModelError(
             f'adapter.kind = "prefix" does not support {type(model).__name__}, whose blocks can\'t '
-            f'have keys and values before their own ({reason}); use adapter.kind = "lora", or '
-            "another base model"
+            f'have keys and values before their own ({reason}); use adapter.kind = "lora", or a '
+            "different base model"
         )

@@ -66,7 +66,7 @@ def _read(file: Path) -> Any:
     if not types:
         raise ConversionError(f"{file} is not a SentencePiece model: it has no pieces")
     refused = {
-        "another algorithm than byte-pair encoding": proto.trainer_spec.model_type != _BPE,
+        "an algorithm other than byte-pair encoding": proto.trainer_spec.model_type != _BPE,
         "whitespace at the end of pieces": proto.trainer_spec.treat_whitespace_as_suffix,
         "unescaped whitespace": not proto.normalizer_spec.escape_whitespaces,
         "unused pieces": _UNUSED in types,

@@ -33,8 +33,8 @@ class MicroBatch:
     Attributes:
         tokens: (rows, columns) int64.
         lengths: (rows,) int64; number of tokens of each row without padding.
-        positions: (targets,) int64; indices into the flattened (rows · columns) hidden states. Each
-            is that of the token *before* the target, whose hidden state predicts the target.
+        positions: (targets,) int64; indices into the flattened (rows · columns) hidden states, of
+            the token *before* each target, whose hidden state predicts the target.
         labels: (targets,) int64; the target tokens.
 
     """

@@ -1,4 +1,4 @@
-"""Render conversations as text, by the tokenizer's chat template or in the paper's plain form."""
+"""Render conversations as text, with the tokenizer's chat template or in the paper's plain form."""
 
 from collections.abc import Sequence
 from datetime import datetime

@@ -18,8 +18,8 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 class DataError(UserError, ValueError):
     """Data is missing or malformed; the message names files, lines and reasons.
 
-    ``message`` is without quotes from the data; ``quoted`` is the message of another library, which
-    may quote the data.
+    ``message`` quotes nothing from the data; ``quoted`` is the message of another library, which
+    may.
     """
 
     def __init__(self, message: str, quoted: str = "") -> None:

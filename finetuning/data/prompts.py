@@ -86,7 +86,7 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
     """Return the prompt for each row's last answer; it does not depend on that answer.
 
     A prompt has at most ``max_length`` tokens, including those common to all answers. Inputs are
-    truncated to fit; a row without room for any answer is omitted.
+    truncated to fit; a row is omitted if no answer would fit.
 
     Raises:
         DataError: The chat template rejects a row, or no row is left.
@@ -111,13 +111,13 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
             origin=example.origin,
         )
         for row, example in last_examples.items()
-        # If there is no room for the last answer, the example ends with an earlier one.
+        # If the last answer doesn't fit, the example ends with an earlier one.
         if example.reference == _PLACEHOLDER
     ]
     if rows and not prompts:
         raise DataError(
-            f"none of {len(rows)} rows, such as {rows[0].origin}, has room for its last answer: "
-            f"raise data.max-length = {max_length}"
+            f"the last answer fits in none of {len(rows)} rows, such as {rows[0].origin}: raise "
+            f"data.max-length = {max_length}"
         )
     return prompts
 

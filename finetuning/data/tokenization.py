@@ -72,7 +72,7 @@ class TokenizationReport:
     """Counts that show the effect of ``data.max-length`` and of the chat template.
 
     Attributes:
-        inputs_shortened: Examples with an input truncated to make room for the outputs.
+        inputs_shortened: Examples with an input truncated so that outputs fit.
         outputs_shortened: Examples whose outputs were truncated too.
         left_out: Examples omitted because no output token was left.
         rows_divided: Rows from which the chat template produced several examples.

@@ -1,4 +1,4 @@
-"""BERTScore (FedJudge section 4.2.2), by the ``bert-score`` library; an optional dependency."""
+"""BERTScore (FedJudge section 4.2.2), with the ``bert-score`` library, an optional dependency."""
 
 import functools
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ class EncoderError(UserError, ValueError):
 class Encoder:
     """The model that compares texts, by Hugging Face id or folder.
 
-    ``layer`` is that whose hidden states are compared, from 1. None uses the library's default, or
-    the last layer for an encoder that the library doesn't know.
+    ``layer`` is the layer whose hidden states are compared, from 1. None uses the library's
+    default, or the last layer for an encoder that the library doesn't know.
     """
 
     name: str

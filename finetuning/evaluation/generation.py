@@ -59,8 +59,8 @@ def generate_texts(
         max_tokens: Maximum number of padded tokens in a batch, including prefix and new tokens; a
             longer prompt gets a batch of its own.
         settings: Arguments of ``generate``; see `GREEDY` and `sampling`.
-        before_batch: Called with the number of each batch before it is computed.
-        finished: Called with the number of prompts of each batch after it is computed.
+        before_batch: Called with the number of each batch before it is processed.
+        finished: Called with the number of prompts of each batch after it is processed.
         exactly: Whether to continue up to the end of a text instead of an answer, and to keep all
             whitespace.
 

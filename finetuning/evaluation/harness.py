@@ -36,8 +36,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     """Adapter from a whole or split model to the harness's model interface.
 
     Texts are tokenized and truncated as in the harness's class for Hugging Face models. The
-    difference: if they fit, all continuations of a context are computed together, and the context
-    is computed, and sent over a lane, only once.
+    difference: if they fit, all continuations of a context are processed together, and the context
+    is processed, and sent over a lane, only once.
 
     A batch has at most ``max_tokens`` padded tokens, prefixes included. Texts of more than
     ``max_length`` tokens are truncated at the start.
@@ -174,8 +174,8 @@ def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
     """Load tasks with their rows, yield a `TaskManager`, and delete copies of the rows on exit.
 
     No rows remain in the caches of ``datasets`` and ``evaluate`` or in their temporary folder,
-    unless the process is killed. Names are those of tasks or groups of tasks; ``folder`` has YAML
-    files with additional tasks.
+    unless the process is killed. ``names`` are tasks or groups of tasks; ``folder`` has YAML files
+    with additional tasks.
 
     Raises:
         DataError: A name is neither a task nor a group, or a task can't be loaded.

@@ -217,7 +217,7 @@ def refuse_unless_text(config: Any, directory: Path) -> None:
 def refuse_unless_causal(model: Any, directory: Path) -> None:
     """Raise a BaseModelError if a token attends to later ones, or the model is not text-only.
 
-    Training relies on causal attention to pad without a mask.
+    Training pads rows without an attention mask, which is correct only if attention is causal.
     """
     refuse_unless_text(model.config, directory)
     tokens = torch.tensor([[3, 5, 7, 9]], device=model.device)

@@ -43,7 +43,7 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     total = f" = {sum(row.values())}" if len(row) > 1 else ""
     needed = f"a row can take {' + '.join(row)} = {numbers}{total} positions"
     named = f"the {type(model).__name__} in {directory}"
-    remedy = f"lower {' or '.join(row)}, or use another base model"
+    remedy = f"lower {' or '.join(row)}, or use a different base model"
     if sum(row.values()) > fixed:
         raise BaseModelError(
             f"{needed}, but beyond {fixed:.0f} {named} computes positions differently for all rows "

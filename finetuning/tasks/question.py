@@ -1,6 +1,6 @@
 """A question of a task, and functions that read the fields of a row.
 
-The functions raise a `DataError` if a field is missing or has another type or value.
+The functions raise a `DataError` if a field is missing or has the wrong type or value.
 """
 
 from collections.abc import Mapping, Sequence

@@ -50,7 +50,7 @@ def shuffled(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.
 
 
 class ContinualPenalty(Penalty):
-    """λ·(s + s²), whose gradient λ·(1 + 2s)·J·sign(W − Ŵ) is added to that of the loss.
+    """λ·(s + s²), whose gradient λ·(1 + 2s)·J·sign(W − Ŵ) is added to the loss's gradient.
 
     The gradient of |δ| at 0 is defined as 0, as in autograd.
 
@@ -60,7 +60,7 @@ class ContinualPenalty(Penalty):
         importance: J by name.
         weight: λ. With 0, gradients are unchanged, bit for bit, and s is still measured.
         share: Target share of the penalty in the gradient norm, below 1. λ is chosen in each step
-            to reach it, and ``weight`` is that of the last step. With 0, λ is constant.
+            to reach it, and ``weight`` is the last step's λ. With 0, λ is constant.
         over: ``all``: one s over all tensors. ``tensor``: one s per tensor, whose terms are summed
             and halved as in the code published with the paper.
 

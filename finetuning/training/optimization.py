@@ -73,7 +73,7 @@ def load_optimizer(
     """
     names = {key.rpartition(":")[0] for key in state}
     if state and names != set(parameters):
-        raise ValueError("the optimizer's state belongs to another adapter")
+        raise ValueError("the optimizer's state belongs to a different adapter")
     for name in names:
         moments = {moment: state[f"{name}:{moment}"].clone() for moment in _MOMENTS}
         for moment in ("exp_avg", "exp_avg_sq"):

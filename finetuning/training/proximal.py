@@ -10,7 +10,7 @@ from finetuning.training.penalty import Penalty, norm
 
 
 class ProximalPenalty(Penalty):
-    """μ/2 · ‖W − Ŵ‖², whose gradient μ·(W − Ŵ) is added to that of the loss."""
+    """μ/2 · ‖W − Ŵ‖², whose gradient μ·(W − Ŵ) is added to the loss's gradient."""
 
     @torch.no_grad()
     def distance(self) -> float:

@@ -221,7 +221,7 @@ def test_a_client_may_have_no_more_than_agreed(run_folder, tmp_path, capsys):
         words = generating(run_folder, files["beta"])
         told(capsys, *words)
         refusal = refused(capsys, *words[:-1], "court " * 50)
-        assert "the block server allows 40 in a prompt" in refusal
+        assert "the block server allows only 40 in a prompt" in refusal
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_pa
         (["RUN", "--adapter", "/nowhere"], "can't be combined"),
         (["RUN", "--listen", "0.0.0.0:0"], "--advertise HOST:PORT is needed"),
         (["RUN", "--listen", "nonsense"], "--listen nonsense: must be an address and a port"),
-        (["RUN", "--listen", "192.0.2.1:0"], "not one of this machine"),
+        (["RUN", "--listen", "192.0.2.1:0"], "does not have that address"),
         (["RUN", "--listen", "TAKEN"], "the port is in use"),
         (["RUN", "--head-blocks", "3"], "leave the server none of the 4 blocks"),
         (["RUN", "--max-tokens", "0"], "--max-tokens 0"),

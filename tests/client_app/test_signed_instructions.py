@@ -88,23 +88,23 @@ def test_an_instruction_is_carried_out_once(signed_site):
 
 
 def test_an_instruction_for_another_institution_is_refused(signed_site):
-    assert "for another institution" in signed_site.refusal(*signed_site.signed(), node=2)
+    assert "for a different institution" in signed_site.refusal(*signed_site.signed(), node=2)
 
 
 def test_an_instruction_of_another_run_or_kind_is_refused(signed_site):
     message, statement = signed_site.signed("query")
     message.metadata.message_type = "train"
-    assert "for another run, or of another kind" in signed_site.refusal(message, statement)
+    assert "for a different run or kind" in signed_site.refusal(message, statement)
     message = signed_site.site.message("query")
     message.metadata.__dict__["_run_id"] = 2
     statement = signed_site.signer.sign(message, EncryptedArrays())
-    assert "for another run, or of another kind" in signed_site.refusal(message, statement)
+    assert "for a different run or kind" in signed_site.refusal(message, statement)
 
 
 def test_an_older_one_and_an_earlier_round_are_refused(signed_site):
     old, its_statement = signed_site.signed("query")
     signed_site.answer(*signed_site.signed("query", round=2))
-    assert "signed before another one" in signed_site.refusal(old, its_statement)
+    assert "signed before one that was already" in signed_site.refusal(old, its_statement)
     assert "an earlier round" in signed_site.refusal(*signed_site.signed("query", round=1))
     signed_site.answer(*signed_site.signed("query", round=1, lineage="run-2"))
     # Another of the institution's SuperNodes, with the same log.

@@ -46,7 +46,7 @@ SETTINGS = {
 }
 
 
-REFUSALS = ("is not signed", "for another institution", "was received before")
+REFUSALS = ("is not signed", "for a different institution", "was received before")
 
 
 class Attack:

@@ -159,7 +159,7 @@ def test_answers_stand_side_by_side_in_page_and_terminal(run):
     assert max(map(len, shown.splitlines()[: first + 4])) <= 100
     assert "other clients" not in shown
     (directory / "config.json").write_text(json.dumps(CONFIG | {"data.generated": "matters"}))
-    assert "first on matters that only other clients have" in summary(directory)
+    assert "first on topics that only other clients have" in summary(directory)
 
 
 def test_page_is_escaped_accessible_and_stands_alone(run):

@@ -42,7 +42,7 @@ ODD = {
     garbage: "its reply can't be read (DecodeError)",
     no_records: "its reply can't be read (MessageInitializationError)",
     no_message: "its reply can't be read (AttributeError)",
-    forged: "its reply names another sender",
+    forged: "its reply names a different sender",
 }
 
 

@@ -142,7 +142,7 @@ def test_what_generate_writes_is_read_and_a_sample_is_drawn(tmp_path, capsys):
         ('{"question": "c", "answer": "x"}', r"b has no answer to the question of .*a\.jsonl:1"),
         ('{"question": "a", "answer": "x"}\n{"question": "c", "answer": "x"}', r"a has no answer"),
         ('{"question": "a", "answer": "x"}\n' * 2, r"b\.jsonl:2 has the same question as"),
-        ('{"question": "a", "answer": "x", "reference": "y"}', "has another reference than"),
+        ('{"question": "a", "answer": "x", "reference": "y"}', "has a different reference from"),
     ],
 )
 def test_answers_that_do_not_belong_together_are_refused(tmp_path, capsys, second, reason):

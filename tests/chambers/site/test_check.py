@@ -167,7 +167,7 @@ def test_certificates_that_do_not_fit(capsys, site, tmp_path):
         _, output = at_coordinator(capsys, site, port)
         assert "expires in 19 days" in output
         assert f"{renew}, then restart proxy and SuperLink" in output
-        assert output.count("uses another certificate than") == 2
+        assert output.count("does not use the certificate") == 2
         (site.folder / "server.key").chmod(0o644)
         assert "chmod 600" in at_coordinator(capsys, site, port)[1]
         (site.folder / "instructions.key").chmod(0o644)
@@ -338,7 +338,7 @@ def test_files_that_may_not_be_read(capsys, site, tmp_path, monkeypatch):
         output = at_institution(capsys, site, 1, node_config=node)
         _, other = at_coordinator(capsys, site, 1, database=closed / "superlink.db")
     closed.chmod(0o700)
-    cure = "Permission denied; run this as the programs' user"
+    cure = "Permission denied; run this as the programs' system user"
     assert f"fix  {closed}/data can't be read: {cure}" in output
     assert f"fix  {closed}/state/chambers can't be read: {cure}" in output
     assert len(output.splitlines()) == lines

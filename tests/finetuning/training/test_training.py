@@ -253,7 +253,7 @@ def test_resumed_with_kept_optimizer_equals_unbroken_bit_for_bit(adapted, draw_e
 def test_the_optimizer_state_of_another_adapter_is_refused(adapted, draw_examples):
     examples = draw_examples(2)
     _, state = train(adapted("gpt2"), examples, [[0]], TrainSettings())
-    with pytest.raises(ValueError, match="another adapter"):
+    with pytest.raises(ValueError, match="a different adapter"):
         train(adapted(), examples, [[0]], TrainSettings(), state=state)
 
 
