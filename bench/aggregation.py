@@ -62,7 +62,7 @@ def draw_adapter(blocks: int, seed: int) -> State:
 
 
 class RandomClients(InProcessGrid):
-    """Clients whose replies are generated when they are pulled; so many blocks have adapters."""
+    """Clients whose replies are generated when pulled, with adapters for ``blocks`` blocks."""
 
     def __init__(self, clients: int, blocks: int) -> None:
         super().__init__({}, {node: {} for node in range(1, clients + 1)})

@@ -8,9 +8,9 @@ samples, as in ``bench.schedules``. Frozen weights and wire are bfloat16, lanes 
 adapters are LoRA on query, key and value. A client's micro-batch is one example of 512 tokens
 (``--columns``), half of them targets, and its step has four micro-batches. The clients, the server
 and the whole model have one process each, all on the first GPU; with two or more GPUs, the server
-is on the second. A turn ends when all work queued on the GPUs is done. Every pair of configurations
-has separate processes, so their memory peaks are independent: bytes of tensors, including
-loading, without the memory of CUDA itself and the allocator's reserve.
+is on the second. A turn ends when all work queued on the GPUs is done. Each schedule is compared
+with the whole model in processes of their own, so memory peaks are independent. A peak counts bytes
+of tensors, also while loading, but not CUDA's own memory or the allocator's reserve.
 
 The checkpoint is written to a temporary directory (set TMPDIR) and takes 14 GB for ``7b``. The run
 fails if the first losses of client-batch and the whole model differ by more than 0.05.

@@ -109,7 +109,7 @@ def ask_all(workers: Sequence[Worker], messages: Sequence[Any]) -> list[Any]:
 class Side:
     """One side of a comparison, with the measured times of its turns.
 
-    CPU time is that of the processes ``pids``. ``summary`` and ``ratios`` exclude the first
+    CPU time is the time of the processes ``pids``. ``summary`` and ``ratios`` exclude the first
     ``warm_up`` turns.
     """
 

@@ -1,9 +1,9 @@
 """The memory that split learning needs, at a client and at the server: ``python -m bench.memory``.
 
-*Client.* A fresh process loads head and tail of a large random checkpoint and trains over a lane;
-the server is another process. The client's peak, including loading, is compared with
+*Client.* A fresh process loads the head and tail of a large random checkpoint and trains over a
+lane; the server is another process. The client's peak, including loading, is compared with
 
-- its own layers: all tensors of head and tail, including adapters, each storage once;
+- its own layers: all tensors of the head and tail, including adapters, each storage once;
 - activations: the peak of tensors saved by autograd, over all micro-batches in flight. Each tensor
   saved for a backward pass is counted from its forward pass until autograd releases it; a shared
   storage counts once, and parameters do not count. This is the peak over one step, measured after
@@ -14,9 +14,10 @@ the server is another process. The client's peak, including loading, is compared
 The remaining memory raises the ratio: gradients and Adam's moments, frames in transit, gRPC, and
 memory that the allocator does not return.
 
-*Server.* The same ``split.activation_budget`` for one hierarchical lane and for eight, each in a
-fresh process; the clients are threads of another process. The budget suffices for two
-micro-batches, which one lane of window 4 fills; it would rarely fill a budget for four.
+*Server.* The server's memory is measured with one lane and with eight, with the hierarchical
+schedule and the same ``split.activation_budget``, each in a fresh process. The clients are threads
+of another process. The budget suffices for two micro-batches, which one lane of window 4 fills; it
+would rarely fill a budget for four.
 
 glibc 2.36 never puts an aligned block, such as torch's, into a gap of exactly its size. Therefore
 tensors of up to 32 MiB leave the heap nearly half empty, and each thread that has allocated memory

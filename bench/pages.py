@@ -4,8 +4,8 @@ A measurement's output is recorded by redirecting it, such as with
 
     python -m bench.wires > docs/recorded/wires.md
 
-and shown in a page of ``docs/`` between two comments, the first of which names the record. This
-command replaces the text between the comments; a test fails if it differs from the record.
+and shown in a page of ``docs/`` between two comments; the first one names the record. This command
+replaces the text between the comments; a test fails if it differs from the record.
 """
 
 import argparse

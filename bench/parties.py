@@ -59,7 +59,7 @@ class Split(Side):
 
     There is a client for each job. With ``together``, the clients are threads of one process.
     ``line`` is the one-way delay in seconds and the rate in Gbit/s of a proxy between server and
-    clients. A turn has ``steps_per_turn`` consecutive optimizer steps.
+    clients. A turn consists of ``steps_per_turn`` consecutive optimizer steps.
     """
 
     def __init__(

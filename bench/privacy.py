@@ -1,6 +1,6 @@
 """The cost of record-level differential privacy: ``python -m bench.privacy``.
 
-Three generated clients train by FedJudge-Base, each with the noise for which the run spends exactly
+Three generated clients train by FedJudge-Base, each with the noise that makes the run spend exactly
 ε; there is a row for each ε. ∞ is a run without privacy. The clients' replies contain no losses, so
 held-out losses are measured here.
 """
@@ -86,7 +86,7 @@ def run(epsilon: float, seed: int) -> tuple[list[float], list[float]]:
 
 
 def _least_noise(epsilon: float, config: RunConfig, rows: int) -> float:
-    """Return the least σ with which a client's run spends at most ε."""
+    """Return the least σ such that a client's run spends at most ε."""
     steps = private_steps(PrivacyPolicy(), config.train, rows, config.rounds)
     low, high = 0.1, 100.0
     while high / low > 1.001:

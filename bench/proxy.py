@@ -1,9 +1,9 @@
 """A TCP proxy that simulates a slower line, with a one-way delay and a limited rate.
 
 Received bytes are forwarded when the line would have delivered the last of them: the delay costs no
-throughput, and each direction has the full rate. TCP's slow start on both sides of the proxy is
-that of the loopback. The slow start of a real long line, which ends after a few round trips with
-gRPC's large windows, is not measured.
+throughput, and each direction has the full rate. On both sides of the proxy, TCP's slow start is as
+on the loopback. The slow start of a real long line, which ends after a few round trips with gRPC's
+large windows, is not measured.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class _Direction(asyncio.Protocol):
         self._own: asyncio.Transport | None = None
         self._other: asyncio.Transport | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._free = 0.0  # time from which the line has capacity again
+        self._free = 0.0  # time when the line has capacity again
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Connect the other side of an incoming connection."""

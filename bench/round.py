@@ -2,8 +2,8 @@
 
     python -m bench.round
 
-The same run of FedJudge-Base in simulation, in a deployment with a SuperLink and SuperNodes on this
-machine, and in a deployment with resident workers. Every process has one torch thread; clients
+The same run of FedJudge-Base is timed in a simulation, in a deployment with a SuperLink and
+SuperNodes here, and in one with resident workers. Every process has one torch thread; clients
 train at the same time, so each should have a core. The first round, in which processes start and
 workers load the model, is excluded. A round lasts from its train messages to the average.
 Deployments are on loopback with ``--insecure``: no proxy, no TLS, no node keys.

@@ -2,8 +2,8 @@
 
     python -m bench.schedules [--clients 2 4 8] [--pairs 15]
 
-For each number of clients K, client-batch and hierarchical with K clients, serial, and the whole
-model at the stacked batch are measured. They take turns, bound to one core, with one torch thread
+For each number of clients K, this measures client-batch and hierarchical with K clients, serial,
+and the whole model at the stacked batch. They take turns, bound to one core, with one torch thread
 per process. A turn is a step of every client, on the same samples for all: a client's step is four
 micro-batches of 2 × 256 tokens, half of them targets; micro-batch j of the whole model is the union
 of the clients' micro-batches j; serial runs K consecutive steps of one client. Computation is
@@ -13,7 +13,7 @@ steps.
 Each schedule has separate processes: one for the server, and one for each client with its head,
 tail and optimizer; between turns they wait. Each number of clients is measured separately, because
 the memory of many processes slows all of them down. CPU seconds are user and system time of all of
-a schedule's processes. The ratios are those of medians, of minima, of CPU seconds, and the median
+a schedule's processes. Four ratios are given: of medians, of minima, of CPU seconds, and the median
 of the ratios within a round of turns ("pairs"), which is robust to slower periods of the machine.
 
 In the first step, client-batch and the whole model compute the same: the run fails if their losses
@@ -64,7 +64,7 @@ def start(
 ) -> tuple[Whole, list[Split]]:
     """Start the whole model at the stacked batch, and the clients and server of each schedule.
 
-    ``job`` is that of one client. Serial has one client. See `Split` for the other arguments.
+    ``job`` is one client's job. Serial has one client. See `Split` for the other arguments.
     """
     whole = Whole(stack, stacked(job, clients), cores)
     sides = []

@@ -2,7 +2,7 @@
 
     python -m bench.signatures
 
-The adapters are those of ``bench.aggregation``: LoRA of rank 16 on a model with hidden size 4,096.
+The adapters are as in ``bench.aggregation``: LoRA of rank 16 on a model with hidden size 4,096.
 An instruction with the adapter is signed for each client, and verified and opened by one client;
 its reply with the adapter is authenticated, and opened by the coordinator. For the same message,
 Flower's sender computes digests of all its objects once. Times are medians over repetitions.

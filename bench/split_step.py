@@ -78,7 +78,8 @@ def compared(whole: Whole, sides: Sequence[Split]) -> Table:
 def spent(side: Split) -> Account:
     """Return a breakdown of a split side's time, in seconds per step, including the warm-up.
 
-    The client's computation is CPU time, *cpu* is that of the whole process; the rest is wall time.
+    The client's computation is in CPU time, and *cpu* is the CPU time of the whole process; the
+    rest is wall time.
     """
     (client,), (server,) = side.accounts()
     steps = len(side.losses)

@@ -32,7 +32,7 @@ _ADAPTER = AdapterSettings(rank=8, alpha=32, dropout=0.0, targets=_TARGETS)
 
 
 def learnable_examples(job: Job) -> list[Example]:
-    """Draw sequences in which 9 of 10 tokens are determined by the previous token."""
+    """Draw sequences where 9 of 10 tokens are determined by the previous token."""
     shape, generator = job.shape, torch.Generator().manual_seed(SEED)
     count = shape.rows * shape.micro_batches * job.steps
     successor = torch.randperm(_USED_TOKENS, generator=generator)

@@ -24,7 +24,7 @@ _SHORTLIST = 64
 
 @dataclass(frozen=True)
 class Sent:
-    """The tensors of a text that the server knows in a training step."""
+    """The tensors that the server sees for one text in a training step."""
 
     given: Tensor  # hidden states sent to the tail, (tokens, hidden)
     gradient: Tensor  # received for them, (tokens, hidden)

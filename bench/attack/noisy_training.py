@@ -29,7 +29,7 @@ ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="")
 
 @dataclass(frozen=True)
 class NoisyRun:
-    """The result of training; held-out losses are with the noise."""
+    """The result of training; held-out losses are measured with the noise."""
 
     loss_before: float  # of the base model
     loss_after: float  # of the trained model
@@ -47,8 +47,8 @@ def train_with_noise(
 ) -> NoisyRun:
     """Train a split model with one block at each end at the client, in steps of 4 rows.
 
-    The noise is on all hidden states that the client sends. The seed is that of the initial adapter
-    and of the order of the examples.
+    The noise is on all hidden states that the client sends. The seed determines the initial adapter
+    and the order of the examples.
     """
     split = SplitSettings(head_blocks=1, tail_blocks=1)
     training = random.Random(seed).sample(list(training), len(training))

@@ -1,4 +1,4 @@
-"""Inversion by optimisation: find embeddings for which the public head's output is as received.
+"""Inversion by optimisation: find embeddings that the public head maps to the received states.
 
 The embeddings of a whole text are optimised by gradient descent until the head's hidden states
 match the received ones; each is then replaced by the nearest token of the vocabulary. VFLAIR

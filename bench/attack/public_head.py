@@ -1,9 +1,9 @@
 """Read hidden states with the head's weights, without any training.
 
 The head is causal: the hidden state of a token depends only on that token and the tokens before it.
-So a text can be read from its beginning, token by token: the next token is the one for which the
-head, after the tokens read so far, computes the received hidden state. For a head without blocks,
-this is a search for the nearest embedding.
+So a text can be read from its beginning, token by token: the next token is the one that the head,
+after the tokens read so far, maps to the received hidden state. For a head without blocks, this is
+a search for the nearest embedding.
 """
 
 import math
