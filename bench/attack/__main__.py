@@ -84,7 +84,7 @@ def _described(name: str, directory: Path, sizes: Sizes) -> dict[str, Any]:
 
 
 def _measured(cell: Cell, attacked: Attacked, file: Path, settings: dict[str, Any]) -> Any:
-    """Return a cell's settings and result; read them if ``file`` has these ``settings``."""
+    """Return a cell's settings and result, read from ``file`` if it has the same ``settings``."""
     if file.is_file():
         found = json.loads(file.read_text())
         if found["settings"] == settings:

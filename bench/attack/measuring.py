@@ -39,7 +39,7 @@ class Attacked:
         self._directory = directory
         self._texts = texts
         self._sizes = sizes
-        # Consecutive cells have the same head; a cell uses it with the client's adapter or without.
+        # Consecutive cells have the same head, used with the client's adapter and without it.
         self._head = functools.lru_cache(maxsize=2)(self._load_head)
         self._colluding = functools.lru_cache(maxsize=1)(self._colluding_outputs)
         self._search = functools.lru_cache(maxsize=1)(self._prepare_search)

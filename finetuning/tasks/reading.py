@@ -24,8 +24,7 @@ def read_task_rows(path: Path | str, settings: DataSettings) -> list[Row]:
     """Read training rows, in the format of the settings' task if they name one.
 
     Each question becomes a row with its first right answer. Questions without a right answer, such
-    as WSC questions with a wrong noun, are skipped. Paths are read, and errors raised, by
-    `parse_rows`.
+    as WSC questions with a wrong noun, are skipped. Paths and errors are as in `parse_rows`.
     """
     if not settings.task:
         return read_rows(path, settings.skip_bad_rows)

@@ -88,7 +88,7 @@ def lane_error(error: Exception) -> LaneError:
     if isinstance(error, LaneError):
         return error
     if isinstance(error, grpc.RpcError):
-        # After the handshake, both sides report errors in encrypted frames, so the stream broke.
+        # After the handshake, errors are sent in encrypted frames, so a gRPC error is a cut.
         code, _ = status_of(error)
         return LaneCutError(f"the stream broke ({code.name})" if code else "the stream broke")
     # Omit the message, because it may contain confidential data.
