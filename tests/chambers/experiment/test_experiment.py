@@ -243,7 +243,7 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     assert capsys.readouterr().out == shown.out
     file.write_text(whole.replace("rounds = 1", "rounds = 2"))
     assert main([*words, "--resume"]) == 2
-    assert "rounds differ; name another folder" in capsys.readouterr().err
+    assert "settings (rounds); name another folder" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

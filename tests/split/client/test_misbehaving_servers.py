@@ -31,12 +31,12 @@ def hidden(lane, frame, step=0, micro_batch=0, kind=Kind.HIDDEN, columns=0):
 
 
 ODD = {
-    "another micro-batch": (lambda *a: hidden(*a, micro_batch=5), "came for micro-batch 5"),
+    "another micro-batch": (lambda *a: hidden(*a, micro_batch=5), "of micro-batch 5"),
     "another step": (lambda *a: hidden(*a, step=3), "of step 3"),
-    "a gradient first": (lambda *a: hidden(*a, kind=Kind.GRADIENT), "GRADIENT came"),
+    "a gradient first": (lambda *a: hidden(*a, kind=Kind.GRADIENT), "received GRADIENT"),
     "another shape": (lambda *a: hidden(*a, columns=1), "a tensor of shape"),
-    "another kind": (lambda lane, _: lane.send(Kind.STEP), "STEP where HIDDEN is due"),
-    "the same twice": (lambda *a: (hidden(*a), hidden(*a)), "came for micro-batch 0"),
+    "another kind": (lambda lane, _: lane.send(Kind.STEP), "STEP; expected HIDDEN"),
+    "the same twice": (lambda *a: (hidden(*a), hidden(*a)), "of micro-batch 0"),
 }
 
 
@@ -91,7 +91,7 @@ def test_an_answer_to_what_was_not_sent_is_named(ends):
     batches = [collate(draw(2, seed), 0) for seed in range(2)]
     with answered(ends, both, credits=1) as model:
         join(model)
-        with pytest.raises(LaneError, match=r"came for micro-batch 1; .* of 1 that were sent"):
+        with pytest.raises(LaneError, match=r"of micro-batch 1; .* of 1 that were sent"):
             model.accumulate(batches, 0)
 
 
@@ -167,7 +167,7 @@ def test_an_average_that_was_not_agreed_on_is_refused(ends):
         limits=Limits(32, "float32", 200),
     ) as model:
         join(model)
-        with pytest.raises(LaneError, match="AVERAGE frame came, but nothing"):
+        with pytest.raises(LaneError, match="AVERAGE, but nothing"):
             model.clip(0.5)
 
 
@@ -175,7 +175,7 @@ ODD_TOKENS = {
     "another number": (lambda *a: hidden(*a, micro_batch=1), "micro-batch 1"),
     "another step": (lambda *a: hidden(*a, step=1), "of step 1"),
     "another shape": (lambda *a: hidden(*a, columns=1), "a tensor of shape"),
-    "another kind": (lambda *a: hidden(*a, kind=Kind.GRADIENT), "GRADIENT where HIDDEN is due"),
+    "another kind": (lambda *a: hidden(*a, kind=Kind.GRADIENT), "GRADIENT; expected HIDDEN"),
 }
 
 

@@ -199,7 +199,7 @@ def test_tickets_that_are_no_good_are_named():
 def test_a_ticket_is_good_for_what_it_was_issued_for(identity):
     pair = Pair()
     hello = hello_with(pair, pair.ticket, identity)
-    with pytest.raises(TicketError, match="another run, round or node"):
+    with pytest.raises(TicketError, match="different run, round or node"):
         answered(pair.server, hello)
     assert pair.still_good()
 
