@@ -16,6 +16,7 @@ from finetuning.model.base_model import (
     reference,
     refuse_unless_text,
 )
+from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.settings import AdapterSettings
 
 State = dict[str, torch.Tensor]
@@ -86,6 +87,7 @@ def target_names(settings: AdapterSettings) -> list[str]:
     return [name.strip() for name in settings.targets.split(",") if name.strip()]
 
 
+@one_at_a_time
 def initial_adapter(
     name: str, settings: AdapterSettings, seed: int, directory: Path | None = None
 ) -> tuple[State, Any]:

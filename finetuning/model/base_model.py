@@ -14,6 +14,7 @@ from finetuning.errors import UserError
 from finetuning.model.checkpoint import WEIGHTS, problem_of
 from finetuning.model.gguf_file import GGUFError, checkpoint_of
 from finetuning.model.names import SMOLLM2_ID, SMOLLM2_PACKAGE, TINY, is_id, resolve
+from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.model.tiny import build_tiny
 from finetuning.settings import ModelSettings
 
@@ -103,6 +104,7 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
+@one_at_a_time
 def load_base_model(settings: ModelSettings) -> BaseModel:
     """Load the checkpoint named in the settings with frozen weights, on a GPU if there is one.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from finetuning.model.base_model import BaseModelError
+from finetuning.model.one_at_a_time import one_at_a_time
 
 _log = logging.getLogger(__name__)
 # Names of position tables: learned embeddings (GPT-2, OPT) or sines (GPT-J).
@@ -18,6 +19,7 @@ _TABLE = re.compile(r"wpe|positions?_embed|embed_positions|pos_encoding")
 _MAX_EXTRA = 2
 
 
+@one_at_a_time
 def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     """Raise a BaseModelError for rows that are longer than a model's table of positions.
 

@@ -16,6 +16,7 @@ from finetuning.files import cache_directory, replacing
 from finetuning.model.base_model import BaseModelError, refuse_unless_causal
 from finetuning.model.fingerprint import config_digest
 from finetuning.model.left_padding import left_padding
+from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import join_adapters
 from split.model.generation import Generation
@@ -33,6 +34,7 @@ _NEW_TOKENS = 4
 _ROUNDING = 1e-4
 
 
+@one_at_a_time
 def check_exactness(
     directory: Path,
     settings: ModelSettings,

@@ -21,6 +21,7 @@ from finetuning.model.base_model import (
 )
 from finetuning.model.checkpoint import WEIGHTS
 from finetuning.model.names import is_id, resolve
+from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.settings import ModelSettings
 from split.model.checkpoint import Checkpoint, StoredTensor, compared, same
 from split.model.devices import device_map, hand_over
@@ -149,6 +150,7 @@ def _files(directory: Path) -> Mapping[str, Any]:
     return Checkpoint(directory).files
 
 
+@one_at_a_time
 def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str, Any]) -> Any:
     """Load a part with ``transformers`` from tensors that are read on demand."""
     try:

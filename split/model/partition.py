@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from finetuning.model.base_model import BaseModelError
+from finetuning.model.one_at_a_time import one_at_a_time
 from split.settings import SplitSettings
 
 PartyName = Literal["head", "body", "tail"]
@@ -94,6 +95,7 @@ def partition_of(directory: Path, settings: SplitSettings) -> Partition:
     return Partition(blocks, settings.head_blocks, settings.tail_blocks)
 
 
+@one_at_a_time
 def outline(directory: Path) -> Any:
     """Build a checkpoint's causal language model without memory for its weights.
 

@@ -1,0 +1,26 @@
+"""A lock for functions that make models."""
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+_lock = threading.RLock()
+
+
+def one_at_a_time(make: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let only one thread of the process at a time call any function with this decorator.
+
+    While it makes a model, ``transformers`` changes PyTorch's default data type, which all threads
+    share, and then restores the one that it found. Two threads could leave the wrong one.
+    """
+
+    @wraps(make)
+    def alone(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with _lock:
+            return make(*args, **kwargs)
+
+    return alone
