@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from federation.answers import MODELS
 from federation.run_folder import METRICS, Event, read_events
@@ -211,11 +208,22 @@ def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict
     return panels
 
 
-@rc_context(_RC)
 def _plot(
     title: str, curves: Mapping[str, Curve], looks: Looks, limits: tuple[float, float] | None = None
 ) -> Markup:
     """Plot curves over rounds; the text alternative lists names, first and last values."""
+    from matplotlib import rc_context
+
+    with rc_context(_RC):
+        return _plotted(title, curves, looks, limits)
+
+
+def _plotted(
+    title: str, curves: Mapping[str, Curve], looks: Looks, limits: tuple[float, float] | None
+) -> Markup:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     figure = Figure(figsize=(3.6, 2.3) if limits else (5.4, 2.9), layout="constrained")
     axes = figure.add_subplot(xlabel="round", **({"ylim": limits} if limits else {}))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -235,7 +243,7 @@ def _plot(
     return _svg(figure, f"{title}: {', '.join(values)}") if values else Markup()
 
 
-def _svg(figure: Figure, label: str) -> Markup:
+def _svg(figure: Any, label: str) -> Markup:
     """Return a figure as inline SVG with a text alternative."""
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))

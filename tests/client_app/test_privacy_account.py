@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from opacus.accountants import RDPAccountant
 
 from client_app.privacy_account import PrivacyAccount, PrivateSteps, private_steps
 from federation.site_policy import PolicyError, PrivacyPolicy
@@ -20,6 +19,8 @@ def terms(path: Path, epsilon: float, **changes: float) -> PrivacyPolicy:
 
 
 def test_epsilon_is_the_library_s_own_over_runs_and_restarts(tmp_path):
+    from opacus.accountants import RDPAccountant
+
     reference = RDPAccountant()
     # The rates of two runs; a policy that was changed between them; and every row in each step.
     for part in (

@@ -5,12 +5,13 @@ import stat
 
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supernode.cli.flower_supernode import _try_setup_client_authentication
 
 from tests.chambers.conftest import refused, told
 
 
 def test_flower_reads_both_halves(capsys, tmp_path):
+    from flwr.supernode.cli.flower_supernode import _try_setup_client_authentication
+
     file = tmp_path / "node"
     output = told(capsys, "site", "key", file)
     assert "flwr supernode register node.pub deployment" in output

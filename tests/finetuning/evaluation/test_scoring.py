@@ -7,9 +7,6 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
-from rouge_score.rouge_scorer import RougeScorer
-from sacrebleu.metrics import BLEU
 
 from finetuning.evaluation.scoring import score, words
 
@@ -37,6 +34,8 @@ def score_pairs(pairs):
 
 @pytest.mark.parametrize("pair", ENGLISH)
 def test_rouge_of_english_equals_rouge_score(pair):
+    from rouge_score.rouge_scorer import RougeScorer
+
     prediction, reference = pair
     expected = RougeScorer(["rouge1", "rouge2", "rougeL"]).score(reference, prediction)
     scores = score([prediction], [reference])
@@ -46,6 +45,9 @@ def test_rouge_of_english_equals_rouge_score(pair):
 
 @pytest.mark.parametrize("pair", ENGLISH)
 def test_bleu_of_english_equals_sacrebleu_and_nltk(pair):
+    from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
+    from sacrebleu.metrics import BLEU
+
     plain = [text.rstrip(".!").replace(",", "") for text in pair]
     sacre = [
         BLEU(max_ngram_order=n, effective_order=True, lowercase=True)
