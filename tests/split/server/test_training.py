@@ -109,7 +109,7 @@ def test_hierarchical_equals_separate_trainings_and_their_mean(base, beginning):
 
 
 def test_averaging_within_a_round_equals_lockstep_with_averages(base, beginning):
-    every, steps = 5, {"alpha": 10, "beta": 7, "gamma": 5}
+    every, steps = 3, {"alpha": 6, "beta": 5, "gamma": 3}
     split = split_settings(schedule="hierarchical", average_every=every)
     clients = [Client(name, base, split) for name in SIZES]
     with serving(base, beginning, split) as server:
@@ -391,7 +391,7 @@ def test_too_few_who_average_are_told_what_to_do(base, beginning):
 @pytest.mark.parametrize("weight", [nightly(0.0), 1e3])
 def test_what_one_hands_in_within_a_round_moves_the_others_little(base, beginning, weight):
     """Gamma hands in its own adapters, or a number; all begin elsewhere than the server did."""
-    every, steps = 5, dict.fromkeys(SIZES, 10)
+    every, steps = 2, dict.fromkeys(SIZES, 4)
     start = {name: value + 0.1 for name, value in beginning.items()}
     split = split_settings(schedule="hierarchical", average_every=every)
     received = {}
