@@ -12,8 +12,9 @@ demo: PRESET = presets/demo$(if $(findstring fl-glm,$(ARGS)),-split).toml
 demo: $(VENV)/installed
 	@$(BIN)/chambers train $(PRESET) output-dir=runs state-path=.chambers/state $(ARGS)
 
+# A file's tests share fixtures and imports, so they should run in the same process.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow and not nightly" -n auto --maxprocesses 4 $(PYTEST)
+	$(BIN)/python -m pytest -m "not slow and not nightly" -n auto --maxprocesses 4 --dist worksteal $(PYTEST)
 
 # Neighbouring tests share a deployment, so they should run in the same process. They often wait for other
 # processes, so more of them than cores run at once.
