@@ -232,6 +232,11 @@ def client_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def values(checkpoint: Path, client_folders: Path) -> dict:
     """A run config with which the small checkpoint trains in seconds."""
+    return config(checkpoint, client_folders)
+
+
+def config(checkpoint: Path, client_folders: Path) -> dict:
+    """Return the same run config, for fixtures of a wider scope."""
     return {
         "strategy": "fedjudge-cl",
         "rounds": 3,

@@ -168,7 +168,7 @@ def test_the_run_s_seed_does_not_determine_a_private_adapter(settings, client_fo
     file, kept = policy(30.0), []
     for _ in range(2):
         journal = MemoryJournal()
-        one_round = settings | {"rounds": 1}
+        one_round = settings | {"rounds": 1, "train.local-steps": 1}
         start(one_round, Sites(one_round, client_folders, {"alpha": file}), journal)
         kept.append(journal.kept)
     assert not any(torch.equal(kept[0]["alpha"][n], kept[1]["alpha"][n]) for n in kept[0]["alpha"])
@@ -199,7 +199,8 @@ def test_a_proximal_term_spends_no_more_since_it_depends_on_no_row(
 ):
     spent = []
     for name, changes in (("base", {}), ("prox", {"strategy": "fedprox", "fedprox.mu": 0.1})):
-        file, own = policy(20.0, name), settings | {"rounds": 1} | changes
+        changes |= {"rounds": 1, "train.local-steps": 2}
+        file, own = policy(20.0, name), settings | changes
         grid, journal = Sites(own, client_folders, {"alpha": file}), MemoryJournal()
         start(own, grid, journal)
         assert set(grid.of(1, "train")[0][METRICS]) == {SIZE}
@@ -260,6 +261,7 @@ def test_what_cannot_be_computed_costs_no_epsilon(
 def test_held_out_rows_that_are_not_used_may_be_few(settings, client_folders, policy):
     file = policy(20.0)
     file.write_text("min-examples = 12\n" + file.read_text())
+    settings |= {"rounds": 1}
     grid = Sites(settings, client_folders, {"alpha": file})
     start(settings, grid, MemoryJournal())
     assert all("problem" not in content[CONFIG] for content in grid.of(1, "evaluate"))
@@ -307,6 +309,7 @@ def test_rows_that_a_chat_template_divides_are_refused(settings, policy, checkpo
 
 def test_importance_neither_leaves_nor_steers_the_training(settings, client_folders, policy):
     """FedJudge-CL takes that of clients without such a policy; a message can't demand it either."""
+    settings |= {"train.local-steps": 1}
     cl = settings | {"strategy": "fedjudge-cl"}
     grid, journal = Sites(cl, client_folders, {"alpha": policy(20.0)}), MemoryJournal()
     start(cl, grid, journal)

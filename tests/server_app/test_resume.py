@@ -125,7 +125,7 @@ def test_resumed_equals_unbroken(
         strategy = "fl-glm"
     values = values | {
         "strategy": strategy,
-        "rounds": 4,
+        "rounds": 3,
         "adapter.kind": adapter,
         "adapter.prefix-length": 8,
         "train.optimizer-state": optimizer_state,
@@ -219,6 +219,7 @@ def test_a_last_evaluation_with_too_few_replies_can_be_repeated(values, tmp_path
 
 def test_a_resumption_with_another_config_is_refused(values, tmp_path):
     values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path / "state")}
+    values |= {"train.local-steps": 1}
     directory = run(values | {"rounds": 2}, stop_after=(1, True))
     before = sorted(p.name for p in directory.rglob("*"))
     for change, reason in (
@@ -250,6 +251,7 @@ def test_what_changes_stacks_must_stay_only_with_client_batch(values, tmp_path, 
 
 def test_a_key_that_an_older_run_lacks_had_its_default(values, tmp_path):
     values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path / "state")}
+    values |= {"train.local-steps": 1}
     directory = run(values | {"rounds": 2}, stop_after=(1, True))
     file = directory / "config.json"
     older = json.loads(file.read_text())
@@ -263,6 +265,7 @@ def test_a_key_that_an_older_run_lacks_had_its_default(values, tmp_path):
 
 def test_a_damaged_file_is_named(values, tmp_path):
     values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path / "state")}
+    values |= {"train.local-steps": 1}
     directory = run(values | {"rounds": 2}, stop_after=(1, True))
     (directory / "base-model.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"base-model\.json can't be read"):

@@ -20,7 +20,7 @@ from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
 from strategies import exchange
-from tests.conftest import write_rows
+from tests.conftest import config, write_rows
 from tests.in_process import MemoryJournal, run_in_process
 from tests.marks import nightly
 from tests.strategies.grids import NODES, SpyingGrid, same, start
@@ -28,11 +28,20 @@ from tests.strategies.grids import NODES, SpyingGrid, same, start
 SIZES = {"alpha": 24, "beta": 12, "gamma": 8}
 
 
-def test_the_global_adapter_is_the_weighted_mean_of_the_local_ones(values, tmp_path):
-    grid, journal = SpyingGrid(values | {"state-path": str(tmp_path)}), MemoryJournal()
-    start(values | {"state-path": str(tmp_path), "rounds": 1}, grid, journal)
-    replies = [r for r in grid.received if r.metadata.message_type == "train"]
-    assert len(replies) == 3
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, checkpoint, client_folders):
+    """Train three rounds once; return the folder of the states, the grid and the journal."""
+    folder = tmp_path_factory.mktemp("finished")
+    own = config(checkpoint, client_folders) | {"state-path": str(folder)}
+    grid, journal = SpyingGrid(own), MemoryJournal()
+    start(own, grid, journal)
+    return folder, grid, journal
+
+
+def test_the_global_adapter_is_the_weighted_mean_of_the_local_ones(finished):
+    _, grid, journal = finished
+    replies = [r for r in grid.received if r.metadata.message_type == "train"][:3]
+    assert {r.content["config"]["name"] for r in replies} == SIZES.keys()
     total = sum(SIZES.values())
     for name, averaged in journal.adapters[1].items():
         dense = sum(
@@ -43,14 +52,14 @@ def test_the_global_adapter_is_the_weighted_mean_of_the_local_ones(values, tmp_p
         assert np.abs(dense).max() > 0 or "lora_B" in name
 
 
-def test_sizes_are_the_rows_of_each_client(values, tmp_path):
-    journal = run_in_process(values | {"rounds": 1}, tmp_path, 3)
+def test_sizes_are_the_rows_of_each_client(finished):
+    _, _, journal = finished
     trained = {e["client"]: e["examples"] for e in journal.events if e["event"] == "train"}
     assert trained == SIZES
 
 
-def test_penalty_is_absent_in_round_1_and_pulls_from_round_2_on(values, tmp_path):
-    journal = run_in_process(values | {"continual.lambda": 1.0}, tmp_path, 3)
+def test_penalty_is_absent_in_round_1_and_pulls_from_round_2_on(finished):
+    _, _, journal = finished
     for event in (e for e in journal.events if e["event"] == "train"):
         if event["round"] == 1:
             assert "penalty" not in event
@@ -61,6 +70,7 @@ def test_penalty_is_absent_in_round_1_and_pulls_from_round_2_on(values, tmp_path
 
 @pytest.mark.parametrize("importance", ["server", nightly("client")])
 def test_lambda_zero_is_fedjudge_base_bit_for_bit(values, tmp_path, importance):
+    values |= {"train.local-steps": 2}
     base = run_in_process(values | {"strategy": "fedjudge-base"}, tmp_path / "base", 3)
     zero = {"continual.lambda": 0.0, "continual.importance": importance}
     journal = run_in_process(values | zero, tmp_path / "zero", 3)
@@ -106,7 +116,7 @@ def test_batch_size_does_not_change_importance(values, tmp_path):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_round_has_the_share_asked_for(values, tmp_path, shuffle):
-    wanted = {"continual.share": 0.2, "continual.shuffle": shuffle}
+    wanted = {"continual.share": 0.2, "continual.shuffle": shuffle, "train.local-steps": 2}
     journal = run_in_process(values | wanted, tmp_path, 3)
     trained = [e for e in journal.events if e["event"] == "train" and e["round"] > 1]
     assert len(trained) == 6
@@ -115,22 +125,22 @@ def test_every_round_has_the_share_asked_for(values, tmp_path, shuffle):
         assert event["lambda"] > 0
 
 
-def test_importance_is_averaged_by_data_size_and_sent_with_the_next_round(values, tmp_path):
-    grid, journal = SpyingGrid(values | {"state-path": str(tmp_path)}), MemoryJournal()
-    start(values | {"state-path": str(tmp_path), "rounds": 2}, grid, journal)
+def test_importance_is_averaged_by_data_size_and_sent_with_the_next_round(finished):
+    _, grid, _ = finished
     own = [
         r
         for r in grid.received
         if r.metadata.message_type == "evaluate" and ARRAYS in r.content.array_records
     ]
-    assert len(own) == 3
+    assert len(own) == 6  # after the first and the second round
     trained = [m for m in grid.sent if m.metadata.message_type == "train"]
     assert all("importance" not in m.content.array_records for m in trained[:3])
     total = sum(SIZES.values())
-    for message in trained[3:]:
+    for number, message in enumerate(trained[3:]):
+        of_round = own[:3] if number < 3 else own[3:]
         for name, array in message.content["importance"].items():
             dense = sum(
-                r.content[ARRAYS][name].numpy() * r.content[METRICS][SIZE] / total for r in own
+                r.content[ARRAYS][name].numpy() * r.content[METRICS][SIZE] / total for r in of_round
             )
             np.testing.assert_allclose(array.numpy(), dense, rtol=1e-5)
             assert dense.min() >= 0
@@ -139,6 +149,7 @@ def test_importance_is_averaged_by_data_size_and_sent_with_the_next_round(values
 def test_clients_measure_what_they_keep_and_importance_at_the_global_adapter(values, tmp_path):
     """J is of one row here, and therefore the absolute gradient of that row's loss."""
     own = values | {"rounds": 2, "continual.importance-examples": 1, "state-path": str(tmp_path)}
+    own |= {"train.local-steps": 2}
     grid, journal = SpyingGrid(own), MemoryJournal()
     start(own, grid, journal)
     measured = {
@@ -151,15 +162,15 @@ def test_clients_measure_what_they_keep_and_importance_at_the_global_adapter(val
         for reply in grid.received
         if reply.metadata.message_type == "evaluate" and ARRAYS in reply.content.array_records
     }
-    config, drawn = parse_run_config(own), []
+    parsed, drawn = parse_run_config(own), []
     for number, client in enumerate(SIZES, start=1):
-        institution = open_institution(config, NODES[number], fedjudge.base_model)
+        institution = open_institution(parsed, NODES[number], fedjudge.base_model)
         for kind, adapter in (
             ("global", journal.adapters[2]),
             ("personalised", journal.kept[client]),
         ):
             (directory,) = tmp_path.glob(f"*/{client}/adapters/{kind}")
-            whole = AutoModelForCausalLM.from_pretrained(config.model.name)
+            whole = AutoModelForCausalLM.from_pretrained(parsed.model.name)
             model = WholeModel(PeftModel.from_pretrained(whole, directory, is_trainable=True))
             assert same(export_adapter(model.peft_model), adapter)
             loss = held_out_loss(model, institution.test, institution.padding, 8).loss
@@ -180,7 +191,7 @@ def test_clients_measure_what_they_keep_and_importance_at_the_global_adapter(val
 
 
 def test_clients_share_no_storage(values, tmp_path):
-    journal = run_in_process(values | {"rounds": 2}, tmp_path, 3)
+    journal = run_in_process(values | {"rounds": 2, "train.local-steps": 1}, tmp_path, 3)
     states = [*journal.kept.values(), *journal.adapters.values()]
     before = [{k: v.clone() for k, v in state.items()} for state in states]
     for index, state in enumerate(states):
@@ -222,6 +233,7 @@ def test_result_does_not_depend_on_who_answers_first(values, tmp_path, monkeypat
     for number, kind in enumerate((SpyingGrid, Reversed)):
         journal = MemoryJournal()
         own = values | {"state-path": str(tmp_path / str(number)), "rounds": 2}
+        own |= {"train.local-steps": 1}
         start(own, kind(own, with_sums_that_depend_on_the_order), journal, timeout=3600.0)
         journals.append(journal)
     for adapters in zip(*(journal.adapters.values() for journal in journals), strict=True):
@@ -230,7 +242,7 @@ def test_result_does_not_depend_on_who_answers_first(values, tmp_path, monkeypat
 
 
 def test_clients_are_asked_in_the_order_of_their_names(values, tmp_path):
-    own = values | {"state-path": str(tmp_path), "rounds": 1}
+    own = values | {"state-path": str(tmp_path), "rounds": 1, "train.local-steps": 1}
     grid = SpyingGrid(own, nodes={1: NODES[3], 2: NODES[1], 3: NODES[2]})
     journal = MemoryJournal()
     start(own, grid, journal)
@@ -278,9 +290,8 @@ def test_every_client_and_round_draws_for_itself(values, tmp_path, monkeypatch):
 
 
 def test_evaluation_only_when_due_and_at_the_end(values, tmp_path):
-    journal = run_in_process(
-        values | {"strategy": "fedjudge-base", "evaluate.every": 2}, tmp_path, 3
-    )
+    values |= {"strategy": "fedjudge-base", "evaluate.every": 2, "train.local-steps": 1}
+    journal = run_in_process(values, tmp_path, 3)
     evaluated = {(e["round"], e["model"]) for e in journal.events if e["event"] == "evaluate"}
     assert evaluated == {
         (0, "base"),
@@ -291,10 +302,10 @@ def test_evaluation_only_when_due_and_at_the_end(values, tmp_path):
     }
 
 
-def test_clients_keep_the_final_adapters_and_two_rounds(values, tmp_path: Path):
-    run_in_process(values, tmp_path, 3)
+def test_clients_keep_the_final_adapters_and_two_rounds(values, finished):
+    state, _, _ = finished
     for name in SIZES:
-        folder = tmp_path / "bench" / name
+        (folder,) = state.glob(f"*/{name}")
         assert sorted(p.name for p in folder.iterdir()) == [
             *("adapters", "base-model.json", "config.json", "round-0002", "round-0003"),
         ]

@@ -1,5 +1,6 @@
 """FL-GLM through the real strategy, the real ClientApp and real lanes, in one process."""
 
+import functools
 import json
 import shutil
 import socket
@@ -24,10 +25,12 @@ from split.lane.dialling import open_lane
 from split.protocol.frames import Kind
 from strategies import exchange, live_status
 from strategies.participants import RefusedError
+from tests.conftest import config
 from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
 from tests.in_process import MemoryJournal, run_in_process
 from tests.marks import nightly
+from tests.strategies.conftest import split_config
 from tests.strategies.grids import start
 from tests.waiting import wait_until
 
@@ -36,9 +39,22 @@ def run(values, tmp_path):
     return run_in_process(values, tmp_path / "state", 3)
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, deep_checkpoint, client_folders):
+    """Return a function that trains by a schedule, once, and returns folder and journal."""
+
+    @functools.cache
+    def train(schedule):
+        folder = tmp_path_factory.mktemp(schedule)
+        values = split_config(config(deep_checkpoint, client_folders), deep_checkpoint)
+        return folder, run(values | {"split.schedule": schedule, "rounds": 3}, folder)
+
+    return train
+
+
 @pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
-def test_clients_and_server_learn(split_values, tmp_path, schedule):
-    journal = run(split_values | {"split.schedule": schedule, "rounds": 3}, tmp_path)
+def test_clients_and_server_learn(finished, schedule):
+    _, journal = finished(schedule)
     losses = {
         (e["round"], e["client"], e["model"]): e["loss"]
         for e in journal.events
@@ -65,18 +81,21 @@ def test_clients_accept_an_average_where_something_is_averaged(
 
     monkeypatch.setattr(connecting, "open_lane", opening)
     averaging = {"split.schedule": "hierarchical", "split.average-every": every}
-    values = split_values | averaging | {"rounds": 1, "min-nodes": 1}
+    values = split_values | averaging | {"rounds": 1, "min-nodes": 1, "train.local-steps": 2}
     journal = run_in_process(values, tmp_path / "state", 1)
     assert not [e for e in journal.events if e["event"] == "lane" and e["error"]]
     assert [most > 0 for most in accepted] == [False, every > 0, False]
 
 
-def test_all_parts_are_averaged_by_data_size(split_values, tmp_path):
-    journal = run(split_values | {"split.schedule": "hierarchical", "rounds": 1}, tmp_path)
+def test_all_parts_are_averaged_by_data_size(finished):
+    _, journal = finished("hierarchical")
     shares = {"alpha": 24 / 44, "beta": 12 / 44, "gamma": 8 / 44}
-    for name, averaged in journal.adapters[1].items():
-        expected = sum(share * journal.kept[client][name] for client, share in shares.items())
-        torch.testing.assert_close(averaged, expected, rtol=0, atol=1e-6)
+    for number, kept in journal.personalised_by_round.items():
+        assert kept.keys() == shares.keys()
+        for name, averaged in journal.adapters[number].items():
+            expected = sum(share * kept[client][name] for client, share in shares.items())
+            torch.testing.assert_close(averaged, expected, rtol=1e-5, atol=1e-6, msg=name)
+            assert not torch.equal(averaged, kept["alpha"][name])
 
 
 @pytest.mark.slow
@@ -109,7 +128,8 @@ def test_a_template_that_divides_rows_makes_more_steps_of_them(
 
 @pytest.mark.parametrize("order", [nightly("names"), "shuffled"])
 def test_the_order_of_serial_turns(split_values, tmp_path, order):
-    journal = run(split_values | {"split.order": order, "rounds": 4}, tmp_path)
+    fast = {"rounds": 4, "train.local-steps": 1, "evaluate.every": 4}
+    journal = run(split_values | {"split.order": order} | fast, tmp_path)
     turns: dict[int, list[str]] = {}
     for lane in journal.events:
         if lane["event"] == "lane" and lane["purpose"] == "train":
@@ -119,7 +139,7 @@ def test_the_order_of_serial_turns(split_values, tmp_path, order):
 
 
 def test_both_schedules_agree_on_one_client(split_values, tmp_path):
-    values = split_values | {"min-nodes": 1}
+    values = split_values | {"min-nodes": 1, "train.local-steps": 2}
     results = [
         run_in_process(values | {"split.schedule": schedule}, tmp_path / schedule, 1).adapters[2]
         for schedule in ("serial", "hierarchical")
@@ -127,7 +147,7 @@ def test_both_schedules_agree_on_one_client(split_values, tmp_path):
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, tmp_path):
+def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, finished):
     """And gives the loss that was measured through lanes."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -135,11 +155,11 @@ def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, tmp_path):
     from finetuning.evaluation.held_out import held_out_loss
     from finetuning.model.whole_model import WholeModel
 
-    journal = run(split_values, tmp_path)
+    folder, journal = finished("serial")
     measured = {
         (e["client"], e["model"]): e["loss"]
         for e in journal.events
-        if e["event"] == "evaluate" and e["round"] == 2
+        if e["event"] == "evaluate" and e["round"] == 3
     }
     config = parse_run_config(split_values)
     for partition, client in enumerate(("alpha", "beta", "gamma")):
@@ -147,7 +167,7 @@ def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, tmp_path):
         institution = open_institution(config, node, fl_glm.base_model)
         assert institution.name == client
         for kind in ("global", "personalised"):
-            (directory,) = (tmp_path / "state").glob(f"*/{client}/adapters/{kind}")
+            (directory,) = (folder / "state").glob(f"*/{client}/adapters/{kind}")
             whole = AutoModelForCausalLM.from_pretrained(config.model.name)
             model = WholeModel(PeftModel.from_pretrained(whole, directory))
             loss = held_out_loss(model, institution.test, institution.padding, 8).loss
@@ -215,7 +235,7 @@ def test_a_client_that_breaks_off_is_left_out_and_named(
     split_values, tmp_path, schedule, replies, reason, monkeypatch
 ):
     """Beta stops in its second round, and says so or replies as if it had not; others continue."""
-    values = split_values | {"split.schedule": schedule, "min-nodes": 2}
+    values = split_values | {"split.schedule": schedule, "min-nodes": 2, "train.local-steps": 1}
     train, end = fl_glm.train_round, SplitModel.end
     late = False
 
@@ -261,18 +281,6 @@ def test_a_client_that_replies_without_a_lane_is_left_out_and_named(
     assert event["participants"] == ["alpha", "beta"]
     (left_out,) = event["left_out"]
     assert left_out["client"] == "gamma" and "it opened no lane" in left_out["reason"]
-
-
-def test_all_parties_adapters_are_averaged_by_data_size(split_values, tmp_path):
-    values = {"split.schedule": "hierarchical", "rounds": 1, "train.local-steps": 2}
-    journal = run(split_values | values, tmp_path)
-    shares = {"alpha": 24 / 44, "beta": 12 / 44, "gamma": 8 / 44}
-    kept = journal.personalised_by_round[1]
-    assert kept.keys() == shares.keys()
-    for name, value in journal.adapters[1].items():
-        mean = sum(share * kept[client][name] for client, share in shares.items())
-        torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-6, msg=name)
-        assert not torch.equal(value, kept["alpha"][name])
 
 
 @pytest.mark.slow
@@ -321,7 +329,12 @@ def test_nobody_waits_for_a_client_that_has_refused_its_round(split_values, tmp_
 
     monkeypatch.setattr(exchange, "_PULL_SECONDS", {False: 0.01})
     values = split_values | {"split.schedule": "client-batch", "rounds": 1, "min-nodes": 2}
-    values |= {"split.join-timeout": 600.0, "round-timeout": 60.0, "state-path": str(tmp_path)}
+    values |= {
+        "train.local-steps": 1,
+        "split.join-timeout": 600.0,
+        "round-timeout": 60.0,
+        "state-path": str(tmp_path),
+    }
     nodes = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
     journal = run_in_process(values, tmp_path, 3, Polled(values, nodes))
     (event,) = [e for e in journal.events if e["event"] == "round"]
@@ -330,7 +343,8 @@ def test_nobody_waits_for_a_client_that_has_refused_its_round(split_values, tmp_
 
 def test_an_embedding_and_a_head_alone_have_nothing_to_train(split_values, tmp_path):
     """FedBERT's split, with adapters on attention: all of them are at the server."""
-    journal = run(split_values | {"split.head-blocks": 0, "split.tail-blocks": 0}, tmp_path)
+    cut = {"split.head-blocks": 0, "split.tail-blocks": 0, "rounds": 1}
+    journal = run(split_values | cut, tmp_path)
     losses = {
         (e["client"], e["model"]): e["loss"] for e in journal.events if e["event"] == "evaluate"
     }
@@ -467,7 +481,7 @@ def is_of_a_lane(thread: str) -> bool:
 
 def test_no_thread_or_lane_outlives_a_run(split_values, tmp_path):
     before = set(threading.enumerate())
-    run(split_values | {"rounds": 1}, tmp_path)
+    run(split_values | {"rounds": 1, "train.local-steps": 1}, tmp_path)
 
     def left():
         return [t.name for t in set(threading.enumerate()) - before if is_of_a_lane(t.name)]
@@ -475,8 +489,8 @@ def test_no_thread_or_lane_outlives_a_run(split_values, tmp_path):
     wait_until(lambda: not left(), seen=left)
 
 
-def test_metrics_can_be_written_as_json(split_values, tmp_path):
-    journal = run(split_values | {"rounds": 1}, tmp_path)
+def test_metrics_can_be_written_as_json(finished):
+    _, journal = finished("serial")
     assert json.loads(json.dumps(journal.events)) == journal.events
     trained = [e for e in journal.events if e["event"] == "train"]
     assert all(e["bytes_up"] > 0 and e["seconds_waiting"] >= 0 for e in trained)
