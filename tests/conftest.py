@@ -247,5 +247,6 @@ def config(checkpoint: Path, client_folders: Path) -> dict:
         "train.batch-size": 2,
         "train.accumulation": 2,
         "train.learning-rate": 5e-3,
+        "continual.importance-examples": 6,
         "evaluate.generate": False,
     }
