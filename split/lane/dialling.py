@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 import grpc
 
-from split.lane.lane import Lane
+from split.lane.lane import REPLACE_AFTER_BYTES, Lane
 from split.lane.stream import Stream, wire_bytes
 from split.lane.transport import (
     HANDSHAKE_SECONDS,
@@ -41,7 +41,6 @@ from split.protocol.invitation import Invitation
 from split.protocol.keys import known_suite
 
 _LOG = logging.getLogger(__name__)
-RETRY_SECONDS = 1.0
 PATIENCE_SECONDS = 15.0
 
 
@@ -52,6 +51,8 @@ def open_lane(
     resume_timeout: float,
     patience: float = PATIENCE_SECONDS,
     busy_until: float | None = None,
+    retry_seconds: float = 1.0,
+    replace_after_bytes: int = REPLACE_AFTER_BYTES,
 ) -> Lane:
     """Open a lane to the block server, and keep it open in a separate thread.
 
@@ -59,8 +60,9 @@ def open_lane(
     therefore remains valid after any failed attempt, and is tried again. If the server is busy, try
     until ``busy_until`` (None: until the deadline). All other failures, refusals or missing
     answers, are final when they last for ``patience`` seconds. After a cut, try to open the next
-    stream for ``resume_timeout`` seconds. The lane ends at the deadline. Deadline and
-    ``busy_until`` are on ``time.monotonic``'s clock.
+    stream for ``resume_timeout`` seconds. Attempts are ``retry_seconds`` apart. A stream is also
+    replaced when one direction has carried ``replace_after_bytes``. The lane ends at the deadline.
+    Deadline and ``busy_until`` are on ``time.monotonic``'s clock.
 
     Raises:
         HandshakeError: The server refused the handshake; subclasses state the reason.
@@ -69,17 +71,24 @@ def open_lane(
 
     """
     # No timeout here: the thread below ends the lane with the reason if it can't be resumed.
-    lane = Lane(invitation.identity, limits, is_client=True, resume_timeout=math.inf)
+    lane = Lane(
+        invitation.identity,
+        limits,
+        is_client=True,
+        resume_timeout=math.inf,
+        replace_after_bytes=replace_after_bytes,
+    )
     connection = _dial_until(
         lane=lane,
         invitation=invitation,
         deadline=deadline,
         patience=patience,
+        retry_seconds=retry_seconds,
         busy_until=deadline if busy_until is None else busy_until,
     )
     keeper = threading.Thread(
         target=_keep_open,
-        args=(lane, invitation, connection, deadline, resume_timeout),
+        args=(lane, invitation, connection, deadline, resume_timeout, retry_seconds),
         name=f"lane {invitation.identity.node}",
         daemon=True,
     )
@@ -106,6 +115,7 @@ def _keep_open(
     connection: _Connection,
     deadline: float,
     resume_timeout: float,
+    retry_seconds: float,
 ) -> None:
     """Read the streams of a lane, one after another, until the lane ends."""
     over = LaneDeadlineError("the lane's time is over (round-timeout)")
@@ -117,16 +127,20 @@ def _keep_open(
             connection.stream.release()
             if lane.ended:
                 return
-            if time.monotonic() >= deadline - RETRY_SECONDS:
+            if time.monotonic() >= deadline - retry_seconds:
                 return lane.fail(over)
             # The server has confirmed this stream, so its resumption ticket is valid.
             invitation = replace(invitation, ticket=connection.stream.resumption)
             _LOG.warning("%r was cut; opening another stream", lane)
-            if not connection.stream.exhausted:
-                lane.wait_ended(opened + RETRY_SECONDS - time.monotonic())
+            if not lane.exhausts(connection.stream):
+                lane.wait_ended(opened + retry_seconds - time.monotonic())
             try:
                 connection = _dial_until(
-                    lane=lane, invitation=invitation, deadline=deadline, patience=resume_timeout
+                    lane=lane,
+                    invitation=invitation,
+                    deadline=deadline,
+                    patience=resume_timeout,
+                    retry_seconds=retry_seconds,
                 )
             except Exception as error:
                 words = f"the lane was cut, and could not be resumed: {lane_error(error)}"
@@ -148,9 +162,10 @@ def _dial_until(
     invitation: Invitation,
     deadline: float,
     patience: float,
+    retry_seconds: float,
     busy_until: float = 0.0,
 ) -> _Connection:
-    """Try to open a stream once per second, until the lane ends.
+    """Try to open a stream every ``retry_seconds``, until the lane ends.
 
     Retry for ``patience`` seconds, counted from the last answer that the server is busy. From
     ``busy_until`` on, such an answer no longer extends the retries.
@@ -161,12 +176,12 @@ def _dial_until(
             return _dial(invitation, lane.limits, deadline)
         except LaneError as error:
             now = time.monotonic()
-            if isinstance(error, LaneBusyError) and now + RETRY_SECONDS <= busy_until:
-                until = max(until, min(busy_until, now + patience + RETRY_SECONDS))
-            if now + RETRY_SECONDS > until:
+            if isinstance(error, LaneBusyError) and now + retry_seconds <= busy_until:
+                until = max(until, min(busy_until, now + patience + retry_seconds))
+            if now + retry_seconds > until:
                 raise
             _LOG.debug("%r: %s; trying again", lane, error)
-        if lane.wait_ended(RETRY_SECONDS):
+        if lane.wait_ended(retry_seconds):
             lane.check()
 
 

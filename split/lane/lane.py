@@ -20,7 +20,7 @@ from torch import Tensor
 from split.lane.inbox import Inbox
 from split.lane.lifetime import Lifetime
 from split.lane.stream import Stream, Traffic
-from split.lane.transport import CLOSE_SECONDS, lane_error
+from split.lane.transport import CLOSE_SECONDS, MAX_STREAMS, lane_error
 from split.protocol.delivery import Delivery
 from split.protocol.errors import (
     AlteredRecordError,
@@ -35,10 +35,12 @@ from split.protocol.errors import (
 )
 from split.protocol.frames import Frame, Kind, Limits, Value
 from split.protocol.payload import Outgoing
+from split.protocol.records import MAX_BYTES
 from split.protocol.tickets import Identity
 
 _LOG = logging.getLogger(__name__)
-_MAX_STREAMS = 1000  # limits the number of handshakes
+# A client replaces a stream before its keys reach their limit, with a margin for one large frame.
+REPLACE_AFTER_BYTES = MAX_BYTES - 2**32
 
 
 class Lane:
@@ -49,6 +51,8 @@ class Lane:
         limits: Limits on the frames of the other end, and on the queue of frames to it.
         is_client: Whether this is the client's end.
         resume_timeout: Seconds within which a cut stream must be replaced.
+        max_streams: Maximum number of streams.
+        replace_after_bytes: Bytes in one direction after which a client replaces a stream.
 
     Attributes:
         opened: Number of streams opened so far.
@@ -57,13 +61,21 @@ class Lane:
     """
 
     def __init__(
-        self, identity: Identity, limits: Limits, is_client: bool, resume_timeout: float
+        self,
+        identity: Identity,
+        limits: Limits,
+        is_client: bool,
+        resume_timeout: float,
+        max_streams: int = MAX_STREAMS,
+        replace_after_bytes: int = REPLACE_AFTER_BYTES,
     ) -> None:
         self.identity = identity
         self.limits = limits
         self.opened = 0
         self.over = threading.Event()
         self._is_client = is_client
+        self._max_streams = max_streams
+        self._replace_after_bytes = replace_after_bytes
         lock = threading.RLock()  # guards all attributes below
         self._changed = threading.Condition(lock)  # a frame has arrived, or the state has changed
         self._to_send = threading.Condition(lock)  # a frame was queued
@@ -229,8 +241,8 @@ class Lane:
             self.opened += 1
             if self._life.error is not None:
                 self._life.release_later(stream)
-            elif self.opened > _MAX_STREAMS:
-                message = f"the lane was cut {_MAX_STREAMS} times"
+            elif self.opened > self._max_streams:
+                message = f"the lane was cut {self._max_streams} times"
                 self._end(LaneError(message), message)
             else:
                 try:
@@ -238,6 +250,10 @@ class Lane:
                 except FrameError as error:
                     self._end(error, str(error))
             self._wake()
+
+    def exhausts(self, stream: Stream) -> bool:
+        """Return whether one of the stream's keys is close to its limit of encrypted bytes."""
+        return stream.used_bytes >= self._replace_after_bytes
 
     def messages(self, stream: Stream) -> Iterator[bytes]:
         """Yield the records to send over a stream, until it is replaced or the lane has ended."""
@@ -274,7 +290,7 @@ class Lane:
                     return
                 if not ended:
                     self._open(stream, message)
-                if stream.exhausted and self._is_client:
+                if self._is_client and self.exhausts(stream):
                     raise LaneCutError("the stream's keys have encrypted as much as they may")
             where = "within a frame" if stream.opener.mid_frame else "before it was closed"
             raise LaneCutError(f"the lane was cut {where}")

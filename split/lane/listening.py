@@ -14,10 +14,9 @@ from split.lane.lane import Lane
 from split.lane.stream import Stream, wire_bytes
 from split.lane.transport import (
     CLOSE_SECONDS,
-    HANDSHAKE_SECONDS,
     METHOD,
     SERVICE,
-    SILENT_SECONDS,
+    PeerLimits,
     refusal_details,
     server_options,
 )
@@ -28,8 +27,6 @@ from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity, Ticket, TicketBook
 
 _LOG = logging.getLogger(__name__)
-_HALF_OPEN = 32  # maximum number of silent streams, and of unfinished handshakes
-_OF_ONE_IDENTITY = 4  # maximum number of unfinished handshakes per identity
 _LOG_SECONDS = 10.0
 
 
@@ -44,6 +41,7 @@ class LaneServer:
             closed when it returns.
         maximum_lanes: Maximum number of lanes at the same time.
         resume_timeout: Seconds within which a client must replace a cut stream.
+        peers: Limits on streams and connections; None for the defaults.
 
     Raises:
         OSError: The server can't listen on the address.
@@ -58,14 +56,18 @@ class LaneServer:
         on_lane: Callable[[Lane], None],
         maximum_lanes: int = 64,
         resume_timeout: float = 30.0,
+        peers: PeerLimits | None = None,
     ) -> None:
         self._keys = keys
         self._tickets = TicketBook()
         self._limits = limits
         self._resume_timeout = resume_timeout
+        self._peers = peers = peers or PeerLimits()
         self._on_lane = on_lane
-        self._silent = SilentStreams(_HALF_OPEN, SILENT_SECONDS)
-        self._answered = AnsweredHandshakes(_HALF_OPEN, _OF_ONE_IDENTITY, HANDSHAKE_SECONDS)
+        self._silent = SilentStreams(peers.half_open, peers.silent_seconds)
+        self._answered = AnsweredHandshakes(
+            peers.half_open, peers.of_one_identity, peers.handshake_seconds
+        )
         self._maximum_lanes = maximum_lanes
         self._lock = threading.Lock()
         self._lanes: dict[bytes, Lane] = {}  # by identifier in TicketBook, including ended lanes
@@ -75,10 +77,10 @@ class LaneServer:
         self._refusals = 0  # number of refusals since the last log line
         self._next_line = 0.0
         # Allow for silent streams that were ended but whose calls have not returned yet.
-        calls = maximum_lanes + 3 * _HALF_OPEN
+        calls = maximum_lanes + 3 * peers.half_open
         self._server = grpc.server(
             _ThreadPerCall(),
-            options=server_options(calls),
+            options=server_options(calls, peers),
             maximum_concurrent_rpcs=calls,
         )
         handler = grpc.stream_stream_rpc_method_handler(self._open)
@@ -198,11 +200,17 @@ class LaneServer:
 
     def _new_lane(self, number: bytes, identity: Identity) -> Lane:
         # Keep ended lanes for some time, so that a client that reconnects receives the reason.
-        before = time.monotonic() - self._resume_timeout - HANDSHAKE_SECONDS
+        before = time.monotonic() - self._resume_timeout - self._peers.handshake_seconds
         for key in [key for key, lane in self._lanes.items() if lane.ended_at < before]:
             del self._lanes[key]
             self._tickets.close(key)
-        lane = Lane(identity, self._limits, is_client=False, resume_timeout=self._resume_timeout)
+        lane = Lane(
+            identity,
+            self._limits,
+            is_client=False,
+            resume_timeout=self._resume_timeout,
+            max_streams=self._peers.max_streams,
+        )
         self._lanes[number] = lane
         return lane
 

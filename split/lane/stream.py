@@ -8,10 +8,8 @@ from split.protocol.errors import FrameError
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.key_schedule import LaneSecrets
 from split.protocol.payload import Outgoing
-from split.protocol.records import MAX_BYTES, Opener, Sealer
+from split.protocol.records import Opener, Sealer
 
-# A client replaces a stream before its keys reach their limit, with a margin for one large frame.
-_REPLACE_AFTER_BYTES = MAX_BYTES - 2**32
 _HTTP2_FRAME_BYTES = 2**14
 
 
@@ -73,9 +71,9 @@ class Stream:
         self._seconds_packing = 0.0
 
     @property
-    def exhausted(self) -> bool:
-        """Whether one of the keys is close to its limit of encrypted bytes."""
-        return max(self._sent, self._received) >= _REPLACE_AFTER_BYTES
+    def used_bytes(self) -> int:
+        """Bytes of the direction that has carried more so far."""
+        return max(self._sent, self._received)
 
     @property
     def traffic(self) -> Traffic:

@@ -4,6 +4,7 @@ import ipaddress
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import grpc
 
@@ -15,13 +16,11 @@ METHOD = "Open"
 _REFUSED = "chambers: "
 # Time limit for a handshake. Until it is complete, the peer is not authenticated.
 HANDSHAKE_SECONDS = 10.0
-# Time limit for the first message, which a legitimate client sends immediately after connecting.
-SILENT_SECONDS = 3.0
 # Time limit for a closed lane to send the remaining frames and to receive those of the other side.
 CLOSE_SECONDS = 5.0
+MAX_STREAMS = 1000  # of a lane; limits the number of handshakes
 # At 1 Gbit/s with 20 ms each way, 5 MB are in flight. gRPC's default of 64 KiB is about 1% of that.
 _WINDOW_BYTES = 8 * 2**20
-_SPARE_CONNECTIONS = 256  # in addition to one per call
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_RECORD_BYTES),
     ("grpc.max_send_message_length", MAX_RECORD_BYTES),
@@ -40,6 +39,20 @@ _COMMON: list[tuple[str, int]] = [
 ]
 
 
+@dataclass(frozen=True)
+class PeerLimits:
+    """A server's limits on streams and connections, which anyone can open."""
+
+    # Time limit for a handshake after its first message.
+    handshake_seconds: float = HANDSHAKE_SECONDS
+    # Time limit for the first message, which a legitimate client sends immediately.
+    silent_seconds: float = 3.0
+    half_open: int = 32  # maximum number of silent streams, and of unfinished handshakes
+    of_one_identity: int = 4  # maximum number of unfinished handshakes per identity
+    spare_connections: int = 256  # maximum number of connections, in addition to one per call
+    max_streams: int = MAX_STREAMS  # maximum number of streams of a lane
+
+
 def channel_options(address: str) -> list[tuple[str, int]]:
     """Return the options of a client's channel. Each stream has its own connection."""
     options = [*_COMMON, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
@@ -48,19 +61,19 @@ def channel_options(address: str) -> list[tuple[str, int]]:
     return options
 
 
-def server_options(calls: int) -> list[tuple[str, int]]:
+def server_options(calls: int, peers: PeerLimits) -> list[tuple[str, int]]:
     """Return the options of a server with at most ``calls`` concurrent calls.
 
     The port is not shared, so a port in use is an error.
     """
-    silent = int(SILENT_SECONDS * 1000)
+    silent = int(peers.silent_seconds * 1000)
     return [
         *_COMMON,
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         # Limit unauthenticated connections without a stream, which use memory and descriptors.
-        ("grpc.max_allowed_incoming_connections", calls + _SPARE_CONNECTIONS),
+        ("grpc.max_allowed_incoming_connections", calls + peers.spare_connections),
         ("grpc.server_handshake_timeout_ms", silent),
         ("grpc.max_connection_idle_ms", silent),
     ]

@@ -112,7 +112,14 @@ class Client:
             window=split.window,
         )
         deadline = time.monotonic() + 60
-        lane = open_lane(invitation, limits, deadline, self.split.resume_timeout, patience=0.0)
+        lane = open_lane(
+            invitation,
+            limits,
+            deadline,
+            split.resume_timeout,
+            patience=0.0,
+            retry_seconds=0.05,
+        )
         model = SplitModel(self.ends["head"], self.ends["tail"], lane, 60.0, noise=self.noise)
         try:
             yield model

@@ -37,7 +37,13 @@ class Server:
     """A lane server whose lanes the test serves itself."""
 
     def __init__(
-        self, keys=None, limits=LIMITS, maximum_lanes=8, resume_timeout=SOON, on_lane=None
+        self,
+        keys=None,
+        limits=LIMITS,
+        maximum_lanes=8,
+        resume_timeout=SOON,
+        on_lane=None,
+        peers=None,
     ):
         self.keys = keys or hybrid_keys()
         self.lanes = queue.SimpleQueue()
@@ -49,6 +55,7 @@ class Server:
             on_lane or self.on_lane,
             maximum_lanes,
             resume_timeout,
+            peers,
         )
         self.address = self.server.address
         self.server.start()
@@ -80,12 +87,20 @@ class Server:
         patience=0.0,
         public=None,
         suite=None,
+        **options,
     ):
         """Open a lane; a refusal counts at once, unless the test is about patience."""
         invitation = self.invitation(ticket, identity, address, public, suite)
         now = time.monotonic()
         return open_lane(
-            invitation, limits, now + seconds, resume_timeout, patience, busy_until=now + patience
+            invitation,
+            limits,
+            now + seconds,
+            resume_timeout,
+            patience,
+            busy_until=now + patience,
+            retry_seconds=0.05,
+            **options,
         )
 
     def pair(self, **options):

@@ -6,8 +6,6 @@ from contextlib import closing
 import pytest
 import torch
 
-from split.lane import dialling
-from split.lane import stream as streams
 from split.protocol.errors import (
     FrameError,
     LaneCutError,
@@ -21,11 +19,6 @@ from tests.split.hostile import Member, end_of_step
 from tests.split.lanes import SOON, ForgedError, Proxy, cut, ended, relaying, serving
 
 FRAMES = 4
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch):
-    monkeypatch.setattr(dialling, "RETRY_SECONDS", 0.05)
 
 
 def cutting(numbers):
@@ -119,9 +112,8 @@ def test_what_was_received_before_a_cut_is_not_lost(server):
     proxy.stop()
 
 
-def test_a_stream_is_replaced_before_its_keys_are_exhausted(server, monkeypatch):
-    monkeypatch.setattr(streams, "_REPLACE_AFTER_BYTES", 2_000_000)
-    client, lane = server.pair()
+def test_a_stream_is_replaced_before_its_keys_are_exhausted(server):
+    client, lane = server.pair(replace_after_bytes=2_000_000)
     exchange(client, lane)
     assert client.opened == lane.opened > 2
     client.close()

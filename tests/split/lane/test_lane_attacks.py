@@ -7,9 +7,7 @@ from contextlib import closing
 import grpc
 import pytest
 
-from split.lane import dialling
-from split.lane import lane as lanes
-from split.lane.transport import METHOD, SERVICE
+from split.lane.transport import METHOD, SERVICE, PeerLimits
 from split.protocol.errors import (
     HandshakeError,
     LaneCutError,
@@ -33,11 +31,6 @@ from tests.split.lanes import (
     relaying,
     serving,
 )
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch):
-    monkeypatch.setattr(dialling, "RETRY_SECONDS", 0.05)
 
 
 def test_tickets_that_are_no_good_are_named(server):
@@ -181,9 +174,11 @@ def test_what_happens_to_a_record_on_its_way_down_costs_a_stream_and_no_frame(se
         client.close()
 
 
-def test_who_alters_every_stream_ends_a_lane_that_was_cut_too_often(server, monkeypatch):
-    monkeypatch.setattr(lanes, "_MAX_STREAMS", 3)
-    with relaying(server, up=changing(3, CHANGES["a bit of the tag"])) as relay:
+def test_who_alters_every_stream_ends_a_lane_that_was_cut_too_often():
+    with (
+        serving(peers=PeerLimits(max_streams=3)) as server,
+        relaying(server, up=changing(3, CHANGES["a bit of the tag"])) as relay,
+    ):
         client, lane = server.pair(address=relay.address)
         client.send(Kind.STEP)
         ended(lane, LaneError, "cut 3 times")

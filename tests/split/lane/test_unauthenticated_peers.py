@@ -9,21 +9,21 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import grpc
 import pytest
 
-from split.lane import listening as lane_server
-from split.lane import transport as lane_transport
 from split.lane.half_open import AnsweredHandshakes, SilentStreams, host_of
-from split.lane.transport import METHOD, SERVICE, channel_options
+from split.lane.transport import METHOD, SERVICE, PeerLimits, channel_options
 from split.protocol.errors import LaneBusyError, LaneUnreachableError
 from split.protocol.frames import Kind
 from split.protocol.handshake import ClientHandshake
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
-from tests.split.lanes import COURT, SOON, relaying
+from tests.split.lanes import COURT, HYBRID, SOON, relaying
 from tests.split.lanes import serving as serving_lanes
 from tests.waiting import wait_until
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+# Limits of time that a test can wait for.
+HURRIED = PeerLimits(handshake_seconds=1.0, silent_seconds=0.5)
 
 
 class Stream:
@@ -92,18 +92,15 @@ def server():
 
 
 @pytest.fixture
-def hurried(monkeypatch):
-    """Limits of time that a test can wait for."""
-    for module in (lane_server, lane_transport):
-        monkeypatch.setattr(module, "SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(lane_server, "HANDSHAKE_SECONDS", 1.0)
-    with serving_lanes() as made:
+def hurried():
+    with serving_lanes(peers=HURRIED) as made:
         yield made
 
 
 def test_silent_streams_make_room_for_who_has_something_to_say(server):
-    with outsiders(server, 2 * lane_server._HALF_OPEN) as silent:
-        wait_until(lambda: sum(each.call.done() for each in silent) >= lane_server._HALF_OPEN)
+    most = PeerLimits().half_open
+    with outsiders(server, 2 * most) as silent:
+        wait_until(lambda: sum(each.call.done() for each in silent) >= most)
         for _ in range(3):
             client, _ = server.pair()
             client.close()
@@ -163,31 +160,35 @@ def test_a_message_that_was_heard_is_answered_once_and_its_ticket_stays_good(ser
         client.close()
 
 
-def test_a_ticket_has_few_handshakes_and_not_for_long(hurried, monkeypatch):
+class CountingKeys(ServerKeys):
+    """Notes how many secrets are decrypted."""
+
+    unwrapped = 0
+
+    def unwrap(self, *arguments):
+        self.unwrapped += 1
+        return super().unwrap(*arguments)
+
+
+def test_a_ticket_has_few_handshakes_and_not_for_long():
     """Nor does it cost public-key work beyond them."""
-    ticket = hurried.ticket()
-    unwrapped, unwrap = [], ServerKeys.unwrap
-
-    def counting(self, *arguments):
-        unwrapped.append(arguments)
-        return unwrap(self, *arguments)
-
-    monkeypatch.setattr(ServerKeys, "unwrap", counting)
-    with ExitStack() as stack:
+    keys = CountingKeys(HYBRID)
+    with serving_lanes(keys=keys, peers=HURRIED) as server, ExitStack() as stack:
+        ticket = server.ticket()
 
         def begin():
-            handshake = ClientHandshake(ticket, COURT, hurried.keys.public, hurried.keys.suite)
-            return stack.enter_context(closing(Stream(hurried.address, handshake.hello())))
+            handshake = ClientHandshake(ticket, COURT, keys.public, keys.suite)
+            return stack.enter_context(closing(Stream(server.address, handshake.hello())))
 
-        held = [begin() for _ in range(lane_server._OF_ONE_IDENTITY)]
+        held = [begin() for _ in range(HURRIED.of_one_identity)]
         for stream in held:
             stream.answer()
         assert begin().refusal()[1] == "chambers: busy"
-        assert len(unwrapped) == len(held)
-        hurried.client(identity=Identity("run", 1, "other")).close()
+        assert keys.unwrapped == len(held)
+        server.client(identity=Identity("run", 1, "other")).close()
         for stream in held:  # the third message doesn't come
             assert stream.refusal()[0] is grpc.StatusCode.CANCELLED
-        hurried.client(ticket=ticket).close()
+        server.client(ticket=ticket).close()
 
 
 def test_the_number_of_answered_handshakes_is_bounded():
@@ -245,14 +246,12 @@ def test_a_byte_at_a_time_is_no_way_to_stay(hurried):
     hurried.client().close()
 
 
-def test_connections_have_a_number_and_clients_come_again(monkeypatch):
-    monkeypatch.setattr(lane_transport, "_SPARE_CONNECTIONS", 3)
-    monkeypatch.setattr(lane_server, "_HALF_OPEN", 1)
+def test_connections_have_a_number_and_clients_come_again():
     # Time enough to come 20 times, and to be refused.
-    monkeypatch.setattr(lane_transport, "SILENT_SECONDS", 5.0)
-    with serving_lanes(maximum_lanes=1) as server, ExitStack() as stack:
+    peers = PeerLimits(spare_connections=3, half_open=1, silent_seconds=5.0)
+    with serving_lanes(maximum_lanes=1, peers=peers) as server, ExitStack() as stack:
         made = [stack.enter_context(connection(server)) for _ in range(20)]
-        calls = 1 + 3 * lane_server._HALF_OPEN
+        calls = 1 + 3 * peers.half_open
         wait_until(lambda: sum(map(is_closed, made)) >= 20 - (calls + 3))
         with pytest.raises(LaneUnreachableError):
             server.client()

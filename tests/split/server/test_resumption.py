@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from split.lane import dialling
 from split.protocol.frames import Kind
 from split.protocol.training import RoundPlan
 from tests.marks import nightly
@@ -28,11 +27,6 @@ from tests.waiting import wait_until
 
 # So that nothing can be computed a second time without being noticed.
 DROPOUT = ADAPTER.model_copy(update={"dropout": 0.3})
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch):
-    monkeypatch.setattr(dialling, "RETRY_SECONDS", 0.05)
 
 
 def cut_at(places, late=()):
