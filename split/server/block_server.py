@@ -174,15 +174,15 @@ class BlockServer(Endpoint):
             for each in training
         )
 
-    def finish_lanes(self) -> list[Account]:
+    def finish_lanes(self, timeout_seconds: float = _END_SECONDS) -> list[Account]:
         """End every open lane, revoke all tickets, and return the accounts of all lanes."""
         with self._changed:
             self._grants.clear()
             for session in self._open:
                 session.lane.close("this phase of the round is over (round-timeout)")
-            if not self._changed.wait_for(lambda: not self._open, _END_SECONDS):
+            if not self._changed.wait_for(lambda: not self._open, timeout_seconds):
                 names = sorted(session.account.client for session in self._open)
-                raise RuntimeError(f"lanes did not end within {_END_SECONDS:g} s: {names}")
+                raise RuntimeError(f"lanes did not end within {timeout_seconds:g} s: {names}")
             accounts, self._accounts = self._accounts, []
         return sorted(accounts, key=lambda account: account.client)
 
@@ -227,7 +227,7 @@ class BlockServer(Endpoint):
         """Generate a new server key. Invitations with the old key become invalid."""
         self._keys.rotate()
 
-    def stop(self) -> None:
+    def stop(self, timeout_seconds: float = _END_SECONDS) -> None:
         """End all lanes and threads.
 
         Raises:
@@ -235,7 +235,7 @@ class BlockServer(Endpoint):
 
         """
         try:
-            self.finish_lanes()
+            self.finish_lanes(timeout_seconds)
         finally:
             super().stop()
 

@@ -6,7 +6,6 @@ import pytest
 
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
-from split.server import block_server
 from tests.marks import nightly
 from tests.split.clients import SIZES, Client, assert_nothing_is_left, serving, split_settings
 from tests.waiting import wait_until
@@ -50,9 +49,8 @@ def test_too_few_are_left_when_others_are_excused(base, beginning):
             beta.train(server, beginning, 3)
 
 
-def test_lanes_that_wait_for_others_to_join_can_be_ended(base, beginning, monkeypatch):
+def test_lanes_that_wait_for_others_to_join_can_be_ended(base, beginning):
     """Where the join-timeout is longer than the time that lanes have to end."""
-    monkeypatch.setattr(block_server, "_END_SECONDS", 10.0)
     split = split_settings(schedule="client-batch", join_timeout=30.0)
     client = Client("alpha", base, split)
     with serving(base, beginning, split) as server:
@@ -61,18 +59,16 @@ def test_lanes_that_wait_for_others_to_join_can_be_ended(base, beginning, monkey
             plan = {"steps": 3, "first_step": 0, "total_steps": 3, "longest": 16}
             model.lane.send(Kind.JOIN, fields=plan)
             wait_until(lambda: server._schedule._barrier.joined)
-            (account,) = server.finish_lanes()
+            (account,) = server.finish_lanes(timeout_seconds=10.0)
         assert "this phase of the round is over" in account.error
 
 
-def test_a_server_stops_even_if_a_lane_does_not_end(base, beginning, monkeypatch):
+def test_a_server_stops_even_if_a_lane_does_not_end(base, beginning):
     client = Client("alpha", base, split_settings())
     with serving(base, beginning, split_settings()) as server:
         invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
         with client.lane(invitation) as model:
             model.choose("base", None)
-            with monkeypatch.context() as patch:
-                patch.setattr(block_server, "_END_SECONDS", 0.0)
-                with pytest.raises(RuntimeError, match="did not end within 0 s"):
-                    server.stop()
+            with pytest.raises(RuntimeError, match="did not end within 0 s"):
+                server.stop(timeout_seconds=0.0)
         assert_nothing_is_left()
