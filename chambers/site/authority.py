@@ -78,8 +78,8 @@ class Authority:
         return certificate
 
 
-def open_authority(folder: Path) -> Authority:
-    """Read the authority in the folder, or create one if there is none.
+def open_authority(folder: Path, new_days: int = _AUTHORITY_DAYS) -> Authority:
+    """Read the authority in the folder, or create one for ``new_days`` days if there is none.
 
     Raises:
         CommandError: A file is missing or invalid, or the key doesn't match the certificate.
@@ -88,7 +88,7 @@ def open_authority(folder: Path) -> Authority:
     file = folder / AUTHORITY
     key_file = file.with_suffix(".key")
     if not file.exists() and not key_file.exists():
-        return _create_authority(folder)
+        return _create_authority(folder, new_days)
     for here, other in ((file, key_file), (key_file, file)):
         if not here.exists():
             raise CommandError(f"{here} is missing, and {other} exists; put both there, or none")
@@ -153,12 +153,12 @@ def days_left(certificate: x509.Certificate) -> int:
     return (certificate.not_valid_after_utc - datetime.now(UTC)).days
 
 
-def _create_authority(folder: Path) -> Authority:
+def _create_authority(folder: Path, days: int) -> Authority:
     now = datetime.now(UTC)
     key = ec.generate_private_key(ec.SECP256R1())
     name = _common_name("Chambers authority")
     certificate = (
-        _builder(key.public_key(), now, now + timedelta(days=_AUTHORITY_DAYS))
+        _builder(key.public_key(), now, now + timedelta(days=days))
         .subject_name(name)
         .issuer_name(name)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

@@ -56,10 +56,10 @@ class RecordHeader(NamedTuple):
 class Sealer:
     """Encryption of one direction of a stream, with a key that is used for nothing else."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, max_bytes: int = MAX_BYTES) -> None:
         self._cipher = AESGCM(key)
         self._counter = 0
-        self._left = MAX_BYTES
+        self._max_bytes = self._left = max_bytes
         self._scratch = bytearray()  # buffer of the size of the largest record so far
         self.seconds = 0.0  # time spent on encryption
 
@@ -74,7 +74,7 @@ class Sealer:
         """
         total = len(content)
         if total > self._left:
-            raise LaneCutError(f"a stream's key encrypts at most {MAX_BYTES} bytes")
+            raise LaneCutError(f"a stream's key encrypts at most {self._max_bytes} bytes")
         self._left -= total
         for begin in range(0, total, RECORD_BYTES):
             started = time.perf_counter()

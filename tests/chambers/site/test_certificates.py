@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from cryptography import x509
 
-from chambers.site import authority
+from chambers.site.authority import open_authority
 from tests.chambers.conftest import ROOT, refused, told
 from tests.chambers.site.deployment import FLOWER, documented
 
@@ -118,7 +118,7 @@ def test_a_certificate_may_be_valid_for_ten_years(capsys, tmp_path):
         write(capsys, tmp_path, *NAMES, "--days", "3650")
 
 
-def test_refusals_name_the_cure(capsys, tmp_path, monkeypatch):
+def test_refusals_name_the_cure(capsys, tmp_path):
     command = ("site", "certificates", tmp_path)
     assert "--name is missing" in refused(capsys, *command)
     for name in ("https://a.example.org", "a.example.org:443", "a b", ""):
@@ -126,7 +126,7 @@ def test_refusals_name_the_cure(capsys, tmp_path, monkeypatch):
     for days in ("0", "3651"):
         assert "must be 1 to 3650" in refused(capsys, *command, *NAMES, "--days", days)
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(authority, "_AUTHORITY_DAYS", 400)
+    open_authority(tmp_path, new_days=400)
     write(capsys, tmp_path, *NAMES)
     assert "begin a new authority" in refused(capsys, *command, "--days", "401")
     key = tmp_path / "authority.key"

@@ -7,7 +7,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from split.protocol import records
 from split.protocol.errors import AlteredRecordError, FrameError, LaneCutError
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.payload import Outgoing
@@ -162,7 +161,7 @@ def test_a_frame_that_is_too_large_is_refused_before_anything_is_allocated(monke
     def fail(*_, **__):
         raise AssertionError("allocated")
 
-    monkeypatch.setattr(records.torch, "empty", fail)
+    monkeypatch.setattr(torch, "empty", fail)
     with pytest.raises(FrameError, match="at most 2097152"):
         Opener(UP, tight).open(sealed[0])
 
@@ -177,7 +176,7 @@ def test_a_frame_of_a_wrong_shape_is_refused_with_its_first_record(monkeypatch):
         allocated.append(size)
         return empty(size, **options)
 
-    monkeypatch.setattr(records.torch, "empty", note)
+    monkeypatch.setattr(torch, "empty", note)
     for agreed in (
         Limits(32, "float32", 65536),
         Limits(64, "float32", 8191),
@@ -239,9 +238,8 @@ def test_every_bit_of_a_counter_is_in_the_nonce(counter):
     assert opener.open(record) is not None
 
 
-def test_a_key_encrypts_no_more_than_it_may(monkeypatch):
-    monkeypatch.setattr(records, "MAX_BYTES", 80)
-    sealer = Sealer(UP)
+def test_a_key_encrypts_no_more_than_it_may():
+    sealer = Sealer(UP, max_bytes=80)
     for _ in range(2):  # of 40 bytes
         seal(sealer, step())
     with pytest.raises(LaneCutError, match="at most 80 bytes"):
