@@ -18,10 +18,8 @@ from federation.messages import problem_of
 from federation.packed_content import EncryptedArrays
 from strategies.bounded_pull import LargeReplyError, check_size, pull
 
-# Polling interval, by whether the clients are simulated, as in Flower's grids.
-_PULL_SECONDS = {False: 3.0, True: 0.1}
-# Time to wait for a reply to be pulled before polling the other clients.
-_PATIENCE_SECONDS = 5.0
+# Polling interval of grids without a ``pull_interval``, which Flower's grid of simulations has.
+_PULL_SECONDS = 3.0
 # Attempts to push a message that the SuperLink refuses; each attempt uses different objects.
 _MAX_PUSHES = 3
 # Size limit of a reply without arrays: names, digests of tensors, answers as text.
@@ -44,6 +42,7 @@ def exchange(
     signer: Signer | None = None,
     array_bytes: int = 0,
     on_poll: Callable[[], None] = lambda: None,
+    patience_seconds: float = 5.0,
 ) -> Iterator[Message]:
     """Send messages, and yield each reply as it arrives, with the addressed client as its sender.
 
@@ -60,6 +59,7 @@ def exchange(
         signer: Signs the messages, and requires authenticated replies; None for neither.
         array_bytes: Expected size of the arrays in a reply, in bytes.
         on_poll: Called each time all clients have been polled.
+        patience_seconds: Time to wait for a reply before polling the other clients.
 
     """
     sent = list(messages)
@@ -77,7 +77,7 @@ def exchange(
         is_late = time.monotonic() >= end
         for identifier, request in list(waiting.items()):
             if identifier not in pulls:
-                pulls[identifier] = _begin_pull(grid, identifier, request)
+                pulls[identifier] = _begin_pull(grid, identifier, request, patience_seconds)
             if not pulls[identifier].done():
                 continue
             replies = pulls.pop(identifier).result()
@@ -89,7 +89,7 @@ def exchange(
             return
         on_poll()
         if waiting:
-            time.sleep(_PULL_SECONDS[isinstance(grid, InMemoryGrid)])
+            time.sleep(getattr(grid, "pull_interval", _PULL_SECONDS))
 
 
 def _push_all(
@@ -125,7 +125,9 @@ def _push_all(
             )
 
 
-def _begin_pull(grid: Grid, identifier: str, request: _Request) -> Future[list[Message]]:
+def _begin_pull(
+    grid: Grid, identifier: str, request: _Request, patience_seconds: float
+) -> Future[list[Message]]:
     """Start to pull the reply to a request, and wait briefly for it.
 
     The SuperLink announces a reply before it has received all of its objects, and Flower waits for
@@ -142,7 +144,7 @@ def _begin_pull(grid: Grid, identifier: str, request: _Request) -> Future[list[M
     if isinstance(grid, HttpGrid):
         thread = threading.Thread(target=run, name="reply", daemon=True)
         thread.start()
-        thread.join(_PATIENCE_SECONDS)
+        thread.join(patience_seconds)
     else:
         run()
     return future

@@ -28,6 +28,7 @@ class MemoryJournal:
         personalised_by_round: Each client's personalised adapter after each round.
         progress: Progress of the run at the last checkpoint.
         status: What the run is doing now.
+        shown: All statuses so far.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class MemoryJournal:
         self.personalised_by_round: dict[int, dict[str, State]] = {}
         self.progress = Progress("bench")
         self.status = RunStatus()
+        self.shown: list[RunStatus] = []
         self._previous = self.progress
         self._scratch = TemporaryDirectory()
 
@@ -48,6 +50,7 @@ class MemoryJournal:
     def show(self, status: RunStatus) -> None:
         """Keep the status."""
         self.status = status
+        self.shown.append(status.model_copy())
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Keep an event."""

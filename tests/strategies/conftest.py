@@ -1,6 +1,13 @@
-"""What tests of FL-GLM's strategy share."""
+"""What the tests of strategies share."""
 
 import pytest
+from flwr.supercore.task_identity import TaskIdentity
+
+
+@pytest.fixture
+def one_run():
+    """Flower marks every message with the run of the process that creates it."""
+    TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from finetuning.data.batching import collate
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
-from strategies import exchange
 from tests.conftest import config, write_rows
 from tests.in_process import MemoryJournal, run_in_process
 from tests.marks import nightly
@@ -222,12 +221,12 @@ def with_sums_that_depend_on_the_order(reply):
     return reply
 
 
-def test_result_does_not_depend_on_who_answers_first(values, tmp_path, monkeypatch):
+def test_result_does_not_depend_on_who_answers_first(values, tmp_path):
     class Reversed(SpyingGrid):
+        pull_interval = 0.01
+
         def pull_messages(self, message_ids):
             return super().pull_messages(i for i in message_ids if i == [*self._replies][-1])
-
-    monkeypatch.setattr(exchange, "_PULL_SECONDS", {False: 0.01})
 
     journals = []
     for number, kind in enumerate((SpyingGrid, Reversed)):

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from chambers.in_process import ConcurrentGrid, InProcessGrid
 from client_app import fl_glm
 from client_app.institution import open_institution
-from federation.messages import ARRAYS, Instruction, answer, config_of, one_line
+from federation.messages import ARRAYS, SIZE, Instruction, answer, config_of, one_line
 from federation.run_config import ConfigError, parse_run_config
 from finetuning.model.base_model import BaseModelError
 from split.client import connecting
 from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.protocol.frames import Kind
-from strategies import exchange, live_status
+from strategies import live_status
 from strategies.participants import RefusedError
 from tests.conftest import config
 from tests.finetuning.data.templates import THINKING
@@ -263,20 +263,24 @@ def test_a_client_that_breaks_off_is_left_out_and_named(
     assert [(e["client"], e["steps"] > 0) for e in broken] == [("beta", replies)]
 
 
-def test_a_client_that_replies_without_a_lane_is_left_out_and_named(
-    split_values, tmp_path, monkeypatch
-):
+def test_a_client_that_replies_without_a_lane_is_left_out_and_named(split_values, tmp_path):
     """Gamma returns what it was sent, with the metrics of a round that it has not trained."""
-    train = fl_glm.train
 
-    def idle(task):
-        if task.institution.name != "gamma":
-            return train(task)
-        return task.arrays[ARRAYS], {"loss": 1.0}
+    class Idle(InProcessGrid):
+        def _answer(self, message):
+            if (
+                message.metadata.message_type != MessageType.TRAIN
+                or message.metadata.dst_node_id != 3
+            ):
+                return super()._answer(message)
+            config = {"name": "gamma", "base": Instruction.of(message).base}
+            arrays = message.content[ARRAYS]
+            return answer(message, config, {SIZE: 8, "loss": 1.0}, arrays)
 
-    monkeypatch.setattr(fl_glm, "train", idle)
     values = split_values | {"rounds": 1, "min-nodes": 2, "train.local-steps": 1}
-    journal = run_in_process(values, tmp_path / "state", 3)
+    values |= {"state-path": str(tmp_path)}
+    nodes = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
+    journal = run_in_process(values, tmp_path, 3, Idle(values, nodes))
     (event,) = [e for e in journal.events if e["event"] == "round"]
     assert event["participants"] == ["alpha", "beta"]
     (left_out,) = event["left_out"]
@@ -311,10 +315,12 @@ def test_the_last_counted_adapter_survives_rounds_that_do_not_count(split_values
     assert all(torch.equal(kept[name], journal.kept["beta"][name]) for name in kept)
 
 
-def test_nobody_waits_for_a_client_that_has_refused_its_round(split_values, tmp_path, monkeypatch):
+def test_nobody_waits_for_a_client_that_has_refused_its_round(split_values, tmp_path):
     """Gamma does; the others, which wait for it to join, would exceed round-timeout."""
 
     class Polled(ConcurrentGrid):
+        pull_interval = 0.01
+
         def _ask(self, messages):
             for message in messages:
                 threading.Thread(target=super()._ask, args=[[message]]).start()
@@ -327,7 +333,6 @@ def test_nobody_waits_for_a_client_that_has_refused_its_round(split_values, tmp_
                 return answer(message, {"name": "gamma", "problem": "my policy refuses it"})
             return super()._answer(message)
 
-    monkeypatch.setattr(exchange, "_PULL_SECONDS", {False: 0.01})
     values = split_values | {"split.schedule": "client-batch", "rounds": 1, "min-nodes": 2}
     values |= {
         "train.local-steps": 1,
@@ -453,19 +458,18 @@ def test_progress_within_a_round_is_shown(split_values, tmp_path, monkeypatch):
     class Threaded(InProcessGrid):
         """Polled while the clients work, as Flower's grids are."""
 
+        pull_interval = 0.01
+
         def _ask(self, messages):
             if messages[0].metadata.message_type != "train":
                 super()._ask(messages)
             else:
                 threading.Thread(target=super()._ask, args=[messages]).start()
 
-    monkeypatch.setattr(exchange, "_PULL_SECONDS", {False: 0.01})
     monkeypatch.setattr(live_status, "_REFRESH_SECONDS", 0.0)
-    shown = []
-    monkeypatch.setattr(MemoryJournal, "show", lambda _, status: shown.append(status.model_copy()))
     values = split_values | {"state-path": str(tmp_path), "rounds": 1, "train.local-steps": 20}
     nodes = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
-    run_in_process(values, tmp_path, 3, Threaded(values, nodes))
+    shown = run_in_process(values, tmp_path, 3, Threaded(values, nodes)).shown
     lanes = [lane for status in shown for lane in status.lanes if status.phase == "training"]
     assert {lane.client for lane in lanes} == {"alpha", "beta", "gamma"}
     for client in ("alpha", "beta", "gamma"):

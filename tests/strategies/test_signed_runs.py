@@ -25,7 +25,6 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
-from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from federation.authentication import REPLY, SignedInstruction, Signer
@@ -186,10 +185,7 @@ class SuperLink:
 
 
 @pytest.fixture
-def ask(monkeypatch):
-    for number in ("_run_id", "_task_id", "_node_id"):
-        monkeypatch.setattr(TaskIdentity, number, 1)
-
+def ask(one_run):
     def ask(superlink, signer, arrays):
         grid = HttpGrid(token="token")
         grid._client, grid._run = superlink, SimpleNamespace(run_id=1)

@@ -13,10 +13,8 @@ from flwr.proto.message_pb2 import (
 )
 from flwr.proto.runtime_pb2 import PullAppMessagesResponse, PushAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
-from strategies import exchange as module
 from strategies.exchange import exchange
 
 STALLED, HONEST = 1, 2
@@ -64,16 +62,13 @@ class SuperLink:
         return ConfirmMessageReceivedResponse()
 
 
-def test_others_are_polled_and_the_time_limit_holds(monkeypatch):
-    for number in ("_run_id", "_task_id", "_node_id"):
-        monkeypatch.setattr(TaskIdentity, number, 1)
-    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.3)
+def test_others_are_polled_and_the_time_limit_holds(one_run):
     messages = [Message(RecordDict(), n, MessageType.TRAIN, ttl=60.0) for n in (STALLED, HONEST)]
     grid = HttpGrid(token="token")
     grid._client = SuperLink(messages)
     grid._run = SimpleNamespace(run_id=1)
     started = time.monotonic()
-    (reply,) = exchange(grid, list(messages), timeout=2.0)
+    (reply,) = exchange(grid, list(messages), timeout=2.0, patience_seconds=0.3)
     grid._client.waits = False
     assert reply.content["config"]["node"] == HONEST
     assert time.monotonic() - started < 10.0

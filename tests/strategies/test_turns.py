@@ -4,7 +4,6 @@ import threading
 import time
 from contextlib import contextmanager
 
-import pytest
 from flwr.app import Message, MessageType, RecordDict
 from flwr.proto.task_pb2 import Task
 from flwr.server.superlink.fleet.vce.vce_api import _register_nodes
@@ -13,7 +12,6 @@ from flwr.server.superlink.linkstate.in_memory_linkstate import RunRecord
 from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME, NOOP_FEDERATION_ID
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.grid import InMemoryGrid
 
@@ -55,12 +53,6 @@ def simulated(clients: int):
     finally:
         over.set()
         thread.join(10)
-
-
-@pytest.fixture
-def one_run(monkeypatch):
-    for number in ("_run_id", "_task_id", "_node_id"):
-        monkeypatch.setattr(TaskIdentity, number, 1)
 
 
 def test_waiting_for_an_actor_is_not_a_client_s_time(one_run):
