@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from federation.messages import one_line
 from federation.run_config import ConfigError, parse_run_config
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.adapters.prefixes import SAVED
@@ -49,13 +50,13 @@ def test_fedjudge_with_penalty_learns_prefixes(prefix_values, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["serial", nightly("hierarchical")])
 def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
-    prefix_values, deep_checkpoint, tmp_path, schedule, monkeypatch
+    prefix_values, deep_checkpoint, tmp_path, schedule
 ):
     """They give the losses and the texts that were measured through lanes."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from client_app import evaluation, fl_glm
+    from client_app import fl_glm
     from client_app.institution import open_institution
     from finetuning.evaluation.generation import generate_texts
     from finetuning.evaluation.held_out import held_out_loss
@@ -70,21 +71,22 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
         "split.schedule": schedule,
         "evaluate.generate": True,
         "evaluate.generate-examples": 4,
+        "evaluate.show-answers": 4,
         "evaluate.batch-size": 3,
         "evaluate.max-new-tokens": 12,
     }
-    texts: list[list[str]] = []
 
     def answers(model, tokenizer, asked):
-        return generate_texts(model, tokenizer, [prompt.tokens for prompt in asked], 3, 12)
+        texts = generate_texts(model, tokenizer, [prompt.tokens for prompt in asked], 3, 12)
+        return [one_line(text) for text in texts]
 
-    def remembered(**given):
-        texts.append(generate_texts(**given))
-        return texts[-1]
-
-    monkeypatch.setattr(evaluation, "generate_texts", remembered)
     journal = run_in_process(values, tmp_path / "state", 3)
     losses, config = losses_of(journal), parse_run_config(values)
+    shown = {
+        (e["client"], e["model"]): [answer["text"] for answer in e["answers"]]
+        for e in journal.events
+        if e["event"] == "answers"
+    }
     assert not [e for e in journal.events if e["event"] == "lane" and e["error"]]
     expected, _ = initial_adapter(str(deep_checkpoint), config.adapter, 0)
     assert journal.adapters[3].keys() == {SAVED}
@@ -101,10 +103,10 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
             assert loss == pytest.approx(losses[3, client, kind], abs=1e-5)
             tokenizer = load_tokenizer(institution.directory)
             written = answers(model, tokenizer, institution.asked)
-            assert written == texts[2 * partition + (kind == "personalised") - 6]
+            assert written == shown[client, kind]
             with model.without_adapter():
                 bare = answers(model, tokenizer, institution.asked)
-            assert bare == texts[partition] != written
+            assert bare == shown[client, "base"] != written
         kept = load_file(directory / "adapter_model.safetensors")
         assert torch.equal(kept[SAVED], journal.kept[client][SAVED])
 
