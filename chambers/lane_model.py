@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -11,9 +12,8 @@ import torch
 from chambers.errors import CommandError
 from finetuning.adapters.adapter import State
 from finetuning.data.candidates import CandidateBatch
+from split.client.connecting import connect
 from split.client.split_model import SplitModel
-from split.lane.dialling import open_lane
-from split.lane.lane import Lane
 from split.model.part import Part
 from split.model.partition import PartyName
 from split.protocol.errors import (
@@ -25,7 +25,6 @@ from split.protocol.errors import (
     LaneUnreachableError,
     Refusal,
 )
-from split.protocol.frames import Limits
 from split.protocol.standing_invitation import StandingInvitation
 
 _BUSY_SECONDS = 60.0
@@ -64,7 +63,7 @@ class LaneModel:
         self._adapters = adapters
         left = (invitation.expires - datetime.now(UTC)).total_seconds()
         self._deadline = time.monotonic() + left
-        self._lane: Lane
+        self._connection: ExitStack
         self._model: SplitModel
         try:
             self._open()
@@ -100,7 +99,7 @@ class LaneModel:
 
     def close(self) -> None:
         """Close the lane; this is allowed after an error."""
-        self._lane.close()
+        self._connection.close()
 
     def _attempt(self, compute: Callable[[], Result]) -> Result:
         """Compute a batch; if the server closed the lane, open a new one and retry once."""
@@ -108,39 +107,27 @@ class LaneModel:
             return compute()
         except LaneClosedError as error:
             print(f"{error}; opening another", file=sys.stderr)
-        self._lane.close()
+        self._connection.close()
         self._open()
         # Reset the generator to the seed of the batch, to draw the same random numbers again.
         torch.manual_seed(torch.initial_seed())
         return compute()
 
     def _open(self) -> None:
-        invitation, head = self._invitation, self._client_parts["head"]
-        self._lane = open_lane(
-            invitation=invitation.lane,
-            limits=Limits(
-                hidden=head.hidden_size,
-                wire_dtype=invitation.wire_dtype,
-                maximum_tokens=invitation.max_tokens,
-                window=1,
-            ),
+        connected = connect(
+            invitation=self._invitation.lane,
+            parts=self._client_parts,
+            split=self._invitation.split,
+            longest=self._invitation.max_tokens,
             deadline=self._deadline,
-            resume_timeout=invitation.split.resume_timeout,
+            training=False,
             patience=_PATIENCE_SECONDS,
             busy_until=min(self._deadline, time.monotonic() + _BUSY_SECONDS),
         )
-        self._model = SplitModel(
-            head=head,
-            tail=self._client_parts["tail"],
-            lane=self._lane,
-            frame_timeout=invitation.split.frame_timeout,
-            deadline=self._deadline,
-        )
-        try:
+        with ExitStack() as on_failure:
+            self._model = on_failure.enter_context(connected)
             self._model.choose(self._chosen, self._adapters)
-        except BaseException:
-            self._lane.close()
-            raise
+            self._connection = on_failure.pop_all()
 
 
 def explained(error: LaneError, invitation: StandingInvitation) -> CommandError:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from split.client.split_model import SplitModel
-from split.lane.dialling import open_lane
+from split.lane.dialling import PATIENCE_SECONDS, open_lane
 from split.model.part import Part
 from split.model.partition import PartyName
 from split.protocol.frames import Kind, Limits, average_bytes
@@ -21,6 +21,8 @@ def connect(
     deadline: float,
     training: bool = True,
     noise: float = 0.0,
+    patience: float = PATIENCE_SECONDS,
+    busy_until: float | None = None,
 ) -> Iterator[SplitModel]:
     """Yield a split model whose body is at a block server; close its lane on exit.
 
@@ -33,6 +35,9 @@ def connect(
         training: Whether to train rather than evaluate. Adapters are averaged in training only.
         noise: Standard deviation of the noise on hidden states that are sent, relative to the root
             mean square of each token's hidden state.
+        patience: Seconds after which a missing answer or a refusal is final.
+        busy_until: Time until which to try if the server is busy, on ``time.monotonic``'s clock;
+            None for the deadline.
 
     Raises:
         LaneError: The block server can't be reached or refuses the handshake.
@@ -52,6 +57,8 @@ def connect(
         limits=limits,
         deadline=deadline,
         resume_timeout=split.resume_timeout,
+        patience=patience,
+        busy_until=busy_until,
     )
     try:
         yield SplitModel(

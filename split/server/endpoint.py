@@ -1,6 +1,7 @@
 """The base class of block servers, with keys, tickets, lanes and the compute thread."""
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,7 @@ _log = logging.getLogger(__name__)
 _MAX_LANES = 256
 
 
-class Endpoint:
+class Endpoint(ABC):
     """Base class of servers that accept the lanes of invited clients until they are stopped.
 
     Subclasses implement ``_serve``, and call ``_lanes.start`` when they are ready for lanes. Keys
@@ -66,9 +67,9 @@ class Endpoint:
             ticket=self._lanes.issue(identity, lifetime, standing),
         )
 
+    @abstractmethod
     def _serve(self, lane: Lane) -> None:
         """Serve a lane. Called in a separate thread for each lane."""
-        raise NotImplementedError
 
 
 @contextmanager
