@@ -28,7 +28,7 @@ def connect(
 
     Args:
         invitation: Invitation to the block server.
-        parts: Head and tail, with their adapters attached.
+        parts: Head and tail, with their adapters attached if there are any.
         split: Wire type, window, time limits and averaging period.
         longest: Padded tokens of the largest micro-batch, prefixes included.
         deadline: Time when the lane ends, on ``time.monotonic``'s clock.
@@ -43,13 +43,15 @@ def connect(
         LaneError: The block server can't be reached or refuses the handshake.
 
     """
-    averages = training and split.average_every
-    weights = sum(p.numel() for part in parts.values() for p in part.trainable().values())
+    payload_bytes = {}
+    if training and split.average_every:
+        weights = sum(p.numel() for part in parts.values() for p in part.trainable().values())
+        payload_bytes[Kind.AVERAGE] = average_bytes(weights)
     limits = Limits(
         hidden=parts["head"].hidden_size,
         wire_dtype=split.wire_dtype,
         maximum_tokens=longest,
-        payload_bytes={Kind.AVERAGE: average_bytes(weights)} if averages else {},
+        payload_bytes=payload_bytes,
         window=split.window,
     )
     lane = open_lane(
