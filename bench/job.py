@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,12 @@ from finetuning.data.tokenization import Example
 from finetuning.model.base_model import loading_arguments, prepare
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, Stages, train_round
+from split.client.connecting import connect
 from split.client.split_model import SplitModel
-from split.lane.dialling import open_lane
 from split.model.adapters import take_apart
 from split.model.loading import load_parts
 from split.model.part import Part
 from split.model.partition import PartyName, partition_of
-from split.protocol.frames import Limits
 from split.protocol.invitation import Invitation
 from split.protocol.training import RoundPlan
 from split.server.block_server import BlockServer
@@ -155,11 +154,16 @@ def open_model(
     job: Job,
     split: SplitSettings,
     noise: float = 0.0,
-) -> SplitModel:
-    """Open a lane to the block server, and return a split model that uses it."""
-    limits = Limits(job.shape.hidden, split.wire_dtype, job.shape.tokens, window=split.window)
-    lane = open_lane(invitation, limits, time.monotonic() + LIFETIME, split.resume_timeout)
-    return SplitModel(ends["head"], ends["tail"], lane, split.frame_timeout, noise=noise)
+) -> AbstractContextManager[SplitModel]:
+    """Connect to the block server; see ``split.connect``."""
+    return connect(
+        invitation=invitation,
+        parts=ends,
+        split=split,
+        longest=job.shape.tokens,
+        deadline=time.monotonic() + LIFETIME,
+        noise=noise,
+    )
 
 
 def join(model: SplitModel, job: Job) -> None:
@@ -168,12 +172,11 @@ def join(model: SplitModel, job: Job) -> None:
     model.join(plan, longest=job.shape.tokens, deadline=time.monotonic() + LIFETIME)
 
 
-@contextmanager
 def serving(
     body: Part, job: Job, split: SplitSettings, clients: int, max_cached_tokens: int = 0
-) -> Iterator[BlockServer]:
+) -> BlockServer:
     """Serve the blocks to the clients; generation caches at most ``max_cached_tokens`` tokens."""
-    server = BlockServer(
+    return BlockServer(
         body=body,
         state=take_apart(job.state(), body.partition),
         split=split,
@@ -186,7 +189,3 @@ def serving(
         minimum=clients,
         max_cached_tokens=max_cached_tokens,
     )
-    try:
-        yield server
-    finally:
-        server.stop()

@@ -60,24 +60,24 @@ _ALLOCATORS = {
 
 def measure_client(link: Connection, job: Job, split: SplitSettings, miniature: Job) -> None:
     """Load and train; receive two invitations as messages, and send byte counts by name."""
-    model = open_model(load_ends(miniature, split), link.recv(), miniature, split)
-    join(model, miniature)
-    train(miniature, model, model.parameters)
-    model.end()
+    with open_model(load_ends(miniature, split), link.recv(), miniature, split) as model:
+        join(model, miniature)
+        train(miniature, model, model.parameters)
+        model.end()
     del model
     memory = Memory()
     ends = load_ends(job, split)
     loading = memory.peak()
     tensors = [p for part in ends.values() for p in part.model.parameters()]
     buffers = [b for part in ends.values() for b in part.model.buffers()]
-    model = open_model(ends, link.recv(), job, split)
-    join(model, job)
-    train(job, model, model.parameters, chosen=slice(None, -1))
-    peak = memory.peak()
-    saved = SavedTensors(tensors)
-    with saved.counting():
-        train(job, model, model.parameters, chosen=slice(-1, None))
-    model.end()
+    with open_model(ends, link.recv(), job, split) as model:
+        join(model, job)
+        train(job, model, model.parameters, chosen=slice(None, -1))
+        peak = memory.peak()
+        saved = SavedTensors(tensors)
+        with saved.counting():
+            train(job, model, model.parameters, chosen=slice(-1, None))
+        model.end()
     layers = bytes_of(tensors + buffers)
     link.send({"layers": layers, "activations": saved.peak, "loading": loading, "peak": peak})
 

@@ -166,12 +166,12 @@ def _run_client(
     link: Connection, ends: Mapping[PartyName, Part], job: Job, split: SplitSettings
 ) -> None:
     try:
-        model = open_model(ends, link.recv(), job, split)
-        join(model, job)
-        started = time.thread_time()
-        _train_in_turns(link, model, model.parameters, job)
-        computing = time.thread_time() - started
-        model.end()
+        with open_model(ends, link.recv(), job, split) as model:
+            join(model, job)
+            started = time.thread_time()
+            _train_in_turns(link, model, model.parameters, job)
+            computing = time.thread_time() - started
+            model.end()
         link.recv()
         account = asdict(model.lane.traffic)
         account |= {"seconds_computing": computing, "seconds_waiting": model.seconds_waiting}

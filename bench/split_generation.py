@@ -11,7 +11,7 @@ all processes together. Ratios are a side's time ÷ the whole model's.
 
 import argparse
 import os
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -98,8 +98,7 @@ def main() -> None:
         ends = load_ends(job, split)
         models: dict[str, Answering] = {"whole model": WholeModel(load_whole(job))}
         for name, invitation in (("split", near), ("split, 20 ms each way", far)):
-            model = open_model(ends, invitation, job, split)
-            stack.enter_context(closing(model.lane))
+            model = stack.enter_context(open_model(ends, invitation, job, split))
             model.choose("global", {n: p.detach().clone() for n, p in model.parameters.items()})
             models[name] = model
         pids = [os.getpid(), server.pid, proxy.pid]

@@ -5,7 +5,7 @@ The real client and block server run in one process, connected by real lanes.
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +67,7 @@ def train_with_noise(
 
     @contextmanager
     def lane(invitation: Invitation) -> Iterator[SplitModel]:
-        model = open_model(ends, invitation, job, split, noise)
-        with closing(model.lane):
+        with open_model(ends, invitation, job, split, noise) as model:
             yield model
             model.end()
 
