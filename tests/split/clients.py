@@ -87,6 +87,7 @@ class Client:
     """A client with its own parts, as in a separate process."""
 
     lifetime = 60.0  # of its invitation to train
+    examples = None  # those that it trains on, instead of its own
 
     def __init__(
         self, name: str, base: Path, split: SplitSettings, adapter=ADAPTER, model=MODEL, noise=0.0
@@ -136,7 +137,8 @@ class Client:
         finished: int = 0,
     ) -> State:
         """Train a round; ``disturb`` may do something to the model before it begins."""
-        examples, local_round = round_of(self.name, steps, finished)
+        own, local_round = round_of(self.name, steps, finished)
+        examples = self.examples or own
         invitation = server.invite_to_train(
             self.name, finished + 1, local_round.seed, self.lifetime
         )

@@ -39,6 +39,7 @@ class Lane:
         deadline: Deadline of the lane, on ``time.monotonic``'s clock.
         resume_timeout: ``split.resume-timeout``.
         retry_seconds: Seconds between two attempts to open a stream.
+        max_bytes_of_a_key: Bytes in one direction after which a stream is replaced.
         dial: Opens a stream.
 
     Attributes:
@@ -53,11 +54,13 @@ class Lane:
         deadline: float,
         resume_timeout: float = 30.0,
         retry_seconds: float = 1.0,
+        max_bytes_of_a_key: int = MAX_BYTES_OF_A_KEY,
         dial: Callable[[str, float], Stream] = Stream,
     ) -> None:
         self._invitation, self._wire = invitation, wire
         self._deadline, self._resume_timeout = deadline, resume_timeout
         self._retry_seconds, self._dial = retry_seconds, dial
+        self._max_bytes_of_a_key = max_bytes_of_a_key
         self._ticket = invitation.ticket
         self._kept: deque[Frame] = deque()
         self._acknowledged = 0  # of the frames sent
@@ -86,7 +89,7 @@ class Lane:
         frame = Frame(kind, step, micro_batch, payload)
         self._kept.append(frame)
         self._put(frame)
-        if max(self._sealer.encrypted, self._opener.decrypted) > MAX_BYTES_OF_A_KEY:
+        if max(self._sealer.encrypted, self._opener.decrypted) > self._max_bytes_of_a_key:
             self._stream.close()
 
     def receive(self, timeout: float) -> Frame:

@@ -32,7 +32,6 @@ from tests.split.clients import (
     train_together,
 )
 from tests.split.wire import handshake
-from tests.split.wire import lane as lane_module
 from tests.split.wire.lane import Lane
 from tests.split.wire.model import WireModel
 from tests.split.wire.stream import CutError, Stream
@@ -60,9 +59,9 @@ def read_record(made) -> handshake.Invitation:
 class WireClient(Client):
     """The test's client on the independent lane."""
 
-    def __init__(self, *arguments, dial=Stream) -> None:
+    def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments)
-        self._dial = dial
+        self._options = options  # of the lane
 
     @contextmanager
     def lane(self, invitation):
@@ -72,7 +71,7 @@ class WireClient(Client):
             deadline=time.monotonic() + 60,
             resume_timeout=self.split.resume_timeout,
             retry_seconds=0.05,
-            dial=self._dial,
+            **self._options,
         )
         self.opened = lane
         yield WireModel(self.ends["head"], self.ends["tail"], lane, self.split.average_every)
@@ -290,10 +289,9 @@ def test_an_altered_record_is_a_cut(base, beginning, ours, direction):
     assert (account.steps, account.error, client.opened.streams) == (2, "", 2)
 
 
-def test_a_stream_is_replaced_before_its_key_is_exhausted(base, beginning, ours, monkeypatch):
+def test_a_stream_is_replaced_before_its_key_is_exhausted(base, beginning, ours):
     split = split_settings()
-    monkeypatch.setattr(lane_module, "MAX_BYTES_OF_A_KEY", 20_000)
-    client = WireClient("alpha", base, split, DROPOUT)
+    client = WireClient("alpha", base, split, DROPOUT, max_bytes_of_a_key=20_000)
     found, account = trained(base, beginning, split, 2, client)
     assert_equal(found, ours("float32"))
     assert account.resumed == client.opened.streams - 1 > 0
