@@ -35,7 +35,7 @@ _NAMES: dict[type, str] = {}  # the words that run each command
 
 
 def _group(words: str, commands: Mapping[str, type]) -> typer.Typer:
-    """Return a group of commands by name; ``words`` run the group."""
+    """Return a group of commands, keyed by name; ``words`` are the words that run the group."""
     group = typer.Typer(
         add_completion=False,
         rich_markup_mode=None,
@@ -76,7 +76,7 @@ app.add_typer(
 app.add_typer(
     _group("chambers sheet", {"make": Make, "read": Read}),
     name="sheet",
-    help="Have people score the answers of several models, without knowing which is whose.",
+    help="Have people score answers of several models without knowing which model gave which.",
     short_help="Run a blinded human evaluation.",
 )
 
@@ -88,7 +88,7 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback(
-    epilog="Run chambers COMMAND --help for its options. docs/deployment.md describes deployments.",
+    epilog="chambers COMMAND --help lists its options. docs/deployment.md describes deployments.",
 )
 def _chambers(
     version: Annotated[
@@ -96,7 +96,7 @@ def _chambers(
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Fine-tune and use language models on private text that must not leave its owner."""
+    """Fine-tune language models on private text that stays with its owners; use the models."""
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
@@ -114,7 +114,7 @@ def _reason(error: UserError | OSError | RuntimeError) -> str:
         return described(error)
     if "home directory" not in str(error):  # the message of pathlib
         raise error
-    return "a path begins with ~ and the name of no user"
+    return "the home directory of a path that begins with ~ is unknown; write the path in full"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

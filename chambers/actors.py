@@ -26,7 +26,7 @@ class Machine:
 
     cores: int
     memory: int  # available, in bytes
-    gpus: int = 0  # that PyTorch can use
+    gpus: int = 0  # number of GPUs that PyTorch can use
 
 
 def this_machine() -> Machine:
@@ -41,13 +41,13 @@ def this_machine() -> Machine:
 def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     """Return the number of actors in a simulation.
 
-    If clients need not train concurrently, they take turns on the actors: one per GPU if there are
-    GPUs, else as many as cores and memory allow. Except for fl-glm, each client gets its own actor
-    if there are fewer than two clients per core, since cores would be idle in the last turn.
+    Unless all clients must train concurrently, they take turns on the actors: one per GPU or,
+    without GPUs, one per core, if memory allows. Without GPUs and fl-glm, each client has its own
+    actor if there are fewer than two clients per core; else cores would idle in the last turn.
 
     Raises:
-        UserError: All clients must train concurrently and exceed the machine's capacity, or the
-            model can't be downloaded.
+        UserError: All clients must train concurrently, but this machine can't simulate so many; or
+            the model can't be downloaded.
 
     """
     weights = _weight_bytes(config)
@@ -63,10 +63,10 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
         if config.split.average_every:
             what += " with split.average-every"
         raise CommandError(
-            f"{what} trains all {clients} clients at once, and this machine can simulate "
+            f"{what} trains all {clients} clients at once, but this machine can simulate only "
             f"{min(in_memory, by_flower)}: its available memory is enough for {in_memory}, and "
-            f"Flower runs {by_flower} on {machine.cores} cores. Simulate fewer (--clients), or use "
-            'split.schedule = "serial"'
+            f"Flower runs at most {by_flower} on {machine.cores} cores. Simulate fewer (--clients "
+            'N), or use split.schedule = "serial"'
         )
     return clients
 
@@ -74,7 +74,7 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
 def gpus_of_each(actors: int, gpus: int) -> float:
     """Return the number of GPUs per actor: one, or a fraction if there are more actors than GPUs.
 
-    Ray can't give an actor fractions of two GPUs. Its smallest fraction is 0.0001.
+    Ray can't give an actor fractions of two GPUs. The smallest fraction that Ray allows is 0.0001.
     """
     if not gpus:
         return 0.0
@@ -82,21 +82,21 @@ def gpus_of_each(actors: int, gpus: int) -> float:
 
 
 def _all_at_once(config: RunConfig) -> bool:
-    """Return whether clients must train concurrently, since they wait for each other."""
+    """Return whether clients wait for each other, and so must train concurrently."""
     split = config.split
     averages = split.schedule == "hierarchical" and split.average_every > 0
     return config.strategy == "fl-glm" and (split.schedule == "client-batch" or averages)
 
 
 def _weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of a client's frozen weights; those of ``tiny`` are negligible."""
+    """Return the size of a client's frozen weights in bytes; 0 for ``tiny``, which is small."""
     if config.model.name == TINY:
         return 0
     from finetuning.model.base_model import fetch
 
     name = resolve(config.model.name)
     path = Path(name).expanduser()
-    # Download it now; otherwise several actors of the run would download it concurrently.
+    # Download the checkpoint now; otherwise several actors would download it concurrently.
     checkpoint = path if path.is_absolute() else fetch(name)
     split = config.strategy == "fl-glm"
     blocks = config.split.head_blocks + config.split.tail_blocks if split else None

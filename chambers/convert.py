@@ -16,18 +16,18 @@ class Convert:
       chambers convert baichuan-inc/Baichuan-7B ~/models/baichuan-7b
       chambers convert ~/downloads/chatglm3-6b ~/models/chatglm3-6b
 
-    SOURCE is a folder or an id on the Hugging Face Hub: Baichuan-7B or Baichuan2-7B, which become
-    Llama, or ChatGLM2-6B or ChatGLM3-6B, which become GLM. TARGET is a new folder, for model.name:
-    the same tensors in safetensors format, a fast tokenizer, the chat template, and a README.md
-    with the digests of the original's files. No code of the original is run. docs/models.md says
-    how to get the models, and which can't be converted.
+    SOURCE is a checkpoint's folder or its id on the Hugging Face Hub. Baichuan-7B and Baichuan2-7B
+    become Llama models; ChatGLM2-6B and ChatGLM3-6B become GLM models. TARGET is a new folder, for
+    model.name. It gets the same tensors in safetensors format, a fast tokenizer, the chat template,
+    and a README.md with the digests of the original's files. No code of the original is run.
+    docs/models.md says how to get the models, and which can't be converted.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     source: Annotated[str, argument("SOURCE")]
     target: Annotated[Path, argument("TARGET")]
     chatglm_version: Annotated[
         Literal["2", "3"] | None,
-        option("Version of ChatGLM, if neither config.json nor the folder's name tells it."),
+        option("Version of ChatGLM; needed if neither config.json nor the folder's name tells it."),
     ] = None
 
     def __call__(self) -> int:
@@ -56,7 +56,7 @@ class Convert:
 
 
 def _fetch(name: str) -> Path:
-    """Download a checkpoint; weights in PyTorch's format only if there is no other format."""
+    """Download a checkpoint; its weights in PyTorch's format only if it has no safetensors."""
     from finetuning.model.base_model import BaseModelError, fetch
 
     common = ("*.json", "tokenizer.model", "LICENSE*", "MODEL_LICENSE*", "NOTICE*", "*.pdf")

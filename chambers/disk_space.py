@@ -11,7 +11,7 @@ import psutil
 
 # Sufficient for adapters and optimizer states of two rounds, checkpoints, and stored messages.
 MIN_FREE_GIB = 5.0
-# Path relative to the coordinator's folder.
+# Paths relative to the coordinator's folder.
 DATABASE = Path("database")
 ACCESS_LOG = Path("proxy") / "access.log"
 _PERIOD_SECONDS = 3600.0
@@ -62,6 +62,6 @@ def top_sender(log: Path) -> str:
     ((address, most),) = sent.most_common(1)
     minutes = max(1, round((now - first) / 60))
     return (
-        f"{address} has sent most in the last {minutes} min: {most / 1e6:,.1f} of "
+        f"{address} has sent the most data in the last {minutes} min: {most / 1e6:,.1f} of "
         f"{sent.total() / 1e6:,.1f} MB"
     )

@@ -58,14 +58,14 @@ class Evaluate(BaseModelOptions):
     tasks: Annotated[
         str,
         option(
-            f"Tasks, separated by commas: {', '.join(TASKS)}; others are lm-evaluation-harness's, "
-            "which need chambers[lm-eval].",
+            f"Tasks, separated by commas: {', '.join(TASKS)}; other names are tasks of "
+            "lm-evaluation-harness, which need chambers[lm-eval].",
             "NAMES",
         ),
     ]
     data: Annotated[
         Path | None,
-        option("Folder with the tasks' files; lm-evaluation-harness's need none.", "FOLDER"),
+        option("Folder with the tasks' files; not for lm-evaluation-harness's tasks.", "FOLDER"),
     ] = None
     include: Annotated[
         Path | None, option("Folder with more tasks for lm-evaluation-harness (YAML).", "FOLDER")
@@ -76,22 +76,22 @@ class Evaluate(BaseModelOptions):
     limit: Annotated[
         int | None, option("Score only the first N rows of each file; default: all.", "N")
     ] = None
-    batch_tokens: Annotated[int, option("Padded tokens computed at once; default 8192.", "N")] = (
-        8192
-    )
+    batch_tokens: Annotated[
+        int, option("Maximum number of padded tokens computed at once; default 8192.", "N")
+    ] = 8192
     max_length: Annotated[
         int,
         option(
-            "Longest prompt of a task with generated answers, in tokens; longer ones lose their "
-            "end. Default 2048.",
+            "Longest prompt of a task with generated answers, in tokens; longer prompts are "
+            "truncated at the end. Default 2048.",
             "N",
         ),
     ] = 2048
-    max_new_tokens: Annotated[int, option("Longest generated answer; default 256.", "N")] = 256
+    max_new_tokens: Annotated[int, option("Longest answer in tokens; default 256.", "N")] = 256
     bertscore: Annotated[
         str | None,
         option(
-            "Encoder for BERTScore, which then also scores generated answers; needs "
+            "Encoder with which BERTScore also scores generated answers; needs "
             "chambers[bertscore].",
             "ID_OR_FOLDER",
         ),
@@ -99,8 +99,8 @@ class Evaluate(BaseModelOptions):
     bertscore_layer: Annotated[
         int | None,
         option(
-            "Layer of the encoder; default: bert-score's choice for encoders that it knows, else "
-            "the last.",
+            "Layer of the encoder; default: the one that bert-score recommends for the encoder, "
+            "else the last.",
             "N",
         ),
     ] = None
@@ -150,15 +150,15 @@ class Evaluate(BaseModelOptions):
         check_at_least_one(self, *positive)
         names = self._names()
         if not names:
-            raise CommandError("--tasks names none")
+            raise CommandError("--tasks names no task")
         others = [name for name in names if name not in TASKS]
         if others and find_spec("lm_eval") is None:
             raise CommandError(
-                f"--tasks {self.tasks}: {others[0]} is none of {', '.join(TASKS)}; tasks of "
-                "lm-evaluation-harness need it: pip install 'chambers[lm-eval]'"
+                f"--tasks {self.tasks}: {others[0]} is none of {', '.join(TASKS)}; for a task of "
+                "lm-evaluation-harness, install it: pip install 'chambers[lm-eval]'"
             )
         if self.data is None and len(others) < len(names):
-            raise CommandError("--data is missing: the folder with the tasks' files")
+            raise CommandError("--data is missing: add --data FOLDER, with the tasks' files")
         for name, folder in (("data", self.data), ("include", self.include)):
             if folder and not folder.is_dir():
                 raise CommandError(f"--{name} {folder}: there is no such folder")
@@ -255,7 +255,7 @@ class Evaluate(BaseModelOptions):
 
 
 def _name_of(settings: ModelSettings, sources: "dict[str, Source]") -> str:
-    """Return a base model's name, with its precision if another precision is scored too."""
+    """Return a base model's name, with the precision if the model is scored in another, too."""
     other = sources.get(settings.name)
     if other is None or other.settings == settings:
         return settings.name

@@ -17,7 +17,7 @@ from finetuning.files import filling
 if TYPE_CHECKING:
     from chambers.models import Source
 
-# Number of batches whose prompts are sorted by length, and whose texts are written, together.
+# The prompts of so many batches are sorted by length together, and their texts written together.
 _BATCHES_AT_ONCE = 8
 
 
@@ -62,13 +62,13 @@ class Generate(AdapterOptions):
         Path | None, option("Invitation to a block server that has the middle blocks.", "FILE")
     ] = None
     max_new_tokens: Annotated[int, option("Longest answer in tokens; default 256.", "N")] = 256
-    temperature: Annotated[float, option("Sampling temperature; default 0: greedy.", "T")] = 0.0
+    temperature: Annotated[float, option("Sampling temperature; default 0, greedy.", "T")] = 0.0
     top_p: Annotated[
         float,
         option("Sample from the likeliest tokens with a total probability of P; default 1.", "P"),
     ] = 1.0
     seed: Annotated[int, option("Seed of sampling; default 0.", "N")] = 0
-    batch_size: Annotated[int, option("Number of prompts at once; default 8.", "N")] = 8
+    batch_size: Annotated[int, option("Number of prompts in a batch; default 8.", "N")] = 8
 
     def __call__(self) -> int:
         """Generate the texts."""

@@ -22,7 +22,7 @@ from server_app.main import app as server_app
 class InProcessGrid(Grid):
     """Passes each message directly to the ClientApp, one SuperNode after another.
 
-    ``nodes`` has the node config of each SuperNode by node id.
+    ``nodes`` has the SuperNodes' node configs, keyed by node id.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class InProcessGrid(Grid):
         self._replies: dict[str, Message] = {}
 
     def set_run(self, run: Any) -> None:
-        """Do nothing: there is one run."""
+        """Do nothing: there is only one run."""
 
     @property
     def run(self) -> Any:
@@ -82,9 +82,9 @@ class InProcessGrid(Grid):
 class ConcurrentGrid(InProcessGrid):
     """Passes train messages to all SuperNodes at the same time, each in a thread.
 
-    With ``split.schedule = "client-batch"`` clients wait for each other within every step. Each has
-    a model of its own. Other messages are passed one after another: the evaluation before round 1
-    loads each client's model, and libraries change functions of the whole process while they load.
+    With ``split.schedule = "client-batch"``, clients wait for each other within every step. Each
+    client has its own model. Other messages are passed one after another: the evaluation before
+    round 1 loads models, and libraries replace functions of the whole process while loading.
     """
 
     def __init__(

@@ -106,7 +106,7 @@ class LaneModel:
         try:
             return compute()
         except LaneClosedError as error:
-            print(f"{error}; opening another", file=sys.stderr)
+            print(f"{error}; opening a new lane", file=sys.stderr)
         self._connection.close()
         self._open()
         # Reset the generator to the seed of the batch, to draw the same random numbers again.

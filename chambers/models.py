@@ -104,7 +104,7 @@ def check_length(
     if total > batch_tokens:
         raise CommandError(f"{needed}, but --batch-tokens allows only {batch_tokens}; raise it")
     if total > source.max_tokens:
-        cure = "shorten it, or lower --max-new-tokens" if new_tokens else "shorten it"
+        cure = f"shorten {origin}{', or lower --max-new-tokens' if new_tokens else ''}"
         raise CommandError(f"{needed}, but the block server allows {source.max_tokens}; {cure}")
 
 

@@ -13,8 +13,8 @@ _COLOUR = re.compile(rb"\x1b\[\d+m")
 class RunLog:
     """A log file that is moved to the run's folder when that folder exists.
 
-    Output is dropped if the disk is full, so that the run continues. With ``echo``, it is printed
-    too. ``path`` is the current file.
+    Output is dropped if the disk is full, so that the run continues. With ``echo``, output is also
+    printed. ``path`` is the current file.
     """
 
     def __init__(self, path: Path, echo: bool = False) -> None:

@@ -63,7 +63,7 @@ def look(directory: Path, coordinator: Path | None = None) -> Seen:
     config = json.loads((directory / "config.json").read_bytes())
     if not (isinstance(config, dict) and {"strategy", "rounds"} <= config.keys()):
         raise ValueError("config.json is not that of a run")
-    # Check this before reading the status: otherwise a run that ends in between would look killed.
+    # Check for a process before reading the status: else a run that ends in between looks killed.
     alive = is_running(directory)
     checkpoints = checkpoint_files(directory)
     disks = [directory, coordinator / DATABASE] if coordinator else [directory]
@@ -184,7 +184,7 @@ def _checkpoint(seen: Seen) -> str:
 def _clients(seen: Seen) -> list[tuple[str, ...]]:
     """Return each client's name, its last training results, and its state."""
     status, doing = seen.status, dict[str, str]()
-    reduced = set[str]()  # clients left out of or scaled down in the last round
+    reduced = set[str]()  # clients that were left out of the last round, or scaled down in it
     last: dict[str, Event] = {}
     for event in seen.events:
         if event["event"] == "train":
@@ -192,7 +192,7 @@ def _clients(seen: Seen) -> list[tuple[str, ...]]:
         if event["event"] == "scaled" and event["client"] in doing:
             doing[event["client"]] += f"; its {event['what']} counts × {event['factor']:.2g}"
             reduced.add(event["client"])
-        # Skip other events: they contain metrics from clients, whose keys can have any name.
+        # Skip other events: they contain metrics whose keys are chosen by the clients.
         if event["event"] not in {"round", "refused"}:
             continue
         for name in event.get("participants", []):
@@ -236,7 +236,7 @@ def _without_progress(last: Event, phase: str) -> str:
     """Return the duration of a client's last training, if its current steps are unknown."""
     if phase != "training" or not last.get("seconds"):
         return ""
-    return f"; round {last['round']} took it {duration(last['seconds'])}"
+    return f"; round {last['round']} took {duration(last['seconds'])}"
 
 
 def duration(seconds: float) -> str:

@@ -51,7 +51,7 @@ class Lines:
         lines = list(run_lines(seen.config, seen.events))
         if self._printed is None:
             print(f"results and {LOG}: {seen.directory}", flush=True)
-            # Skip the lines of a resumed run that were printed before.
+            # Skip the lines that were printed before the run was resumed.
             self._printed = len(lines) if seen.config.get("resume") else 0
         new, self._printed = lines[self._printed :], len(lines)
         if new and seen.seconds_left:

@@ -22,13 +22,13 @@ _MAX_DAYS = 3650
 class Serve(AdapterOptions):
     """Serve the middle blocks of a trained model.
 
-    Institutions have the first and the last blocks, and generate text with the whole model:
+    Institutions have the first and last blocks; together with this server, they can generate text:
 
     \b
       chambers serve runs/2026-01-31_12-00-00_fl-glm --listen 10.0.0.5:8900 --clients court,hospital
 
     RUN_FOLDER contains a run's results: its global adapter and the clients' personalised ones.
-    Without it, --adapter names the global adapter, or --model the base model alone.
+    Without RUN_FOLDER, name the global adapter with --adapter, or a base model alone with --model.
 
     For each client, an invitation file is written, to be used with chambers generate --invitation.
     The file gives access in the client's name until it expires or the server ends, so send it
@@ -38,10 +38,10 @@ class Serve(AdapterOptions):
 
     run: Annotated[Path | None, argument("RUN_FOLDER")] = None
     head_blocks: Annotated[
-        int | None, option("Number of the clients' first blocks; default: the run's, else 1.", "N")
+        int | None, option("Number of first blocks at clients; default: the run's, else 1.", "N")
     ] = None
     tail_blocks: Annotated[
-        int | None, option("Number of the clients' last blocks; default: the run's, else 1.", "N")
+        int | None, option("Number of last blocks at clients; default: the run's, else 1.", "N")
     ] = None
     listen: Annotated[
         str,
@@ -52,7 +52,7 @@ class Serve(AdapterOptions):
         ),
     ] = "127.0.0.1:0"
     advertise: Annotated[
-        str, option("Address and port where clients reach it, if different.", "HOST:PORT")
+        str, option("Address and port where clients reach the server, if different.", "HOST:PORT")
     ] = ""
     clients: Annotated[
         str,
@@ -79,16 +79,16 @@ class Serve(AdapterOptions):
     max_tokens: Annotated[
         int,
         option(
-            "Padded tokens, of prompts and answers, that are held at once; default 16384. Lower it "
-            "if the server runs out of memory.",
+            "Maximum number of padded tokens, of prompts and answers, in memory at once; default "
+            "16384. Lower this number if the server runs out of memory.",
             "N",
         ),
     ] = 16384
     max_prompt_length: Annotated[
         int,
         option(
-            "Longest prompt in tokens; default 4096. Its time and memory grow with the square of "
-            "this.",
+            "Longest prompt in tokens; default 4096. The time and memory that a prompt takes grow "
+            "with the square of its length.",
             "N",
         ),
     ] = 4096
@@ -97,7 +97,7 @@ class Serve(AdapterOptions):
         """Serve until SIGINT or SIGTERM."""
         if not 0 < self.valid_for <= _MAX_DAYS:
             raise CommandError(
-                f"--valid-for {self.valid_for:g}: must be more than 0 days, {_MAX_DAYS} at most"
+                f"--valid-for {self.valid_for:g}: must be more than 0 and at most {_MAX_DAYS} days"
             )
         check_at_least_one(self, "max_prompt_length")
         self.check_folders()
@@ -151,8 +151,8 @@ class Serve(AdapterOptions):
         """
         if self.listen.rpartition(":")[0] in {"0.0.0.0", "[::]"} and not self.advertise:
             raise CommandError(
-                f"--advertise HOST:PORT is needed with --listen {self.listen}: clients can't dial "
-                "that"
+                f"--advertise HOST:PORT is needed with --listen {self.listen}: clients can't "
+                "connect to that address"
             )
 
         def chosen(name: str, default: Any) -> Any:

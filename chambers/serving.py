@@ -38,7 +38,7 @@ class Served:
     partition: Partition
     directory: Path  # of the base model, or of the server's part of it
     adapter: AdapterSettings  # kind and scale of all adapters
-    # By client and model name, the adapter of the body; None for no adapter.
+    # The body's adapter, keyed by client and model name; None for no adapter.
     models: Mapping[str, Mapping[str, State | None]]
     folder: Path  # for the invitations
     max_prompt_length: int
@@ -55,7 +55,7 @@ def find(options: "Serve") -> Served:
     for name in clients:
         if not is_name(name):
             raise CommandError(
-                f"--clients {name!r} can't be a client's name: letters, digits, ' ', '.', '-'"
+                f"--clients {name!r} can't be a client's name: use letters, digits and ' ._-'"
             )
     settings = options.settings(adapter, run)
     directory = locate_parts(settings.name, split, ("body",))
@@ -91,7 +91,7 @@ def find(options: "Serve") -> Served:
 def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Path]]]:
     """Load the body, listen, and write an invitation for each client.
 
-    The invitations expire after ``lifetime`` seconds. Yield the address, and the files by client.
+    Invitations expire after ``lifetime`` seconds. Yield the server's address, and files by client.
 
     Raises:
         UserError: The body can't be loaded, the server can't listen on the address, or an

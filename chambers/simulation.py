@@ -43,7 +43,7 @@ def simulate(
     """
     # On SIGTERM and SIGHUP, also end the processes of the run, which are in other sessions.
     interrupt_at_end()
-    # Discard warnings of this process, since no handler is set; those of others go to the log.
+    # Discards warnings of this process (logging has no handler for them); the log has all others.
     logging.captureWarnings(True)
     started = time.monotonic()
     with closing(RunLog(home / LOG, echo=verbose)) as log:

@@ -175,9 +175,9 @@ def global_adapter(run: Path) -> Path:
 
 
 def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what: str) -> None:
-    """Raise ``CommandError`` if the digests of tensors that two base models share differ.
+    """Raise ``CommandError`` if tensors that two base models share have different digests.
 
-    Empty digests in ``expected`` are unknown; ``what`` describes the expected base model.
+    An empty digest in ``expected`` is unknown; ``what`` describes the expected base model.
     """
     different = sorted(n for n, d in expected.items() if d and n in own and own[n] != d)
     if different:
@@ -190,7 +190,7 @@ def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what:
 
 
 def split_adapter(adapter: SavedAdapter, partition: "Partition") -> "dict[PartyName, State]":
-    """Return each party's part of an adapter; raise ``CommandError`` if it doesn't fit."""
+    """Return each party's part of an adapter; raise ``CommandError`` if the adapter doesn't fit."""
     from split.model.adapters import take_apart
 
     try:

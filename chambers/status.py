@@ -10,7 +10,7 @@ import typer
 from chambers.errors import CommandError
 from chambers.sources import argument, option
 
-# Intervals of --watch on a terminal and elsewhere; a log would grow too fast with the first.
+# Intervals of --watch on a terminal, and in a log, which would otherwise grow too fast.
 _TERMINAL_SECONDS = 2.0
 _LOG_SECONDS = 30.0
 
@@ -26,8 +26,8 @@ class Status:
     \b
       chambers status runs/2026-01-31_12-00-00_fl-glm --watch
 
-    With --coordinator, also show the free space for the SuperLink's database, and the address that
-    sends the most data to it.
+    With --coordinator, also show the free disk space for the SuperLink's database, and the address
+    that has sent the most data to the SuperLink in the last hour.
 
     The exit status is 0 if the run is active or has completed, and 1 if it failed or was killed.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped

@@ -55,7 +55,7 @@ class SuperLink:
 def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]:
     """Start a SuperLink on a free local port; on exit, end it and all its processes.
 
-    Its FLWR_HOME is created if it doesn't exist. SuperNodes are simulated, or real ones connect.
+    Its FLWR_HOME, ``home``, is created if necessary. Without ``simulated``, SuperNodes can connect.
 
     Raises:
         CommandError: The SuperLink doesn't start; the message contains the end of its log.
@@ -68,7 +68,7 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Messages of the library would appear in the output of the run.
+        # Otherwise, messages of these libraries would appear in the output of the run.
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -122,9 +122,9 @@ def run_app(
 ) -> str:
     """Run the app in a folder, and call ``write`` with each line of its log.
 
-    ``run_config`` has the settings that differ from the app's own run config. If a number of
-    SuperNodes is given, they are simulated, and share the actors (by default one each) and the GPUs
-    of these; otherwise real SuperNodes take part.
+    ``run_config`` has the settings that differ from the app's own run config. ``supernodes`` is the
+    number of simulated SuperNodes, which share the actors (by default one each); the actors share
+    the GPUs. With None, SuperNodes that have connected take part.
 
     Returns:
         ``"finished:completed"``, or the status of a run that did not complete, followed by a colon

@@ -35,7 +35,7 @@ def measure(
     harness: Harness | None,
     scores: Scores,
 ) -> None:
-    """Score models one after another on the questions of tasks; both are keyed by name.
+    """Score models one after another on tasks' questions; models and tasks are keyed by name.
 
     The encoder is for BERTScore of generated answers. ``scores`` receives the scores of each task
     as soon as they are computed.

@@ -10,8 +10,8 @@ from federation.status import RunStatus
 _RECENT_ROUNDS = 5
 # Minimum share of completed steps for estimating a round's duration from its progress.
 _LEAST_SHARE = 0.1
-# Expected ratio of later evaluations, which measure two models, to the first, which measures one;
-# less than 2, since the first also loads the model.
+# Expected duration of later evaluations, which measure two models, relative to that of the first,
+# which measures one; less than 2, since the first also loads the model.
 _LATER_EVALUATION = 1.5
 
 

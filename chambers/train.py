@@ -159,7 +159,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def count_clients(settings: Mapping[str, Any]) -> int:
-    """Return the default number of simulated clients: one per client folder, else three."""
+    """Return the default number of simulated clients: one if pooled or per folder, else three."""
     if settings.get("data.pool"):
         return 1
     path = str(settings.get("data.path", ""))

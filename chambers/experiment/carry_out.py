@@ -16,10 +16,10 @@ from federation.run_folder import read_status
 
 
 def carry_out(run: Run, config: RunConfig, folder: Path) -> Path:
-    """Carry out a run that is not complete, in this process; return its folder.
+    """Carry out a run in this process unless it has completed; return its folder.
 
-    An interrupted run continues from its last checkpoint. ``config`` is its run config
-    without paths; ``folder`` is the experiment's folder.
+    An interrupted run continues from its last checkpoint. ``config`` is the run config without
+    ``output-dir`` and ``state-path``; ``folder`` is the experiment's folder.
 
     Raises:
         CommandError: The run failed.
@@ -74,7 +74,7 @@ def check_settings(run: Run, folder: Path) -> None:
     """Record the settings of a new run.
 
     Raises:
-        CommandError: The run in its folder has other settings.
+        CommandError: The run's folder is from a run with different settings.
 
     """
     directory = folder / "runs" / run.name

@@ -32,8 +32,8 @@ class Experimenting:
     \b
       chambers experiment experiments/code-of-the-province.toml --size small --jobs 2
 
-    FILE lists runs, seeds, measures and tables; docs/experiments.md describes it. The folder has
-    results.jsonl, a Markdown and a CSV file for each table, and an SVG file for each heat map.
+    FILE lists runs, seeds, measures and tables, as docs/experiments.md describes. The experiment's
+    folder gets results.jsonl, Markdown and CSV files of the tables, and SVG files of heat maps.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     file: Annotated[Path, typer.Argument(metavar="FILE.toml")]
@@ -41,9 +41,9 @@ class Experimenting:
     output: Annotated[
         Path | None, option("Folder of the experiment; default runs/FILE-SIZE.", "FOLDER")
     ] = None
-    jobs: Annotated[int, option("Number of runs at once; default 1.", "N")] = 1
+    jobs: Annotated[int, option("Number of concurrent runs; default 1.", "N")] = 1
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the experiment in the folder.")
+        bool, typer.Option("--resume", help="Continue the experiment in its folder.")
     ] = False
     render: Annotated[
         bool, typer.Option("--render", help="Only write tables and plots of recorded results.")
@@ -58,7 +58,7 @@ class Experimenting:
         size = experiment.sizes.get(self.size)
         if size is None:
             raise CommandError(
-                f"{self.file} has no size {self.size}; there are {', '.join(experiment.sizes)}"
+                f"{self.file} has no size {self.size}; its sizes are {', '.join(experiment.sizes)}"
             )
         if self.jobs < 1:
             raise CommandError(f"--jobs {self.jobs}: must be at least 1")
@@ -113,8 +113,8 @@ class Experimenting:
                 records = [record for future in futures for record in future.result()]
             except BrokenProcessPool as error:
                 raise CommandError(
-                    "a process of the experiment was killed, perhaps for its memory: continue with "
-                    "--resume and fewer --jobs"
+                    "a process of the experiment was killed, perhaps because memory ran out: "
+                    "continue with --resume and a smaller --jobs"
                 ) from error
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -142,15 +142,15 @@ class Experimenting:
         measures = {table.measure for table in experiment.tables}
         for config in configs.values():
             if config.data.path and "article" in measures:
-                raise CommandError(f"{self.file}: only matters have an article to measure")
+                raise CommandError(f"{self.file}: the measure article needs generated matters")
             task = TASKS.get(config.data.task)
             if "accuracy" in measures and not (task and task.is_cloze):
                 raise CommandError(
-                    f"{self.file}: accuracy is measured on a task with candidates (data.task)"
+                    f"{self.file}: the measure accuracy needs a data.task with candidate answers"
                 )
 
     def _processes(self) -> ProcessPoolExecutor:
-        """Start processes that carry out runs, and share the cores."""
+        """Return a pool of processes that carry out runs and share the cores."""
         threads = max(1, len(os.sched_getaffinity(0)) // self.jobs)
         return ProcessPoolExecutor(
             self.jobs, mp_context=get_context("spawn"), initializer=_set_up, initargs=(threads,)

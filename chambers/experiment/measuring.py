@@ -43,14 +43,14 @@ _REPORTED: set[Measure] = set(get_args(Reported))
 
 
 def measures_of(experiment: Experiment, arm: str) -> set[Measure]:
-    """Return what the tables show of an arm."""
+    """Return the measures that the tables show for an arm."""
     return {table.measure for table in experiment.tables if arm in (*table.arms, table.against)}
 
 
 def measure_untrained(
     experiment: Experiment, seed: int, config: RunConfig, groups: Sequence[Group]
 ) -> list[Record]:
-    """Return the values of the base model, and of the same answer to every question."""
+    """Return the values of the base model, and those of one answer given to every question."""
     records = list(_constant_records(seed, groups, {table.measure for table in experiment.tables}))
     arms = [name for name, arm in experiment.arms.items() if not arm.trained]
     if arms:
@@ -65,7 +65,7 @@ def measure_untrained(
 def _constant_records(
     seed: int, groups: Sequence[Group], measures: Collection[Measure]
 ) -> Iterator[Record]:
-    """Yield the best scores of a single answer to all questions of a group."""
+    """Yield the scores that the best single answer to all questions of each group gets."""
     for group in groups:
         if "article" in measures:
             values = [1 / len(matters.MATTERS)] * len(group.rows)
@@ -81,7 +81,7 @@ def measure_run(
 ) -> list[Record]:
     """Carry out a run, and return the values of its models.
 
-    The values are kept beside the run and not computed again.
+    The values are stored beside the run; they are computed again if measures or questions change.
     """
     directory = carry_out(run, config, folder)
     wanted = measures_of(experiment, run.arm)
@@ -99,7 +99,7 @@ def measure_run(
 
 
 def _adapters(experiment: Experiment, run: Run, directory: Path) -> dict[str, Path]:
-    """Return the adapters' folders that a completed run has left, keyed by the model's name."""
+    """Return the folders of a completed run's adapters, keyed by the model's name."""
     adapters = directory / "adapters"
     name = group_name(run.variant, run.client) if run.client else GLOBAL
     found = {name: adapters / "global"}
@@ -122,7 +122,7 @@ def _reported(run: Run, directory: Path, measures: Sequence[Measure]) -> Iterato
 
 
 class Measuring:
-    """Measures models with one base model."""
+    """Measures models that share one base model."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -132,7 +132,7 @@ class Measuring:
     def values(
         self, adapter: Path | None, groups: Sequence[Group], measures: Sequence[Measure]
     ) -> Iterator[tuple[str, Measure, list[float]]]:
-        """Yield the values of each group of questions with an adapter; None is the base model."""
+        """Yield a model's values on each group of questions; without adapter, the base model's."""
         own = {"loss": self._losses, "article": self._articles, "accuracy": self._correct}
         with self._opened(adapter) as model:
             for group in groups:
@@ -158,7 +158,7 @@ class Measuring:
         self._model = peft_model.unload() if is_lora else peft_model.get_base_model()
 
     def _losses(self, model: WholeModel, group: Group) -> list[float]:
-        """Return the mean loss over the tokens of each reference and its end mark, in nats."""
+        """Return each reference's mean loss over its tokens and the end token, in nats."""
         examples, _ = tokenize(group.rows, self._tokenizer, self._config.data.max_length)
         references = []
         for example in examples:
@@ -193,7 +193,7 @@ class Measuring:
         return [float(a in q.answers) for a, q in zip(texts, group.questions, strict=True)]
 
     def _scores_of_texts(self, model: WholeModel, group: Group) -> list[dict[str, float]]:
-        """Return the scores of each text that greedy decoding gives."""
+        """Return the scores of the text that greedy decoding generates for each question."""
         texts = generate_texts(
             model=model,
             tokenizer=self._tokenizer,

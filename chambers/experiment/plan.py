@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from chambers.errors import CommandError
 from federation.run_config import Scalar
 
-# Nats per token of the reference; whether the right one of twelve Articles is the likeliest;
-# whether the right candidate is.
+# Loss in nats per token of the reference; whether the right one of twelve Articles is the
+# likeliest; whether a right candidate answer is the likeliest.
 _Likelihood = Literal["loss", "article", "accuracy"]
-# Whether greedy decoding gives the reference, and scores of what it gives.
+# Whether the text that greedy decoding generates equals the reference, and scores of the text.
 _Text = Literal["answer", "rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
 # Means over rounds of what clients report about their training.
 Reported = Literal["distance", "penalty_gradient_share"]
@@ -31,11 +31,11 @@ class _Section(BaseModel):
 class Arm(_Section):
     """One way to train."""
 
-    label: str  # in tables
+    label: str  # the arm's name in tables
     settings: dict[str, Scalar] = {}
     each_client: bool = False  # a run for each client, on the client's rows alone
-    trained: bool = True  # without runs, the base model is measured
-    personalised: bool = False  # the clients' personalised models are measured, too
+    trained: bool = True  # if False, there are no runs, and the base model is measured
+    personalised: bool = False  # whether the clients' personalised models are measured, too
     clients: int | None = Field(None, gt=0)  # None: as many as `chambers train` simulates
 
 
@@ -49,14 +49,14 @@ class Size(_Section):
 class Table(_Section):
     """A table of one measure, with models in rows."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")  # of its files
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")  # name of the table's files
     title: str
     measure: Measure
     arms: list[str] = Field(min_length=1)  # in the order of rows
-    # Groups of questions; or clients' models on their own client's questions, and on the others'.
+    # A column for each group of questions; or one for the model's own client, and one for others.
     columns: Literal["groups", "own"] = "groups"
     against: str | None = None  # arm with which the others are compared, question by question
-    heat_map: bool = False  # the values are drawn, too, by model and group of questions
+    heat_map: bool = False  # whether to draw the values, too, by model and group of questions
     # The paper's values, keyed by arm (``arm client`` for a client's model) and then by column.
     published: dict[str, dict[str, float]] = {}
 
@@ -67,9 +67,9 @@ class Experiment(_Section):
     title: str
     presets: list[str] = []
     settings: dict[str, Scalar] = {}
-    questions: int = Field(48, gt=0)  # the most held-out questions for each client
+    questions: int = Field(48, gt=0)  # maximum number of held-out questions for each client
     sizes: dict[str, Size] = Field(min_length=1)
-    # Variants by name; each has settings that apply to every arm, such as another data set.
+    # Variants by name; each has settings that apply to every arm, such as a different data set.
     variants: dict[str, dict[str, Scalar]] = Field({"": {}}, min_length=1)
     arms: dict[str, Arm] = Field(min_length=1)
     tables: list[Table] = Field(min_length=1)
@@ -82,7 +82,7 @@ class Experiment(_Section):
             for arm in (*table.arms, *against, *published):
                 if arm not in self.arms:
                     raise ValueError(
-                        f"{table.name} names the arm {arm}; there are {', '.join(self.arms)}"
+                        f"{table.name} names the arm {arm}; the arms are {', '.join(self.arms)}"
                     )
         return self
 
@@ -92,15 +92,15 @@ class Run:
     """One run of an experiment."""
 
     arm: str
-    variant: str  # empty if there are none
+    variant: str  # empty if there are no variants
     seed: int  # also determines how the data are divided
-    client: str | None  # trained alone; None for all
+    client: str | None  # client that is trained alone; None if all are trained
     clients: int | None  # number of simulated clients; None for the default
-    settings: Mapping[str, Scalar] = field(hash=False)  # without presets and paths
+    settings: Mapping[str, Scalar] = field(hash=False)  # without presets, output-dir, state-path
 
     @property
     def name(self) -> str:
-        """Name of its folder."""
+        """Name of the run's folder."""
         parts = (self.arm, self.variant, self.client, f"seed-{self.seed}")
         return "-".join(filter(None, parts))
 
@@ -109,7 +109,7 @@ def read_experiment(file: Path) -> Experiment:
     """Read the file of an experiment.
 
     Raises:
-        CommandError: It can't be read, or a key is wrong.
+        CommandError: The file can't be read or is not TOML, or a key is wrong.
 
     """
     try:
@@ -129,7 +129,7 @@ def read_experiment(file: Path) -> Experiment:
 def runs_of(
     experiment: Experiment, size: Size, clients: Mapping[str, Sequence[str]]
 ) -> Iterator[Run]:
-    """Yield the runs of an experiment, seed by seed; ``clients`` has the names in each variant."""
+    """Yield an experiment's runs, seed by seed; ``clients`` has the clients' names by variant."""
     for seed, variant in product(size.seeds, experiment.variants):
         own = experiment.settings | size.settings | experiment.variants[variant]
         for name, arm in experiment.arms.items():

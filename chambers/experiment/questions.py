@@ -20,10 +20,10 @@ _CLIENTS = 3
 class Group:
     """The held-out questions for one client, or for a data set that all clients share."""
 
-    name: str  # of the variant and the client
+    name: str  # names of the variant and the client
     rows: Sequence[Row]
-    articles: Sequence[int] = ()  # the right Article of each row, if they are of matters
-    questions: Sequence[Question] = ()  # with candidate answers, if the rows are of a task
+    articles: Sequence[int] = ()  # right Article for each row if rows are questions on matters
+    questions: Sequence[Question] = ()  # with candidate answers; empty unless data.task has these
 
 
 def group_name(variant: str, client: str) -> str:
@@ -32,7 +32,7 @@ def group_name(variant: str, client: str) -> str:
 
 
 def client_names(config: RunConfig) -> list[str]:
-    """Return the names of the clients with data of their own; none if a data set is divided.
+    """Return the names of the clients with data of their own; empty if they share a data set.
 
     Raises:
         CommandError: The data are neither generated matters nor files.
@@ -48,7 +48,7 @@ def client_names(config: RunConfig) -> list[str]:
 
 
 def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Group]:
-    """Return at most ``count`` held-out questions of each client; of files, the first ones.
+    """Return at most ``count`` held-out questions for each client; from a file, the first ones.
 
     Raises:
         CommandError: A client has no held-out rows.

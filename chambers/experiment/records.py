@@ -15,7 +15,7 @@ GLOBAL, BASE, CONSTANT = "global", "base", "constant"
 class Record:
     """The values of one model on one group of questions."""
 
-    arm: str  # ``constant`` for the best answer that is always the same
+    arm: str  # ``constant`` for the best single answer to all questions
     model: str  # ``base``, ``global``, or the client whose model it is
     seed: int
     group: str
@@ -24,7 +24,7 @@ class Record:
 
 
 def write_records(file: Path, about: Mapping[str, object], records: Iterable[Record]) -> None:
-    """Write a line that says what the records are about, and one for each."""
+    """Write a line that says what the records are about, and a line for each record."""
     lines = [json.dumps(about), *(json.dumps(asdict(record)) for record in records)]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

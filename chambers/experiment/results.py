@@ -24,16 +24,16 @@ class Row:
 
     label: str
     arm: str
-    client: str | None  # whose model it is, if any
+    client: str | None  # client to which the model belongs, if any
     cells: Mapping[str, Interval]
-    gains: Mapping[str, Interval]  # differences to the arm that it is compared with
+    gains: Mapping[str, Interval]  # differences from the arm ``against``
 
 
 def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> list[Row]:
-    """Return the rows of a table, the arms in its order.
+    """Return the rows of a table, with the arms in the table's order.
 
-    Other arms are compared with the models of ``against`` of the same kind, or its only kind; if
-    there are several, with their mean, question by question.
+    Other arms are compared with ``against`` question by question: in columns ``own``, with its
+    models of the same kind or else of its first kind; in others, with the mean of its models.
     """
     models = _models(records, table.measure)
     arms = [CONSTANT, *table.arms]
@@ -88,9 +88,9 @@ def _kinds(models: Mapping[_Name, _Values]) -> dict[_Name, dict[str, _Values]]:
 
 
 def _own_and_others(models: Mapping[str, _Values]) -> dict[str, _Values]:
-    """Return clients' models on their own questions, and their mean on others'.
+    """Return, for each group, the values of its client's model, and the mean of other clients'.
 
-    A model that belongs to no client has the same questions in both columns.
+    A model that belongs to no client has the same values in both columns.
     """
     if not models.keys().isdisjoint({BASE, GLOBAL}):
         (model,) = models.values()
@@ -104,7 +104,7 @@ def _own_and_others(models: Mapping[str, _Values]) -> dict[str, _Values]:
 
 
 def _groups(model: _Values) -> dict[str, _Values]:
-    """Return a model's values on each group, and on all."""
+    """Return a model's values on each group, and those on all groups."""
     names = list(dict.fromkeys(group for _, group in model))
     columns = {name: {k: v for k, v in model.items() if k[1] == name} for name in names}
     return columns | {ALL: model}

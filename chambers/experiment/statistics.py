@@ -1,4 +1,4 @@
-"""Means, intervals and differences of models, paired by seed and question."""
+"""Means of models' values, and differences paired by seed and question, with intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class Interval:
 def interval(values: BySeed) -> Interval:
     """Return the mean of values and its interval, by a hierarchical bootstrap.
 
-    Seeds are drawn with replacement, and questions within each: the interval is for other seeds and
-    other questions. With one seed it is for other questions alone.
+    Seeds are drawn with replacement, and so are questions within each seed. The interval accounts
+    for the choice of seeds and of questions; with one seed, for that of questions alone.
     """
     generator = np.random.default_rng(0)  # the same results yield the same table
     seeds = len(values)
@@ -54,7 +54,7 @@ def difference(values: BySeed, others: BySeed) -> Interval:
     """Return the mean difference of two models, paired by seed and question.
 
     Raises:
-        ValueError: They have other seeds or questions.
+        ValueError: The models have different numbers of seeds or questions.
 
     """
     if [len(each) for each in values] != [len(each) for each in others]:

@@ -80,8 +80,8 @@ def _read(file: Path) -> dict[str, _Answer]:
             raise CommandError(f"{origin}: {reason}") from error
         if answer.name in answers:
             raise CommandError(
-                f"{origin} has the same question as {answers[answer.name].origin}; give the rows "
-                'an "id" each if that is intended'
+                f"{origin} has the same question as {answers[answer.name].origin}; give each row "
+                'a different "id" if that is intended'
             )
         answers[answer.name] = answer
     if not answers:
@@ -115,7 +115,7 @@ def _parse(value: Any, origin: str) -> _Answer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"its {name} has half a character at {error.start + 1}") from None
+            raise ValueError(f"its {name} has a lone surrogate at index {error.start}") from None
     if not question.strip():
         raise ValueError("its question is empty")
     return _Answer(

@@ -30,7 +30,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class SheetQuestion:
-    """A question, and its answers in random order by random id; only the key maps ids to models."""
+    """A question with its answers, in random order, by random id; the key maps ids to models."""
 
     number: int
     text: str
@@ -115,4 +115,4 @@ def read_key(file: Path) -> Key:
         rows = {name: KeyRow(**row) for name, row in content["rows"].items()}
         return Key(content["seed"], tuple(content["models"]), rows)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CommandError(f"{file} is not the key of chambers sheet make: {error}") from error
+        raise CommandError(f"{file} is not a key of chambers sheet make: {error}") from error

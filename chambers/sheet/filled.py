@@ -12,9 +12,9 @@ _SHOWN = 20
 
 
 def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int]]]:
-    """Return the number of a filled sheet, and its scores by id and criterion.
+    """Return the annotator's number of a filled-in sheet, and the scores by id and criterion.
 
-    The file is CSV with the columns ``id``, ``usefulness`` and ``fluency``; others are ignored.
+    The file is CSV with columns ``id``, ``usefulness`` and ``fluency``; other columns are ignored.
 
     Raises:
         CommandError: The sheet doesn't match the key or isn't complete; the message names lines.
@@ -24,7 +24,7 @@ def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int
     problems = list(_read_scores(file, key, scores))
     sheets = sorted({key.rows[name].annotator for name in scores})
     if len(sheets) > 1:
-        problems.append(f"{file} has rows of the sheets {', '.join(map(str, sheets))}")
+        problems.append(f"{file} mixes rows of the sheets {', '.join(map(str, sheets))}")
     elif not sheets:
         problems.append(f"{file} has no row of the key's sheets")
     else:
@@ -42,14 +42,14 @@ def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int
 
 
 def _read_scores(file: Path, key: Key, scores: dict[str, dict[str, int]]) -> Iterator[str]:
-    """Add the scores of a file by id and criterion; yield the errors in its rows."""
+    """Add a file's scores to ``scores``, by id and criterion; yield the errors in its rows."""
     lines: dict[str, int] = {}
     for line, cells in _rows(file):
         name = cells["id"]
         if name not in key.rows:
             yield (
-                f"{file}:{line}: the key has no id {name[:40]!r}; either it was changed, or this "
-                "is not the key of the sheet"
+                f"{file}:{line}: the key has no id {name[:40]!r}; either the id was changed, or "
+                "this is not the key of the sheet"
             )
         elif name in lines:
             yield f"{file}:{line}: the id {name} is also on line {lines[name]}"
@@ -63,7 +63,7 @@ def _read_scores(file: Path, key: Key, scores: dict[str, dict[str, int]]) -> Ite
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the line number at which each row begins, and its id and scores."""
+    """Yield the line number at which each row begins, and the row's id and scores."""
     wanted = ("id", *CRITERIA)
     # Only ids and scores are used, so any ASCII-compatible encoding is accepted.
     text = read_bytes(file).decode("utf-8-sig", errors="replace")

@@ -22,21 +22,21 @@ class Make:
     "answer", and optionally "reference" and "id", or a row written by chambers generate --output.
     All files must have the same questions.
 
-    The output folder gets sheets/annotator-1.csv, for spreadsheets, and annotator-1.html, to be
-    filled in with a browser, without a network; use either. Each annotator sees questions and
-    answers in a different order. key.json maps answers to models: don't show it to annotators.
+    The output folder gets two versions of each sheet: sheets/annotator-1.csv, for spreadsheets, and
+    sheets/annotator-1.html, for browsers, even offline; use either. Each annotator sees questions
+    and answers in a different order. key.json maps answers to models: don't show it to annotators.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     answers: Annotated[list[str], argument("MODEL=FILE.jsonl…")]
     output: Annotated[Path, option("New folder to write to.", "FOLDER")]
     annotators: Annotated[int, option("Number of sheets; default 3, as in the paper.", "N")] = 3
     questions: Annotated[
-        int, option("Number of questions, drawn at random; default 100, or all.", "N")
+        int, option("Number of questions, drawn at random; default 100, or all if fewer.", "N")
     ] = 100
     hide_references: Annotated[bool, option("Leave out the expected answers.")] = False
     seed: Annotated[
         int | None,
-        option("Repeat a draw. Anyone who knows it can tell models apart; default: secret.", "N"),
+        option("Seed that repeats a draw and reveals which model is which; default: random.", "N"),
     ] = None
 
     def __call__(self) -> int:
@@ -76,7 +76,7 @@ class Make:
         except OSError as error:
             raise CommandError(f"{folder} can't be written: {error}") from error
         print(f"{folder / 'sheets'}: {len(sheets)} sheets of {len(drawn)} questions, to hand out")
-        print(f"{folder / 'key.json'}: keep it; when the sheets are back:")
+        print(f"{folder / 'key.json'}: keep it secret; when the sheets are filled in:")
         print(f"  chambers sheet read {folder / 'key.json'} SHEET.csv …")
         return 0
 

@@ -97,8 +97,8 @@ table { border-collapse: collapse } th, td { padding: .2rem .6rem; vertical-alig
 <progress max="{{ count }}" value="0"></progress><output></output>
 <button id="next">Next without scores</button><button id="save">Save</button></header>
 <p>Score each answer by itself. The answers to a question are in random order, a different one for
-each question. What you choose is kept in this browser. "Save" writes a file; hand it in when all
-answers are scored. <label class="load">To continue elsewhere, load a saved file:
+each question. Your choices are stored in this browser. "Save" writes a file; hand it in when all
+answers are scored. <label class="load">To continue in another browser, load a saved file:
 <input id="load" type="file" accept=".csv"></label></p>
 <table><thead><tr><th>Score</th>{% for name in criteria %}<th>{{ name|capitalize }}</th>{% endfor %}
 </tr></thead>
@@ -134,7 +134,7 @@ answers are scored. <label class="load">To continue elsewhere, load a saved file
 
 
 def to_page(sheet: Sheet) -> str:
-    """Return a sheet as a self-contained HTML page, which saves a filled table as in `to_table`."""
+    """Return a sheet as a self-contained HTML page, which saves the chosen scores as CSV."""
     return _PAGE.render(
         sheet=sheet,
         criteria=CRITERIA,

@@ -1,4 +1,4 @@
-"""``chambers sheet read``: print the results of a human evaluation from filled sheets."""
+"""``chambers sheet read``: print the results of a human evaluation from filled-in sheets."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec

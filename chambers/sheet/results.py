@@ -56,7 +56,7 @@ class Results:
 
 
 def evaluate(key: Key, files: Sequence[Path]) -> Results:
-    """Read filled sheets, at most one per annotator (see ``read_sheet``), and evaluate them."""
+    """Read filled-in sheets, at most one per annotator (see ``read_sheet``); evaluate them."""
     scores: dict[str, Mapping[str, int]] = {}
     read: dict[int, Path] = {}
     for file in files:

@@ -21,13 +21,13 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from chambers.errors import CommandError, read_bytes
 from finetuning.files import replacing, write_secret
 
-# Names of certificates; the key of a certificate has the suffix .key instead.
+# File names of certificates; the key of a certificate is in a file with the suffix .key instead.
 AUTHORITY, SERVER = "authority.pem", "server.pem"
 # The SuperLink's SuperExec connects to 127.0.0.1; without these names no run can start.
 LOOPBACK = ("localhost", "127.0.0.1")
 # Ten years and a day, so that a certificate may be valid for ten years.
 _AUTHORITY_DAYS = 3651
-# Certificates are valid from a day before, for machines whose clock is slow.
+# Certificates are valid from a day before they are issued, for machines whose clock is slow.
 _EARLY = timedelta(days=1)
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*")
 
@@ -91,7 +91,7 @@ def open_authority(folder: Path, new_days: int = _AUTHORITY_DAYS) -> Authority:
         return _create_authority(folder, new_days)
     for here, other in ((file, key_file), (key_file, file)):
         if not here.exists():
-            raise CommandError(f"{here} is missing, and {other} exists; put both there, or none")
+            raise CommandError(f"{here} is missing, but {other} exists; restore it, or move both")
     certificate, key = read_certificate(file), read_key(key_file)
     if key.public_key() != certificate.public_key():
         raise CommandError(f"{key_file} is not the key of {file}")
@@ -111,7 +111,7 @@ def read_key(file: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = load_pem_private_key(read_bytes(file), password=None)
     except (TypeError, ValueError) as error:  # TypeError: the key has a passphrase
-        problem = f"{file} is not a private key in PEM format without passphrase"
+        problem = f"{file} is not a private key in PEM format without a passphrase"
         raise CommandError(problem) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise CommandError(f"{file} is not an elliptic-curve key")
@@ -126,12 +126,12 @@ def check_names(names: Sequence[str]) -> list[str]:
 
     """
     if not names:
-        raise CommandError("--name is missing: the host name where institutions reach the proxy")
+        raise CommandError("--name is missing: give the host name where the proxy is reached")
     for name in names:
         if not (_HOST.fullmatch(name) or _address(name)):
             raise CommandError(
-                f"--name {name}: must be a host name such as coordinator.example.org, or an "
-                "address, without port"
+                f"--name {name}: must be a host name such as coordinator.example.org, or an IP "
+                "address, without a port"
             )
     return list(dict.fromkeys([*names, *LOOPBACK]))
 

@@ -18,9 +18,9 @@ class Certificates:
       chambers site certificates /srv/chambers --name coordinator.example.org --name 10.0.0.5
 
     The certificate is valid for the names, and for localhost and 127.0.0.1, which Flower's own
-    processes use to reach the SuperLink. Run the command again to renew it: the authority in FOLDER
-    is kept and, without --name, the names too. An authority is valid for 10 years. instructions.key
-    signs the coordinator's requests to institutions, and is kept too.
+    processes use to reach the SuperLink. To renew the certificate, run the command again: it reuses
+    the authority in FOLDER and, without --name, the names. An authority is valid for 10 years.
+    instructions.key, which is also reused, signs the coordinator's requests to institutions.
 
     Every institution needs authority.pem and instructions.pub. The files ending in .key stay at the
     coordinator; authority.key is only needed for renewals, and can be stored elsewhere until then.

@@ -26,15 +26,15 @@ class Check:
       chambers site check --coordinator /srv/chambers --proxy coordinator.example.org:8443 \\
         --database /srv/chambers/database/superlink.db
 
-    Each line begins with ok, fix or warn; fix and warn describe what to do. The exit status is 0
-    only if nothing needs to be fixed.
+    Each line begins with ok, fix or warn; lines with fix or warn say what to do. The exit status is
+    0 only if nothing needs to be fixed.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     superlink: Annotated[
         str,
         option(
-            "Address of the SuperLink: at an institution that of the coordinator's proxy; at the "
-            "coordinator by default 127.0.0.1:8000.",
+            "Address of the SuperLink: at an institution, the address of the coordinator's proxy; "
+            "at the coordinator, by default 127.0.0.1:8000.",
             "HOST:PORT",
         ),
     ] = ""
@@ -45,17 +45,17 @@ class Check:
         Path | None, option("Node key, from chambers site key.", "FILE")
     ] = None
     trusted_entities: Annotated[
-        Path | None, option("Keys of the reviewers whose releases run here.", "FILE")
+        Path | None, option("Keys of the reviewers whose releases may run here.", "FILE")
     ] = None
     node_config: Annotated[str, option("The SuperNode's configuration.", "KEY=VALUE…")] = ""
     model: Annotated[
-        str, option("Base model of the planned run, which must be here.", "NAME_OR_PATH")
+        str, option("Base model of the planned run; must be on this machine.", "NAME_OR_PATH")
     ] = ""
     task: Annotated[
         str, option("Task that the rows are for (data.task of the planned run).", "TASK")
     ] = ""
     coordinator: Annotated[
-        Path | None, option("Check the coordinator, with its certificates.", "FOLDER")
+        Path | None, option("Check the coordinator; FOLDER has its certificates.", "FOLDER")
     ] = None
     proxy: Annotated[str, option("Public address of the coordinator's proxy.", "HOST:PORT")] = ""
     database: Annotated[Path | None, option("The SuperLink's database.", "FILE")] = None

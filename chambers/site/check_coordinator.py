@@ -94,7 +94,7 @@ def _names(file: Path, proxy: str) -> str:
     if missing:
         every = " ".join(f"--name {name}" for name in dict.fromkeys([*names, host]))
         raise CommandError(
-            f"{file} is not valid for {', '.join(missing)}: chambers site certificates "
+            f"{file} is not valid for {', '.join(missing)}: run chambers site certificates "
             f"{file.parent} {every}"
         )
     return f"{file} is valid for {', '.join(names)}"
@@ -130,8 +130,8 @@ def _writable(database: Path) -> str:
             connection.rollback()
     except sqlite3.Error as error:
         raise CommandError(
-            f"{database} can't be written: {error}; run this as the SuperLink's user, and see who "
-            "owns the file and its folder"
+            f"{database} can't be written: {error}; run this as the SuperLink's user, and check "
+            "who owns the file and its folder"
         ) from error
     return f"{database} can be written"
 
@@ -150,7 +150,7 @@ def _apart(folder: Path, others: Sequence[Path]) -> str:
 
 def _sender(log: Path) -> str:
     if not log.exists():
-        raise AdviceError(f"{log} doesn't exist, so it is not known which address sends most")
+        raise AdviceError(f"{log} doesn't exist, so the address that sends most data is unknown")
     return top_sender(log)
 
 

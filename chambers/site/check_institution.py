@@ -67,7 +67,7 @@ def _lasting(file: Path) -> str:
 
 def _readable(file: Path) -> str:
     _node_key(file)
-    return f"{file} is a node key that Flower reads"
+    return f"{file} is a node key that Flower can read"
 
 
 def _node_key(file: Path) -> ec.EllipticCurvePrivateKey:
@@ -75,7 +75,7 @@ def _node_key(file: Path) -> ec.EllipticCurvePrivateKey:
     key = read_private_key(file)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise CommandError(
-            f"{file} is not a key that Flower reads (elliptic curve, OpenSSH format, no "
+            f"{file} is not a key that Flower can read (elliptic curve, OpenSSH format, no "
             "passphrase); chambers site key writes one"
         )
     if file.stat().st_mode & 0o077:
@@ -106,9 +106,9 @@ def _trusted(file: Path | None) -> str:
         raise CommandError(f"{file} is not YAML: {error}") from error
     if not isinstance(entities, dict) or not entities:
         raise CommandError(
-            f"{file} names no key: the SuperNode refuses to start if it is empty, and runs any "
-            "code if it is {}; add the line that chambers site signing-key has printed for your "
-            "reviewer"
+            f"{file} names no key: the SuperNode refuses to start if the file is empty, and runs "
+            "any code if the file contains {}; add the line that chambers site signing-key has "
+            "printed for your reviewer"
         )
     for name, line in entities.items():
         try:
@@ -137,16 +137,16 @@ def _policy(node_config: str) -> str:
     file = str(node.get("policy", ""))
     if not file:
         raise CommandError(
-            "--node-config names no policy, so a run config may ask for anything: write "
-            'one, see docs/policy.md, and add policy="/srv/chambers/policy.toml" (without '
-            'spaces around "=")'
+            "--node-config names no policy, so a run config may ask for anything: write a policy "
+            '(see docs/policy.md), and add policy="/srv/chambers/policy.toml" (without spaces '
+            'around "=")'
         )
     key = read_policy(file).instruction_key
     if not key:
         raise CommandError(
             f"{file} names no instruction-key, so anyone whom the coordinator has "
-            "registered can send instructions here in its name: get instructions.pub from "
-            'the coordinator, and add instruction-key = "/srv/chambers/instructions.pub"'
+            "registered can send instructions here in the coordinator's name: get instructions.pub "
+            'from there, and add instruction-key = "/srv/chambers/instructions.pub" to the policy'
         )
     read_public_key(key)
     return f"{file} is a policy; it accepts instructions that are signed with the key of {key}"

@@ -28,7 +28,7 @@ class Answer:
     """The response to a request."""
 
     status: int
-    ahead: float  # seconds that this machine's clock is ahead of the server's; ±0.5
+    ahead: float  # seconds, to ±0.5, by which this machine's clock is ahead of the server's
     certificate: x509.Certificate
 
 
@@ -76,7 +76,7 @@ def get(address: str, path: str, authority: Path) -> Answer:
 
 
 def healthy(address: str, authority: Path) -> Answer:
-    """Ask a SuperLink, also through the proxy; raise ``CommandError`` if it isn't running."""
+    """Ask a SuperLink or its proxy; raise ``CommandError`` if the SuperLink isn't running."""
     answer = get(address, "/health", authority)
     if answer.status != 200:
         raise CommandError(
@@ -92,8 +92,8 @@ def filtered(address: str, authority: Path) -> str:
     if status != 403:
         raise CommandError(
             f"{address} answers {status} to /v1/control/ instead of 403: whoever reaches it can "
-            "run code at the coordinator and at all institutions; only the proxy may be "
-            "reachable, and may pass only /v1/fleet/ and /health"
+            "run code at the coordinator and at all institutions; make only the proxy reachable, "
+            "and let it pass only /v1/fleet/ and /health"
         )
     return f"{address} refuses requests to the Control API"
 
@@ -102,7 +102,7 @@ def lasting(certificate: x509.Certificate, what: str, renewal: str) -> str:
     """Check when a certificate expires; ``renewal`` describes how to renew it."""
     days, end = days_left(certificate), certificate.not_valid_after_utc.date()
     if days < 0:
-        raise CommandError(f"{what} has expired on {end}: {renewal}")
+        raise CommandError(f"{what} expired on {end}: {renewal}")
     if certificate.not_valid_before_utc > datetime.now(UTC):
         start = certificate.not_valid_before_utc.date()
         raise CommandError(f"{what} is not valid before {start}: set this machine's clock")
@@ -118,7 +118,7 @@ def clock(ahead: float) -> str:
     )
     if ahead > _MAX_AHEAD or -ahead > _MAX_BEHIND:
         raise CommandError(
-            f"{text}; from {_MAX_AHEAD} s ahead or {_MAX_BEHIND} s behind the SuperLink refuses "
+            f"{text}; from {_MAX_AHEAD} s ahead or {_MAX_BEHIND} s behind, the SuperLink refuses "
             "node keys: set the clock, or have NTP set it"
         )
     return text
@@ -130,10 +130,10 @@ def _explained(error: Exception, address: str, host: str, authority: Path) -> st
         return f"{address}: {_certificate_problem(error, host, authority)}"
     causes: dict[type[Exception], str] = {
         ssl.SSLError: "it doesn't speak TLS: enter the address and port of the proxy",
-        socket.gaierror: f"the name {host} is unknown here: enter another, or add it to the DNS",
-        TimeoutError: f"no answer within {_TIMEOUT_SECONDS:g} s: let connections to it out through "
-        "the firewall here, and in at the coordinator",
-        ConnectionRefusedError: "nothing listens there: start it, or enter another port",
+        socket.gaierror: f"the name {host} is unknown here: correct it, or add it to the DNS",
+        TimeoutError: f"no answer within {_TIMEOUT_SECONDS:g} s: allow connections to this address "
+        "in the firewalls here and at the coordinator",
+        ConnectionRefusedError: "nothing listens there: start the server, or correct the port",
         HTTPException: "it doesn't answer as a SuperLink or its proxy does",
     }
     cause = next((text for kind, text in causes.items() if isinstance(error, kind)), str(error))
@@ -143,15 +143,15 @@ def _explained(error: Exception, address: str, host: str, authority: Path) -> st
 def _certificate_problem(error: ssl.SSLCertVerificationError, host: str, authority: Path) -> str:
     if error.verify_code == _EXPIRED:
         return (
-            "the certificate has expired, if this machine's clock is right: the coordinator runs "
-            "chambers site certificates again, and restarts proxy and SuperLink"
+            "the certificate has expired, if this machine's clock is right: the coordinator must "
+            "run chambers site certificates again, and restart the proxy and the SuperLink"
         )
     if error.verify_code == _NOT_YET_VALID:
         return "the certificate is not valid yet: set this machine's clock"
     if error.verify_code in {_OTHER_HOST, _OTHER_ADDRESS}:
         return (
-            f"the certificate is not valid for the name {host}: use one that it has, or the "
-            f"coordinator runs chambers site certificates with --name {host} and all others"
+            f"the certificate is not valid for the name {host}: use a name in it, or let the "
+            f"coordinator run chambers site certificates with --name {host} and all other names"
         )
     return (
         f"the certificate is not signed by the authority in {authority} ({error.verify_message}): "

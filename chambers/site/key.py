@@ -26,7 +26,7 @@ class Key:
 
         from chambers.site.ssh_keys import write_pair
 
-        # Flower only reads keys on NIST curves in OpenSSH format, without a passphrase.
+        # Flower reads only keys on NIST curves in OpenSSH format, without a passphrase.
         public = write_pair(self.file, ec.generate_private_key(ec.SECP384R1()))
         print(f"{self.file}: for flower-supernode --auth-supernode-private-key; keep it secret")
         print(f"{public}: send it to the coordinator, who registers it with")

@@ -42,10 +42,10 @@ def is_registered(superlink: str, authority: Path, key: ec.EllipticCurvePrivateK
             return False
         raise CommandError(
             f"{superlink} answers {error.response.status_code} to /v1/fleet/, so no SuperNode "
-            "can work: the proxy must pass it to the SuperLink"
+            "can work: the proxy must pass this path to the SuperLink"
         ) from error
     except httpx.HTTPError as error:
-        problem = f"{superlink} doesn't tell whether the node key is registered: {error}"
+        problem = f"{superlink} doesn't say whether the node key is registered: {error}"
         raise CommandError(problem) from error
     finally:
         client.close()

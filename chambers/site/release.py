@@ -40,7 +40,7 @@ class Answer(BaseModel):
 
 
 def key_id(key: Ed25519PrivateKey) -> str:
-    """Return the id of a key in trusted entities, derived from the public key."""
+    """Return a key's id in trusted entities, which is derived from the public key."""
     return f"fpk_{hashlib.sha256(key.public_key().public_bytes_raw()).hexdigest()[:16]}"
 
 
@@ -57,12 +57,12 @@ def read_signing_key(file: Path) -> Ed25519PrivateKey:
 def app_of(content: bytes, origin: Path | str) -> str:
     """Return the name and version of a release in Flower's format, ``@publisher/name==1.2.3``.
 
-    Raise ``CommandError``, which names ``origin``, if it is not a release or too large for Flower.
+    Raise ``CommandError``, with ``origin``, if it isn't a release or is too large for Flower.
     """
     from federation.flower_internals import FAB_MAX_SIZE, get_fab_config, get_metadata_from_config
 
     if len(content) > FAB_MAX_SIZE:
-        raise CommandError(f"{origin} has {len(content)} bytes; Flower takes {FAB_MAX_SIZE}")
+        raise CommandError(f"{origin} has {len(content)} bytes; at most {FAB_MAX_SIZE} are allowed")
     try:
         name, version = get_metadata_from_config(get_fab_config(content))
     except (zipfile.BadZipFile, KeyError, ValueError, TypeError, AttributeError) as error:
@@ -81,7 +81,7 @@ def sign(content: bytes, key: Ed25519PrivateKey) -> Verification:
 def publish(folder: Path, content: bytes, verification: Verification, url: str) -> list[str]:
     """Add a signature to the served folder, and the release if it isn't there yet.
 
-    Return the ids of all keys that have signed it; raise ``CommandError`` for a malformed answer.
+    Return the ids of the release's signing keys; raise ``CommandError`` if a file is malformed.
     """
     file, answer_file = folder / f"{hashlib.sha256(content).hexdigest()}.fab", folder / ANSWER
     by_key = {}
@@ -90,8 +90,8 @@ def publish(folder: Path, content: bytes, verification: Verification, url: str) 
             older = Answer.model_validate_json(answer_file.read_bytes())
         except (OSError, ValidationError) as error:
             raise CommandError(
-                f"{answer_file} has no signatures of the release beside it; delete {folder} and "
-                "sign again"
+                f"{answer_file} has no valid signatures of the release in its folder; delete "
+                f"{folder} and sign the release again"
             ) from error
         by_key = {signed.public_key_id: signed for signed in older.verifications}
     by_key[verification.public_key_id] = verification

@@ -36,7 +36,7 @@ def public_line(key: PrivateKey, comment: str) -> str:
 def write_pair(file: Path, key: PrivateKey, public: Path | None = None) -> Path:
     """Write a private key without passphrase, readable only by this user, and the public key.
 
-    Existing files are refused. Return the path of the public key, by default ``FILE.pub``.
+    Return the path of the public key, by default ``FILE.pub``; refuse to overwrite a file.
     """
     public = public or file.with_name(f"{file.name}.pub")
     for target in (file, public):

@@ -15,14 +15,14 @@ _CODE = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True)
 class Worker:
-    """Answer this institution's messages in one process that keeps the model and the data.
+    """Answer this institution's messages in one process that keeps model and data in memory.
 
     \b
       chambers site worker /run/chambers/worker.sock
 
     Without a worker, each message starts a process that loads both again. Set the socket in the
-    SuperNode's configuration: --node-config 'worker="/run/chambers/worker.sock" …'. The folder must
-    belong to this site alone. docs/worker.md describes when messages are answered without a worker.
+    SuperNode's configuration: --node-config 'worker="/run/chambers/worker.sock" …'. Use a folder
+    of this site alone. docs/worker.md describes when messages are answered without a worker.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     socket: Annotated[Path, argument("SOCKET")]
@@ -30,7 +30,7 @@ class Worker:
         list[int] | None,
         typer.Option(
             metavar="UID",
-            help="User whose ClientApps are answered, besides the worker's own; repeatable.",
+            help="Another user whose ClientApps may use the worker; may be repeated.",
             show_default=False,
         ),
     ] = None

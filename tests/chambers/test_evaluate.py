@@ -177,7 +177,7 @@ def test_what_can_t_be_meant_is_refused(run_folder, base, served, data, tmp_path
     empty = shutil.copytree(run_folder, tmp_path / "run", ignore=shutil.ignore_patterns("adapters"))
     for words, reason in (
         (["--tasks", "no-such-task", base], "--tasks no-such-task: no-such-task is "),
-        (["--tasks", "", base], "--tasks names none"),
+        (["--tasks", "", base], "--tasks names no task"),
         (["--tasks", "cb"], "no model is named"),
         (["--tasks", "cb", "--data", "/nowhere", base], "--data /nowhere"),
         (["--tasks", "cb", "--limit", "0", base], "--limit 0"),

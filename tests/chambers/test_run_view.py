@@ -119,7 +119,7 @@ def test_the_live_view_has_rounds_clients_losses_and_where_the_results_are(value
     assert "training of round 2 of 2" in shown and str(link.resolve()) in shown
     assert "Time left   about " in shown
     assert "after round 1: mean held-out loss base " in shown
-    assert ", personalised " in shown and "; round 1 took it" in shown
+    assert ", personalised " in shown and "; round 1 took " in shown
 
 
 def test_a_refused_run_leaves_its_log_where_it_was(values, tmp_path, log, link, capsys):

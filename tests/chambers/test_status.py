@@ -198,16 +198,16 @@ def test_the_coordinator_s_disk_and_who_sends_most_to_it(coordinator, checkpoint
     assert f"unknown: {coordinator / 'proxy' / 'access.log'}: No such file" in said
     log = coordinator / "proxy" / "access.log"
     log.write_text(line("10.0.0.2", 1200, size=3_000_000) + line("10.0.0.3", 600) * 4)
-    assert "10.0.0.3 has sent most in the last 20 min: 4.0 of 7.0 MB" in status(*words)[1]
+    assert "10.0.0.3 has sent the most data in the last 20 min: 4.0 of 7.0 MB" in status(*words)[1]
     with log.open("a") as end:
         end.write(line("10.0.0.2", 3700) * 9 + line("10.0.0.2", -3700) * 9)  # not of this hour
         end.write(line("10.0.0.2", status=401) * 9 + line("10.0.0.2", status=503) * 9)
         end.write(line("10.0.0.2", asked="GET /health") * 9 + line("no.t.an.address") * 9)
         end.write(line("10.0.0.2", size="9" * 13) + f"x{line('10.0.0.2')}" + "\xff\n[red]\x1b[2J\n")
         end.write(line("10.0.0.2", size=9_000_000).strip())  # is being written
-    assert "10.0.0.3 has sent most in the last 20 min: 4.0 of 7.0 MB" in status(*words)[1]
+    assert "10.0.0.3 has sent the most data in the last 20 min: 4.0 of 7.0 MB" in status(*words)[1]
     # Of a long log the end is read, and the period is shorter.
     log.write_text(line("10.0.0.2", 1200) * 9 + line("10.0.0.3", 60) * 60_000)
-    assert "10.0.0.3 has sent most in the last 1 min: 4" in status(*words)[1]
+    assert "10.0.0.3 has sent the most data in the last 1 min: 4" in status(*words)[1]
     log.write_text("")
     assert "no address has sent anything in the last hour" in status(*words)[1]

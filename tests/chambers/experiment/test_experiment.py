@@ -54,12 +54,12 @@ def file(tmp_path):
     ("before", "after", "reason"),
     [
         ('label = "alone"', 'labl = "alone"', "arms.alone.labl: Extra inputs are not permitted"),
-        ('against = "alone"', 'against = "lone"', "articles names the arm lone; there are bare"),
+        ('against = "alone"', 'against = "lone"', "articles names the arm lone; the arms are bare"),
         ('"model.name" = "tiny"', '"model.nam" = "tiny"', "model.nam"),
         ("rounds = 1", 'rounds = "one"', "rounds"),
         ('"data.generated" = "matters"', "", "an experiment needs data.path"),
         ("seeds = [3, 4]", "seeds = []", "sizes.small.seeds"),
-        ('"data.generated" = "matters"', '"data.path" = "."', "only matters have"),
+        ('"data.generated" = "matters"', '"data.path" = "."', "the measure article needs"),
         ("title =", "title", "is not TOML"),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_wrong_file_is_refused_before_any_run(file, tmp_path, capsys, before, 
 
 def test_a_size_and_a_folder_must_be_right(file, tmp_path, capsys):
     assert main(["experiment", str(file), "--size", "large"]) == 2
-    assert "has no size large; there are small" in capsys.readouterr().err
+    assert "has no size large; its sizes are small" in capsys.readouterr().err
     assert main(["experiment", str(file), "--output", str(tmp_path)]) == 2
     assert "add --resume" in capsys.readouterr().err
     assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 2

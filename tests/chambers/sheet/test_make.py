@@ -134,7 +134,7 @@ def test_what_generate_writes_is_read_and_a_sample_is_drawn(tmp_path, capsys):
     [
         ('{"question": "a"}', r"b\.jsonl:1: has no 'answer'"),
         ('{"question": "a", "answer": 3}', r"b\.jsonl:1: its answer must be text, found int"),
-        ('{"question": "a", "answer": "\\ud83d"}', r"b\.jsonl:1: its answer has half a character"),
+        ('{"question": "a", "answer": "\\ud83d"}', r"b\.jsonl:1: its answer has a lone surrogate"),
         ('{"question": " ", "answer": "x"}', r"b\.jsonl:1: its question is empty"),
         ("[1]", r"b\.jsonl:1: expected an object, found list"),
         ("{", r"b\.jsonl:1 is not JSON"),

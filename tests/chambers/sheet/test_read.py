@@ -130,6 +130,6 @@ def test_sheets_of_another_study_or_twice_the_same_are_refused(study, capsys):
     assert "are both sheet 1" in reason
     files[1].write_text(files[0].read_text() + files[1].read_text().partition("\n")[2])
     reason = refused(capsys, "sheet", "read", one / "key.json", files[1])
-    assert "has rows of the sheets 1, 2" in reason
+    assert "mixes rows of the sheets 1, 2" in reason
     reason = refused(capsys, "sheet", "read", files[0], files[0])
     assert "filled-1.csv is not JSON" in reason

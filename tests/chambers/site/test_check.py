@@ -162,7 +162,7 @@ def test_certificates_that_do_not_fit(capsys, site, tmp_path):
     renew = f"chambers site certificates {site.folder}"
     with proxy(site.folder) as port:
         _, output = at_coordinator(capsys, site, port, proxy=f"127.0.0.2:{port}")
-        assert f"not valid for 127.0.0.2: {renew} --name coordinator.example.org" in output
+        assert f"not valid for 127.0.0.2: run {renew} --name coordinator.example.org" in output
         told(capsys, "site", "certificates", site.folder, "--days", "20")
         _, output = at_coordinator(capsys, site, port)
         assert "expires in 19 days" in output
@@ -257,7 +257,7 @@ def test_addresses_that_do_not_answer(capsys, site):
 @pytest.mark.parametrize(
     ("ahead", "text"),
     [
-        (3600, "3600 s behind the coordinator's; from 5 s ahead or 300 s behind the SuperLink"),
+        (3600, "3600 s behind the coordinator's; from 5 s ahead or 300 s behind, the SuperLink"),
         (-3600, "3600 s ahead of the coordinator's; from 5 s ahead"),
     ],
 )
@@ -277,7 +277,7 @@ def test_keys(capsys, site):
     output = at_institution(
         capsys, site, 1, auth_supernode_private_key=site.key.parent / "reviewer"
     )
-    assert "reviewer is not a key that Flower reads" in output
+    assert "reviewer is not a key that Flower can read" in output
 
 
 def test_trusted_entities(capsys, site, tmp_path):

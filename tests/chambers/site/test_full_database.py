@@ -223,7 +223,7 @@ def test_who_sends_messages_to_itself_is_held_back_and_named(coordinator, tmp_pa
     _, said = coordinator.command(
         "chambers", "site", "check", "--coordinator", ".", *words, check=False
     )
-    assert "ok   127.0.0.2 has sent most in the last " in said
+    assert "ok   127.0.0.2 has sent the most data in the last " in said
     assert "ok   database is on a file system of its own" in said
     backup, restore, _ = documented("Back up and restore")
     coordinator.stop()

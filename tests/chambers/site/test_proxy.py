@@ -136,7 +136,7 @@ def test_a_flood_is_held_to_its_rate_and_its_address_is_named(
     for each in floods:
         each.result()
     most = "127.0.0.2" if at_once * len(body) > 65_000_000 else "127.0.0.1"
-    assert f"ok   {most} has sent most in the last " in checked(coordinator, capsys)
+    assert f"ok   {most} has sent the most data in the last " in checked(coordinator, capsys)
 
 
 def test_what_is_refused_is_tried_again_by_supernodes_and_not_logged(coordinator):
