@@ -105,7 +105,7 @@ def train(
     padding: int = 0,
     chosen: slice = slice(None),
 ) -> None:
-    """Train for the chosen steps of a job; each step has the next examples in order, repeatedly."""
+    """Train for the chosen steps of a job; steps take examples in order, over and over again."""
     examples, size = job.examples(job), job.shape.rows * job.shape.micro_batches
     order = [index % len(examples) for index in range(job.steps * size)]
     steps = [order[first : first + size] for first in range(0, len(order), size)][chosen]

@@ -40,10 +40,10 @@ _ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="gate_proj,up_
 def measure(
     settings: ModelSettings, seed: int, rounds: Sequence[int] = _ROWS
 ) -> list[dict[str, float]]:
-    """Train rounds of some rows; return how well each attack distinguishes them from other rows.
+    """Train rounds on some rows; return how well each attack tells these rows from other rows.
 
-    This is, by attack, the probability that a training row has a higher score than another row; 0.5
-    equals guessing. Each round begins with the same adapter.
+    The result is, by attack, the probability that a training row has a higher score than another
+    row; 0.5 equals guessing. Each round begins with the same adapter.
     """
     base = load_base_model(settings)
     torch.manual_seed(seed)

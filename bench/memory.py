@@ -16,8 +16,8 @@ memory that the allocator does not return.
 
 *Server.* The server's memory is measured with one lane and with eight, with the hierarchical
 schedule and the same ``split.activation_budget``, each in a fresh process. The clients are threads
-of another process. The budget suffices for two micro-batches, which one lane of window 4 fills; it
-would rarely fill a budget for four.
+of another process. The budget suffices for two micro-batches, which one lane with window 4 fills;
+such a lane would rarely fill a budget for four.
 
 glibc 2.36 never puts an aligned block, such as torch's, into a gap of exactly its size. Therefore
 tensors of up to 32 MiB leave the heap nearly half empty, and each thread that has allocated memory

@@ -133,9 +133,9 @@ def _train_whole(link: Connection, job: Job) -> None:
 def train_clients(link: Connection, jobs: Sequence[Job], split: SplitSettings) -> None:
     """Train clients, each in a thread; the first message is their invitations.
 
-    It is answered when all clients have joined. A number of steps is answered with the clients'
-    mean losses, ``memory`` with the peak GPU memory, and ``accounts``, after the last step, with
-    each client's account of the round.
+    This message is answered when all clients have joined. A number of steps is answered with the
+    clients' mean losses, ``memory`` with the peak GPU memory, and ``accounts``, after the last
+    step, with each client's account of the round.
     """
     links = []
     for job in jobs:

@@ -16,7 +16,7 @@ _HOST = "127.0.0.1"
 class _Direction(asyncio.Protocol):
     """Forward bytes from one side to the other after the line's delay.
 
-    An incoming connection has a ``target``, the host and port that it is connected to.
+    An incoming connection has a ``target``, the host and port to which its bytes are forwarded.
     """
 
     def __init__(self, delay: float, rate: float, target: tuple[str, int] | None) -> None:

@@ -35,8 +35,8 @@ def main() -> None:
         "--data",
         nargs="+",
         default=[GENERATED],
-        help="'generated', or folders of BoolQ; all attacks are made on the first, and on others "
-        "those that depend on the head blocks",
+        help="'generated', or folders of BoolQ; all attacks are made on the first, and on the "
+        "others only those that depend on the head blocks",
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("runs/attack"))

@@ -22,7 +22,7 @@ class Sizes:
     """Amounts of data and computation in each cell."""
 
     texts: int = 150  # of the colluding client, for training a decoder
-    longest: int = 48  # the most attacked tokens of a text, after the common beginning
+    longest: int = 48  # maximum attacked tokens of a text, after the common beginning
     decoded: int = 30  # texts that a decoder reads
     searched: int = 2  # texts that the search reads
     optimised: int = 1  # texts that the optimisation reads
@@ -56,7 +56,7 @@ class Cell:
 
 
 def cells_of(data: str, blocks: int, seeds: int, complete: bool) -> Iterator[Cell]:
-    """Yield the cells for some texts, grouped by head, each with so many seeds.
+    """Yield the cells for some texts, grouped by head, each with ``seeds`` different seeds.
 
     At least one of the model's ``blocks`` is in the tail and one in the body. Unless ``complete``,
     there are only the decoders and the search by head blocks.

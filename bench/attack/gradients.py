@@ -27,9 +27,9 @@ class Sent:
     """The tensors that the server sees for one text in a training step."""
 
     given: Tensor  # hidden states sent to the tail, (tokens, hidden)
-    gradient: Tensor  # received for them, (tokens, hidden)
+    gradient: Tensor  # received gradient with respect to ``given``, (tokens, hidden)
     positions: Tensor  # tokens before each target, (targets,) int64
-    scale: float  # of each target's loss
+    scale: float  # factor of each target's loss
 
 
 def client_gradient(tail: Part, given: Tensor, batch: MicroBatch) -> Tensor:

@@ -22,7 +22,7 @@ _SIMILAR = 64
 _FREQUENT = 512
 _FACTOR = 4
 _INT8_STEPS = 127
-# That of float32 is the error if the client's matrix products round differently.
+# Relative rounding errors. For float32, the client's matrix products may round differently.
 _ROUNDING = {"bfloat16": 2.0**-9, "float32": 1e-4}
 _MARGIN = 1.2
 
@@ -106,7 +106,7 @@ class PublicHead:
     def _outputs(self, cache: Any, length: int, candidates: Tensor) -> Tensor:
         """Return the head's output for each candidate after ``length`` tokens in the cache.
 
-        It has the shape (candidates, hidden). The candidates form one row, all at the same
+        The output is (candidates, hidden). The candidates form one row, all at the same
         position; each attends to the text before and to itself. The cache is left unchanged.
         """
         outputs = []
