@@ -1,4 +1,4 @@
-"""Answers to held-out questions: sent as text only if run config and policy both allow it."""
+"""Answers to held-out questions, sent as text only if the run config and the policy allow it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ _FIELDS = ("model", "question", "reference", "text")
 
 
 def answers_record(answers: Sequence[Answer]) -> ConfigRecord:
-    """Return answers as a ConfigRecord: one list for each field."""
+    """Return answers as a ConfigRecord with one list for each field."""
     return ConfigRecord({f: [one_line(getattr(a, f)) for a in answers] for f in _FIELDS})
 
 
 def answers_problem(reply: Message, most: int) -> str | None:
-    """Return why a reply's answers, at most ``most`` per model, can't be used, or None."""
+    """Return why a reply's answers can't be used, or None; ``most`` is the limit per model."""
     record = _record(reply)
     if record is None:
         return None
@@ -40,10 +40,10 @@ def answers_problem(reply: Message, most: int) -> str | None:
     columns = list(record.values())
     texts = all(isinstance(c, list) and all(isinstance(v, str) for v in c) for c in columns)
     if set(record) != set(_FIELDS) or not texts or len({len(column) for column in columns}) > 1:
-        return "its answers are not texts with their questions and references"
+        return "its answers are malformed: each must be a text with a question and a reference"
     models = record["model"]
     if not set(models) <= set(MODELS) or any(models.count(model) > most for model in MODELS):
-        return f"its answers are not at most {most} of each of the models {', '.join(MODELS)}"
+        return f"it may send at most {most} answers of each of the models {', '.join(MODELS)}"
     return None
 
 

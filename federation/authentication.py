@@ -3,7 +3,7 @@
 Flower authenticates the SuperNode that sends a request, but not the message in the request: any
 registered SuperNode can store a message for another SuperNode and name the coordinator as its
 sender. An instruction therefore carries an Ed25519 signature, and a secret key that its recipient
-uses to authenticate the reply (HMAC-SHA-256). Both cover the complete content of a message.
+uses to authenticate the reply (HMAC-SHA-256). Signature and HMAC cover a message's whole content.
 """
 
 import hmac
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from federation.packed_content import EncryptedArrays, digest_of, pack, unpack
 from finetuning.errors import UserError
 
-# Record names: an authenticated message has one of the two, and encrypted ArrayRecords.
+# Record names: an authenticated message has one of these records, and encrypted ArrayRecords.
 INSTRUCTION, REPLY = "signed-instruction", "authenticated-reply"
 _SIGNED, _AUTHENTICATED = b"Chambers instruction 1\n", b"Chambers reply 1\n"
 _NONCE_BYTES, _SECRET_BYTES = 16, 32
@@ -29,11 +29,11 @@ CLOCK_SECONDS = 300.0
 
 
 class AuthenticationError(UserError, ValueError):
-    """A message has the wrong sender or recipient, or is not valid at this time."""
+    """A message is malformed, has the wrong sender or recipient, or isn't valid at this time."""
 
 
 class Statement(BaseModel):
-    """Statement that the coordinator signs."""
+    """The statement about an instruction that the coordinator signs."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -46,7 +46,7 @@ class Statement(BaseModel):
     expires: FiniteFloat  # Unix time after which the instruction must not be carried out
     # Key that authenticates the reply.
     secret: str = Field(pattern=f"^[0-9a-f]{{{2 * _SECRET_BYTES}}}$")
-    digest: str = Field(pattern="^[0-9a-f]{64}$")  # of the content
+    digest: str = Field(pattern="^[0-9a-f]{64}$")  # digest of the instruction's content
 
 
 class Signer:
@@ -108,10 +108,10 @@ class SignedInstruction:
         return cls(text, statement, signature, body, dict(message.content.array_records))
 
     def verify(self, key: Ed25519PublicKey, message: Message, node: int, run: int) -> None:
-        """Verify that the coordinator signed this content for this recipient and this time.
+        """Verify that the coordinator signed this instruction for this recipient and this time.
 
-        ``message`` is the one that contained the instruction; ``node`` and ``run`` are Flower's ids
-        of this SuperNode and of the run. Raise ``AuthenticationError`` if the verification fails.
+        ``message`` contained the instruction; ``node`` and ``run`` are Flower's ids of this
+        SuperNode and of the run. Raise ``AuthenticationError`` if the verification fails.
         """
         statement, now = self.statement, time.time()
         try:
@@ -122,7 +122,7 @@ class SignedInstruction:
                 "site's policy)"
             ) from error
         if statement.digest != digest_of(self.body, self.arrays):
-            raise AuthenticationError("the instruction's content is not what was signed")
+            raise AuthenticationError("the instruction's content differs from the signed content")
         if statement.node != node:
             raise AuthenticationError("the instruction is for a different institution")
         if (statement.run, statement.kind) != (run, message.metadata.message_type):
@@ -143,7 +143,7 @@ class SignedInstruction:
         return _opened(self.body, self.arrays)
 
     def authenticate(self, reply: Message) -> None:
-        """Replace a reply's content with a version that is authenticated by the shared secret."""
+        """Replace a reply's content with a version authenticated with the statement's secret."""
         if reply.has_error():
             return
         packed = pack(reply.content, EncryptedArrays())
@@ -180,7 +180,7 @@ def _mac(statement: Statement, digest: str) -> bytes:
 
 
 def _bytes_of(record: ConfigRecord, *names: str) -> list[bytes]:
-    """Return the values of a record that must have exactly these names, all of bytes."""
+    """Return the values of a record that must have exactly these names, with bytes as values."""
     values = [value for name in names if isinstance(value := record.get(name), bytes)]
     if record.keys() != set(names) or len(values) < len(names):
         raise AuthenticationError("the message's record is malformed")

@@ -35,7 +35,7 @@ def signer_of(config: RunConfig, grid: Grid) -> Signer | None:
             "instructions to institutions must be signed: set instruction-key to the file "
             "instructions.key that chambers site certificates has written, such as "
             'instruction-key = "/srv/chambers/instructions.key"; or to "none" if all institutions '
-            "accept instructions that anyone among them can forge"
+            "accept instructions that any of them can forge"
         )
     return Signer(read_private_key(Path(config.instruction_key).expanduser()))
 
@@ -43,7 +43,7 @@ def signer_of(config: RunConfig, grid: Grid) -> Signer | None:
 def read_private_key(file: Path) -> Ed25519PrivateKey:
     """Read the coordinator's private key.
 
-    Raise ``ConfigError`` if it can't be read, is not an Ed25519 key, or has a passphrase.
+    Raise ``ConfigError`` if the file can't be read, is not an Ed25519 key, or has a passphrase.
     """
     key: object = None
     try:
@@ -56,8 +56,8 @@ def read_private_key(file: Path) -> Ed25519PrivateKey:
         pass
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(
-            f"instruction-key = {str(file)!r} is not an Ed25519 key in OpenSSH's format without "
-            "passphrase; chambers site certificates writes one"
+            f"instruction-key = {str(file)!r} is not an Ed25519 key in OpenSSH's format without a "
+            "passphrase; chambers site certificates writes such a key"
         )
     return key
 
@@ -65,7 +65,7 @@ def read_private_key(file: Path) -> Ed25519PrivateKey:
 def read_public_key(file: str) -> Ed25519PublicKey:
     """Read the coordinator's public key from the file named in a site's policy.
 
-    Raise ``PolicyError`` if it can't be read, or is not an Ed25519 key.
+    Raise ``PolicyError`` if the file can't be read, or is not an Ed25519 key.
     """
     key: object = None
     try:
@@ -80,6 +80,6 @@ def read_public_key(file: str) -> Ed25519PublicKey:
     if not isinstance(key, Ed25519PublicKey):
         raise PolicyError(
             f"the site's policy names instruction-key = {file!r}, which is not an Ed25519 public "
-            "key in OpenSSH's format; the coordinator's instructions.pub is"
+            "key in OpenSSH's format; name a copy of the coordinator's instructions.pub"
         )
     return key

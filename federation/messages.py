@@ -63,11 +63,11 @@ class Instruction:
     base: StrictStr  # digest of the base model's fingerprint
     # Seconds that the client has to carry out the request.
     time_limit: Annotated[FiniteFloat, Field(gt=0)]
-    # In evaluate messages: measure held-out loss (and generate, if the run config sets it).
+    # In evaluate messages: measure losses (and generate answers, if the run config says so).
     losses: StrictBool = False
-    # In evaluate messages: compute J at the weights sent. In train messages: use the client's own.
+    # In evaluate messages: compute J at the weights sent. In train messages: use the client's J.
     importance: StrictBool = False
-    # In evaluate messages: the weights sent are the final ones of the run; save them.
+    # In evaluate messages: the weights sent are the run's final weights; save them.
     final: StrictBool = False
 
     def to_record(self) -> ConfigRecord:
@@ -78,7 +78,7 @@ class Instruction:
     def of(cls, message: Message) -> "Instruction":
         """Read the instruction from a message.
 
-        Raise ``InstructionError`` if it is missing, or one of its values is invalid.
+        Raise ``InstructionError`` if the instruction is missing, or one of its values is invalid.
         """
         record = message.content.config_records.get(CONFIG, ConfigRecord())
         try:
@@ -86,7 +86,7 @@ class Instruction:
         except ValidationError as error:
             problem = error.errors()[0]
             key = ".".join(map(str, problem["loc"]))
-            raise InstructionError(f"the message's {key}: {problem['msg']}") from error
+            raise InstructionError(f"the message's {key} is invalid: {problem['msg']}") from error
 
 
 _INSTRUCTION = TypeAdapter(Instruction)
@@ -105,8 +105,8 @@ def one_line(text: str) -> str:
 def lane_record(invitation: Invitation, models: Mapping[str, int]) -> ConfigRecord:
     """Return an invitation to a lane as a ConfigRecord; it contains the secret of a ticket.
 
-    ``models`` are those to evaluate or, in train messages, to keep, with the rounds of the server's
-    parts.
+    ``models`` are the models to evaluate or, in train messages, to keep; the values are the rounds
+    of the body's adapters at the server.
     """
     return ConfigRecord(
         {
@@ -137,20 +137,20 @@ def invitation_of(message: Message) -> Invitation:
 
 
 def models_of(message: Message) -> dict[str, int]:
-    """Read the models that a client evaluates or keeps, with their rounds."""
+    """Read the names of the models that a client evaluates or keeps, with the models' rounds."""
     record: Any = message.content.config_records[LANE]
     return dict(zip(record["models"], record["rounds"], strict=True))
 
 
 def to_arrays(state: Mapping[str, torch.Tensor]) -> ArrayRecord:
-    """Copy tensors into an ArrayRecord as float32; the record shares no storage with them."""
+    """Copy tensors into an ArrayRecord as float32; the copies share no storage with the tensors."""
     return ArrayRecord(
         {name: Array(value.detach().float().cpu().numpy()) for name, value in state.items()}
     )
 
 
 def from_arrays(record: ArrayRecord) -> State:
-    """Copy an ArrayRecord into tensors that share no storage with it."""
+    """Copy an ArrayRecord into tensors that share no storage with the record."""
     # A reply's arrays may be in Fortran order, which safetensors can't write.
     return {
         name: torch.from_numpy(np.array(array.numpy(), order="C")) for name, array in record.items()
@@ -166,7 +166,7 @@ def answer(
     """Create a reply.
 
     ``config`` contains at least the client's ``name``; the metrics of replies to train and evaluate
-    messages include ``num-examples``; ``arrays`` is the adapter, or J.
+    messages include ``num-examples``; ``arrays`` is the adapter, or the importance J.
     """
     content = RecordDict({CONFIG: ConfigRecord(dict(config))})
     if metrics is not None:
@@ -183,9 +183,9 @@ def withheld_of(message: Message) -> str | None:
 
 
 def problem_of(message: Message) -> str | None:
-    """Return the error that a reply reports, as one line, or None if there is none."""
+    """Return the error that a reply reports, as one line, or None if it reports none."""
     if message.has_error():
-        # Flower writes <class 'X'>:<'…'>; in simulation, this wraps the text of its own exception.
+        # Flower writes <class 'X'>:<'…'>; in simulation, "Message: " precedes the error's text.
         reason = str(message.error.reason).rpartition("Message: ")[2].strip()
         return one_line(reason.removesuffix("'>")) or f"error {message.error.code}"
     problem = config_of(message).get("problem")

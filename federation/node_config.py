@@ -17,7 +17,7 @@ _DEPLOYED = "flwr-clientapp"
 
 
 def check_keys(node: Mapping[str, Scalar]) -> None:
-    """Raise ``PolicyError`` for unknown keys, since a misspelled ``policy`` would be ignored."""
+    """Raise ``PolicyError`` for unknown keys: a misspelled ``policy`` must not be ignored."""
     unknown = sorted(node.keys() - {*_KEYS, *_PARTITION_KEYS})
     if unknown:
         raise PolicyError(
@@ -27,9 +27,9 @@ def check_keys(node: Mapping[str, Scalar]) -> None:
 
 
 def is_simulation(node: Mapping[str, Scalar]) -> bool:
-    """Return whether a client is simulated, and has no rows of its own.
+    """Return whether a client is simulated, and so has no rows of its own.
 
-    Flower's examples pass these keys to real SuperNodes too, which don't count as simulated.
+    Flower's examples pass the keys of partitions to real SuperNodes, too; these aren't simulated.
     """
     return node.keys() == _PARTITION_KEYS and Path(sys.argv[0]).name != _DEPLOYED
 
@@ -45,7 +45,8 @@ def name_and_data_path(node: Mapping[str, Scalar]) -> tuple[str, Path]:
     name, path = str(node["name"]), Path(str(node["data-path"])).expanduser()
     if not is_name(name):
         raise DataError(
-            f"{name!r} can't be a client's name: at most 64 letters, digits, ' ', '.', '_', '-'"
+            f"{name!r} can't be a client's name: use at most 64 letters, digits, ' ', '.', '_' "
+            "or '-' (200 bytes), with a letter, digit or '_' at both ends"
         )
     if not path.is_absolute():
         raise DataError(f'data-path = "{path}" must be an absolute path')

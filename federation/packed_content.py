@@ -1,10 +1,10 @@
 """The content of an authenticated message: records as bytes, encrypted arrays, and their digest.
 
 Flower stores messages as objects whose ids are digests of their contents, and rejects an object
-that was announced before with other children. An attacker who can predict an object can therefore
-block it. To prevent this, records without arrays are sent as bytes together with random values,
-and arrays are encrypted (AES-256-CTR) with random keys. The keys are stored in the records, so
-that encryption does not hide the arrays from the recipient.
+that was announced earlier with different children. An attacker who can predict an object can
+therefore block it. To prevent this, records without arrays are sent as bytes together with random
+values, and arrays are encrypted (AES-256-CTR) with random keys. The keys are sent in the same
+message, so encryption does not hide the arrays from anyone who reads the message.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from federation.flower_internals import RecordDictProto, recorddict_from_proto, recorddict_to_proto
 
-# Name of the record that contains the keys of the ArrayRecords, by name.
+# Name of the record that contains the encryption keys, keyed by the names of the ArrayRecords.
 _ARRAY_KEYS = "array-keys"
 _KEY_BYTES = 32
 
@@ -32,7 +32,7 @@ class EncryptedArrays:
     """
 
     def __init__(self) -> None:
-        # Keep a reference to the record, so that Python can't reuse its id().
+        # By the id() of a record; the reference to the record prevents Python from reusing the id.
         self._known: dict[int, tuple[ArrayRecord, bytes, ArrayRecord, str]] = {}
 
     def encrypt(self, record: ArrayRecord) -> tuple[bytes, ArrayRecord, str]:
@@ -47,7 +47,7 @@ class EncryptedArrays:
 
 @dataclass(frozen=True)
 class PackedContent:
-    """The content of a message in the form that is sent."""
+    """The content of a message in the form in which it is sent."""
 
     body: bytes  # the records without arrays, and the keys of the arrays, serialised
     arrays: dict[str, ArrayRecord]  # the encrypted ArrayRecords
@@ -55,11 +55,11 @@ class PackedContent:
 
 
 def pack(content: RecordDict, shared: EncryptedArrays) -> PackedContent:
-    """Convert the content of a message to the form that is sent."""
+    """Convert the content of a message to the form in which it is sent."""
     keys, others = ConfigRecord(), RecordDict()
     arrays, digests = dict[str, ArrayRecord](), dict[str, str]()
     for name, record in content.items():
-        # The object id of an empty ArrayRecord is predictable.
+        # Encryption can't make the object id of an empty ArrayRecord unpredictable.
         if isinstance(record, ArrayRecord) and record:
             keys[name], arrays[name], digests[name] = shared.encrypt(record)
         else:
@@ -70,7 +70,7 @@ def pack(content: RecordDict, shared: EncryptedArrays) -> PackedContent:
 
 
 def unpack(body: bytes, arrays: Mapping[str, ArrayRecord]) -> RecordDict:
-    """Reverse ``pack``: return the content of a message; raise ``ValueError`` if malformed."""
+    """Reverse ``pack``: return a message's content; raise ``ValueError`` if it is malformed."""
     try:
         content = recorddict_from_proto(RecordDictProto.FromString(body))
         keys: Any = content.config_records[_ARRAY_KEYS]
@@ -85,7 +85,7 @@ def unpack(body: bytes, arrays: Mapping[str, ArrayRecord]) -> RecordDict:
 
 
 def _applied(key: bytes, record: ArrayRecord) -> ArrayRecord:
-    """Encrypt or decrypt arrays; each uses a separate range of the counter."""
+    """Encrypt or decrypt arrays; each array uses a separate range of the counter."""
     changed = {}
     for index, (name, array) in enumerate(record.items()):
         cipher = Cipher(AES(key), CTR(index.to_bytes(8, "big") + bytes(8)))
@@ -100,7 +100,7 @@ def digest_of(body: bytes, arrays: Mapping[str, ArrayRecord]) -> str:
 
 
 def _digest(body: bytes, arrays: Mapping[str, str]) -> str:
-    """Return the digest of content, given the digests of its encrypted ArrayRecords."""
+    """Return the digest of a message's content; ``arrays`` are digests of encrypted arrays."""
     parts = [part.encode() for name in sorted(arrays) for part in (name, arrays[name])]
     return _hash([body, *parts])
 

@@ -1,4 +1,4 @@
-"""Check whether a run can be resumed: it needs a checkpoint and an unchanged run config."""
+"""Check that a run can be resumed: it needs a checkpoint, and settings that don't differ."""
 
 import json
 from pathlib import Path
@@ -34,8 +34,8 @@ _MAY_CHANGE = {
     "split.resume-timeout",
     "split.frame-timeout",
 }
-# With ``client-batch`` the budget splits stacks into passes with separate dropout masks, and the
-# cap scales gradients.
+# With ``client-batch``, the activation budget splits stacks into passes with separate dropout
+# masks, and the share cap scales gradients.
 _CHANGE_STACKS = {"split.activation-budget", "split.share-cap"}
 FOLDER = "checkpoints"
 
@@ -48,7 +48,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def check_resumable(directory: Path, config: RunConfig) -> None:
-    """Raise ``ConfigError`` unless a run has a checkpoint, and the config that it began with.
+    """Raise ``ConfigError`` unless a run has a checkpoint, and only permitted keys have changed.
 
     A key that didn't exist when the run began is treated as if it had its default value.
     """

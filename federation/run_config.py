@@ -35,7 +35,7 @@ StrategyName = Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"]
 # Value of ``instruction-key`` that disables the signing of instructions in a deployment.
 UNSIGNED = "none"
 
-# Added to a client's time limit to start a process, load the model, and transfer messages.
+# Added to a client's time limit for starting a process, loading the model, and transfers.
 _GRACE_SECONDS = 60.0
 
 
@@ -61,38 +61,38 @@ class RunConfig(Section):
     seed: int = Field(
         0,
         ge=0,
-        description="Every random number of the run derives from it, except keys, tickets, and the "
-        "draws and noise that a site's policy requires.",
+        description="Seed of all random numbers of the run, except keys, tickets, and the draws "
+        "and noise that a site's policy requires.",
     )
     min_nodes: PositiveInt = Field(
         2,
         description="Minimum number of valid replies in a round; with fewer, the run fails. "
         "A round starts once this many SuperNodes are connected, and includes all that are. "
-        "`chambers train` sets it to the number of clients unless it is given.",
+        "`chambers train` sets `min-nodes` to the number of clients unless it is given.",
     )
     max_share: float = Field(
         0.75,
         gt=0,
         le=1,
         description="Maximum share of a client's data size in averages of two or more clients. A "
-        "larger client is named in the log, and its weight is reduced; 1 accepts all sizes.",
+        "client above it is named in the log, and counts as this share; 1 accepts all sizes.",
     )
     node_timeout: PositiveFloat = Field(
         120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."
     )
     round_timeout: PositiveFloat = Field(
         3600.0,
-        description="Seconds a client has for one train or evaluate message, counted from its "
-        "start; in simulation, waiting for a free process doesn't count.",
+        description="Seconds that a client has for one train or evaluate message, from the time "
+        "it starts to process it; in simulation, waiting for a free process doesn't count.",
     )
     output_dir: str = Field(
         "",
-        description="Folder in which every run makes its own folder of results; an absolute path. "
+        description="Folder in which every run creates its results folder; an absolute path. "
         "Empty: the user's data folder (`~/.local/share/chambers/runs` on Linux).",
     )
     state_path: str = Field(
         "",
-        description="Folder of the clients' own state on their own disks; an absolute path. "
+        description="Folder for a client's state, on the client's own disk; an absolute path. "
         "Empty: the user's state folder (`~/.local/state/chambers` on Linux).",
     )
     resume: str = Field(
@@ -100,15 +100,15 @@ class RunConfig(Section):
     )
     initial_adapter: str = Field(
         "",
-        description="Folder of an adapter in PEFT's format, as runs export it, to begin with "
-        "instead of a random one; an absolute path on the server. It is also evaluated before "
-        "round 1. With `rounds = 0`, it is evaluated on every client's held-out rows.",
+        description="Folder of an adapter in PEFT's format, such as an earlier run's, to begin "
+        "with instead of a random adapter; an absolute path on the server. The adapter is also "
+        "evaluated before round 1 or, with `rounds = 0`, only evaluated.",
     )
     instruction_key: str = Field(
         "",
-        description="Key on the coordinator that signs instructions to institutions: the "
-        "`instructions.key` of `chambers site certificates`; an absolute path. `none`: they "
-        "aren't signed. Required in a deployment, and not used in simulations.",
+        description="File on the coordinator with the key that signs instructions: the "
+        "`instructions.key` of `chambers site certificates`; an absolute path. `none`: "
+        "instructions aren't signed. Required in a deployment, not used in simulations.",
     )
     model: ModelSettings = Field(default_factory=ModelSettings)
     adapter: AdapterSettings = Field(default_factory=AdapterSettings)
@@ -151,8 +151,7 @@ class RunConfig(Section):
         if self.adapter.kind == "prefix" and self.model.gradient_checkpointing:
             raise ValueError(
                 'adapter.kind = "prefix" excludes model.gradient-checkpointing = true: recomputed '
-                "blocks can't have keys and values before their own; "
-                "lower train.batch-size or data.max-length instead"
+                "blocks can't use a prefix; lower train.batch-size or data.max-length instead"
             )
         return self
 
@@ -160,8 +159,8 @@ class RunConfig(Section):
     def _pools_for_one_client(self) -> "RunConfig":
         if self.data.pool and self.min_nodes > 1:
             raise ValueError(
-                f'data.pool = "{self.data.pool}" makes one client of several, but min-nodes is '
-                f"{self.min_nodes}; set it to 1"
+                f'data.pool = "{self.data.pool}" combines clients into a single one, but min-nodes '
+                f"is {self.min_nodes}; set min-nodes to 1"
             )
         return self
 
@@ -186,41 +185,41 @@ class RunConfig(Section):
             return self
         if self.split.average_every and self.split.schedule != "hierarchical":
             raise ValueError(
-                'split.average-every is for split.schedule = "hierarchical"; otherwise heads and '
-                "tails are averaged at a round's end, which comes sooner with train.local-steps"
+                'split.average-every is for split.schedule = "hierarchical"; other schedules '
+                "average at the end of a round, and train.local-steps can make rounds shorter"
             )
         host = self.split.listen.rpartition(":")[0]
         if host in {"0.0.0.0", "[::]"} and not self.split.advertise:
             raise ValueError(
                 f'split.advertise is needed with split.listen = "{self.split.listen}": clients '
-                "can't dial that"
+                "can't connect to that address"
             )
         longest = self.train.batch_size * sum(self.row.values())
         if longest > self.split.activation_budget:
             raise ValueError(
                 f"split.activation-budget = {self.split.activation_budget} padded tokens is too "
                 f"small for one micro-batch of train.batch-size × ({' + '.join(self.row)}) = "
-                f"{longest}; raise the former or lower the others"
+                f"{longest}; raise the budget or lower the other settings"
             )
         if self.max_generated_tokens > self.split.activation_budget:
             parts = " + ".join(self.row_with_answer)
             raise ValueError(
                 f"split.activation-budget = {self.split.activation_budget} padded tokens is too "
                 f"small for a batch of answers of evaluate.batch-size × ({parts}) = "
-                f"{self.max_generated_tokens}; raise the former or lower the others"
+                f"{self.max_generated_tokens}; raise the budget or lower the other settings"
             )
         return self
 
     @property
     def row(self) -> dict[str, int]:
-        """Maximum positions of a row, prefix included, keyed by the setting that limits them."""
+        """Maximum number of positions in a row, prefix included: a sum of settings, by name."""
         before = self.adapter.columns_before
         prefix = {"adapter.prefix-length": before} if before else {}
         return prefix | {"data.max-length": self.data.max_length}
 
     @property
     def row_with_answer(self) -> dict[str, int]:
-        """Like ``row``, but including the generated answer, if there is one."""
+        """Like ``row``, but with the positions of a generated answer, if answers are generated."""
         answer = {"evaluate.max-new-tokens": self.evaluate.max_new_tokens}
         return self.row | (answer if self.evaluate.generate else {})
 
@@ -242,18 +241,18 @@ class RunConfig(Section):
         return self.round_timeout + _GRACE_SECONDS
 
     def flat(self) -> dict[str, Scalar]:
-        """Return the configuration in Flower's flat form: scalars by dotted kebab-case key."""
+        """Return the configuration in Flower's flat form: scalars keyed by ``section.name``."""
         return {key: value for key, _, value in leaves(self)}
 
 
 def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
-    """Validate Flower's flat run configuration: scalars by dotted kebab-case key.
+    """Validate Flower's flat run configuration: scalars keyed by ``section.name``.
 
     Missing keys get their default values.
 
     Raises:
         ConfigError: The configuration is invalid; the message names every unknown key and every
-            invalid value, and what is allowed.
+            invalid value, with the allowed values.
 
     """
     fields = {key: field for key, field, _ in leaves(RunConfig())}
@@ -279,7 +278,7 @@ def configuration_table() -> str:
         "Settings are given with `flwr run . --run-config 'rounds=3 train.learning-rate=1e-3'`, "
         "with a TOML file (`--run-config presets/fedjudge.toml`), or in `[tool.flwr.app.config]` "
         "of `pyproject.toml`; in simulation also with `chambers train fedjudge rounds=3`. "
-        "Defaults are the FedJudge paper's values where it gives them. Every mistake is reported "
+        "Defaults are the FedJudge paper's values if it gives any. Every mistake is reported "
         "before anything starts. This page is generated from the code: "
         "`python -m federation.run_config > docs/configuration.md`.",
         "",
@@ -306,7 +305,7 @@ def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInf
 def _explain(
     problem: dict[str, Any], values: Mapping[str, Scalar], fields: Mapping[str, FieldInfo]
 ) -> str:
-    """Return a line with the key, the value and the allowed values for one pydantic error."""
+    """Return a line on one pydantic error, with the key, its value and the allowed values."""
     key = ".".join(str(part) for part in problem["loc"])
     reason = problem["msg"].removeprefix("Value error, ")
     if key not in fields:

@@ -1,4 +1,4 @@
-"""The folder of an active run: its events, its status, and whether a process is running."""
+"""The folder of a run: the run's events and status, and whether the run is still active."""
 
 import json
 import os
@@ -23,7 +23,7 @@ LOG = "log.txt"
 # Environment variable with the path where a ServerApp creates a link to the run's folder.
 LINK = "CHAMBERS_RUN_LINK"
 _LOCK = "running.lock"
-# Timeout for acquiring the lock, since ``is_running`` also acquires it briefly.
+# Seconds to wait for the lock, which ``is_running`` also acquires briefly.
 _LOCK_SECONDS = 2.0
 
 Event = dict[str, Any]  # one line of metrics.jsonl
@@ -41,7 +41,7 @@ _NEEDS = {
 
 
 def results_folder(output_dir: str) -> Path:
-    """Return the parent of all run folders: ``output-dir``, or a default folder of the user."""
+    """Return the parent of all run folders: ``output-dir``, or a folder in the user's data."""
     if output_dir:
         return Path(output_dir).expanduser()
     return platformdirs.user_data_path("chambers") / "runs"
@@ -80,7 +80,7 @@ def running(directory: Path) -> Iterator[None]:
 def is_running(directory: Path) -> bool:
     """Return whether a process on this machine holds the lock of a run's folder.
 
-    Raise ``OSError`` if the lock can't be opened.
+    Raise ``OSError`` if the lock file can't be opened.
     """
     if not (directory / _LOCK).exists():
         return False
@@ -92,7 +92,7 @@ def is_running(directory: Path) -> bool:
 
 
 def read_status(directory: Path) -> RunStatus:
-    """Read ``status.json``; if it doesn't exist yet, the run is registering clients.
+    """Read ``status.json``; if it doesn't exist yet, return the status of a run that is starting.
 
     Raise ``ValueError`` if the file is malformed.
     """
@@ -120,7 +120,7 @@ def write_status(directory: Path, status: RunStatus) -> None:
 def read_events(path: Path) -> list[Event]:
     """Read ``metrics.jsonl``; return no events if the file doesn't exist.
 
-    An incomplete last line is ignored, since a killed run may leave one. If another line is
+    An incomplete last line, which a killed run may leave behind, is ignored. If any other line is
     malformed, raise ``ValueError`` with the name of the file and the number of the line.
     """
     if not path.exists():
@@ -139,5 +139,5 @@ def _parse(line: bytes, where: str) -> Event:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where}: not a JSON object with an 'event'") from error
     if missing:
-        raise ValueError(f"{where}: no {', '.join(missing)} in a {event['event']} event")
+        raise ValueError(f"{where}: the {event['event']} event lacks {', '.join(missing)}")
     return event

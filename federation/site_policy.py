@@ -74,8 +74,8 @@ class SplitPolicy(_Table):
         0.0,
         ge=0,
         description="Standard deviation of the noise that is added to hidden states before they "
-        "are sent, relative to each token's root mean square. It is no protection: see "
-        "[its effect](attack.md#noise).",
+        "are sent, relative to the root mean square of each token's hidden state. Noise is no "
+        "protection: see [its effect](attack.md#noise).",
     )
 
 
@@ -84,8 +84,8 @@ class PrivacyPolicy(_Table):
 
     epsilon: PositiveFloat | None = Field(
         None,
-        description="Total ε budget of all training on these rows, in all runs; training beyond "
-        "it is refused. Absent: no differential privacy.",
+        description="Total ε budget of all training on these rows, in all runs; training that "
+        "would exceed it is refused. Absent: no differential privacy.",
     )
     delta: float = Field(
         1e-5, gt=0, lt=1, description="δ; must be less than 1 / number of training rows."
@@ -96,12 +96,12 @@ class PrivacyPolicy(_Table):
         "multiple of `row-norm`. More noise spends less ε per step.",
     )
     row_norm: PositiveFloat = Field(
-        1.0, description="Norm that the gradient of each row's loss is scaled down to."
+        1.0, description="Maximum norm of each row's gradient; larger ones are scaled down to it."
     )
     account: AbsolutePath = Field(
         "",
         description="Absolute path of the account of spent ε. Policies for the same rows must "
-        "name the same one. Absent: `privacy.jsonl` in the user's state folder.",
+        "name the same account. Absent: `privacy.jsonl` in the user's state folder.",
     )
 
     @property
@@ -112,7 +112,7 @@ class PrivacyPolicy(_Table):
     @model_validator(mode="after")
     def _has_epsilon(self) -> Self:
         if self.model_fields_set and self.epsilon is None:
-            raise ValueError("privacy needs epsilon; without it nothing is private")
+            raise ValueError("privacy needs epsilon; without epsilon, nothing is private")
         return self
 
 
@@ -120,45 +120,45 @@ class SitePolicy(_Table):
     """Limits on what a coordinator may request from this institution."""
 
     strategies: list[StrategyName] | None = Field(
-        None, description="Allowed values of `strategy`. Absent: all; `fl-glm` needs `[split]` too."
+        None, description="Allowed values of `strategy`; `fl-glm` also needs `split`. Absent: all."
     )
     instruction_key: AbsolutePath = Field(
         "",
-        description="Absolute path of the coordinator's public key, `instructions.pub`. Only "
-        "instructions that are signed with it are carried out, each once, while they are recent "
-        "and not older than others of the same run. Absent: all are, whoever sends them.",
+        description="Absolute path of the coordinator's public key, `instructions.pub`. Then only "
+        "the coordinator's instructions are carried out, each once, unless they have expired or a "
+        "newer one of the run was received. Absent: all instructions are, whoever sends them.",
     )
     base_models: list[Digest] | None = Field(
         None,
-        description="Digests of the allowed base models: of the whole one, or with `fl-glm` of "
-        "the blocks that are held here. Absent: any.",
+        description="Digests of the allowed base models: of the whole model or, with `fl-glm`, of "
+        "the blocks that this institution holds. Absent: any.",
     )
     hub_models: list[str] = Field(
         [],
-        description="Hugging Face ids that `model.name` may be. They are downloaded if they are "
-        "not in the local cache, unless `HF_HUB_OFFLINE=1` is set, as in `docker/flower.env`. "
+        description="Hugging Face ids that `model.name` may be. Models that are not in the local "
+        "cache are downloaded, unless `HF_HUB_OFFLINE=1` is set, as in `docker/flower.env`. "
         "`smollm2` is `HuggingFaceTB/SmolLM2-135M-Instruct`, wherever its weights come from. "
         "The built-in `tiny` is always allowed, unless `base-models` excludes it. Absent: none.",
     )
     paths: Annotated[list[str], AfterValidator(_all_absolute)] = Field(
         [],
-        description="The only folders that a run config may name, with everything in them: as "
-        "`model.name`, `data.path` or `state-path`. Absent: none.",
+        description="Folders that a run config may name as `model.name`, `data.path` or "
+        "`state-path`, including all files and folders inside them. Absent: none.",
     )
     coordinators: list[str] | None = Field(
         None,
-        description="Addresses of block servers that lanes may be opened to, as `host:port`, or "
+        description="Addresses of the block servers to which lanes may be opened: `host:port`, or "
         "`host` for any port. Required with `split.allowed = true`.",
     )
     max_runs: PositiveInt | None = Field(
         None,
         description="Maximum number of runs that may train or evaluate here, counted in the audit "
-        "log. Absent: no limit, and then `max-rounds` applies to any number of runs.",
+        "log. Absent: no limit; `max-rounds` then applies to each of any number of runs.",
     )
     max_rounds: PositiveInt | None = Field(
         None,
         description="Maximum number of train messages in a run, including failed and repeated "
-        "ones. One more evaluate message is allowed. Absent: no limit.",
+        "ones; for evaluate messages, the maximum is one higher. Absent: no limit.",
     )
     max_steps: PositiveInt | None = Field(
         None, description="Maximum number of optimizer steps in a round. Absent: no limit."
@@ -175,18 +175,18 @@ class SitePolicy(_Table):
     )
     evaluation: bool = Field(
         True,
-        description="Whether losses on the institution's held-out rows are measured and reported.",
+        description="Whether losses on the institution's held-out rows may be measured and sent.",
     )
     generation: bool = Field(
         False,
-        description="Whether answers to the institution's held-out rows are generated and their "
-        "scores reported (`evaluate.generate`).",
+        description="Whether answers to the institution's held-out questions may be generated, "
+        "and the answers' scores reported (`evaluate.generate`).",
     )
     show_answers: bool = Field(
         False,
-        description="Whether the institution's held-out questions are sent to the coordinator as "
-        "text, with their reference answers and the generated ones (`evaluate.show-answers`), "
-        "whatever `min-examples` says. Nothing else that is sent contains text of rows.",
+        description="Whether the institution's held-out questions may be sent to the coordinator "
+        "as text, with reference and generated answers (`evaluate.show-answers`), regardless of "
+        "`min-examples`. Nothing else that is sent contains text of rows.",
     )
     audit_log: AbsolutePath = Field(
         "",
@@ -199,7 +199,7 @@ class SitePolicy(_Table):
     @model_validator(mode="after")
     def _names_block_servers(self) -> "SitePolicy":
         if self.split.allowed and not self.coordinators:
-            raise ValueError("split.allowed = true needs coordinators, for the block server")
+            raise ValueError("split.allowed = true needs coordinators: addresses of block servers")
         return self
 
     @property
@@ -228,8 +228,8 @@ def read_policy(path: str) -> SitePolicy:
         raise PolicyError(f"the site's policy {path} is not TOML: {error}") from error
     if policy.privacy.epsilon is not None and find_spec("opacus") is None:
         raise PolicyError(
-            f"the site's policy {path} has privacy.epsilon, but Opacus, which computes the ε "
-            "that is spent, is missing: pip install 'chambers[privacy]'"
+            f"the site's policy {path} has privacy.epsilon, but Opacus, which computes the spent "
+            "ε, is not installed: run pip install 'chambers[privacy]'"
         )
     return policy
 

@@ -1,9 +1,9 @@
 """The protocol of the Unix socket between a ClientApp process and the resident worker.
 
-The caller sends the digest of its code. The worker answers with an empty frame, or with a reason
-for refusal. The caller then sends Flower's Message and Context, and the worker answers with two
-frames: the name of an exception (or an empty frame), and the reply. A frame consists of its length
-(8 bytes, big-endian) and its content (text or protobuf). Nothing is pickled.
+The caller sends the digest of its code. The worker answers with an empty frame or, if it refuses,
+with the reason. The caller then sends Flower's Message and Context, and the worker answers with
+two frames: the name of an exception (or an empty frame), and the reply. A frame consists of the
+content's length (8 bytes, big-endian) and the content (text or protobuf). Nothing is pickled.
 """
 
 import os
@@ -24,7 +24,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class WorkerError(Exception):
-    """The worker can't answer a message; the text completes "the worker …"."""
+    """The worker can't answer a message; the text continues a sentence after "the worker"."""
 
 
 def refuse_open_folder(path: Path) -> None:
@@ -32,7 +32,7 @@ def refuse_open_folder(path: Path) -> None:
     try:
         mode = path.parent.stat().st_mode
     except OSError as error:
-        raise WorkerError(f"has no folder: {error}") from error
+        raise WorkerError(f"has no folder for its socket: {error}") from error
     if mode & stat.S_IWOTH:
         raise WorkerError(
             f"must have its socket in a folder of its own: every user can write to {path.parent}"
@@ -47,10 +47,10 @@ def peer_uid(connection: socket.socket) -> int:
 
 @contextmanager
 def connected_worker(path: Path) -> Iterator[socket.socket]:
-    """Connect to the worker at a path; raise ``WorkerError`` if there is none, or an untrusted one.
+    """Connect to the worker at a path; raise ``WorkerError`` if it is missing or not trusted.
 
-    It must belong to this user, the folder's owner, or root: other users with write access to the
-    folder could create their own socket there.
+    The worker must run as this user, the folder's owner, or root: other users with write access to
+    the folder could create their own socket there.
     """
     refuse_open_folder(path)
     with socket.socket(socket.AF_UNIX) as connection:
@@ -77,7 +77,7 @@ def receive(connection: socket.socket, most: int = MAX_BYTES) -> bytes:
     """Receive a frame; raise ``OSError`` if it exceeds ``most`` bytes, or is incomplete."""
     (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     if size > most:
-        raise OSError(f"a frame of {size} bytes, and at most {most} were expected")
+        raise OSError(f"a frame has {size} bytes, but at most {most} are allowed")
     return _exactly(connection, size)
 
 

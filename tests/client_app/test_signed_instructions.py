@@ -150,7 +150,7 @@ def drop_arrays(message):
 def test_all_of_its_content_is_signed(signed_site, change):
     message, statement = signed_site.signed()
     change(message)
-    assert "not what was signed" in signed_site.refusal(message, statement)
+    assert "differs from the signed content" in signed_site.refusal(message, statement)
 
 
 def test_its_statement_is_signed(signed_site):
