@@ -49,7 +49,7 @@ def pull(grid: HttpGrid, identifier: str, max_bytes: int) -> Iterable[Message]:
 def check_size(reply: Message, max_bytes: int) -> None:
     """Raise ``LargeReplyError`` if a reply's arrays together exceed a size.
 
-    Data stored under several names counts repeatedly.
+    Data stored under several names counts once for each name.
     """
     records: Iterable[ArrayRecord] = reply.content.array_records.values()
     if sum(len(array.data) for record in records for array in record.values()) > max_bytes:

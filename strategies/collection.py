@@ -24,7 +24,7 @@ def collect(
 
     ``collected`` receives the valid replies, and the reasons for leaving out other clients.
     ``reference`` has the required names and shapes of the arrays; None for replies without arrays.
-    ``minimum`` is their smallest allowed value.
+    ``minimum`` is the smallest allowed value in the arrays.
     """
     for reply in replies:
         if sender := participants.sender_of(reply):
@@ -49,7 +49,7 @@ def require_enough(phase: str, collected: Replies, minimum: int) -> None:
     if valid < minimum:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in collected.left_out.items())
         raise TooFewClientsError(
-            f"{phase}: {valid} valid replies, and min-nodes = {minimum} are needed; left out:"
+            f"{phase}: {valid} valid replies, but min-nodes = {minimum} are required; left out:"
             f"{lines or ' nobody'}"
         )
 

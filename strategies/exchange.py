@@ -32,7 +32,7 @@ class _Request:
 
     metadata: Metadata
     statement: Statement | None  # None if the message isn't signed
-    max_bytes: int  # maximum memory for the reply
+    max_bytes: int  # maximum size of the reply in memory
 
 
 def exchange(
@@ -56,7 +56,7 @@ def exchange(
         grid: Connects to the SuperNodes.
         messages: At most one message per client.
         timeout: Seconds that each client has to reply.
-        signer: Signs the messages, and requires authenticated replies; None for neither.
+        signer: Signs the messages; replies must then be authenticated. None: neither is done.
         array_bytes: Expected size of the arrays in a reply, in bytes.
         on_poll: Called each time all clients have been polled.
         patience_seconds: Time to wait for a reply before polling the other clients.
@@ -97,9 +97,9 @@ def _push_all(
 ) -> Iterator[tuple[str | None, _Request]]:
     """Push messages; yield each message's id (None if it could not be pushed) and its request.
 
-    Each message is pushed to a SuperLink in a separate request: if one message is refused, the
-    SuperLink has stored the others of the same request without their content, and their recipients
-    would wait for it.
+    Each message is pushed to a SuperLink in a separate request: if one message of a request is
+    refused, the SuperLink has stored the other messages without their content, and the recipients
+    would wait for the content.
     """
     shared = EncryptedArrays()
     groups = [[each] for each in messages] if isinstance(grid, HttpGrid) else [messages]
@@ -115,7 +115,7 @@ def _push_all(
             except httpx.HTTPStatusError as error:
                 pushed = set()
                 log(WARNING, "A message could not be pushed (attempt %d): %s", attempt, error)
-                # A peer may have announced the same objects with other children.
+                # A peer may have announced the same objects with different children.
                 shared = EncryptedArrays()
         for message, statement in zip(group, statements, strict=True):
             identifier = message.metadata.message_id
@@ -131,7 +131,7 @@ def _begin_pull(
     """Start to pull the reply to a request, and wait briefly for it.
 
     The SuperLink announces a reply before it has received all of its objects, and Flower waits for
-    the rest as long as the client keeps sending objects. Other grids are pulled without a thread.
+    the rest as long as the client keeps sending objects. Other grids need no thread.
     """
     future: Future[list[Message]] = Future()
 
@@ -186,7 +186,7 @@ def _from_client(reply: Message, request: _Request) -> Message:
 
 
 def _authentic(reply: Message, request: _Request) -> Message:
-    """Return the reply, or an error if it lacks a required authentication."""
+    """Return the reply, or an error if the reply must be authenticated but isn't."""
     if reply.has_error():
         return reply
     check_size(reply, request.max_bytes)

@@ -19,11 +19,11 @@ from strategies.scaling import record_scaled
 
 
 class FedJudgeBase(Rounds):
-    """FedJudge-Base: clients train LoRA on Eq. 1, the server averages by data size (Eq. 2)."""
+    """FedJudge-Base: clients train LoRA on Eq. 1, and the server averages by data size (Eq. 2)."""
 
 
 class FedJudgeCL(FedJudgeBase):
-    """FedJudge-CL: from round 2 on, clients add λ·(s + s²) to their loss (Eq. 3 and 4)."""
+    """FedJudge-CL: from round 2 on, each client adds λ·(s + s²) to the loss (Eq. 3 and 4)."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -1,4 +1,4 @@
-"""FL-GLM: clients hold the first and last blocks, the server trains the middle blocks."""
+"""FL-GLM: clients hold the first and last blocks, and the server trains the middle blocks."""
 
 import ipaddress
 import time
@@ -50,7 +50,7 @@ class FLGLM(Rounds):
         self._directory = self.locate_base_model(config)
         self._partition = partition_of(self._directory, config.split)
         theirs = tensors_of(self._directory, self._partition, ("head", "tail"))
-        # Tensors that the server doesn't have are compared between clients.
+        # Tensors that the server doesn't have get empty digests: clients' digests must then agree.
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
         super().__init__(
@@ -181,10 +181,10 @@ class FLGLM(Rounds):
     def _exchange(
         self, messages: Iterable[Message], grid: Grid, timeout: float, training: bool
     ) -> Iterator[Message]:
-        """Send messages, and yield replies; after the last one, end the lanes that are still open.
+        """Send messages, and yield replies; after the last reply, end the lanes that are open.
 
         In training, the serial schedule waits for each reply before it sends the next message, and
-        ends the lane of a late client, so that it can't delay the next client.
+        ends the lane of a late client, so that a late client can't delay the next one.
         """
         if training and self.config.split.schedule == "serial":
             for message in messages:
@@ -198,7 +198,7 @@ class FLGLM(Rounds):
     ) -> Iterator[Message]:
         for reply in super()._exchange(messages, grid, timeout, training):
             if sender := self._participants.sender_of(reply):
-                # If clients start together, the others would wait for a client that doesn't train.
+                # In schedules that start clients together, others would wait for an absent client.
                 self._server.mark_absent(sender.name)
             yield reply
             del reply  # release its memory before the next reply is pulled
@@ -230,7 +230,7 @@ class FLGLM(Rounds):
         return bodies
 
     def _personalised_body(self, client: str) -> tuple[int, State | None] | None:
-        """Return the round of a client's personalised adapter, and its part for the body."""
+        """Return the round of a client's personalised adapter, and the adapter's body, or None."""
         if client not in self._bodies and (kept := self._journal.personalised(client)):
             number, state = kept
             self._bodies[client] = (number, take_apart(state, self._partition)["body"])
@@ -262,7 +262,7 @@ class FLGLM(Rounds):
 
 
 def _refuse_clear_text(grid: Grid, address: str) -> None:
-    """Raise an error if tickets would be sent unencrypted to other machines.
+    """Raise ``RefusedError`` if tickets would be sent unencrypted to other machines.
 
     All APIs of a SuperLink share one port, so the ServerApp's connection is encrypted if and only
     if the SuperNodes' connections are.
@@ -276,5 +276,5 @@ def _refuse_clear_text(grid: Grid, address: str) -> None:
         raise RefusedError(
             f"clients would receive their tickets to the block server at {address} over Flower's "
             "connections, which are not encrypted; start the SuperLink with --ssl-certfile, "
-            "--ssl-keyfile and --ssl-ca-certfile, or listen on 127.0.0.1"
+            "--ssl-keyfile and --ssl-ca-certfile, or set split.listen to a port of 127.0.0.1"
         )

@@ -39,15 +39,15 @@ class Journal(Protocol):
     def keep_personalised(
         self, client: str, state: State, round_number: int, size: int, file: Path | None = None
     ) -> None:
-        """Save a client's personalised adapter, which is its local adapter after training.
+        """Save a client's personalised adapter: the client's local adapter after training.
 
-        ``size`` is the client's number of training rows; ``file`` is a file below ``scratch`` with
-        the same adapter, if any, and may be moved.
+        ``size`` is the client's number of training rows; ``file``, if given, is a file below
+        ``scratch`` that contains the same adapter, and may be moved.
         """
         ...
 
     def personalised(self, client: str) -> tuple[int, State] | None:
-        """Return the round and the adapter last saved for a client, or None."""
+        """Return the adapter last saved for a client, with the adapter's round, or None."""
         ...
 
     def checkpoint(self, progress: Progress, state: State) -> None:
@@ -55,5 +55,5 @@ class Journal(Protocol):
         ...
 
     def discard(self, round_number: int) -> None:
-        """Delete a round's checkpoint, whose adapter is unusable, if an earlier one exists."""
+        """Delete the checkpoint of a round with an unusable adapter if an earlier one exists."""
         ...

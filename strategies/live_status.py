@@ -26,9 +26,9 @@ class LiveStatus:
         asked: Collection[str] = (),
         absent: Mapping[str, str] | None = None,
     ) -> None:
-        """Start a phase; the clients ``asked`` have a number of seconds to reply.
+        """Start a phase, in which the clients ``asked`` have ``seconds`` to reply.
 
-        ``absent`` has the reasons why other clients don't take part.
+        ``absent`` contains the reasons why other clients don't take part, keyed by client.
         """
         now = time.time()
         self._started = time.monotonic()

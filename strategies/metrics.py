@@ -1,4 +1,4 @@
-"""Metrics of clients: averages, and their format in ``metrics.jsonl``."""
+"""Averages of the clients' metrics, and the format of metrics in ``metrics.jsonl``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,5 +31,5 @@ def evaluation_events(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def underscored(key: str) -> str:
-    """Return the spelling of a key in ``metrics.jsonl``: with underscores."""
+    """Return a key as it is spelled in ``metrics.jsonl``, with underscores."""
     return key.replace("-", "_")

@@ -12,7 +12,7 @@ from strategies.replies import Replies
 
 # Losses of the models that are the same at all clients.
 _LOSSES = ("base.loss", "global.loss")
-# Matches error messages of the training loop and of a lane.
+# Matches error messages of the training loop and of lanes about values that aren't finite.
 _NOT_FINITE = re.compile(r"\b(not finite|nan|inf|infinite)\b", re.IGNORECASE)
 
 
@@ -34,16 +34,16 @@ def require_finite(
 ) -> None:
     """Raise ``NotFiniteError`` if most clients report a global adapter as unusable.
 
-    Its checkpoint is deleted. A majority of the clients ``asked`` is required, so that one client
-    alone can't reject an adapter. If a client withholds its metrics, its valid replies never report
-    an unusable adapter.
+    The adapter's checkpoint is then deleted if an earlier one exists. A majority of the clients
+    ``asked`` is required, so that one client alone can't reject an adapter. Valid replies of a
+    client that withholds metrics never report an unusable adapter.
     """
     if 2 * len(collected.not_finite) <= len(asked):
         return
     journal.discard(adapter_round)
     raise NotFiniteError(
-        f"the global adapter after round {adapter_round} is unusable, and isn't kept: losses or "
-        f"gradients are not finite numbers at {', '.join(sorted(collected.not_finite))}. Resume "
-        "without a client that was scaled down or left out (metrics.jsonl), or start again with a "
+        f"the global adapter after round {adapter_round} is unusable: losses or gradients are not "
+        f"finite numbers at {', '.join(sorted(collected.not_finite))}. Resume the run without the "
+        "clients that were scaled down or left out (metrics.jsonl), or start a new run with a "
         "lower train.learning-rate"
     )

@@ -64,8 +64,8 @@ def _wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, NodeI
     while len(nodes := {node.node_id: node for node in grid.get_nodes()}) < minimum:
         if time.monotonic() >= end:
             raise TooFewClientsError(
-                f"{len(nodes)} SuperNodes were connected after {timeout:g} s (node-timeout), and "
-                f"min-nodes = {minimum} are needed; start more SuperNodes (in simulation: "
+                f"{len(nodes)} SuperNodes were connected after {timeout:g} s (node-timeout), but "
+                f"min-nodes = {minimum} are required; start more SuperNodes (in simulation: "
                 f"--federation-config num-supernodes={minimum}), or lower min-nodes"
             )
         if len(nodes) != announced:
@@ -79,7 +79,7 @@ class Participants:
     """The registered clients of a run, and the recipients of the last messages.
 
     ``fingerprint`` contains the digests of the tensors that clients must have, as computed by the
-    server. Empty digests are unknown, and are set to the ones that most clients report.
+    server. An unknown digest is empty, and is set to the digest that most clients report.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Participants:
     def register_all(self, grid: Grid) -> None:
         """Register every SuperNode before training starts.
 
-        Raise ``TooFewClientsError`` if not enough SuperNodes connect in time, ``RefusedError`` if
-        at least one client can't take part.
+        Raise ``TooFewClientsError`` if not enough SuperNodes connect in time, or ``RefusedError``
+        if at least one client can't take part.
         """
         nodes = _wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
         self._registered, problems, _ = self._query(grid, nodes, self._config.reply_timeout)
@@ -125,11 +125,11 @@ class Participants:
     def register_newcomers(self, grid: Grid, finished_rounds: int) -> dict[str, str]:
         """Register SuperNodes that connected later; a failing SuperNode doesn't affect the others.
 
-        A reconnected SuperNode is queried again, since its data or name may have changed although
-        a node key preserves its id. If it doesn't answer or can't take part, its registration is
-        kept. Refused SuperNodes are queried again after another one has disconnected, since that
-        one may have used the same name. A SuperNode that doesn't answer, perhaps because it is
-        preparing a large model, is queried again in the next rounds, at most three times in all.
+        A reconnected SuperNode is queried again: a node key preserves its id, but its data or name
+        may have changed. If it doesn't answer or can't take part, its registration is kept. Refused
+        SuperNodes are queried again after a registered one, which may have used the same name, has
+        disconnected. A SuperNode that doesn't answer, perhaps because it is preparing a large
+        model, is queried again in the next rounds, at most three times in all.
 
         Return the reasons for refusing clients, keyed by name. Raise ``TooFewClientsError`` if not
         enough SuperNodes are connected in time.
@@ -151,7 +151,7 @@ class Participants:
         for node in silent:
             if self._unanswered[node] < _MAX_QUERIES:
                 self._queried[node] = None
-        # If a client has a new SuperNode id, drop the old one, so that it isn't asked twice.
+        # If a client has a new SuperNode id, drop the old id, so that the client isn't asked twice.
         names = {p.name.casefold() for p in joined.values()}
         self._registered = {
             node: p for node, p in self._registered.items() if p.name.casefold() not in names
@@ -177,7 +177,7 @@ class Participants:
         return self._registered[message.metadata.dst_node_id]
 
     def sender_of(self, reply: Message) -> Participant | None:
-        """Return the sender of a reply to one of the last messages; None if it is no recipient."""
+        """Return the sender of a reply; None if it is not a recipient of the last messages."""
         return self._asked.get(reply.metadata.src_node_id)
 
     def address(
@@ -188,7 +188,7 @@ class Participants:
         Messages are sorted by name or, if a seed is given, shuffled.
 
         The recipients are recorded immediately. Each message is created when the iterator reaches
-        it, since its time to live begins then, and has its own ``RecordDict`` for more records.
+        it, because its time to live begins then. Records may be added to single messages.
         """
         connected = [self._registered[n] for n in grid.get_node_ids() if n in self._registered]
         self._asked = {p.node_id: p for p in sorted(connected, key=lambda p: p.name)}
@@ -201,7 +201,7 @@ class Participants:
     def check(
         self, reply: Message, sender: Participant, reference: ArrayRecord | None, minimum: float
     ) -> str | None:
-        """Return why a reply can't be used, printable, or None; see ``reason_to_refuse``."""
+        """Return why a reply can't be used (printable), or None; see ``reason_to_refuse``."""
         reason = reason_to_refuse(
             reply,
             name=sender.name,
@@ -214,7 +214,7 @@ class Participants:
         return reason and printable(reason)
 
     def missing(self, answered: Collection[str]) -> dict[str, str]:
-        """Return the clients that aren't among those that have answered, with the reasons."""
+        """Return the clients that haven't answered, with the reasons."""
         absent = sorted({p.name for p in self._registered.values()} - self.asked.keys())
         silent = f"no reply within {self._config.round_timeout:g} s (round-timeout)"
         return dict.fromkeys(absent, "its SuperNode is not connected") | {
@@ -224,7 +224,7 @@ class Participants:
     def _query(
         self, grid: Grid, nodes: Mapping[int, NodeInfo], wait: float
     ) -> tuple[dict[int, Participant], dict[str, str], set[int]]:
-        """Query nodes for their name, data size and base model.
+        """Query SuperNodes for their names, data sizes and base models.
 
         Return the participants by node, the problems by name, and the nodes that did not answer.
         """
@@ -283,7 +283,7 @@ def _connected_since(nodes: Mapping[int, NodeInfo]) -> dict[int, str | None]:
 
 def _described(name: str, others: Collection[str]) -> str:
     """Return a description of a refused SuperNode that doesn't contain its id."""
-    called = printable(name, 64) if name else "a SuperNode without name"
+    called = printable(name, 64) if name else "a SuperNode without a name"
     same = sum(other == called or other.startswith(f"{called} (") for other in others)
     return f"{called} ({same + 1})" if same else called
 

@@ -27,7 +27,7 @@ from federation.messages import (
 from finetuning.model.fingerprint import differences
 from split.protocol.errors import printable
 
-# Ending of the reason to refuse an array.
+# Ending of the reason for refusing an array that contains NaN or infinity.
 NOT_FINITE = "has values that are not finite numbers"
 _MAX_EXAMPLES = 10**9
 # Used instead of a digest if no digest has a majority.
@@ -87,18 +87,18 @@ def reason_to_refuse_registration(
     if not is_name(name):
         return (
             f"the name {printable(name, 64)!r} must be letters, digits, spaces, '.', '_' or '-' "
-            "(at most 64)"
+            "(at most 64, and 200 bytes), with a letter, digit or '_' at both ends"
         )
     if assigned and name != assigned:
         return (
             f"its SuperNode is registered as {assigned!r} (flwr supernode register --name), but "
-            f"its name is {name!r}; give both the same"
+            f"its --node-config has name {name!r}; make them equal"
         )
     # Names are used as folder names, and some file systems are case-insensitive.
     if name.casefold() in {other.casefold() for other in taken}:
         return (
             f"another SuperNode is named {name!r} already (upper and lower case count as equal); "
-            "give each its own name"
+            "give each SuperNode a different name"
         )
     config, metrics = config_of(reply), metrics_of(reply)
     for key in (SIZE, *({TRAIN_EXAMPLES} & metrics.keys())):
@@ -139,12 +139,12 @@ def _base_model_problem(tensors: Any, digests: Any, fingerprint: Mapping[str, st
     more = f" and {len(other) - 3} more" if len(other) > 3 else ""
     if _DISPUTED in (fingerprint[name] for name in other if name in fingerprint):
         return (
-            f"the clients' base models differ from each other in {', '.join(other[:3])}{more}, and "
-            "the coordinator doesn't hold these tensors; compare the checkpoints"
+            f"the clients' base models differ from each other in {', '.join(other[:3])}{more}, "
+            "which the coordinator can't check; compare the clients' checkpoints"
         )
     return (
-        f"its base model is not the run's: {', '.join(other[:3])}{more} differ; give it the same "
-        "checkpoint"
+        f"its base model is not the run's: {', '.join(other[:3])}{more} differ; use the run's "
+        "checkpoint at every client"
     )
 
 
@@ -159,7 +159,7 @@ def _identity_problem(reply: Message, name: str, base: str) -> str | None:
     if config.get("name") != name:
         return f"its name is now {config.get('name')!r}"
     if config.get("base") != base:
-        return "it trained a different base model (the fingerprints differ)"
+        return "it used a different base model (the fingerprints differ)"
     # Flower averages every record of a reply, so records that are not checked here are refused.
     content = reply.content
     if set(content.metric_records) != {METRICS} or not set(content.array_records) <= {ARRAYS}:
@@ -176,7 +176,7 @@ def _metrics_problem(metrics: Mapping[str, Any], examples: int) -> str | None:
         return f"its metric {printable(invalid[0], 64)!r} must have a name of at most 64 letters"
     invalid = [name for name, value in metrics.items() if not _is_bounded_number(value)]
     if invalid:
-        return f"its {', '.join(invalid[:3])} are not finite numbers up to {LARGEST_METRIC:g}"
+        return f"its {', '.join(invalid[:3])}: numbers must be finite, up to {LARGEST_METRIC:g}"
     if metrics.get(SIZE) != examples:
         return (
             f"its {SIZE} is {metrics.get(SIZE)!r}, but was {examples} when it joined; if its data "

@@ -1,4 +1,4 @@
-"""Valid replies of one phase, with arrays on disk to bound the memory."""
+"""Valid replies of one phase, with arrays on disk to limit memory use."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,12 +20,12 @@ from finetuning.files import filling
 class Replies:
     """Context manager for valid replies; their arrays are files that are deleted on exit.
 
-    If a killed run has left the folder of these files, it is deleted first.
+    A folder of such files that a killed run left behind is deleted on entry.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # By client; ``left_out`` and ``withheld`` contain reasons.
+        # Keyed by client; ``left_out`` and ``withheld`` contain reasons.
         self.metrics: dict[str, Mapping[str, Any]] = {}
         self.answers: dict[str, list[Answer]] = {}
         self.left_out: dict[str, str] = {}
@@ -39,7 +39,7 @@ class Replies:
         return [metrics for name, metrics in self.metrics.items() if name not in self.withheld]
 
     def add(self, name: str, reply: Message, has_arrays: bool) -> None:
-        """Add a client's valid reply; ignore arrays that were not requested, and not checked.
+        """Add a client's valid reply; ignore arrays that were neither requested nor checked.
 
         Raise ``DiskFullError`` if the arrays don't fit on the disk.
         """
@@ -66,7 +66,7 @@ class Replies:
         return dict(load_file(self.file(name)))
 
     def tensors(self) -> Iterator[tuple[str, State]]:
-        """Yield the name and the values of all clients for one array at a time."""
+        """Yield one array at a time: its name, and its values at all clients."""
         with ExitStack() as opened:
             files = {
                 name: opened.enter_context(safe_open(self.file(name), framework="pt"))
@@ -76,7 +76,7 @@ class Replies:
                 yield key, {name: file.get_tensor(key) for name, file in files.items()}
 
     def file(self, name: str) -> Path:
-        """Return the file with a reply's arrays; it may be moved after reading them."""
+        """Return the file with a reply's arrays; the file may be moved once it has been read."""
         return self._folder / f"{name}.safetensors"
 
     def sort(self) -> None:

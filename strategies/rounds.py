@@ -32,10 +32,10 @@ from strategies.scaling import record_scaled
 
 
 class Rounds(Strategy):
-    """Base class of the strategies: clients train adapters, the server averages by data size.
+    """Base class of the strategies: clients train adapters that the server averages by data size.
 
-    The run continues from ``progress``. ``fingerprint`` is the base model's, as computed by the
-    server. Without a ``signer``, instructions aren't signed.
+    The run continues from ``progress``. ``fingerprint`` is the base model's fingerprint as computed
+    by the server. Without a ``signer``, instructions aren't signed.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Rounds(Strategy):
 
         Raises:
             RefusedError: At least one client can't take part.
-            TooFewClientsError: Fewer than ``min-nodes`` are connected or sent valid replies.
+            TooFewClientsError: Fewer than ``min-nodes`` clients are connected or reply validly.
             NotFiniteError: Most clients report that the global adapter is unusable.
 
         """
@@ -141,7 +141,7 @@ class Rounds(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the adapters of the valid replies by data size (Eq. 2), with caps applied.
+        """Average the valid replies' adapters by data size (Eq. 2), with capped sizes and updates.
 
         Raises:
             TooFewClientsError: There are fewer valid replies than ``min-nodes``.
@@ -197,12 +197,12 @@ class Rounds(Strategy):
             yield collected
 
     def _record_round(self, server_round: int, collected: Replies) -> None:
-        """Record the participants and the metrics of a training round, if they are sufficient."""
+        """Record a training round; raise an error if it has too few valid or finite replies."""
         valid, left_out = collected.metrics, collected.left_out
         event = {"event": "round", "round": server_round, "participants": list(valid)}
         seconds = self._status.seconds
         self._journal.record({**event, "left_out": reasons(left_out), "seconds": seconds})
-        if not self._evaluation(server_round - 1).losses:  # else the evaluation checked it
+        if not self._evaluation(server_round - 1).losses:  # else the evaluation has checked this
             require_finite(self._journal, server_round - 1, collected, self._participants.asked)
         require_enough(f"round {server_round}", collected, self.config.min_nodes)
         for name, metrics in valid.items():
@@ -293,7 +293,7 @@ class Rounds(Strategy):
         )
 
     def _lanes(self) -> list[LaneStatus]:
-        """Return the progress of clients within a round; empty if the server doesn't know it."""
+        """Return the progress of clients within a round; empty if the progress is unknown."""
         return []
 
     def _order_seed(self, server_round: int) -> int | None:

@@ -10,19 +10,19 @@ from finetuning.adapters.robust_aggregation import MAX_DISTANCE
 from strategies.journal import Journal
 
 What = Literal["update", "update at the server", "data size", "importance"]
-_FAR = f"is more than {MAX_DISTANCE:g} times the median of the others'"
+_FAR = f"is more than {MAX_DISTANCE:g} times the median of the other clients"
 _REASONS: dict[What, str] = {
     "update": _FAR,
     "update at the server": _FAR,
-    "data size": "is more than its largest share (max-share)",
-    "importance": "is far above what is typical of all",
+    "data size": "exceeds the maximum share of a client (max-share)",
+    "importance": "is far above the typical values of all clients",
 }
 
 
 def record_scaled(
     journal: Journal, server_round: int, what: What, factors: Mapping[str, float]
 ) -> None:
-    """Log and record clients whose update, data size or importance was scaled, and the factors."""
+    """Log and record the clients with a factor below 1: they were scaled down in an average."""
     for name, factor in factors.items():
         if factor < 1:
             log(

@@ -191,8 +191,14 @@ BEYOND = {
     "nothing": (lambda reply: reply, None),
     "metrics": (with_metrics(1), "it sent 101 metrics"),
     "metric's name": (lengthen, "at most 64 letters"),
-    "loss": (with_metric("loss", math.nextafter(1e30, math.inf)), "its loss are not finite"),
-    "-loss": (with_metric("loss-first", math.nextafter(-1e30, -math.inf)), "its loss-first are"),
+    "loss": (
+        with_metric("loss", math.nextafter(1e30, math.inf)),
+        "its loss: numbers must be finite",
+    ),
+    "-loss": (
+        with_metric("loss-first", math.nextafter(-1e30, -math.inf)),
+        "its loss-first: numbers",
+    ),
     "weight": (put(with_one(2.0**30 + 128)), "beyond 2³⁰"),  # the next float32
 }
 

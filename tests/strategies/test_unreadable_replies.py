@@ -83,4 +83,4 @@ def test_at_registration_the_run_ends(values, tmp_path, spoil):
     own = values | {"state-path": str(tmp_path)}
     with pytest.raises(RefusedError) as error:
         start(own, StoredGrid(own, "query", spoil), MemoryJournal())
-    assert str(error.value).splitlines()[1:] == [f"  a SuperNode without name: {ODD[spoil]}"]
+    assert str(error.value).splitlines()[1:] == [f"  a SuperNode without a name: {ODD[spoil]}"]
