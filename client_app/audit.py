@@ -42,9 +42,9 @@ class AuditLog:
     ) -> None:
         """Append a line, and wait until it is written to disk.
 
-        The time is added. ``check`` is called with the earlier lines, while other processes are
-        locked out, and raises an error if the new line must not be written. If the line can't be
-        written, raise ``AuditError``; no part of it remains in the file.
+        The time is added to the line. ``check`` is called with the earlier lines, while other
+        processes are locked out, and raises an error if the new line must not be written. If the
+        line can't be written, raise ``AuditError``; no part of the line remains in the file.
         """
         line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **event}
         try:
@@ -62,7 +62,7 @@ class AuditLog:
 
     def _write(self, data: bytes) -> None:
         with self.path.open("r+b", buffering=0) as file:
-            # Drop a partial line left by a power failure: its data was never sent.
+            # Drop a partial line after a power failure: the data that it describes was never sent.
             start = max(0, file.seek(0, os.SEEK_END) - _MAX_LINE_BYTES)
             file.seek(start)
             end = start + file.read().rfind(b"\n") + 1
@@ -115,7 +115,7 @@ def describe(message: Message, reply: Message) -> dict[str, Any]:
 
 
 def _norm(arrays: Mapping[str, Array], origin: Mapping[str, Array]) -> float | str:
-    """Return the joint L2 norm of all arrays, after subtracting arrays of ``origin`` by name."""
+    """Return the joint L2 norm of all arrays, each minus the array of that name in ``origin``."""
     total = 0.0
     for name, array in arrays.items():
         value = array.numpy().astype(np.float64)

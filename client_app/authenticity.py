@@ -13,7 +13,7 @@ from federation.site_policy import SitePolicy
 def authenticate(
     policy: SitePolicy, message: Message, context: Context, instruction: SignedInstruction | None
 ) -> None:
-    """Raise ``AuthenticationError`` unless the coordinator signed a message for this site, now.
+    """Raise ``AuthenticationError`` unless the coordinator signed a message for this site and time.
 
     Raise ``PolicyError`` if the coordinator's key can't be read.
     """
@@ -31,7 +31,7 @@ def check_fresh(
     """Raise ``AuthenticationError`` if an instruction, or a newer one, was received before.
 
     A resumed run repeats rounds, but with a different Flower run id (``run_id``). ``about`` has the
-    instruction's ``client``, ``nonce``, ``run`` (its lineage) and ``round``; ``time`` is the Unix
+    ``client``, ``nonce``, ``run`` (lineage) and ``round`` of the instruction; ``time`` is the Unix
     time of signing, in seconds; ``lines`` are the existing lines of the audit log.
     """
     for line in lines:
@@ -43,7 +43,7 @@ def check_fresh(
             continue
         if line.get("signed", 0.0) > time:
             raise AuthenticationError(
-                "the instruction was signed before one that was already received from its run"
+                "the instruction was signed before one that was already received for the same run"
             )
         if line.get("run-id") == str(run_id) and line.get("round", 0) > about.get("round", 0):
             raise AuthenticationError(

@@ -1,4 +1,4 @@
-"""The digest of the code that answers messages, to compare a worker with the app of a run."""
+"""The digest of the code that answers messages, to compare a worker's code with a run's app."""
 
 import hashlib
 from pathlib import Path

@@ -18,7 +18,7 @@ from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 
-# Unequal as for the clients in the paper (table 1), but small enough for a demonstration.
+# Unequal like the clients' data sizes in the paper (table 1), but small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
 _GENERATED_TEST = 64
 # Numbers of training rows, assigned to schools in turn; data sizes are 3 : 2 : 1 with
@@ -81,7 +81,7 @@ def _style(index: int, seed: int) -> ClientData:
 
 
 def _school(kind: str, index: int, count: int, seed: int) -> ClientData:
-    """Return a client with a part of the matters (all with ``matters-even``), tested on all.
+    """Return a client that trains on some matters (all with ``matters-even``), tested on all.
 
     The held-out rows start with the matters of the next client, and end with the client's own.
     """
@@ -128,7 +128,7 @@ class _Reader:
         if count > len(folders):
             names = ", ".join(folder.name for folder in folders)
             raise DataError(
-                f"{count} SuperNodes, but {folders[0].parent} has {len(folders)} clients "
+                f"there are {count} SuperNodes, but {folders[0].parent} has {len(folders)} clients "
                 f"({names}); {fix}"
             )
         if count < len(folders) and index == 0:
@@ -149,8 +149,8 @@ class _Reader:
         folders = client_folders(path) if self.settings.path and path.is_absolute() else []
         if self.settings.path and not folders:
             raise DataError(
-                f"{setting}: {self.settings.path} has no folders of clients; with one SuperNode "
-                "and no data.pool, it has all rows of one data set"
+                f"{setting}: {self.settings.path} has no folders of clients; without data.pool, a "
+                "single SuperNode has all rows of a data set"
             )
         generated = [] if folders else [self.generated(i, _POOLED) for i in range(_POOLED)]
         own = {client.name: client for client in generated}
@@ -177,7 +177,7 @@ class _Reader:
     def parts(self, path: Path) -> tuple[list[Row], list[Row] | None]:
         """Read ``path/train.*`` and ``path/test.*``, or the single file ``path``.
 
-        A task may use another name for the held-out part.
+        A task may use a different name for the held-out part.
         """
         train, test = find_parts(path, held_out_part(self.settings))
         rows = read_task_rows(train, self.settings)
@@ -216,8 +216,8 @@ class _Reader:
         if not parts.train or not parts.test:
             raise DataError(
                 f'data.partition = "{kind}" leaves {name} with {len(parts.train)} training and '
-                f"{len(parts.test)} test rows of {self.settings.path}; without a test file each "
-                "client holds out some of its own rows"
+                f"{len(parts.test)} test rows of {self.settings.path}; remove the test file, so "
+                "that each client holds out some of its own rows"
             )
         return parts
 

@@ -18,7 +18,7 @@ from split.client.split_model import SplitModel
 
 @dataclass
 class Evaluation:
-    """The results for an evaluate message."""
+    """The results that an evaluate message requests."""
 
     metrics: Metrics = field(default_factory=dict)  # named ``<model>.<metric>``
     answers: list[Answer] = field(default_factory=list)  # to send as text

@@ -44,7 +44,7 @@ _TRIAL = [
 
 
 def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
-    """Return the base model's directory and fingerprint; raise ``BaseModelError`` if absent."""
+    """Return the base model's directory and fingerprint; raise ``BaseModelError`` if not found."""
     directory = locate(config.model.name)
     return directory, fingerprint(directory)
 
@@ -151,9 +151,9 @@ def _privately(
 
 
 def _model_of(task: Task) -> tuple[WholeModel, Any]:
-    """Return the model with an adapter and its tokenizer, loaded once per process.
+    """Return the model, with an adapter, and the tokenizer; both are loaded once per process.
 
-    The adapter has the weights of the previous message: load new ones before use.
+    The adapter still has the weights of the previous message: load new ones before use.
     """
     return _load_model(task.config.model, task.config.adapter, task.institution.model_files)
 
@@ -167,7 +167,7 @@ def _load_model(
 
 
 def _importance(model: WholeModel, institution: Institution, config: RunConfig) -> State:
-    """Compute J at the adapter's current weights, on training examples sampled by the run's seed.
+    """Compute J at the adapter's current weights, on training examples drawn with the run's seed.
 
     J is keyed by the adapter's exported names.
     """
@@ -181,9 +181,9 @@ def _importance(model: WholeModel, institution: Institution, config: RunConfig) 
 def _penalty(
     task: Task, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
 ) -> Penalty | None:
-    """Return the proximal term, the continual-learning penalty if there is an importance, or None.
+    """Return FedProx's proximal term, the continual-learning penalty if J is available, or None.
 
-    Both are distances from the global adapter.
+    Both penalties measure the distance from the global adapter.
     """
     names = exported_names(model.peft_model)
     anchor = {name: task.arrays[ARRAYS][names[name]] for name in parameters}

@@ -1,4 +1,4 @@
-"""The client side of FL-GLM: the head and tail are local, the body is reached through a lane."""
+"""The client side of FL-GLM: head and tail are local, and a lane connects them to the body."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,7 +80,7 @@ def train(task: Task) -> tuple[State, Metrics]:
         model.end()
     traffic = model.lane.traffic
     adapters = {name: p.detach().float().cpu().clone() for name, p in parameters.items()}
-    # The server has the body only for the last adapter that it included in an average.
+    # The server has a matching body only for the client's last adapter that it averaged.
     task.save(adapters, optimizer, counted=models_of(task.message).get("personalised"))
     return adapters, training_metrics(report) | {
         "bytes-up": traffic.bytes_up,
@@ -131,7 +131,7 @@ def _load_parts(
 ) -> dict[PartyName, Part]:
     """Return the head and the tail with adapters, loaded once per process.
 
-    The adapters have the weights of the previous message: load new ones before use.
+    The adapters still have the weights of the previous message: load new ones before use.
     """
     directory = locate_parts(model.name, split, _PARTS)
     parts = load_parts(

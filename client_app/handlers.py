@@ -69,8 +69,8 @@ _WITHHELD = "metrics are not sent: the site's policy demands differential privac
 def _guarded(handler: Callable[[Message, Context, Site], Message]) -> Handler:
     """Decorate a handler so that every reply complies with the policy and is in the audit log.
 
-    Errors are converted to replies, since Flower would send their text, which may quote private
-    rows. If the message contains a secret, every reply is authenticated, including refusals.
+    Errors are converted to replies, because Flower would send their text, which may quote private
+    rows. If the message is a signed instruction, all replies are authenticated, even refusals.
     """
 
     @wraps(handler)
@@ -127,7 +127,7 @@ def _reason(error: Exception) -> str:
 @app.query()
 @_guarded
 def query(message: Message, context: Context, site: Site) -> Message:
-    """Check all data; reply with the client's name, data size and the base model's digests."""
+    """Check all data; reply with the client's name and data size, and the base model's digests."""
     config, institution = _open(context, site)
     site.check_budget(config, institution, Instruction.of(message).round)
     withheld = {"withheld": _WITHHELD} if site.privacy else {}
@@ -183,7 +183,7 @@ def _task(message: Message, context: Context, site: Site) -> Task:
     if digest(institution.fingerprint) != instruction.base:
         raise BaseModelError(
             f"the base model in {institution.directory} is not the run's: it was changed or "
-            "replaced"
+            "replaced after the run began"
         )
     permitted = site.accept(instruction, config, institution)
     log(INFO, "%s is ready in %.1f s", institution.name, time.monotonic() - started)

@@ -51,7 +51,7 @@ class Institution:
 def open_institution(
     config: RunConfig, node: Mapping[str, Scalar], base_model: BaseModel
 ) -> Institution:
-    """Read and tokenize a client's data; cache it per client until a file changes.
+    """Read and tokenize a client's data; cache the result per client until a file changes.
 
     Raises:
         DataError: The data is missing or malformed.
@@ -114,8 +114,8 @@ def _open(
         if report.without_end_mark:
             log(
                 WARNING,
-                "%s: the chat template writes no mark after the answers of %d %s examples, from "
-                "which a model doesn't learn to stop",
+                "%s: the chat template writes no end mark after the answers of %d %s examples, so "
+                "a model can't learn from these examples to end an answer",
                 data.name,
                 report.without_end_mark,
                 part,

@@ -40,8 +40,8 @@ class FailedInWorkerError(Exception):
 class WorkerEndedError(Exception):
     """The worker ended while answering a message.
 
-    The message is not answered again, since its invitation to a lane may have been used, and the
-    site has already counted it.
+    The message is not answered again: its invitation to a lane may have been used, and the site
+    has already counted the message.
     """
 
 
@@ -89,7 +89,7 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
             reply = receive(connection)
         except ConnectionError as error:
             raise WorkerEndedError(
-                f"the worker ended before it had answered ({error}); memory may have been short"
+                f"the worker ended before it had answered ({error}); perhaps it ran out of memory"
             ) from error
     if problem:
         raise FailedInWorkerError(problem)

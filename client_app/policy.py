@@ -53,9 +53,9 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
 
 
 def check_institution(policy: SitePolicy, config: RunConfig, institution: Institution) -> None:
-    """Raise ``PolicyError`` if the policy doesn't allow the base model, or the size of a round.
+    """Raise ``PolicyError`` if the policy doesn't allow the base model, or the rows of a round.
 
-    The size depends on the institution's data.
+    The numbers of rows and steps depend on the institution's data.
     """
     base = digest(institution.fingerprint)
     if policy.base_models is not None:
@@ -67,12 +67,12 @@ def check_institution(policy: SitePolicy, config: RunConfig, institution: Instit
         require(
             not institution.rows_divided,
             "training with a chat template that divides rows into several examples",
-            "privacy.epsilon: it protects single examples",
+            "privacy.epsilon: single examples are protected, not rows",
         )
         require(
             institution.lines == institution.size,
-            f'data.task = "{config.data.task}", which makes several rows of a line',
-            "privacy.epsilon: it protects single rows",
+            f'data.task = "{config.data.task}", which divides a line into several rows',
+            "privacy.epsilon: single rows are protected, not lines",
         )
         delta = policy.privacy.delta
         # With δ = 1 / rows, publishing a row unchanged would satisfy the definition.
@@ -99,7 +99,7 @@ def check_request(
     _at_most(name="round", value=instruction.round, key="max-rounds", limit=policy.max_rounds)
     private = policy.privacy.epsilon is not None
     require(
-        not (private and instruction.importance), "importance", "privacy.epsilon: it has no noise"
+        not (private and instruction.importance), "importance", "privacy.epsilon: J has no noise"
     )
     if kind == "evaluate" and instruction.losses:
         _check_rows("evaluation", _rows(institution.test), policy)
@@ -126,8 +126,8 @@ def check_steps(
 ) -> None:
     """Raise ``PolicyError`` for too many steps, or too few rows before an adapter is sent.
 
-    ``steps`` has the indices of the examples in each step of the round. Within the round, adapters
-    are sent after every ``average_every`` steps; 0 for never.
+    ``steps`` contains the indices of the examples in each step of the round. Within the round,
+    adapters are sent after every ``average_every`` steps; 0 for never.
     """
     _at_most(name="steps", value=len(steps), key="max-steps", limit=policy.max_steps)
     every = average_every or len(steps)
@@ -149,7 +149,7 @@ def check_counts(
 ) -> None:
     """Raise ``PolicyError`` if a message exceeds ``max-runs`` or ``max-rounds``.
 
-    ``about`` has its ``kind``, ``run`` and ``client``; accepted messages are in the audit log.
+    ``about`` has the message's ``kind``, ``run`` and ``client``; ``lines`` are the audit log's.
     """
     if policy.max_runs is None and policy.max_rounds is None:
         return
@@ -172,7 +172,7 @@ def _check_privacy(config: RunConfig) -> None:
     require(
         not config.evaluate.shown,
         f"evaluate.show-answers = {config.evaluate.show_answers}",
-        "privacy.epsilon: they are text of single rows",
+        "privacy.epsilon: answers contain text of single rows",
     )
     require(
         config.train.optimizer_state == "reset",
@@ -182,13 +182,13 @@ def _check_privacy(config: RunConfig) -> None:
     require(
         config.model.quantization != "int8",
         'model.quantization = "int8"',
-        "privacy.epsilon: rows of a batch are quantised together, so one changes another's "
-        "gradient",
+        "privacy.epsilon: rows of a batch are quantised together, so each one changes the "
+        "gradients of the others",
     )
 
 
 def _check_importance(policy: SitePolicy, config: RunConfig) -> None:
-    """Check the use of importance in training, and the number of its rows."""
+    """Check whose importance J is used in training, and from how many rows J is computed."""
     require(
         policy.privacy.epsilon is None or config.continual.importance != "client",
         'continual.importance = "client"',
@@ -243,7 +243,7 @@ def _is_within(path: str, folders: Iterable[str]) -> bool:
 def _rows(examples: Iterable[Example | Prompt]) -> int:
     """Return the number of input lines of the examples; a policy counts these as rows.
 
-    A task can split a line into several rows, and a template a row into several examples.
+    A task can split a line into several rows, and a template can split a row into several examples.
     """
     return len({example.origin for example in examples})
 

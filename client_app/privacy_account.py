@@ -29,7 +29,7 @@ class PrivateSteps:
 def private_steps(
     policy: PrivacyPolicy, settings: TrainSettings, rows: int, rounds: int = 1
 ) -> PrivateSteps:
-    """Return the training steps of ``rounds`` rounds on ``rows`` rows, with or without examples."""
+    """Return the steps of ``rounds`` rounds; ``rows`` includes rows that yield no example."""
     rate = min(1.0, settings.batch_size * settings.accumulation / rows)
     return PrivateSteps(rate, policy.noise_multiplier, rounds * steps_per_round(rows, settings))
 
@@ -52,7 +52,7 @@ def epsilon(spent: Iterable[PrivateSteps], delta: float) -> float:
 
 
 class PrivacyAccount:
-    """The privacy account of one institution's rows; ``policy`` has its ε, δ and path."""
+    """The privacy account of one institution's rows; ``policy`` contains ε, δ and the path."""
 
     def __init__(self, policy: PrivacyPolicy) -> None:
         assert policy.epsilon is not None
@@ -87,8 +87,8 @@ class PrivacyAccount:
             raise PolicyError(
                 f"the site's policy refuses {steps.steps} steps of training at a sampling rate of "
                 f"{steps.sampling_rate:.3g}: {left} are left (privacy.epsilon = {self._epsilon:g} "
-                f"at privacy.delta = {self._delta:g}, of which "
-                f"{epsilon(before, self._delta):.3g} is spent)"
+                f"at privacy.delta = {self._delta:g}; already spent: "
+                f"{epsilon(before, self._delta):.3g})"
             )
         return spent
 

@@ -53,9 +53,9 @@ class Site:
             PrivacyAccount(self.privacy).check(steps)
 
     def spend(self, config: RunConfig, institution: Institution) -> PrivateSteps:
-        """Record the privacy loss of a round before it is trained; return its steps.
+        """Record the privacy loss of a round before training; return the steps of the round.
 
-        Raise ``PolicyError`` if ε is not sufficient, ``AuditError`` if it can't be recorded.
+        Raise ``PolicyError`` if ε doesn't suffice, or ``AuditError`` if a file can't be written.
         """
         assert self.privacy is not None
         steps = private_steps(self.privacy, config.train, institution.size)
@@ -67,9 +67,9 @@ class Site:
     def accept(
         self, instruction: Instruction, config: RunConfig, institution: Institution
     ) -> Instruction:
-        """Check and count a train or evaluate message; return the instruction that is permitted.
+        """Check and count a message; return its instruction, without losses if they are refused.
 
-        Raise ``PolicyError`` if the message isn't allowed, ``AuditError`` if it can't be recorded.
+        Raise ``PolicyError`` if the message isn't allowed, or ``AuditError`` if recording fails.
         """
         if self.policy is None:
             return instruction
@@ -93,7 +93,7 @@ class Site:
     def check_lane(self, address: str) -> None:
         """Check the address of a block server, and record that a lane is opened.
 
-        Raise ``PolicyError`` if the address isn't allowed, ``AuditError`` if it can't be recorded.
+        Raise ``PolicyError`` if the address isn't allowed, or ``AuditError`` if recording fails.
         """
         if self.policy:
             checks.check_address(self.policy, address)
@@ -108,13 +108,13 @@ class Site:
 def open_site(message: Message, context: Context, instruction: SignedInstruction | None) -> Site:
     """Read the policy named in the SuperNode's configuration, and authenticate the message.
 
-    If there is a signed instruction, the message's content is replaced with the instruction's.
+    The content of a signed instruction replaces the content of the message.
 
     Raises:
         PolicyError: The named policy is missing or malformed, or the configuration has unknown
             keys.
-        AuthenticationError: The policy requires a signature, and the message has no valid one for
-            this site and time, or was received before.
+        AuthenticationError: The policy requires a signature, but the message has no valid signature
+            for this site and time, or was received before.
         AuditError: The message can't be recorded.
 
     """
@@ -148,7 +148,7 @@ def _opened(
         asked = Instruction.of(message)
         about |= {"run": asked.lineage, "round": asked.round}
     except InstructionError:
-        pass  # the handler refuses and records it later
+        pass  # the handler later refuses and records the message
     if policy and policy.instruction_key and instruction:
         run_id, time = context.run_id, instruction.statement.time
         AuditLog(policy.audit_file).append(
@@ -164,8 +164,8 @@ def _policy_of(node: Mapping[str, Scalar]) -> SitePolicy | None:
         if not is_simulation(node):
             log(
                 WARNING,
-                "This SuperNode's --node-config names no policy, so whatever the coordinator asks "
-                "is done; see docs/policy.md",
+                "This SuperNode's --node-config names no policy, so the coordinator can request "
+                "anything; see docs/policy.md",
             )
         return None
     if not isinstance(path, str):

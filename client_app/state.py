@@ -3,7 +3,7 @@
 Flower's ``context.state`` is lost when a SuperNode restarts, and silently drops states of 200 MB.
 ``<state-path>/<lineage>/<client>/round-0002/`` contains the personalised adapter and the optimizer
 state after that round. The last two rounds are kept, so that a run that lost its last round can
-resume from the previous one. So is the last round whose adapter the server averaged.
+resume from the previous one. The last round whose adapter the server averaged is kept, too.
 """
 
 import shutil
@@ -39,7 +39,7 @@ class ClientState:
             aside.mkdir(parents=True)
             save_file(adapter, aside / "adapter.safetensors")
             save_file(optimizer, aside / "optimizer.safetensors")
-        # Count existing rounds, since rounds in which the client didn't take part have no folder.
+        # Count existing folders: rounds in which the client didn't take part have no folder.
         for old in sorted(self._rounds())[:-_KEPT_ROUNDS]:
             if old != counted:
                 shutil.rmtree(self._round(old))

@@ -1,4 +1,4 @@
-"""A train or evaluate message at a client, and the local round it requests."""
+"""A train or evaluate message at a client, and the local round that the message requests."""
 
 from dataclasses import dataclass
 from logging import WARNING
@@ -47,8 +47,8 @@ class Task:
         """Return the steps of this round with their examples, and the deadline.
 
         ``average_every`` is the number of steps after which adapters are sent; 0 for never. Raise
-        ``PolicyError`` if the site's policy doesn't allow these steps, ``DeadlineError`` if they
-        are too many for the time limit.
+        ``PolicyError`` if the site's policy doesn't allow these steps, or ``DeadlineError`` if
+        there are too many for the time limit.
         """
         settings, name, number = self.config.train, self.institution.name, self.instruction.round
         lengths = [len(example.tokens) for example in self.institution.train]
@@ -70,7 +70,7 @@ class Task:
         )
 
     def steps(self, examples: int) -> int:
-        """Return the number of steps of a round; check it before allocating the list of steps.
+        """Return the number of steps of a round, checked before the list of steps is allocated.
 
         Raise ``DeadlineError`` if there are too many steps for the time limit.
         """
@@ -99,7 +99,7 @@ class Task:
     def save(self, adapter: State, optimizer: OptimizerState, counted: int | None = None) -> None:
         """Save the local adapter, and the optimizer state if the run config keeps it.
 
-        ``counted``, if given, is another round to keep: the last whose adapter the server averaged.
+        ``counted``, if given, is a further round to keep: the last one that the server averaged.
         """
         keeps = self.config.train.optimizer_state == "keep"
         self.state.save(self.instruction.round, adapter, optimizer if keeps else {}, counted)

@@ -2,8 +2,8 @@
 
     python -m client_app.worker SOCKET [--allow-uid UID]
 
-``chambers site worker`` starts it. The worker answers one message at a time. Meanwhile it refuses
-other messages, which their ClientApp processes then answer themselves. If the caller ends before
+``chambers site worker`` starts this program. The worker answers one message at a time, and refuses
+other messages meanwhile; their ClientApp processes then answer these. If the caller ends before
 receiving its reply, the worker exits with status 75, since this is the only reliable way to stop
 all computations of a message; a supervisor such as systemd then restarts the worker.
 """
@@ -70,7 +70,7 @@ class Worker:
                 try:
                     self._answer(caller, app)
                 except ConnectionError as error:  # `chambers site check` sends nothing
-                    log(INFO, "a caller has gone before its message was complete: %s", error)
+                    log(INFO, "a caller disconnected before its message was complete: %s", error)
                 except Exception as error:  # continue with the next caller
                     log(ERROR, "a message could not be received or answered", exc_info=error)
 
@@ -94,7 +94,7 @@ class Worker:
         send(caller, reply)
 
     def _refusal(self, caller: socket.socket) -> str:
-        """Return the reason for refusing a caller; empty if it is accepted."""
+        """Return the reason for refusing a caller; empty if the caller is accepted."""
         uid = peer_uid(caller)
         if uid not in self._uids:
             return f"doesn't answer user {uid}: start it with --allow-uid {uid}"
@@ -136,7 +136,7 @@ class Worker:
                 if done in ready:
                     return
                 if caller in ready:
-                    log(WARNING, "the caller ended before its reply: the worker ends its work")
+                    log(WARNING, "the caller ended before it had the reply, so the worker exits")
                     os._exit(CALLER_ENDED)
                 with suppress(OSError):
                     other, _ = self._listener.accept()
@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("socket", type=Path, help="path of the socket")
     parser.add_argument(
-        "--allow-uid", type=int, action="append", default=[], help="user to answer besides this one"
+        "--allow-uid", type=int, action="append", default=[], help="id of a further user to answer"
     )
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_DFL)

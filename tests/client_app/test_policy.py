@@ -116,7 +116,7 @@ REFUSED_RUNS = [
     (
         "generation = true\nshow-answers = true\n[privacy]\nepsilon = 8.0",
         SHOWING,
-        "evaluate.show-answers = 1 (privacy.epsilon: they are text of single rows)",
+        "evaluate.show-answers = 1 (privacy.epsilon: answers contain text of single rows)",
     ),
     ("", {"model.name": "/etc"}, 'model.name = "/etc" (not in its hub-models or paths)'),
     ("", {"model.name": "owner/model"}, "(not in its hub-models or paths)"),
@@ -323,7 +323,7 @@ def test_a_line_is_one_row_though_a_task_makes_many_rows_of_it(site):
     assert "evaluation with too few of its rows" in site.refusal("evaluate", losses=True)
     site.decide("generation = true\n[privacy]\nepsilon = 8.0")
     problem = site.refusal("query")
-    assert 'data.task = "multirc", which makes several rows of a line (privacy.epsilon' in problem
+    assert 'data.task = "multirc", which divides a line into several rows (pri' in problem
 
 
 def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):

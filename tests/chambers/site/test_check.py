@@ -361,7 +361,7 @@ def test_worker(capsys, site, tmp_path):
         subprocess.run(healthy, check=True)
         output = at_institution(capsys, site, 1, node_config=node)
         assert f"ok   the worker at {own / 'worker.sock'} is running" in output
-        wait_until(lambda: "a caller has gone" in worker.log.read_text(), 60)
+        wait_until(lambda: "a caller disconnected" in worker.log.read_text(), 60)
         assert "Traceback" not in worker.log.read_text()
         own.chmod(0o777)
         assert "every user can write to" in at_institution(capsys, site, 1, node_config=node)
