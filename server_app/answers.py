@@ -8,7 +8,7 @@ from federation.run_folder import Event
 
 @dataclass
 class Question:
-    """A held-out question of a client."""
+    """A held-out question of a client, with the models' answers."""
 
     text: str
     reference: str

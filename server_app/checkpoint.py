@@ -25,7 +25,7 @@ class Checkpoint:
     progress: Progress
     state: State  # the global adapter
     sizes: dict[str, int]  # number of training rows of each client that has taken part
-    rounds: dict[str, int]  # round of each personalised adapter; lower if the client was left out
+    rounds: dict[str, int]  # for each client, the last round with a personalised adapter
     metrics_bytes: int  # length of ``metrics.jsonl`` when the checkpoint was saved
 
 
@@ -62,7 +62,7 @@ def discard_checkpoint(directory: Path, round_number: int) -> None:
 def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
     """Read the newest checkpoint of a run's folder.
 
-    Raise ``ConfigError`` if there is none, it can't be read, or ``config`` differs from the run's.
+    Raise ``ConfigError`` if there is no readable checkpoint, or ``config`` can't resume the run.
     """
     check_resumable(directory, config)
     newest = checkpoint_files(directory)[-1]
@@ -82,9 +82,9 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
 
 
 def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
-    """Compare the base model with that of the run to resume.
+    """Compare the base model with the base model of the run to resume.
 
-    Raise ``ConfigError`` if they differ, or ``base-model.json`` can't be read.
+    Raise ``ConfigError`` if the models differ, or ``base-model.json`` can't be read.
     """
     file = directory / "base-model.json"
     try:

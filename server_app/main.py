@@ -45,7 +45,7 @@ def main(grid: Grid, context: Context) -> None:
     config = parse_run_config(context.run_config)
     directory = open_directory(config)
     with running(directory):
-        # Read it while holding the lock: the run to resume may have ended just before.
+        # Read the checkpoint while holding the lock: the run to resume may have ended just before.
         checkpoint = checkpoint_of(config, directory)
         log(INFO, "Results: %s", directory)
         try:
@@ -116,7 +116,7 @@ def first_adapter(config: RunConfig, base: Path, with_initial: bool = True) -> t
 
 
 def _show_end(directory: Path, problem: str = "") -> None:
-    """Write the run's final status; ignore a full disk."""
+    """Write the run's final status; only log an error, such as a full disk."""
     try:
         end_status(directory, problem)
     except (OSError, ValueError) as error:
@@ -124,7 +124,7 @@ def _show_end(directory: Path, problem: str = "") -> None:
 
 
 def _show_summary(directory: Path) -> None:
-    """Log the tables of a completed run and write them to a file; ignore a full disk."""
+    """Log the tables of a completed run and write them to a file; only log a full disk."""
     text = summary(directory)
     log(INFO, "%s", text)
     try:
@@ -135,7 +135,7 @@ def _show_summary(directory: Path) -> None:
 
 
 def open_directory(config: RunConfig) -> Path:
-    """Return the results folder: a new one, or that of the run to resume.
+    """Return the results folder: a new folder, or the folder of the run to resume.
 
     Raise ``ConfigError`` if the folder can't be written to, or the run can't be resumed.
     """

@@ -29,7 +29,7 @@ Looks = Mapping[str, tuple[str, str, str]]  # by client: colour, marker, marker 
 
 @dataclass(frozen=True)
 class ClientSummary:
-    """A client's latest held-out loss (nats per token) and ROUGE-L (0 to 1); None if unknown."""
+    """A client's latest held-out losses (nats per token) and ROUGE-L (0 to 1); None if unknown."""
 
     client: str
     base_loss: float | None
@@ -169,7 +169,7 @@ _PLOTS = (
     ("loss", "Training loss", "Mean over the round, in nats per target token."),
     ("importance_distance", "Distance weighted by importance", _DISTANCE),
     ("distance", "Distance from the global adapter", "‖W - Ŵ‖ after training."),
-    ("penalty_gradient_share", "Penalty's share of the gradient norm", "At 1, no data is learnt."),
+    ("penalty_gradient_share", "Penalty's share of the gradient norm", "At 1, data has no effect."),
 )
 _RC = {
     "svg.fonttype": "none",  # keep text as text, in the page's font
@@ -189,7 +189,7 @@ def _curve(events: Iterable[Event], key: str, **which: str) -> Curve:
 
 
 def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict[str, Markup]:
-    """Plot the three models of each client in a separate panel, with a common scale."""
+    """Plot each client's three models in a separate panel; all panels have the same scale."""
     evaluated = [event for event in events if event["event"] == "evaluate"]
     values = _known(evaluated, key)
     if not values or all(event["model"] == "base" for event in evaluated):
@@ -211,7 +211,7 @@ def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict
 def _plot(
     title: str, curves: Mapping[str, Curve], looks: Looks, limits: tuple[float, float] | None = None
 ) -> Markup:
-    """Plot curves over rounds; the text alternative lists names, first and last values."""
+    """Plot curves over rounds; the text alternative lists each curve's first and last values."""
     from matplotlib import rc_context
 
     with rc_context(_RC):

@@ -33,7 +33,7 @@ _PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizer
 
 
 class Results:
-    """Writes a run's results; the strategy's ``Journal``.
+    """Writes a run's results; this class implements ``Journal`` for the strategy.
 
     The folder of the run must exist. ``base`` is the id or directory of the base model;
     ``peft_config`` is PEFT's configuration of the adapters.
@@ -75,7 +75,7 @@ class Results:
     def record(self, event: Mapping[str, Any]) -> None:
         """Append an event to ``metrics.jsonl``, and its numbers to TensorBoard.
 
-        Texts are escaped and shortened, since texts from peers must not make the run fail. Raise
+        Texts are escaped and shortened, so that no peer's text can make the run fail. Raise
         ``DiskFullError`` if the disk is full.
         """
         event = _printable(event)
@@ -113,7 +113,7 @@ class Results:
         )
 
     def personalised(self, client: str) -> tuple[int, State] | None:
-        """Return the round and the adapter last saved for a client, or None."""
+        """Return the adapter last saved for a client, with the adapter's round, or None."""
         if client not in self._rounds:
             return None
         folder = self._trained(self._rounds[client]) / client
@@ -124,7 +124,7 @@ class Results:
     def checkpoint(self, progress: Progress, state: State) -> None:
         """Save a checkpoint, the current report, and the evaluated adapters.
 
-        If the disk is full, raise ``DiskFullError``, and keep the previous checkpoint.
+        If the disk is full, raise ``DiskFullError``; the previous checkpoint remains.
         """
         rounds = progress.finished_rounds
         if progress.evaluated and rounds > self._global_round:
@@ -155,7 +155,7 @@ class Results:
         write_report(self.directory)
 
     def discard(self, round_number: int) -> None:
-        """Delete a round's checkpoint, whose adapter is unusable, if an earlier one exists."""
+        """Delete the checkpoint of a round with an unusable adapter if an earlier one exists."""
         discard_checkpoint(self.directory, round_number)
         remove_whole(self._trained(round_number))
 
@@ -201,7 +201,7 @@ class Results:
             metrics.seek(0)
             events = metrics.read(checkpoint.metrics_bytes)
             if len(events) < checkpoint.metrics_bytes:
-                text = "%s is from before the checkpoint: the report will lack the last events"
+                text = "%s is older than the checkpoint: the report will lack the last events"
                 log(WARNING, text, self._metrics)
                 events = events[: events.rfind(b"\n") + 1]
             metrics.truncate(len(events))
@@ -243,4 +243,4 @@ def new_directory(config: RunConfig) -> Path:
                 continue
     except OSError as error:
         raise ConfigError(f'output-dir = "{parent}" can\'t be written to: {error}') from error
-    raise ConfigError(f'output-dir = "{parent}" has a thousand runs from this second')
+    raise ConfigError(f'output-dir = "{parent}" has too many runs from this second; try again')

@@ -21,7 +21,7 @@ _ANSWERING = ("base", "global")
 
 
 def summary(directory: Path) -> str:
-    """Return the tables of a run: answers, if there are any, and losses per client and model."""
+    """Return the run's tables of answers, if any, and of losses per client and model, and paths."""
     events = read_events(directory / METRICS)
     config = json.loads((directory / "config.json").read_bytes())
     matters = not config.get("data.path") and config.get("data.generated") == "matters"
@@ -35,7 +35,7 @@ def summary(directory: Path) -> str:
 
 
 def _answers(events: Sequence[Event], matters: bool) -> list[Table]:
-    """Return a table of held-out questions with the answers of two models."""
+    """Return a table of held-out questions with the answers of two models, or no table."""
     title = "Held-out questions" + ", first on topics that only other clients have" * matters
     table = Table(title=title, show_header=False, box=box.SIMPLE_HEAD)
     table.add_column(width=12, no_wrap=True)
@@ -55,7 +55,7 @@ def _results(rows: Sequence[ClientSummary]) -> Table:
     """Return the table of held-out losses per client and model, with ROUGE-L if known."""
     scored = any(score is not None for row in rows for score in _scores(row))
     what = "Held-out loss and ROUGE-L" if scored else "Held-out loss"
-    table = Table(title=f"{what} (the lowest loss of a client is in brackets)", box=box.SIMPLE_HEAD)
+    table = Table(title=f"{what} (each client's lowest loss is in brackets)", box=box.SIMPLE_HEAD)
     table.add_column("client")
     for model in MODELS:
         table.add_column(f"loss\n{model}", justify="right")

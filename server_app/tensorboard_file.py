@@ -21,7 +21,7 @@ class TensorBoardFile:
             self._writer = EventFileWriter(str(folder))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step by name."""
+        """Add the values of a step, keyed by name."""
         if self._writer is None:
             return
         from tensorboard.compat.proto.event_pb2 import Event
