@@ -1,7 +1,7 @@
 """Split learning (FL-GLM), independent of Flower.
 
 ``serve`` loads the middle blocks and serves them. ``connect`` opens a lane (an encrypted
-connection) to them; a client uses it to train and evaluate with its own first and last blocks.
+connection) to these blocks; a client uses the lane to train and evaluate with its own blocks.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -33,8 +33,8 @@ def connect(
         longest: Padded tokens of the largest micro-batch, prefixes included.
         deadline: Time when the lane ends, on ``time.monotonic``'s clock.
         training: Whether to train rather than evaluate. Adapters are averaged in training only.
-        noise: Standard deviation of the noise on hidden states that are sent, relative to the root
-            mean square of each token's hidden state.
+        noise: Standard deviation of the noise that is added to hidden states before they are sent,
+            relative to the root mean square of each token's hidden state.
         patience: Seconds after which a missing answer or a refusal is final.
         busy_until: Time until which to try if the server is busy, on ``time.monotonic``'s clock;
             None for the deadline.

@@ -1,4 +1,4 @@
-"""Gaussian noise on the hidden states that a client sends (``split.noise`` in its policy)."""
+"""Gaussian noise on the hidden states that a client sends (``split.noise`` in the policy)."""
 
 import os
 
@@ -11,7 +11,7 @@ from finetuning.randomness import normal
 def add_noise(hidden: torch.Tensor, noise: float) -> torch.Tensor:
     """Return hidden states (rows, columns, hidden) with noise that cannot be reproduced.
 
-    ``noise`` is its standard deviation relative to the root mean square of each token's state.
+    ``noise`` is the standard deviation relative to the root mean square of each token's state.
     """
     deviation = noise * hidden.float().square().mean(-1, keepdim=True).sqrt()
     # Don't derive the noise from the run's seed, which the server knows too.

@@ -63,11 +63,11 @@ class RemoteBody:
                 "wants_gradient": wants_gradient,
             },
         )
-        # The server may first wait for other clients to join; it limits that time.
+        # The server may first wait for other clients to join, for split.join-timeout at most.
         self._credits = self._welcomed(deadline)
 
     def choose(self, model: str) -> None:
-        """Select the model to evaluate, by the name under which the server has its adapters."""
+        """Select the model to evaluate by its name at the server."""
         self._lane.send(Kind.JOIN, fields={"model": model})
         self._credits = self._welcomed(None)
 
@@ -102,14 +102,14 @@ class RemoteBody:
                 server sends after ``send_gradient``.
 
         Yields:
-            Tuples of ``HIDDEN`` or ``GRADIENT``, the index of the micro-batch, and its hidden
-            states after the body or the gradient of its hidden states before the body, a tensor of
-            shape (rows, columns, hidden) on the CPU.
+            Tuples of the kind of frame, the index of the micro-batch, and a tensor of shape (rows,
+            columns, hidden) on the CPU: the hidden states after the body (``HIDDEN``), or the
+            gradient with respect to the hidden states before the body (``GRADIENT``).
 
         """
         last = Kind.GRADIENT if wants_gradient else Kind.HIDDEN
-        shapes: list[torch.Size] = []  # of the micro-batches that were sent
-        due = {Kind.HIDDEN: 0, Kind.GRADIENT: 0}  # the next micro-batch of each kind
+        shapes: list[torch.Size] = []  # shapes of the micro-batches that were sent
+        due = {Kind.HIDDEN: 0, Kind.GRADIENT: 0}  # index of the next answer of each kind
         while due[last] < count:
             if len(shapes) < min(count, due[last] + self._credits):
                 shapes.append(forward(len(shapes)))
@@ -129,8 +129,8 @@ class RemoteBody:
 
         Args:
             index: Index of the micro-batch.
-            hidden: (rows, columns, hidden) after the head.
-            lengths: (rows,), number of tokens of each row without padding.
+            hidden: Hidden states after the head, (rows, columns, hidden).
+            lengths: Number of tokens in each row without padding, (rows,).
             fields: Side of the padding, and the other fields of the frame (``docs/wire.md``).
 
         """
@@ -146,7 +146,7 @@ class RemoteBody:
         )
 
     def send_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """Send the loss gradient (rows, columns, hidden) for hidden states after the body."""
+        """Send the gradient of the loss with respect to the body's output, of the same shape."""
         self._lane.send(
             Kind.GRADIENT, step=self._step, micro_batch=index, tensors={"gradient": gradient}
         )
@@ -155,11 +155,11 @@ class RemoteBody:
         """End a step of training with the squared norm of the gradients of the head and the tail.
 
         Returns:
-            The factor that clips the gradients, from 0 to 1, and their norm over all parties.
+            The factor that clips gradients, from 0 to 1, and the gradients' norm over all parties.
 
         """
         self._lane.send(Kind.STEP, self._step, fields={"squared_norm": squared_norm})
-        # Wait until the end of the round: other clients may be slow, and have their own limits.
+        # Wait until the end of the round: other clients may be slow. The server limits their time.
         fields = self._receive(Kind.STEP, self._until).fields
         factor, norm = _number(fields, "factor", most=1.0), _number(fields, "norm")
         self._step += 1
@@ -168,7 +168,7 @@ class RemoteBody:
     def exchange(
         self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: Mapping[str, Value]
     ) -> torch.Tensor:
-        """Return hidden states after the body on the CPU. The server caches their keys and values.
+        """Send hidden states; return the body's output on the CPU. The body caches keys and values.
 
         ``index`` is the number of exchanges so far for these texts. The other arguments are those
         of ``send_hidden``.
@@ -179,13 +179,13 @@ class RemoteBody:
         return _of_shape(frame, hidden.shape)
 
     def end_exchanges(self) -> None:
-        """Free the keys and values of the current texts at the server."""
+        """Tell the server to free the keys and values of the current texts."""
         self._lane.send(Kind.STEP)
 
     def end(self, until: float | None) -> None:
         """End the round or the evaluation, wait for the server's confirmation, and close the lane.
 
-        ``until`` is as for ``SplitModel.end``.
+        ``SplitModel.end`` describes ``until``.
         """
         self._lane.send(Kind.END)
         self._receive(Kind.END, until=until)
@@ -194,7 +194,7 @@ class RemoteBody:
     def _welcomed(self, until: float | None) -> int:
         credits = self._receive(Kind.WELCOME, until).fields.get("credits")
         if not isinstance(credits, int) or isinstance(credits, bool) or credits < 1:
-            raise LaneError(f"the server gave {credits!r} credits")
+            raise LaneError(f"the server granted {credits!r} credits; expected at least 1")
         return min(credits, self._lane.limits.window)
 
     def _answer(self, due: dict[Kind, int], begun: int, last: Kind) -> Frame:
@@ -203,8 +203,8 @@ class RemoteBody:
         sent = {Kind.HIDDEN: begun, Kind.GRADIENT: due[Kind.HIDDEN]}
         if not due[frame.kind] == frame.micro_batch < sent[frame.kind]:
             raise LaneError(
-                f"received {frame.kind.name} of micro-batch {frame.micro_batch}; expected that of "
-                f"{due[frame.kind]}, of {sent[frame.kind]} that were sent"
+                f"received {frame.kind.name} of micro-batch {frame.micro_batch}; expected "
+                f"micro-batch {due[frame.kind]} of the {sent[frame.kind]} that were sent"
             )
         due[frame.kind] += 1
         return frame
@@ -220,8 +220,8 @@ class RemoteBody:
 
         Args:
             kind: Expected kind of the frame.
-            until: Time limit on ``time.monotonic``'s clock; None waits for ``frame_timeout``.
-            also: Second kind that is accepted.
+            until: Time limit on ``time.monotonic``'s clock; None to wait for ``frame_timeout``.
+            also: Second kind to accept; None for no other kind.
             micro_batch: Expected index of the micro-batch; None to skip this check.
 
         """
@@ -260,5 +260,5 @@ def _of_shape(frame: Frame, shape: torch.Size) -> torch.Tensor:
 def _number(fields: Mapping[str, Value], name: str, most: float = math.inf) -> float:
     value = fields.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
-        raise LaneError(f"the server ended a step with {name} = {value!r}")
+        raise LaneError(f"the server sent {name} = {value!r}; expected a number from 0 to {most:g}")
     return float(value)

@@ -35,7 +35,7 @@ class SplitModel:
         lane: Lane to the block server. The caller that opened it must close it.
         frame_timeout: Seconds to wait for the server's next frame.
         deadline: Time until which to wait for activation budget at the server,
-            on ``time.monotonic``'s clock; None waits for ``frame_timeout``.
+            on ``time.monotonic``'s clock; None to wait for ``frame_timeout``.
         noise: Standard deviation of the noise on hidden states, relative to each token's RMS.
 
     """
@@ -79,7 +79,7 @@ class SplitModel:
         """Begin a round of training.
 
         Args:
-            plan: Numbers of steps; the seed is not sent.
+            plan: Numbers of steps; the plan's seed is not sent.
             longest: Padded tokens of the largest micro-batch, prefixes included.
             deadline: End of the round, on ``time.monotonic``'s clock.
             average_every: Number of steps between averages of all parties' adapters; 0 for never.
@@ -96,7 +96,7 @@ class SplitModel:
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Select the model to evaluate by its name at the server.
 
-        ``adapters`` belong to the head and the tail; None for a model without adapters.
+        ``adapters`` are those of the head and the tail; None for a model without adapters.
         """
         for part in (self._head, self._tail):
             part.use(None if adapters is None else "default")
@@ -108,7 +108,7 @@ class SplitModel:
         """Accumulate the gradient of a step's loss in ``.grad`` of all three parties.
 
         Micro-batches are independent, so as many can be in flight as the server has granted
-        credits for. Each party adds up their gradients in the order of the micro-batches, and
+        credits for. Each party adds up the gradients in the order of the micro-batches, and
         derives one seed per micro-batch from the seed of the step.
 
         Returns:
@@ -205,7 +205,7 @@ class SplitModel:
     def end(self, until: float | None = None) -> None:
         """End the round or the evaluation, and close the lane after the server's confirmation.
 
-        Wait until a time on ``time.monotonic``'s clock, or for ``frame_timeout`` if it is None.
+        Wait until ``until`` on ``time.monotonic``'s clock, or for ``frame_timeout`` if it is None.
 
         Raises:
             LaneError: The lane has ended, or the confirmation did not arrive in time.
@@ -220,7 +220,7 @@ class SplitModel:
     def _forward_head(
         self, index: int, batch: MicroBatch, counts: Mapping[str, int]
     ) -> torch.Tensor:
-        """Compute the head, send its output to the body, and return it."""
+        """Compute the head's output, send it to the body, and return it."""
         output = self._head(batch.tokens, _padding(batch))
         self._body.send_hidden(index, output, batch.lengths, {"side": "right", **counts})
         return output

@@ -58,11 +58,11 @@ def open_lane(
 
     Until the server has confirmed the handshake, its answers are not authenticated. The ticket
     therefore remains valid after any failed attempt, and is tried again. If the server is busy, try
-    until ``busy_until`` (None: until the deadline). All other failures, refusals or missing
-    answers, are final when they last for ``patience`` seconds. After a cut, try to open the next
-    stream for ``resume_timeout`` seconds. Attempts are ``retry_seconds`` apart. A stream is also
-    replaced when one direction has carried ``replace_after_bytes``. The lane ends at the deadline.
-    Deadline and ``busy_until`` are on ``time.monotonic``'s clock.
+    until ``busy_until`` (None: until the deadline). All other failures (refusals and missing
+    answers) are final once they have lasted for ``patience`` seconds. After a cut, try to open the
+    next stream for ``resume_timeout`` seconds. Attempts are ``retry_seconds`` apart. A stream is
+    also replaced when one direction has carried ``replace_after_bytes``. The lane ends at the
+    deadline. Deadline and ``busy_until`` are on ``time.monotonic``'s clock.
 
     Raises:
         HandshakeError: The server refused the handshake; subclasses state the reason.
@@ -99,9 +99,9 @@ def open_lane(
 
 @dataclass(frozen=True)
 class _Connection:
-    """A stream that the server has confirmed, the records that arrive, and those to send.
+    """A stream that the server has confirmed, its arriving records, and the messages to send.
 
-    gRPC's thread sends the messages of each queued iterator; None ends the stream.
+    gRPC's thread sends the messages of each iterator in ``outgoing``; None ends the stream.
     """
 
     stream: Stream
@@ -167,8 +167,8 @@ def _dial_until(
 ) -> _Connection:
     """Try to open a stream every ``retry_seconds``, until the lane ends.
 
-    Retry for ``patience`` seconds, counted from the last answer that the server is busy. From
-    ``busy_until`` on, such an answer no longer extends the retries.
+    Retry for ``patience`` seconds after the call, and after each answer that the server is busy.
+    From ``busy_until`` on, such an answer no longer extends the retries.
     """
     until = min(deadline, time.monotonic() + patience)
     while True:
@@ -196,7 +196,7 @@ def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connectio
     hello = handshake.hello()
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise LaneTimeoutError("the lane's time was over before it was opened")
+        raise LaneTimeoutError("the lane's time was over before the lane was opened")
     address = invitation.address
     channel = grpc.insecure_channel(address, options=channel_options(address))
     outgoing: SimpleQueue[Iterator[bytes] | None] = SimpleQueue()
@@ -237,10 +237,10 @@ def _handshake_error(error: grpc.RpcError, address: str, in_time: bool) -> LaneE
     if not in_time or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return LaneTimeoutError(f"the block server at {address} did not answer")
     if code is grpc.StatusCode.CANCELLED:
-        # The server cancelled the stream: it was too slow, or there were too many streams.
+        # The server cancelled the stream, because it was too slow or there were too many streams.
         return refused(Refusal.BUSY)
     return LaneUnreachableError(
         f"the block server at {address} can't be reached, or ended the handshake"
-        f"{f' ({code.name})' if code is not None else ''}; clients reach it at split.advertise, or "
-        "where it listens if that is empty"
+        f"{f' ({code.name})' if code is not None else ''}; check split.advertise or, if that is "
+        "empty, split.listen"
     )

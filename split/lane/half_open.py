@@ -33,7 +33,7 @@ def host_of(peer: str) -> str:
 
 
 class SilentStreams:
-    """At most ``most`` streams that are waiting for their first message, ``seconds`` each.
+    """Limits streams that wait for their first message: at most ``most``, for ``seconds`` each.
 
     A legitimate client sends its first message immediately, so its stream is silent only
     briefly. If there are too many streams, end the oldest one of the address with the most streams,
@@ -44,7 +44,7 @@ class SilentStreams:
         self._most = most
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._streams: dict[Callable[[], object], str] = {}  # hosts keyed by ``end``, oldest first
+        self._streams: dict[Callable[[], object], str] = {}  # hosts by ``end``, oldest stream first
 
     @contextmanager
     def count(self, host: str, end: Callable[[], object]) -> Iterator[None]:
@@ -65,7 +65,7 @@ class SilentStreams:
                 self._streams.pop(end, None)
 
     def _displaced(self) -> Callable[[], object]:
-        """Remove the stream to end for a new one, and return the function that ends it."""
+        """Remove the stream that must make way for a new one; return the function that ends it."""
         ((crowded, _),) = Counter(self._streams.values()).most_common(1)
         end = next(end for end, host in self._streams.items() if host == crowded)
         del self._streams[end]
@@ -73,10 +73,10 @@ class SilentStreams:
 
 
 class AnsweredHandshakes:
-    """At most ``most`` handshakes between the first message and the client's confirmation.
+    """Limits handshakes that have begun but wait for the client's confirmation.
 
-    Each has a time limit of ``seconds``. A limit for ``each`` identity prevents one ticket from
-    using up the total limit.
+    At most ``most`` may wait, for ``seconds`` each. The limit per identity, ``each``, prevents one
+    ticket from using up the total.
     """
 
     def __init__(self, most: int, each: int, seconds: float) -> None:
@@ -90,7 +90,7 @@ class AnsweredHandshakes:
     def count(self, identity: Identity, end: Callable[[], object]) -> Iterator[None]:
         """Count a handshake towards the limits while the ``with`` block completes it.
 
-        ``end`` ends its stream. It is called when the time limit expires.
+        ``end`` ends the handshake's stream. It is called when the time limit expires.
 
         Raises:
             LaneBusyError: There are too many handshakes.

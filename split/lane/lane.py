@@ -48,7 +48,7 @@ class Lane:
 
     Args:
         identity: Run, round and client, verified by both ends.
-        limits: Limits on the frames of the other end, and on the queue of frames to it.
+        limits: Limits on frames, and on the queue of frames to the other end.
         is_client: Whether this is the client's end.
         resume_timeout: Seconds within which a cut stream must be replaced.
         max_streams: Maximum number of streams.
@@ -126,12 +126,12 @@ class Lane:
     ) -> None:
         """Queue a frame, which another thread serialises, encrypts and sends.
 
-        At the client, wait while more than ``limits.queue_bytes`` are unsent. The server never
-        waits. Instead, the lane is ended if the frames that the client has not acknowledged exceed
-        this size.
+        At the client, wait while more than ``limits.queue_bytes`` are unsent, except after a cut.
+        The server never waits. Instead, it ends the lane if the frames that the client has not
+        acknowledged exceed this size.
 
-        The tensors must not change until the other end has acknowledged the frame, which it does
-        with its next frame.
+        The tensors must not change until the other end has acknowledged the frame. Each frame that
+        the other end sends acknowledges all frames that it has received.
 
         Raises:
             FrameError: The frame is not allowed on the lane, which stays open.
@@ -156,10 +156,10 @@ class Lane:
             if not self._is_client and kept > self.limits.queue_bytes:
                 self._end(
                     LaneBacklogError(
-                        f"{self.identity.node} has left {kept} bytes unread; at most "
-                        f"{self.limits.queue_bytes} are kept for it"
+                        f"{self.identity.node} has not acknowledged {kept} bytes of frames; at "
+                        f"most {self.limits.queue_bytes} are stored for a client"
                     ),
-                    "too much of what was sent has not been read",
+                    "the client has left too many frames unacknowledged",
                 )
                 self.check()
             self._to_send.notify()
@@ -193,7 +193,7 @@ class Lane:
     def close(self, error: str | None = None) -> None:
         """End the lane. Further calls have no effect.
 
-        Frames that have arrived but were not received are dropped. Queued frames are sent, unless
+        Frames that ``receive`` has not returned are dropped. Queued frames are sent, unless
         there is an error message, which is sent to the other side immediately. A client waits a few
         seconds for the server to end the lane, too.
         """
@@ -220,7 +220,7 @@ class Lane:
     def detach(self, reason: str) -> int:
         """Remove the current stream, if any; return the number of frames that have arrived.
 
-        No more frames are accepted from it, so the number is valid until the next stream.
+        No more frames are accepted from this stream, so the number is valid until the next one.
         """
         with self._changed:
             stream = self._stream
@@ -256,7 +256,7 @@ class Lane:
         return stream.used_bytes >= self._replace_after_bytes
 
     def messages(self, stream: Stream) -> Iterator[bytes]:
-        """Yield the records to send over a stream, until it is replaced or the lane has ended."""
+        """Yield the records to send over a stream until it is replaced or the lane has ended."""
         try:
             while (outgoing := self._next(stream)) is not None:
                 yield from stream.seal(outgoing, self._delivery.received)
@@ -266,7 +266,7 @@ class Lane:
                     self._lose_stream(error)
                 else:
                     failure = FrameError(f"a frame could not be sent: {lane_error(error)}")
-                    self._end(failure, "it failed to send")
+                    self._end(failure, "a frame could not be sent")
         with self._changed:
             if self._stream is not stream:
                 return
@@ -341,7 +341,7 @@ class Lane:
         return None
 
     def _next(self, stream: Stream) -> Outgoing | None:
-        """Wait for the next frame to send over a stream; return None at the end."""
+        """Wait for the next frame to send over a stream; return None after the last one."""
         with self._changed:
             while self._stream is stream:
                 outgoing = self._delivery.next()

@@ -17,7 +17,7 @@ class Lifetime:
         resume_timeout: Seconds within which a cut stream must be replaced.
 
     Attributes:
-        error: Error that ended the lane; None while it is open.
+        error: Error that ended the lane; None while the lane is open.
         close_reason: Error message for the other end; None if the lane ends normally.
         ended_at: Time at which the lane ended, on ``time.monotonic``'s clock.
 

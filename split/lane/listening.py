@@ -38,7 +38,7 @@ class LaneServer:
         keys: The server's key pair.
         limits: Limits on the frames of clients.
         on_lane: Function that serves a lane, called in a separate thread for each lane. The lane is
-            closed when it returns.
+            closed when the function returns.
         maximum_lanes: Maximum number of lanes at the same time.
         resume_timeout: Seconds within which a client must replace a cut stream.
         peers: Limits on streams and connections; None for the defaults.
@@ -71,7 +71,7 @@ class LaneServer:
         self._maximum_lanes = maximum_lanes
         self._lock = threading.Lock()
         self._lanes: dict[bytes, Lane] = {}  # by identifier in TicketBook, including ended lanes
-        self._unconfirmed: dict[bytes, Stream] = {}  # newest stream by lane, until its first record
+        self._unconfirmed: dict[bytes, Stream] = {}  # newest stream by lane, until it is confirmed
         self._threads: set[threading.Thread] = set()  # one per lane that is served
         self._stopping = False
         self._refusals = 0  # number of refusals since the last log line
@@ -169,7 +169,7 @@ class LaneServer:
                         del self._unconfirmed[number]
 
     def _accept(self, ticket: bytes, stream: Stream) -> tuple[bytes, int]:
-        """Record a finished handshake; return the lane's identifier and received frame count."""
+        """Record a handshake; return the lane's identifier and the number of frames received."""
         with self._lock:
             number = self._tickets.accept(ticket, stream.resumption)
             lane = self._lanes.get(number)
@@ -222,7 +222,7 @@ class LaneServer:
                 return
             count, self._refusals = self._refusals, 0
             self._next_line = time.monotonic() + _LOG_SECONDS
-        _LOG.info("handshakes refused since the last such line: %d; this one: %s", count, error)
+        _LOG.info("handshakes refused since the last such line: %d; the latest: %s", count, error)
 
     def _check_room(self, new: bool) -> None:
         if self._stopping or (new and len(self._threads) >= self._maximum_lanes):

@@ -44,7 +44,7 @@ class Stream:
         secrets: Secrets from the handshake.
         limits: Limits on the frames of the other end.
         is_client: Whether this is the client's end.
-        carried: Bytes of the handshake that this end sent and received.
+        carried: Number of bytes that this end sent and received in the handshake.
         release: Function that ends the stream immediately, even if data is in transit.
 
     Attributes:
@@ -89,7 +89,7 @@ class Stream:
         )
 
     def seal(self, outgoing: Outgoing, acknowledged: int) -> Iterator[bytes]:
-        """Yield a frame's records; ``acknowledged`` frames have arrived over the whole lane.
+        """Yield a frame's records; ``acknowledged`` is the number of frames that have arrived.
 
         Raises:
             FrameError: A tensor has a number that is not finite.
@@ -138,6 +138,6 @@ class Stream:
 
 
 def wire_bytes(message: bytes) -> int:
-    """Return the bytes of a gRPC message above TCP, including all frame headers."""
+    """Return the number of bytes of a gRPC message above TCP, including all frame headers."""
     size = len(message) + 5
     return size + 9 * -(-size // _HTTP2_FRAME_BYTES)

@@ -97,7 +97,7 @@ def refusal_of(error: grpc.RpcError) -> Refusal | None:
 
 
 def lane_error(error: Exception) -> LaneError:
-    """Return the lane's error for an exception of a stream."""
+    """Convert an exception that a stream raised to an error of the lane."""
     if isinstance(error, LaneError):
         return error
     if isinstance(error, grpc.RpcError):

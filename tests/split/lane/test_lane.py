@@ -195,12 +195,12 @@ def test_a_client_that_does_not_read_loses_its_lane(wire):
         for number in range(2 * (limits.window + 1)):
             lane.send(Kind.HIDDEN, number, tensors={"hidden": answer})
             kept += answer.nbytes
-        with pytest.raises(LaneBacklogError, match=r"left \d+ bytes unread"):
+        with pytest.raises(LaneBacklogError, match=r"has not acknowledged \d+ bytes"):
             while True:
                 lane.send(Kind.HIDDEN, tensors={"hidden": answer})
                 kept += answer.nbytes
         assert kept <= limits.queue_bytes
-        ended(client, PeerError, "has not been read")
+        ended(client, PeerError, "left too many frames unacknowledged")
         client.close()
 
 
