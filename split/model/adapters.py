@@ -48,7 +48,7 @@ def take_apart(state: Mapping[str, torch.Tensor], partition: Partition) -> dict[
     The tensors are not copied, except that a prefix is divided into one tensor per block.
 
     Raises:
-        ValueError: A tensor does not belong to any block of the model.
+        ValueError: A tensor belongs to no block of the model, or a prefix can't be divided.
 
     """
     result: dict[PartyName, State] = {party: {} for party in PARTIES}
@@ -58,7 +58,7 @@ def take_apart(state: Mapping[str, torch.Tensor], partition: Partition) -> dict[
             continue
         if tensor.shape[1] % partition.blocks:
             raise ValueError(
-                f"a prefix of {tensor.shape[1]} columns does not fit a model of "
+                f"a prefix of {tensor.shape[1]} columns can't be divided among the model's "
                 f"{partition.blocks} blocks"
             )
         prefixes = tensor.chunk(partition.blocks, dim=1)
@@ -71,7 +71,7 @@ def take_apart(state: Mapping[str, torch.Tensor], partition: Partition) -> dict[
 def body_digest(settings: AdapterSettings, state: Mapping[str, torch.Tensor] | None) -> str:
     """Return a digest that lets client and server verify that they use the same body adapters.
 
-    It covers their kind, scale and weights; None or no weights stand for a body without adapters.
+    The digest covers kind, scale and weights. Without adapters, ``state`` is None or empty.
     """
     if not state:
         return "none"
@@ -104,5 +104,5 @@ def _party_of(name: str, partition: Partition) -> PartyName:
         return "head" if stands_before_blocks(module.rpartition(".")[2]) else "tail"
     party = partition.party_of(int(block[1]))
     if party is None:
-        raise ValueError(f"{name} belongs to no block of this model of {partition.blocks} blocks")
+        raise ValueError(f"{name} belongs to none of the model's {partition.blocks} blocks")
     return party

@@ -12,17 +12,17 @@ from split.protocol.frames import Padding, Value
 def hidden_of_candidates(
     head: Part, tail: Part, batch: CandidateBatch, exchange: Exchange
 ) -> torch.Tensor:
-    """Compute each beginning once, and its endings with the cached keys and values.
+    """Compute each beginning once, and its endings with the beginning's cached keys and values.
 
     Returns:
-        (positions, hidden) of all beginnings, then of all endings, after the last block and norm.
+        (positions, hidden) after the last block and norm: all beginnings, then all endings.
 
     """
     lengths, columns = batch.beginning_lengths, batch.beginnings.shape[1]
     padding = Padding("left", lengths)
     first, last = (KeyValues(part, padding, columns) for part in (head, tail))
     before = head.columns_before
-    # Number of cached tokens that the body needs in addition to those of the beginnings.
+    # Number of tokens that the body must cache in addition to those of the beginnings.
     new_tokens = batch.tokens_kept(before) - before - columns
     fields: dict[str, Value] = {"side": "left", "new_tokens": new_tokens}
     hidden = exchange(0, first.extend(batch.beginnings), lengths, fields)

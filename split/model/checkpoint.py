@@ -23,7 +23,7 @@ class Checkpoint:
     Each piece of a tensor is read through a separate memory map, because the pages that are read
     through a memory map count as memory of the process until the map is closed.
 
-    Files with tensors of other parties may be absent.
+    Files that contain only tensors of other parties may be absent.
 
     Attributes:
         files: File of each tensor, keyed by name.
@@ -60,9 +60,9 @@ class Checkpoint:
 class StoredTensor:
     """A tensor that is read when ``transformers`` requests its content with ``tensor[...]``.
 
-    If it is stored in a narrower type than ``dtype``, in which the model computes, it is converted
-    piece by piece, which avoids a second copy. Otherwise it keeps its stored type, because some
-    modules have a wider type than the rest of their model.
+    If the tensor is stored in a narrower type than ``dtype``, in which the model computes, it is
+    converted piece by piece, which avoids a second copy. Otherwise the tensor keeps its type,
+    because some modules have a wider type than the rest of their model.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:
@@ -81,7 +81,7 @@ class StoredTensor:
 
 
 def same(tensor: torch.Tensor, checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether a tensor equals the checkpoint's, rounded to the same precision."""
+    """Return whether a tensor equals the one in the checkpoint, rounded to the tensor's type."""
     return list(tensor.shape) == checkpoint.shapes[name] and all(
         torch.equal(tensor[rows].cpu(), piece.to(tensor.dtype))
         for rows, piece in checkpoint.pieces(name)

@@ -1,8 +1,8 @@
 """Devices of the server's blocks: one device, or several with consecutive blocks on each.
 
 If a part is loaded with a device map, ``transformers`` dispatches it with ``accelerate``, whose
-hooks move a block's inputs to its device. Unlike ``device_map="auto"``, blocks are never divided,
-shares are proportional to the free memory, and nothing is offloaded to CPU memory or to a disk.
+hooks move a block's inputs to its device. Unlike with ``device_map="auto"``, blocks are never
+divided, shares are proportional to the free memory, and nothing is offloaded to the CPU or a disk.
 """
 
 import copy
@@ -31,7 +31,7 @@ def body_devices(settings: SplitSettings) -> list[str]:
     absent = [name for name in named if name not in {"cpu", *there}]
     if absent:
         raise BaseModelError(
-            f"split.body-devices names {absent[0]}, which the server doesn't have; there are "
+            f"split.body-devices names {absent[0]}, which the server doesn't have; it has "
             f"{', '.join(['cpu', *there])}"
         )
     return named or there or ["cpu"]
@@ -42,10 +42,10 @@ def device_map(
 ) -> dict[str, str]:
     """Spread a party's blocks over devices, in proportion to the free memory on each.
 
-    All other modules are on the first device. ``whole`` is described in `split.model.partition`.
+    All other modules are on the first device. ``whole`` is the result of `outline`.
 
     Returns:
-        Dictionary from paths of modules to devices, in the order that the modules run in.
+        Dictionary from paths of modules to devices, in the order in which the modules run.
 
     """
     if len(devices) == 1:
@@ -83,7 +83,7 @@ def hand_over(model: Any, devices: Mapping[str, str]) -> None:
 
     ``accelerate`` moves a block's inputs inside the block. This is too late for gradient
     checkpointing: the backward pass restores the random state only on the devices of the inputs, so
-    that dropout on other devices would differ. ``devices`` is the result of `device_map`, with
+    dropout on other devices would differ. ``devices`` is the result of `device_map`, with
     which the model was loaded.
     """
     for (path, device), (_, following) in pairwise(devices.items()):

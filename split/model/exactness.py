@@ -49,7 +49,7 @@ def check_exactness(
 
     The test model is randomly initialised, with the real depth and small widths, and is loaded in
     the same way as the real one. If requested, prefixes and text generation are tested, too.
-    Success is cached per version of code, torch, transformers and peft.
+    Success is cached per configuration and version of code, torch, transformers and peft.
 
     Raises:
         BaseModelError: The results differ, or the architecture is not causal or cannot be tested.
@@ -125,18 +125,18 @@ class _TestModels:
                 value.copy_(self._prefixes.parameters[name])
 
     def difference(self, generation: bool) -> str:
-        """Describe a difference between split and whole model; return "" if there is none."""
+        """Describe a difference between the split and the whole model; return "" if none."""
         for side in ("right", "left"):
             for name, of_whole, of_parts in self._both(Padding(side, self._lengths)):
                 if not torch.equal(of_whole, of_parts):
                     what = f"{name}{self._with_prefixes}"
-                    return f"its {what} are not those of the whole model, padded on the {side}"
+                    return f"with padding on the {side}, its {what} differ from the whole model's"
         reason = self._other_texts() if generation else ""
-        return f"{reason} (evaluate.generate = true; false may work)" if reason else ""
+        return f"{reason} (evaluate.generate = false skips this check)" if reason else ""
 
     @torch.no_grad()
     def _both(self, padding: Padding) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Compute hidden states and logits with whole and split model, excluding padding."""
+        """Compute hidden states and logits with the whole and the split model, without padding."""
         if padding.side == "right":
             inputs, real = {}, torch.arange(_COLUMNS) < padding.lengths[:, None]
         else:
@@ -192,10 +192,10 @@ class _TestModels:
         except Exception as error:  # unsupported architectures can raise any exception
             return f"the {what} can't be compared: {type(error).__name__}: {error}"
         if not torch.equal(found.sequences, expected.sequences):
-            return f"the {what} are not those of the whole model"
+            return f"the {what} differ from those of the whole model"
         for own, theirs in zip(found.logits, expected.logits, strict=True):
             if (own - theirs).abs().max() > _ROUNDING * theirs.abs().max():
-                return f"logits of the {what} are not those of the whole model"
+                return f"logits of the {what} differ from those of the whole model"
         return ""
 
 

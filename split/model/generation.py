@@ -35,13 +35,13 @@ class Generation:
         ``generate`` calls is the tail's output head, preceded by the three parts.
 
         Args:
-            tokens: (rows, columns) of the prompts.
+            tokens: Tokens of the prompts, (rows, columns).
             mask: (rows, columns), 1 for tokens of the prompts, 0 for the padding before them.
             new_tokens: Maximum number of tokens to generate per row.
             settings: Further arguments of ``generate``.
 
         Returns:
-            (rows, columns + new tokens), or the output that the settings request.
+            Prompts and answers, (rows, columns + new tokens), or the output that settings request.
 
         """
         columns = mask.shape[1]
@@ -59,13 +59,13 @@ class Generation:
         )
 
     def _forward(self, tokens: torch.Tensor, padding: torch.Tensor, most: int) -> torch.Tensor:
-        """Return (rows, columns, hidden) after the last block and norm, and extend the caches.
+        """Extend the caches; return (rows, columns, hidden), the output of the last block and norm.
 
         Args:
-            tokens: (rows, columns) of the prompts, or the next token of each row. If a text exceeds
-                the trained length, some architectures recompute it: then these are all tokens of
-                the text, and a new generation starts.
-            padding: (prompts,) columns of padding before each prompt.
+            tokens: Tokens of the prompts, (rows, columns), or the next token of each row. If a text
+                exceeds the trained length, some architectures recompute the text: then these are
+                all its tokens, and a new generation starts.
+            padding: Number of padding columns before each prompt, (prompts,).
             most: Maximum number of columns of the texts.
 
         Raises:
@@ -85,7 +85,7 @@ class Generation:
         elif columns == 1:
             lengths = torch.ones_like(padding)
         else:
-            raise ValueError(f"generation continued with {columns} tokens at once, not with one")
+            raise ValueError(f"generation continued with {columns} tokens per row; expected 1")
         head, tail = self._kept
         hidden = self._exchange(self._sent, head.extend(tokens), lengths, fields)
         self._sent += 1
@@ -97,7 +97,7 @@ class Generation:
         head = self._kept[0]
         if head.cache is not None:
             return head.cache
-        # An embedding without blocks has no cache. Return an empty one of the right length.
+        # An embedding without blocks has no cache. Return an empty cache of the right length.
         config = self._head.model.config
         return prefix_cache(
             prefixes={}, length=head.length, config=config, rows=1, dtype=self._head.dtype

@@ -15,17 +15,17 @@ from split.protocol.frames import Padding
 class KeyValues:
     """The key-value cache of one party's blocks for a batch of texts, extended token by token.
 
-    The attention mask and the position IDs are derived from the left padding of the prompts, as
-    ``generate`` does for a whole model. As in ``generate``, mixed precision is not used. If the
-    adapter in use is a prefix, its keys and values come first, and its length is added to all
+    As in ``generate`` with a whole model, the attention mask and the position IDs are derived from
+    the left padding of the prompts, and mixed precision is not used. If the adapter in use is a
+    prefix, its keys and values come first, and its length is added to all
     positions, as in PEFT (FL-GLM section 3.1).
 
-    Rows that end earlier than others continue with padding on the right; ignore its outputs.
+    Rows that end earlier than others continue with padding on the right; ignore the outputs there.
 
     Args:
         part: Part with the adapter in use.
         padding: Padding of the prompts, on the left.
-        columns: Tokens and padding of each prompt.
+        columns: Number of columns of the prompts, including padding.
 
     Attributes:
         cache: Cache of the blocks; None if the party has no blocks.
@@ -58,11 +58,11 @@ class KeyValues:
         """Compute the blocks for the prompts, or for the next tokens of each row.
 
         Args:
-            given: (rows, columns) int64 tokens for the head, otherwise (rows, columns, hidden).
+            given: (rows, columns) int64 tokens for the head, else (rows, columns, hidden) states.
 
         Returns:
-            (rows, columns, hidden) after the party's last block, and for the tail also after the
-            final norm.
+            Hidden states, (rows, columns, hidden), after the party's last block, for the tail also
+            after the final norm.
 
         """
         inputs = self._part.inputs_of(given) | self._mask_and_positions(given.shape[1])

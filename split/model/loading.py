@@ -86,8 +86,8 @@ def load_parts(
 ) -> dict[PartyName, Part]:
     """Load the parts of one process. Tied embeddings share one tensor in memory.
 
-    The blocks of each part are spread over ``devices``, in order. If empty, use the first GPU, or
-    the CPU if there is none.
+    The blocks of each part are spread over ``devices``, in order. If there are none, use the first
+    GPU, or the CPU if there is none.
 
     Raises:
         BaseModelError: A part cannot be loaded, or a tensor differs from the checkpoint.
@@ -109,7 +109,7 @@ def load_parts(
         absent = sorted(set(sources.values()) - checkpoint.files.keys())
         if absent:
             raise BaseModelError(
-                f"{len(absent)} tensors, {absent[0]} among them, are in none of the {WEIGHTS} in "
+                f"{len(absent)} tensors, including {absent[0]}, are in none of the {WEIGHTS} in "
                 f"{directory}; the checkpoint is incomplete, so download it again"
             )
         kind = part_class(whole, partition, party)
@@ -173,10 +173,10 @@ def _shared(
     sources: Mapping[str, str],
     full: Mapping[str, str],
 ) -> dict[str, torch.Tensor]:
-    """Return tensors of a part that were already loaded for another part, by key of ``sources``.
+    """Return tensors of a part that were already loaded for another part, keyed as in ``sources``.
 
     Some checkpoints store tied tensors twice. Share such tensors only if they are equal. ``held``
-    are the names in the checkpoint and the tensors of other parts, by name in the model.
+    maps names of other parts' weights to their names in the checkpoint and their tensors.
     """
     result = {}
     for one, other in tied_pairs(whole):

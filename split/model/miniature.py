@@ -34,7 +34,7 @@ def miniature(config: Any) -> Any:
         config: Configuration of the real checkpoint; it is not changed.
 
     Raises:
-        Exception: The architecture does not support these widths; any type of exception.
+        Exception: The architecture does not support these widths; the type is unspecified.
 
     """
     from transformers import AutoModelForCausalLM
@@ -44,7 +44,7 @@ def miniature(config: Any) -> Any:
     with torch.device("meta"):
         weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if weights > _MAX_WEIGHTS:
-        raise ValueError(f"even with few and narrow heads its test model has {weights} weights")
+        raise ValueError(f"its test model needs {weights} weights; the limit is {_MAX_WEIGHTS}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -51,10 +51,10 @@ class Part:
         self.device = _device_of(model)
         self.hidden_size = int(model.config.hidden_size)
         self._backbone = model.base_model
-        # Placeholders for modules of other parties. Adapter targets may match their names.
+        # Paths of placeholders for modules of other parties, which adapter targets may match.
         self._placeholders = [p for p, m in model.named_modules() if isinstance(m, nn.Identity)]
         self._peft_model: Any = None
-        # PEFT's adapter name for each of ours. PEFT allows no dots, which client names may contain.
+        # PEFT's name of each adapter. PEFT allows no dots in names, but client names may have some.
         self._slots: dict[str, str] = {}
         self._attached = 0
         self._layers: list[Any] = []
@@ -65,12 +65,12 @@ class Part:
         """Compute this party's blocks with the adapter in use.
 
         Args:
-            given: (rows, columns) int64 tokens for the head, otherwise (rows, columns, hidden).
+            given: (rows, columns) int64 tokens for the head, else (rows, columns, hidden) states.
             padding: Padding of the rows.
 
         Returns:
-            (rows, columns, hidden) after the party's last block, and for the tail also after the
-            final norm. Gradients flow back to ``given``.
+            Hidden states, (rows, columns, hidden), after the party's last block, for the tail also
+            after the final norm. Gradients flow back to ``given``.
 
         """
         inputs = self.inputs_of(given) | without_cache(self._backbone)
@@ -85,7 +85,7 @@ class Part:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def inputs_of(self, given: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the backbone's keyword argument for tokens or hidden states, on its device."""
+        """Return the backbone's argument for tokens or hidden states, on the device for inputs."""
         if self.party == "head":
             return {"input_ids": to_device(given, self.device)}
         return {"inputs_embeds": to_device(given, self.device, self.dtype)}
@@ -104,18 +104,18 @@ class Part:
     def output_head(self) -> Any:
         """The module that computes logits from the tail's hidden states; see `output_head`."""
         if self.party != "tail":
-            raise ValueError(f"the {self.party} has no output head; only the tail has")
+            raise ValueError(f"the {self.party} has no output head; only the tail has one")
         return output_head(self.model)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context that computes in mixed precision on a GPU, as for the whole model.
+        """Return a context that computes in mixed precision on a GPU, as the whole model does.
 
-        Calling the part enters this context itself. Use it to compute logits and loss.
+        A call of the part enters this context. Enter it yourself to compute logits and loss.
         """
         return mixed_precision(self.device, self.dtype)
 
     def attach(self, settings: AdapterSettings, name: str = "default") -> None:
-        """Add an adapter and use it. It has no weights if this part has no module to adapt.
+        """Add an adapter and use it. The adapter is empty if this part has no module to adapt.
 
         Raises:
             BaseModelError: A target cannot be adapted, or prefixes are not supported.
@@ -143,7 +143,7 @@ class Part:
             self._select(name)
 
     def trainable(self, name: str = "default") -> dict[str, torch.nn.Parameter]:
-        """Return an adapter's weights, sorted by their names in a saved adapter of the whole model.
+        """Return an adapter's weights, sorted and keyed by name in the whole model's saved adapter.
 
         The result is empty if this party has nothing to train.
         """

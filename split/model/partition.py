@@ -114,9 +114,9 @@ def outline(directory: Path) -> Any:
 
 
 def part_class(whole: Any, partition: Partition, party: PartyName) -> Any:
-    """Return the class of a party's model: a subclass of the whole model's with fewer modules.
+    """Return the class of a party's model: subclass of the whole model's class with fewer modules.
 
-    Keep the class name and the module name, by which ``transformers`` looks classes up.
+    It keeps the class name and the module name, by which ``transformers`` looks up classes.
     """
     kind = type(whole)
 
@@ -130,8 +130,8 @@ def part_class(whole: Any, partition: Partition, party: PartyName) -> Any:
 def full_names(whole: Any, names: Collection[str]) -> dict[str, str]:
     """Map names in a checkpoint to names in the model that ``transformers`` loads from it.
 
-    Names in a checkpoint can lack the prefix of the backbone, be from an older version, or refer to
-    matrices that are concatenated on loading. ``whole`` is described in `outline`.
+    Names in a checkpoint may lack the prefix of the backbone, be from an older version, or refer to
+    matrices that are concatenated on loading. ``whole`` is the result of `outline`.
     """
     changes = get_model_conversion_mapping(whole)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -147,17 +147,17 @@ def full_names(whole: Any, names: Collection[str]) -> dict[str, str]:
 def tensors_of_part(
     whole: Any, full: Mapping[str, str], partition: Partition, party: PartyName
 ) -> dict[str, str]:
-    """Return the tensors of a checkpoint that a party's model is loaded from.
+    """Return the names of the tensors of a checkpoint that a party's model is loaded from.
 
     Args:
-        whole: See `outline`.
+        whole: Result of `outline`.
         full: Names of all tensors of the checkpoint; see `full_names`.
         partition: Number of blocks of each party.
         party: Party of the model.
 
     Returns:
-        Dictionary from names in the model's state dict to names in the checkpoint. The two names
-        differ only for tied tensors that are stored once.
+        Dictionary from the names to pass to ``from_pretrained`` to names in the checkpoint. The two
+        names differ only for tied tensors that are stored once.
 
     """
     with torch.device("meta"):
@@ -182,7 +182,7 @@ def stands_before_blocks(name: str) -> bool:
 
 
 def blocks_of(model: Any, blocks: int) -> str:
-    """Return the path of the ``ModuleList`` with all blocks of a whole or a party's causal model.
+    """Return the path of the ``ModuleList`` of all blocks of a causal model, whole or in part.
 
     Raises:
         BaseModelError: The blocks are not in one list.
@@ -198,7 +198,7 @@ def blocks_of(model: Any, blocks: int) -> str:
 
 
 def _keep(model: Any, partition: Partition, party: PartyName) -> None:
-    """Remove all modules that do not belong to the party from a model."""
+    """Remove from a model all modules that do not belong to the party."""
     parent, _, attribute = blocks_of(model, partition.blocks).rpartition(".")
     container = model.get_submodule(parent)
     blocks, own = getattr(container, attribute), nn.ModuleList()

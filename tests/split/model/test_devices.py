@@ -70,13 +70,13 @@ def test_a_map_covers_a_body_and_splits_between_blocks_alone(random_checkpoint, 
 def test_devices_are_the_settings_or_what_there_is():
     assert body_devices(SplitSettings()) == ["cpu"]
     assert body_devices(SplitSettings(body_devices="cpu")) == ["cpu"]
-    with pytest.raises(BaseModelError, match=r"split\.body-devices names cuda:0, .* there are cpu"):
+    with pytest.raises(BaseModelError, match=r"split\.body-devices names cuda:0, .* it has cpu"):
         body_devices(SplitSettings(body_devices="cuda:0, cuda:1"))
 
 
 @pytest.mark.parametrize("devices", ["cuda", "cuda:0,cpu", "cuda:0,cuda:0", "cuda:0,", "tpu:0"])
 def test_unsupported_devices_are_refused(devices):
-    with pytest.raises(ValidationError, match="each once"):
+    with pytest.raises(ValidationError, match="different GPUs"):
         SplitSettings(body_devices=devices)
 
 
