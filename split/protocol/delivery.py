@@ -40,7 +40,7 @@ class Delivery:
         return frame
 
     def acknowledge(self, count: int) -> None:
-        """Drop the ``count`` first frames of the lane, which the other end has received.
+        """Drop the first ``count`` frames of the lane, which the other end has received.
 
         Raises:
             FrameError: The count is lower than before, or higher than the number of sent frames.

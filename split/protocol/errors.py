@@ -50,7 +50,7 @@ class PeerError(LaneError):
 
 
 class ProtocolError(RuntimeError):
-    """The client sent a frame that is not allowed; its lane is ended."""
+    """The client sent a frame that is not allowed; the server ends the client's lane."""
 
 
 class Refusal(StrEnum):
@@ -70,17 +70,17 @@ class Refusal(StrEnum):
 
 
 _WORDS = {
-    Refusal.MALFORMED: "a handshake message is malformed: is something else at this address?",
-    Refusal.VERSION: "the two sides speak different versions of the lane protocol",
+    Refusal.MALFORMED: "a handshake message is malformed: is another program at this address?",
+    Refusal.VERSION: "the two sides use different versions of the lane protocol",
     Refusal.SUITE: "the two sides have different settings of split.key-exchange",
     Refusal.AUTHENTICATION: "a handshake message was altered, or made without the ticket's secret",
     Refusal.TICKET_UNKNOWN: "the server has not issued this ticket: has it been restarted?",
-    Refusal.TICKET_EXPIRED: "the ticket has expired: its round took too long to begin",
-    Refusal.TICKET_USED: "the ticket has been used: every ticket opens one lane",
+    Refusal.TICKET_EXPIRED: "the ticket has expired; in a run, the round took too long to begin",
+    Refusal.TICKET_USED: "the ticket has been used: it could open only one lane",
     Refusal.TICKET_FOREIGN: "the ticket was issued for a different run, round or node",
     Refusal.SERVER_KEY: "the server's key has changed since this ticket was issued",
-    Refusal.WRAPPED_SECRET: "the secret wrapped to the server's key can't be opened",
-    Refusal.BUSY: "the server has as many lanes, or handshakes in progress, as it allows",
+    Refusal.WRAPPED_SECRET: "the secret encrypted to the server's key can't be decrypted",
+    Refusal.BUSY: "the server accepts no more lanes or handshakes at the moment",
 }
 
 
@@ -93,7 +93,7 @@ class HandshakeError(LaneError):
 
 
 class TicketError(HandshakeError):
-    """The ticket is unknown, expired, used, or was issued to another client."""
+    """The ticket is unknown, expired or used, or was issued for a different run, round or node."""
 
 
 class ServerKeyError(HandshakeError):
@@ -122,8 +122,8 @@ def refused(refusal: Refusal) -> HandshakeError:
 def printable(text: str, most: int = 1000) -> str:
     """Return text from a peer as a single line that can be logged, stored and displayed.
 
-    Replace characters that are not printable according to ``str.isprintable`` by escape sequences:
-    line breaks, control characters, terminal escapes, bidirectional controls and lone surrogates.
+    Replace characters that are not printable according to ``str.isprintable`` (line breaks, control
+    characters, terminal escapes, bidirectional controls, lone surrogates) by escape sequences.
     Letters of all languages are unchanged. Text of more than ``most`` characters is truncated.
     """
     shown = "".join(

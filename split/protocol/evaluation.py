@@ -17,7 +17,7 @@ from split.protocol.frames import Frame, Kind, Padding, check_size, hidden_of, w
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The client has selected a model; ``is_new`` is False if it was selected already."""
+    """The client has selected a model; ``is_new`` is False if it was selected before."""
 
     model: str
     is_new: bool
@@ -35,7 +35,7 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch of texts to cache, (rows, columns, hidden), and the maximum tokens in the cache."""
+    """Hidden states (rows, columns, hidden) of texts to cache; ``tokens`` limits the cache."""
 
     step: int
     index: int
@@ -48,8 +48,8 @@ class Prompts:
 class CachedExtension:
     """Hidden states of the next token of each cached text, or of several endings of each text.
 
-    Their shape is (rows × endings, columns, hidden); ``endings`` is 0 for the next token. The index
-    is counted from the prompts.
+    The shape is (rows, 1, hidden) for the next token, for which ``endings`` is 0, and otherwise
+    (rows × endings, columns, hidden). The index is counted from the prompts, which have index 0.
     """
 
     step: int
@@ -77,7 +77,7 @@ class State(Enum):
 
 
 class Evaluation:
-    """State machine that checks a client's frames. Calls of ``receive`` must be serialised.
+    """State machine that checks a client's frames. Don't call ``receive`` concurrently.
 
     Args:
         columns_before: Prefix length of each model that the client may select, keyed by name.
@@ -136,10 +136,10 @@ class Evaluation:
         model = frame.fields.get("model")
         if not isinstance(model, str) or model not in self._models:
             raise ProtocolError(
-                f"the model {model!r} isn't among those to evaluate: {', '.join(self._models)}"
+                f"{model!r} is not one of the models to evaluate: {', '.join(self._models)}"
             )
         if self.choosing or self._received > self.answered:
-            raise ProtocolError("a model was chosen before the last one's answers were sent")
+            raise ProtocolError("a model was chosen before all answers of the last model were sent")
         self.choosing = model != self._model
         self._model, self.state = model, State.CHOSEN
         return ModelChoice(model, is_new=self.choosing)
@@ -175,13 +175,13 @@ class Evaluation:
         if padding.side != "left" or frame.micro_batch or not new_tokens:
             raise ProtocolError(
                 f"a generation of {new_tokens} tokens began with micro-batch {frame.micro_batch} "
-                f"and padding on the {padding.side}; expected micro-batch 0 and left"
+                f"and padding on the {padding.side}; expected at least 1 token, 0 and left"
             )
         tokens = self._tokens(rows, columns + new_tokens)
         if tokens > self._max_cached_tokens:
             raise ProtocolError(
                 f"{rows} texts of {columns} + {new_tokens} tokens were requested, with a prefix of "
-                f"{self._prefix}; at most {self._max_cached_tokens} tokens together were agreed on "
+                f"{self._prefix}; at most {self._max_cached_tokens} tokens in total were agreed on "
                 "(evaluate.generate, evaluate.batch-size, data.max-length, "
                 "evaluate.max-new-tokens, adapter.prefix-length)"
             )
@@ -206,7 +206,7 @@ class Evaluation:
 
     def _endings(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> CachedExtension:
         if self.state is State.CHOSEN:
-            raise ProtocolError("received endings without the texts that they end")
+            raise ProtocolError("received endings without their beginnings")
         self._refuse_in_flight("endings")
         each, (rows, columns) = whole_number(frame, "endings"), hidden.shape[:2]
         if (
@@ -215,14 +215,14 @@ class Evaluation:
             or rows != self._rows * each
         ):
             raise ProtocolError(
-                f"received {rows} rows as {each} endings of {self._rows} texts, as micro-batch "
-                f"{frame.micro_batch} with padding on the {padding.side}, after {self._frames} "
-                "frames of these texts"
+                f"received {rows} rows as {each} endings of each of {self._rows} texts, as "
+                f"micro-batch {frame.micro_batch} with padding on the {padding.side}, after "
+                f"{self._frames} frames; expected micro-batch 1, right and 1 frame"
             )
         tokens = self._tokens(rows, self._columns + columns)
         room = self._tokens(self._rows, self._columns + self._new_tokens)
         if tokens > room:
-            raise ProtocolError(f"endings take {tokens} tokens; at most {room} were agreed on")
+            raise ProtocolError(f"endings need {tokens} tokens; at most {room} were agreed on")
         self._frames += 1
         self.state = State.COMPLETE
         return CachedExtension(frame.step, frame.micro_batch, hidden, endings=each)

@@ -57,8 +57,8 @@ class Frame:
     """One message of a lane.
 
     Attributes:
-        tensors: Tensors by name, on the CPU. In ``HIDDEN`` and ``GRADIENT`` frames, ``hidden`` and
-            ``gradient`` have shape (rows, columns, hidden), and ``lengths``, if present, (rows,).
+        tensors: Tensors by name, on the CPU if received. ``hidden`` and ``gradient`` have shape
+            (rows, columns, hidden); ``lengths``, if present, has shape (rows,).
 
     """
 
@@ -107,11 +107,11 @@ class Limits:
     """Limits on the frames of a lane, which both sides know before it is opened.
 
     Attributes:
-        payload_bytes: Maximum payload by kind. The default is 64 KiB, except for ``AVERAGE``, which
-            is not allowed by default, and for ``HIDDEN`` and ``GRADIENT``, whose limit follows from
-            ``maximum_tokens``.
+        payload_bytes: Maximum payload by kind, in bytes. The default is 64 KiB, except for
+            ``AVERAGE``, which is not allowed by default, and for ``HIDDEN`` and ``GRADIENT``, whose
+            limit follows from ``maximum_tokens``.
         maximum_columns: Maximum number of columns of a ``HIDDEN`` or ``GRADIENT`` frame, because
-            time and memory of attention grow with its square; None for ``maximum_tokens``.
+            time and memory of attention grow with the square; None for ``maximum_tokens``.
 
     """
 
@@ -136,7 +136,7 @@ class Limits:
     def hidden_bytes(self) -> int:
         """Maximum memory of a ``HIDDEN`` or ``GRADIENT`` frame in bytes.
 
-        The tensor is float32 at most, which is at least as large as the type on the network.
+        The tensor is at most float32, which is at least as large as the type on the network.
         """
         length = 8  # bytes for a row's length; each row has at least one token
         return SMALL_PAYLOAD_BYTES + self.maximum_tokens * (4 * self.hidden + length)
@@ -202,12 +202,12 @@ class Limits:
         if tokens is None:
             for name, (dtype, _) in found.items():
                 if dtype not in PLAIN:
-                    raise FrameError(f"{name!r} of a {kind.name} frame is {dtype}")
+                    raise FrameError(f"{name!r} of a {kind.name} frame can't be {dtype}")
             return
         wire = WIRE[self.wire_dtype]
         needed = {tokens, tokens + SCALE} if wire is torch.int8 else {tokens}
         if found.keys() - {"lengths"} != needed:
-            raise FrameError(f"a {kind.name} frame has tensors {sorted(found)}")
+            raise FrameError(f"{kind.name} has tensors {sorted(found)}; expected {sorted(needed)}")
         dtype, shape = found[tokens]
         if dtype is not wire:
             raise FrameError(
@@ -240,12 +240,12 @@ def check_padding(frame: Frame) -> None:
         return
     rows, columns = frame.tensors[TENSOR_OF_KIND[frame.kind]].shape[:2]
     if lengths.shape != (rows,) or lengths.is_floating_point() or lengths.dtype is torch.bool:
-        raise FrameError(f"received lengths of {rows} rows as {lengths.dtype} {lengths.shape}")
+        raise FrameError(f"lengths of {rows} rows can't be {lengths.dtype} {tuple(lengths.shape)}")
     shortest, longest = (int(bound) for bound in torch.aminmax(lengths))
     if not 1 <= shortest <= longest <= columns:
-        raise FrameError(f"the lengths of rows with {columns} columns are {shortest} to {longest}")
+        raise FrameError(f"row lengths are {shortest} to {longest}; expected 1 to {columns}")
     if frame.fields.get("side") not in ("left", "right"):
-        raise FrameError('a frame with lengths needs a field "side", "left" or "right"')
+        raise FrameError('a frame with lengths needs a field "side" that is "left" or "right"')
 
 
 def check_name(name: str) -> None:
@@ -257,7 +257,7 @@ def check_name(name: str) -> None:
     """
     if not 1 <= len(name) <= _MAX_NAME_LENGTH or name == METADATA:
         raise FrameError(
-            f"a name in a frame has 1 to {_MAX_NAME_LENGTH} characters, and isn't {METADATA}"
+            f"a name in a frame must have 1 to {_MAX_NAME_LENGTH} characters, and not be {METADATA}"
         )
 
 
@@ -282,7 +282,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
             case _:
                 fits = False
         if not fits:
-            raise FrameError(f"field {name!r} is too long, not finite, or a {type(value).__name__}")
+            raise FrameError(f"field {name!r} ({type(value).__name__}) is invalid or too large")
 
 
 def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
@@ -299,7 +299,7 @@ def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
 
 
 def check_size(numbers: torch.Tensor, name: str) -> None:
-    """Reject numbers that could overflow in computations together with other clients.
+    """Reject numbers that could overflow in computations with other clients' numbers.
 
     Raises:
         ProtocolError: A number is not finite, or its absolute value is larger than 2³⁰.
@@ -309,7 +309,7 @@ def check_size(numbers: torch.Tensor, name: str) -> None:
         return
     least, most = (float(bound) for bound in torch.aminmax(numbers))
     if not -_LARGEST_NUMBER <= least <= most <= _LARGEST_NUMBER:
-        raise ProtocolError(f"{name!r} contains numbers beyond 2³⁰")
+        raise ProtocolError(f"{name!r} contains NaN or numbers beyond 2³⁰")
 
 
 def whole_number(frame: Frame, name: str) -> int:
@@ -321,5 +321,5 @@ def whole_number(frame: Frame, name: str) -> int:
     """
     value = frame.fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ProtocolError(f"{name} = {value!r} in a {frame.kind.name} frame")
+        raise ProtocolError(f"{frame.kind.name} has {name} = {value!r}; expected a whole number")
     return value

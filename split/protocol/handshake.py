@@ -4,8 +4,8 @@ M1 client → server: identity, ticket, ephemeral X25519 share, secret encrypted
 MAC with the ticket's secret. M2 server → client: ephemeral X25519 share, the server's finished MAC.
 M3 client → server: the client's finished MAC. ``docs/wire.md`` specifies every byte.
 
-Use each object for one handshake. A rejected message does not change its state. A ticket is used up
-only when the server has decrypted the client's first record.
+Use each object for one handshake. A rejected message does not change the object's state. A ticket
+is used up only when the server has decrypted the client's first record.
 """
 
 import hmac
@@ -69,7 +69,7 @@ class ClientHandshake(_Handshake):
         """Return M1.
 
         Raises:
-            HandshakeError: The server's public key is not of this suite.
+            HandshakeError: The server's public key does not belong to this suite.
 
         """
         self._expect(_State.NEW)
@@ -91,8 +91,8 @@ class ClientHandshake(_Handshake):
         """Check M2; return M3 and the stream's keys.
 
         Raises:
-            HandshakeError: M2 is malformed, or its sender does not have the secrets of the ticket
-                and of the server's key.
+            HandshakeError: M2 is malformed, or its sender lacks the ticket's secret or the server's
+                private key.
 
         """
         self._expect(_State.HELLO)
@@ -123,9 +123,9 @@ class ServerHandshake(_Handshake):
         No message is accepted twice.
 
         Raises:
-            HandshakeError: M1 is malformed, altered or made without the ticket's secret, or the
-                suite differs.
-            TicketError: The ticket is unknown, expired, used or issued for another identity.
+            HandshakeError: M1 is malformed, altered or made without the ticket's secret, or its
+                suite is not the server's.
+            TicketError: The ticket is unknown, expired, used or issued for a different identity.
             LaneBusyError: This message was received before. A client can retry with a new M1.
 
         """
@@ -147,7 +147,7 @@ class ServerHandshake(_Handshake):
 
         Raises:
             HandshakeError: The secret can't be decrypted, or the client's share is invalid.
-            ServerKeyError: The secret is encrypted to another key.
+            ServerKeyError: The secret is encrypted to a key other than the current one.
 
         """
         self._expect(_State.HELLO)

@@ -38,7 +38,7 @@ class Hello:
     ticket: bytes  # identifier of the ticket
     share: bytes  # the client's X25519 share
     key: bytes  # identifier of the server's public key
-    wrapped: bytes = field(repr=False)  # the secret, encrypted to that key
+    wrapped: bytes = field(repr=False)  # the secret, encrypted to the server's key
 
 
 def hello_context(hello: Hello) -> bytes:
@@ -107,7 +107,7 @@ def check_prefix(message: bytes, number: int) -> None:
 
 
 class _Bytes:
-    """Reader of bytes that rejects the message if there are too few or too many."""
+    """Reader of bytes that rejects the message if it has too few or too many bytes."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content

@@ -61,7 +61,7 @@ class KeySchedule:
 
 
 def derive(secret: bytes, label: bytes, context: bytes, length: int) -> bytes:
-    """Derive a key with HKDF-SHA-256: salt is the protocol's name, info is label and context."""
+    """Derive a key with HKDF-SHA-256; the salt is the protocol's name, info is label + context."""
     info = bytes([len(label)]) + label + context
     return HKDF(hashes.SHA256(), length, salt=_PROTOCOL, info=info).derive(secret)
 

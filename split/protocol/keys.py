@@ -1,6 +1,6 @@
 """The server's rotating key pair, and encryption of clients' secrets to it (FL-GLM section 3.2).
 
-The paper uses RSA, as does ``rsa-3072``, with OAEP. The default ``ml-kem-768-x25519`` is HPKE
+The paper uses RSA; ``rsa-3072`` is RSA with OAEP. The default ``ml-kem-768-x25519`` is HPKE
 (RFC 9180) with a hybrid KEM that is also secure against quantum computers.
 """
 
@@ -133,7 +133,7 @@ class ServerKeys:
 
         Raises:
             ServerKeyError: The identifier is not that of the current key.
-            HandshakeError: The secret can't be decrypted, or was encrypted for another message.
+            HandshakeError: The secret can't be decrypted, or was encrypted for a different message.
 
         """
         key = self._key  # read once, because another thread may rotate the key

@@ -2,8 +2,8 @@
 
 This module does not use the safetensors library, for two reasons. Hidden states are copied only
 once when they are sent (converted directly into the buffer that is encrypted), and not at all when
-they are received. The header (here: description) is validated before its data arrive and before
-memory is allocated for them. Tests compare this implementation with the library.
+they are received. The header (here called description) is validated before the tensors' data arrive
+and before memory is allocated for them. Tests compare this implementation with the library.
 """
 
 import json
@@ -92,14 +92,14 @@ def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
         if name == TENSOR_OF_KIND.get(frame.kind):
             limits.check_shape(frame.kind, shape)
             if not tensor.is_floating_point():
-                raise FrameError(f"{name!r} has {dtype}, not floating-point numbers")
+                raise FrameError(f"{name!r} must be floating-point, not {dtype}")
             dtype = WIRE[limits.wire_dtype]
             if dtype is torch.int8:
                 wanted.append((name + SCALE, torch.float32, shape[:-1]))
         elif name == "lengths" and frame.kind in TENSOR_OF_KIND:
             dtype = torch.int32
         elif dtype not in PLAIN:
-            raise FrameError(f"{name!r} can't travel as {dtype}")
+            raise FrameError(f"{name!r} can't be sent as {dtype}")
         check_name(name)
         wanted.append((name, dtype, shape))
     entries = []
@@ -131,7 +131,7 @@ def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
 def read_description(content: memoryview, size: int, kind: Kind, limits: Limits) -> Description:
     """Parse and check the description at the beginning of a payload of ``size`` bytes.
 
-    Only a part of the payload may have arrived in ``content``.
+    ``content`` is the part of the payload that has arrived.
 
     Raises:
         FrameError: The payload is not in safetensors format, or not allowed on the lane.
@@ -142,7 +142,7 @@ def read_description(content: memoryview, size: int, kind: Kind, limits: Limits)
     (length,) = _LENGTH.unpack_from(content)
     start = _LENGTH.size + length
     if length > MAX_DESCRIPTION_BYTES or start > len(content) or start % 8:
-        raise FrameError("a payload's description does not fit")
+        raise FrameError("a payload's description has an invalid length")
     try:
         parsed = json.loads(
             bytes(content[_LENGTH.size : start]).decode(),
@@ -162,13 +162,13 @@ def read_description(content: memoryview, size: int, kind: Kind, limits: Limits)
             raise FrameError("a payload's tensors overlap, leave gaps or are not aligned")
         end = entry.end
     if description.size != size:
-        raise FrameError(f"a frame of {size} bytes describes {description.size} bytes of payload")
+        raise FrameError(f"a payload of {size} bytes is described as {description.size} bytes long")
     limits.check(kind, size, description.tensors)
     return description
 
 
 def _entry(name: str, item: Mapping[str, Any]) -> Entry:
-    """Parse the description of a tensor. Any exception means that it is malformed."""
+    """Parse the description of a tensor. Any exception means that the description is malformed."""
     check_name(name)
     if item.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError
@@ -197,8 +197,8 @@ def _no_constant(_: str) -> None:
 class Outgoing:
     """An outgoing frame, which is checked on creation and serialised later in another thread.
 
-    Tensors on an accelerator are copied to the CPU as soon as it has computed them, in the order of
-    its work. Tensors on the CPU must not change until the frame is written.
+    Tensors on an accelerator are copied to the CPU as soon as the accelerator has computed them, in
+    the order of its queue. Tensors on the CPU must not change until the frame is written.
 
     Raises:
         FrameError: The frame is not allowed on the lane.
@@ -207,7 +207,7 @@ class Outgoing:
 
     def __init__(self, frame: Frame, limits: Limits) -> None:
         if not (0 <= frame.step < 2**32 and 0 <= frame.micro_batch < 2**32):
-            raise FrameError("step and micro-batch are numbers below 2³²")
+            raise FrameError("step and micro-batch must be from 0 to 2³² - 1")
         check_fields(frame.fields)
         self._text, self._description = describe(frame, limits)
         limits.check(frame.kind, self.size, self._description.tensors)
@@ -258,9 +258,9 @@ class Outgoing:
 def read(
     description: Description, buffer: Tensor, kind: Kind, step: int, micro_batch: int
 ) -> Frame:
-    """Return the frame of a complete payload, uint8 of shape (size,).
+    """Return the frame of a complete payload: ``buffer``, uint8 of shape (size,).
 
-    Its tensors are views of the payload if possible.
+    The frame's tensors are views of the payload if possible.
 
     Raises:
         FrameError: A tensor has a number that is not finite, or the row lengths are invalid.

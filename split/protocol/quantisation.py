@@ -16,7 +16,7 @@ def _check_scales(scales: Tensor, name: str) -> None:
 
 
 def quantise(tensor: Tensor, integers: Tensor, scales: Tensor, name: str) -> None:
-    """Round the numbers of each token to multiples of the largest absolute value divided by 127.
+    """Round each token's numbers to multiples of their largest absolute value divided by 127.
 
     Args:
         tensor: (rows, columns, hidden).

@@ -4,7 +4,7 @@ A record consists of a header of 32 bytes, at most 1 MiB of payload encrypted wi
 the tag of 16 bytes. The header is authenticated as associated data. The nonce is the counter in the
 header, which starts at 0 in each direction and increases by 1. A record that was lost, repeated,
 reordered or altered, or is from another lane or direction, therefore fails to decrypt. Anyone on
-the network can cause this, so its error differs from that of a record that is not allowed.
+the network can cause such failures, so their error is not the one for a forbidden record.
 """
 
 import struct
@@ -23,7 +23,7 @@ from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.payload import Description, read_description
 
 VERSION = 3
-RECORD_BYTES = 2**20  # of payload
+RECORD_BYTES = 2**20  # maximum payload of a record
 TAG_BYTES = 16
 _HEADER = struct.Struct(">BBBxIIIQQ")  # the version, and the fields of ``RecordHeader``
 HEADER_BYTES = _HEADER.size
@@ -194,7 +194,7 @@ class Opener:
             if header.frame != self._partial.header.frame:
                 raise FrameError("a frame was interrupted by another one")
         if size != min(left, RECORD_BYTES) or header.final != (size == left):
-            raise FrameError("a record's length doesn't fit its frame")
+            raise FrameError("a record's length or its final flag doesn't match its frame")
         return header
 
     def _decrypt(self, record: bytes, target: memoryview) -> None:

@@ -24,7 +24,7 @@ class StandingInvitation(BaseModel):
     Attributes:
         digests: Digests of the base model's tensors that the client needs, as far as the server has
             them.
-        models: Digest of the body adapters by name of the model; see ``body_digest``.
+        models: Digest of each model's body adapters, by name of the model; see ``body_digest``.
 
     """
 
@@ -60,7 +60,7 @@ class StandingInvitation(BaseModel):
     def _is_address(cls, value: str) -> str:
         host, _, port = value.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
-            raise ValueError("must be an address and a port")
+            raise ValueError("must be an address and a port, like 127.0.0.1:8900")
         return value
 
     @property

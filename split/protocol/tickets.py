@@ -1,9 +1,9 @@
 """Tickets, which authorise a client to open a lane.
 
 A ticket is sent to its client over an existing confidential channel. The lane transmits only its
-identifier. Its secret is the key of the first message's MAC and an input to the stream's keys. Most
-tickets open one lane. A standing ticket opens any number of lanes until it expires. Their keys
-differ, because each handshake has new key shares and a new encrypted secret.
+identifier. The ticket's secret is an input to the first message's MAC key and to the stream's keys.
+Most tickets open one lane. A standing ticket opens any number of lanes until it expires. The
+lanes' keys differ, because each handshake has new key shares and a new encrypted secret.
 
 Each handshake also yields a *resumption ticket* for the next stream of the same lane. A client uses
 the resumption ticket of the last stream that the server has confirmed. A confirmation may be lost.
@@ -24,7 +24,7 @@ SECRET_BYTES = 32
 NAME_BYTES = 255  # maximum length of run or node, in UTF-8
 # How long an expired ticket is remembered, so that the refusal states the exact reason.
 _REMEMBERED_SECONDS = 3600.0
-# Only the owner of a ticket's secret can produce such messages, so small limits suffice.
+# First messages remembered per ticket. Few suffice: making one takes the ticket's secret.
 _REMEMBERED_HELLOS = 64
 _REMEMBERED_HELLOS_OF_STANDING = 2**14
 _TICKETS_OF_A_LANE = 8
@@ -44,7 +44,7 @@ class Identity:
             if not 1 <= len(value.encode()) <= NAME_BYTES:
                 raise ValueError(f"the {name} of a lane has 1 to {NAME_BYTES} bytes, not {value!r}")
         if not 0 <= self.round < 2**32:
-            raise ValueError(f"the round of a lane is a number below 2³², not {self.round}")
+            raise ValueError(f"the round of a lane is from 0 to 2³² - 1, not {self.round}")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Ticket:
     def __post_init__(self) -> None:
         if len(self.identifier) != IDENTIFIER_BYTES or len(self.secret) != SECRET_BYTES:
             raise ValueError(
-                f"a ticket is {IDENTIFIER_BYTES} bytes of identifier and {SECRET_BYTES} of secret"
+                f"a ticket has {IDENTIFIER_BYTES} bytes of identifier and {SECRET_BYTES} of secret"
             )
 
 
@@ -66,11 +66,11 @@ class _Entry:
     identity: Identity
     secret: bytes = field(repr=False)
     expires: float
-    lane: bytes | None  # lane of the streams that it opens; None for a standing ticket
+    lane: bytes | None  # lane that the ticket opens; None if it is standing
     issued: bool = True  # False for a resumption ticket
     used: bool = False
     lanes: deque[bytes] = field(default_factory=deque)  # a standing ticket's lanes, oldest first
-    hellos: dict[bytes, None] = field(default_factory=dict)  # oldest first
+    hellos: dict[bytes, None] = field(default_factory=dict)  # MACs of M1, oldest first
 
 
 class TicketBook:

@@ -1,7 +1,7 @@
 """The server's state machine for a client's round of training, which converts frames to events.
 
-The configuration and the client's number of examples limit all counts that the client sends. Each
-frame must be consistent with earlier frames; others raise ``ProtocolError``.
+The configuration and the client's number of examples limit all counts that the client sends. A
+frame that is not consistent with earlier frames raises ``ProtocolError``.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ class RoundPlan:
     steps: int  # number of optimizer steps in the round
     first_step: int  # number of optimizer steps in the client's earlier rounds
     total_steps: int  # number of optimizer steps in all rounds of the run
-    seed: int  # of the client's training in the round
+    seed: int  # seed of the client's training in the round
     wants_gradient: bool = True  # whether the client's head has trainable weights
 
 
@@ -48,7 +48,7 @@ class RoundLimits:
         if longest > self.activation_budget:
             raise ProtocolError(
                 f"a micro-batch of {longest} padded tokens is larger than split.activation-budget "
-                f"= {self.activation_budget}; raise that, or lower train.batch-size, "
+                f"= {self.activation_budget}; raise this limit, or lower train.batch-size, "
                 "data.max-length or adapter.prefix-length"
             )
         return max(1, min(self.window, self.activation_budget // (self.lanes * max(1, longest))))
@@ -80,7 +80,7 @@ class HeadOutput:
 
 @dataclass(frozen=True)
 class OutputGradient:
-    """The gradient of the loss for a micro-batch's output, (rows, columns, hidden)."""
+    """The gradient of the loss with respect to the body's output, (rows, columns, hidden)."""
 
     step: int
     index: int
@@ -116,12 +116,12 @@ class State(Enum):
 
 
 class TrainingRound:
-    """State machine that checks a client's frames. Calls of ``receive`` must be serialised.
+    """State machine that checks a client's frames. Don't call ``receive`` concurrently.
 
     Attributes:
         plan: The client's plan; before it has joined, the largest plan that it may have.
         credits: Maximum number of the client's micro-batches in flight.
-        answered: Number of micro-batches of the step whose output was sent; set by any thread.
+        answered: Number of micro-batches of the step whose output was sent; any thread may set it.
         returned: Number of micro-batches of the step whose gradient has arrived.
 
     """
@@ -147,7 +147,7 @@ class TrainingRound:
 
         """
         if frame.kind is not Kind.JOIN:
-            raise ProtocolError(f"a lane began with a {frame.kind.name} frame")
+            raise ProtocolError(f"a lane began with a {frame.kind.name} frame; expected JOIN")
         self._longest = whole_number(frame, "longest")
         self.credits = self._limits.credits(self._longest)
         largest = self.plan
@@ -186,7 +186,7 @@ class TrainingRound:
         """
         if frame.kind is Kind.END:
             if self.state is not State.BETWEEN_STEPS or self._step != self.plan.steps:
-                raise ProtocolError(f"the round ended in step {self._step} of {self.plan.steps}")
+                raise ProtocolError(f"the round ended at {self._step} of {self.plan.steps} steps")
             self.state = State.ENDED
             return None
         if frame.step != self._step:
@@ -200,7 +200,7 @@ class TrainingRound:
         if frame.kind is not Kind.AVERAGE:
             raise ProtocolError(f"a {frame.kind.name} frame is not allowed in training")
         if self.state is State.IN_STEP:
-            raise ProtocolError("an average was asked for within a step")
+            raise ProtocolError("an average was requested within a step")
         return AverageRequest(frame.step, dict(frame.tensors))
 
     def _head_output(self, frame: Frame) -> HeadOutput:
@@ -213,7 +213,7 @@ class TrainingRound:
             raise ProtocolError(f"more than {self.credits} micro-batches are in flight")
         hidden, padding = hidden_of(frame)
         if padding.side != "right":
-            raise ProtocolError("received hidden states with padding on the left")
+            raise ProtocolError("padding in training must be on the right, not on the left")
         check_size(hidden, "hidden")
         output = HeadOutput(
             step=frame.step,
@@ -263,23 +263,23 @@ class TrainingRound:
                 f"received a step of {self._rows} rows; train.batch-size × train.accumulation "
                 f"allows {limits.rows}"
             )
-        # The number of targets can be verified only with the last micro-batch. Until then, check it
+        # The number of targets can be verified only at the last micro-batch. Until then, check it
         # against the maximum number of targets in the remaining micro-batches.
         to_come = (output.micro_batches - index - 1) * self._longest
         if not self._targets <= output.step_targets <= self._targets + to_come:
             raise ProtocolError(
-                f"a step of {output.step_targets} targets has {self._targets} after "
+                f"a step of {output.step_targets} announced targets has {self._targets} after "
                 f"{index + 1} of {output.micro_batches} micro-batches"
             )
 
     def _output_gradient(self, frame: Frame) -> OutputGradient:
         index, gradient = frame.micro_batch, frame.tensors["gradient"]
         if index >= self.answered:
-            raise ProtocolError(f"received gradient {index} before its output was sent")
+            raise ProtocolError(f"received gradient {index} before the output was sent")
         if index != self.returned:
             raise ProtocolError(f"received gradient {index}; expected {self.returned}")
         if gradient.shape != self._shapes[index]:
-            raise ProtocolError(f"received a gradient of the wrong shape {tuple(gradient.shape)}")
+            raise ProtocolError(f"a gradient's shape {tuple(gradient.shape)} is not its output's")
         check_size(gradient, "gradient")
         self.returned += 1
         return OutputGradient(frame.step, index, gradient)
@@ -288,7 +288,7 @@ class TrainingRound:
         norm = frame.fields.get("squared_norm")
         is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
         if not is_number or not 0 <= norm <= _LARGEST_NORM:  # type: ignore[operator]
-            raise ProtocolError(f"a step ended with squared_norm = {norm!r}")
+            raise ProtocolError(f"squared_norm = {norm!r}; expected 0 to {_LARGEST_NORM:g}")
         if not self._shapes or not self.returned == len(self._shapes) == self._announced[1]:
             raise ProtocolError("a step ended before all its gradients were received")
         self._step += 1

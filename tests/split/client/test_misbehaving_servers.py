@@ -91,7 +91,7 @@ def test_an_answer_to_what_was_not_sent_is_named(ends):
     batches = [collate(draw(2, seed), 0) for seed in range(2)]
     with answered(ends, both, credits=1) as model:
         join(model)
-        with pytest.raises(LaneError, match=r"of micro-batch 1; .* of 1 that were sent"):
+        with pytest.raises(LaneError, match=r"of micro-batch 1; .* of the 1 that were sent"):
             model.accumulate(batches, 0)
 
 

@@ -174,5 +174,5 @@ def test_names_and_rounds_have_bounds(run, round_, node):
 
 @pytest.mark.parametrize(("identifier", "secret"), [(15, 32), (16, 31)])
 def test_tickets_have_exact_lengths(identifier, secret):
-    with pytest.raises(ValueError, match="a ticket is"):
+    with pytest.raises(ValueError, match="a ticket has"):
         Ticket(bytes(identifier), bytes(secret))

@@ -80,14 +80,14 @@ def send_endings(model, rows, columns, each, index=1, side="right") -> None:
 @pytest.mark.parametrize(
     ("endings", "reason"),
     [
-        ({"rows": 7}, "7 rows as 2 endings of 3 texts"),
+        ({"rows": 7}, "7 rows as 2 endings of each of 3 texts"),
         ({"each": 0}, "6 rows as 0 endings"),
         ({"each": -2}, "endings = -2"),
         ({"each": True}, "endings = True"),
-        ({"each": 2**62}, "endings of 3 texts"),
+        ({"each": 2**62}, "endings of each of 3 texts"),
         ({"index": 2}, "as micro-batch 2"),
         ({"side": "left"}, "padding on the left"),
-        ({"columns": 4}, "endings take 90 tokens; at most 84 were agreed on"),
+        ({"columns": 4}, "endings need 90 tokens; at most 84 were agreed on"),
     ],
 )
 def test_what_was_not_agreed_ends_the_lane(random_checkpoint, endings, reason):
@@ -129,7 +129,7 @@ def test_endings_are_computed_once_and_nothing_follows_them(random_checkpoint):
             generated(model, **GREEDY)
             # Nor do they come without a beginning, or after other tokens.
             send_endings(model, rows=6, columns=3, each=2)
-            with pytest.raises(PeerError, match="without the texts that they end"):
+            with pytest.raises(PeerError, match="without their beginnings"):
                 model.lane.receive(30)
         with scene.lane(server, client) as model:
             scene.choose(model)
@@ -138,7 +138,7 @@ def test_endings_are_computed_once_and_nothing_follows_them(random_checkpoint):
             send_texts(model, 3, 1, None, 1)
             model.lane.receive(30)
             send_endings(model, rows=6, columns=3, each=2, index=2)
-            with pytest.raises(PeerError, match="after 2 frames of these texts"):
+            with pytest.raises(PeerError, match="after 2 frames;"):
                 model.lane.receive(30)
         with scene.lane(server, client) as model:
             scene.choose(model)
@@ -153,7 +153,7 @@ def test_a_batch_keeps_to_the_agreed_tokens(random_checkpoint):
     with (
         scene.serving(max_cached_tokens=MOST - 20) as server,
         scene.lane(server, client) as model,
-        pytest.raises(PeerError, match=f"at most {MOST - 20} tokens together were agreed on"),
+        pytest.raises(PeerError, match=f"at most {MOST - 20} tokens in total were agreed on"),
     ):
         scene.choose(model)
         values(model)

@@ -45,7 +45,7 @@ def test_too_few_are_left_when_others_are_excused(base, beginning):
         server.begin_round(SIZES, 0)
         for other in ("alpha", "gamma"):
             server.mark_absent(other)
-        with pytest.raises(LaneError, match="1 of 3 clients joined, the others have answered"):
+        with pytest.raises(LaneError, match="1 of 3 clients joined and the others answered"):
             beta.train(server, beginning, 3)
 
 

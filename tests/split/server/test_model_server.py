@@ -104,12 +104,12 @@ def test_an_unknown_model_too_much_text_and_no_generation_end_the_lane_alone(sce
         invitation = scene.invite(server, client)
         with (
             client.lane(invitation) as model,
-            pytest.raises(PeerError, match="isn't among those to evaluate: base, global"),
+            pytest.raises(PeerError, match="is not one of the models to evaluate: base, global"),
         ):
             model.choose("personalised", None)
         with client.lane(invitation) as model:
             scene.choose(model)
-            refusal = f"at most {LONGEST} tokens together were agreed on"
+            refusal = f"at most {LONGEST} tokens in total were agreed on"
             with pytest.raises(PeerError, match=refusal):
                 model.generate(torch.ones(3, 11).long(), torch.ones(3, 11).long(), 99)
         with client.lane(invitation) as model:

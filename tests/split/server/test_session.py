@@ -150,12 +150,12 @@ REFUSED = {
     "no targets": (lambda s, m: (s.join(m), s.send_hidden(m, targets=0)), "does not fit a step"),
     "too large": (larger, "received 18 padded tokens"),
     "beyond its credits": (beyond_credits, "in flight"),
-    "a gradient of nothing": (lambda s, m: (s.join(m), s.gradient(m)), "before its output"),
+    "a gradient of nothing": (lambda s, m: (s.join(m), s.gradient(m)), "before the output"),
     "a gradient of another shape": (odd_gradient, "shape"),
     "a step without gradients": (early_step, "before all its gradients"),
     "an impossible norm": (infinite_norm, "squared_norm"),
-    "an end within a step": (early_end, "the round ended in step 0 of 3"),
-    "an end without steps": (no_steps, "the round ended in step 0 of 3"),
+    "an end within a step": (early_end, "the round ended at 0 of 3 steps"),
+    "an end without steps": (no_steps, "the round ended at 0 of 3 steps"),
     "a step too many": (a_step_too_many, "the round has only 1 steps"),
     "an average that is not due": (average, "AVERAGE, but nothing is averaged"),
     "no lengths": (no_lengths, "lengths"),
@@ -165,7 +165,7 @@ REFUSED = {
     "more steps than its whole run": (joined(total_steps=2), "don't fit a run with 3 steps"),
     "more targets than tokens": (counted(targets=17, step_targets=17), "16 tokens has 17 targets"),
     "more targets in a step than fit": (counted(step_targets=2**62), "a step of 4611686"),
-    "targets that do not add up": (too_few_targets, "7 targets has 6 after 2 of 2"),
+    "targets that do not add up": (too_few_targets, "7 announced targets has 6 after 2 of 2"),
     "more micro-batches than a step has": (counted(micro_batches=10), "train.accumulation"),
     "more rows than a step has": (too_many_rows, "train.batch-size × train.accumulation"),
 }
@@ -225,7 +225,7 @@ def test_no_average_is_asked_for_within_a_step(base, beginning):
         invitation = server.invite_to_train("alpha", 1, 0, 60.0)
         with refused.client.lane(invitation) as model:
             average(refused, model, begun=True)
-            with pytest.raises(LaneError, match="asked for within a step"):
+            with pytest.raises(LaneError, match="requested within a step"):
                 while True:
                     model.lane.receive(30.0)
 
@@ -418,7 +418,7 @@ def test_models_to_evaluate_are_chosen_one_at_a_time(base, beginning):
                 wait_until(lambda: cleans_up(server))
             while True:
                 model.lane.receive(30.0)
-        assert "before the last one's answers" in server.finish_lanes()[0].error
+        assert "before all answers of the last model" in server.finish_lanes()[0].error
 
 
 def test_choosing_the_same_model_again_is_answered_without_the_compute_thread(base, beginning):
