@@ -34,7 +34,7 @@ _END_SECONDS = 600.0
 class BlockServer(Endpoint):
     """Server of the body for a whole run. Call its methods from one thread only.
 
-    The arguments are the same as for ``serve``, with the loaded ``body`` instead of its directory.
+    The arguments are those of ``serve``, with ``body`` instead of ``directory`` and ``model``.
 
     Raises:
         OSError: The server can't listen on the address in ``split.listen``.
@@ -104,10 +104,10 @@ class BlockServer(Endpoint):
 
         Args:
             examples: Number of training examples of each client that will be invited, keyed by
-                name; its weight in averages.
+                name. The number is the client's weight in averages.
             seed: Seed of the round for everything that clients train together.
             own: Adapters of the head and tail that the clients begin with; None for the initial
-                adapters. Averages within the round compare the clients' adapters with them.
+                adapters. Averages within the round compare the clients' adapters with these.
 
         """
         self._examples = dict(examples)
@@ -155,7 +155,7 @@ class BlockServer(Endpoint):
             client: Name of the client.
             round_number: Number of the last round before this evaluation; 0 before the first one.
             models: Body adapters by name of the model; None for a model without adapters.
-            lifetime: Seconds that the ticket is valid.
+            lifetime: Seconds for which the ticket is valid.
 
         """
         identity = Identity(f"{self._run}/evaluate", round_number, client)
@@ -175,7 +175,7 @@ class BlockServer(Endpoint):
         )
 
     def finish_lanes(self, timeout_seconds: float = _END_SECONDS) -> list[Account]:
-        """End every open lane, revoke all tickets, and return the accounts of all lanes."""
+        """End all lanes, invalidate all invitations; return the accounts since the last call."""
         with self._changed:
             self._grants.clear()
             for session in self._open:
@@ -196,7 +196,7 @@ class BlockServer(Endpoint):
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Return the body adapters that the next round begins with.
 
-        If clients have adapters of their own, they are averaged by ``weights``, at least one.
+        If each client has its own adapters, average them by ``weights``, which must not be empty.
         """
         return self._compute.call(lambda: self._schedule.end_round(weights))
 

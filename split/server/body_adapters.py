@@ -23,7 +23,7 @@ from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepE
 from split.server.compute import Priority
 from split.server.session import Session
 
-# As in torch.nn.utils.clip_grad_norm_: prevents a division by 0.
+# Prevents a division by 0, as in torch.nn.utils.clip_grad_norm_.
 _TINY_NORM = 1e-6
 
 
@@ -65,7 +65,7 @@ class BodyAdapters:
         self._rates: dict[int, Callable[[int], float]] = {}
 
     def forward(self, hidden: torch.Tensor, padding: Padding, seed: int, grad: bool) -> Activations:
-        """Compute the body's blocks in training mode, with the seed of the dropout.
+        """Compute the body's blocks in training mode. ``seed`` is the seed of dropout.
 
         ``grad`` is whether the client needs the gradient of ``hidden``, (rows, columns, hidden).
         """
@@ -94,7 +94,7 @@ class BodyAdapters:
 
     @torch.no_grad()
     def clip(self, others: float) -> tuple[float, float]:
-        """Clip the gradients to the maximum norm over all parties; 0 is no clipping.
+        """Clip the gradients to the maximum norm over all parties; the maximum 0 disables this.
 
         ``others`` is the squared norm of the gradients of the client's head and tail. Return the
         factor, and the norm over all parties before clipping.
@@ -119,7 +119,7 @@ class BodyAdapters:
         return min(1.0, maximum / (norm + _TINY_NORM)) if maximum else 1.0
 
     def step(self, index: int, total: int) -> None:
-        """Take step ``index`` of ``total`` in the run, with its learning rate."""
+        """Take optimizer step ``index`` of ``total`` in the run, with the step's learning rate."""
         if total not in self._rates:
             self._rates[total] = learning_rate(self._train, total)
         self._optimizer.param_groups[0]["lr"] = self._rates[total](index)
@@ -199,11 +199,11 @@ class SeparateTrainer:
         self._session.put(Priority.BACKWARD, backward)
 
     def step(self, end: StepEnd) -> None:
-        """Clip by the norm over head, body and tail, and step the body's optimizer."""
+        """Clip the gradients by the norm over all parties, and take a step of the optimizer."""
 
         def take_step() -> None:
             factor, norm = self._adapters.clip(end.squared_norm)
-            # Send the answer before the optimizer's step, so that the client need not wait for it.
+            # Answer before the optimizer takes its step, so that the client need not wait for that.
             self._session.lane.send(Kind.STEP, end.step, fields={"factor": factor, "norm": norm})
             self._adapters.step(self._plan.first_step + end.step, self._plan.total_steps)
             self._session.account.steps += 1

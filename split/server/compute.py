@@ -118,7 +118,7 @@ class ComputeThread:
             self._changed.notify()
 
     def seconds_wanted(self, owner: JobOwner) -> float:
-        """Return the seconds that another owner's job has waited for budget; 0.0 if none does."""
+        """Return the seconds that another owner's job has waited for budget; 0.0 if none waits."""
         with self._changed:
             first = _first_with_tokens(self._waiting)
             if first is None or first.tokens <= self._free:
@@ -128,7 +128,7 @@ class ComputeThread:
             return 0.0 if oldest is None else self._clock() - oldest.queued
 
     def withdraw(self, owner: JobOwner) -> None:
-        """Remove the jobs of an owner that have not started."""
+        """Remove an owner's jobs that have not started."""
         with self._changed:
             self._waiting = [job for job in self._waiting if job.owner is not owner]
 

@@ -1,4 +1,4 @@
-"""The base class of block servers, with keys, tickets, lanes and the compute thread."""
+"""The base class of block servers, which has keys, tickets, lanes and the compute thread."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -58,7 +58,7 @@ class Endpoint(ABC):
         self._compute.stop()
 
     def _invite(self, identity: Identity, lifetime: float, standing: bool = False) -> Invitation:
-        """Invite a client to one lane, or with ``standing`` to any number of lanes."""
+        """Invite a client to open one lane or, if ``standing``, any number of lanes."""
         return Invitation(
             address=self.address,
             suite=self._split.key_exchange,

@@ -1,4 +1,4 @@
-"""The server's session for an evaluation: forward passes, generation, candidate answers."""
+"""The server's session for an evaluation: forward passes, generation and candidate answers."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -33,7 +33,7 @@ class EvaluationSession(Session):
 
     The client may request independent forward passes, text generation for one batch of prompts at a
     time, or the computation of several endings for each text of a batch. The session caches the
-    keys and values of the current batch in the body. See ``Session`` for the other arguments.
+    body's keys and values of the current batch. See ``Session`` for the other arguments.
 
     Args:
         models: Body adapters of the models that the client may select.

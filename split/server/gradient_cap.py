@@ -10,8 +10,8 @@ from split.server.share_cap import ShareCap
 class Addition:
     """Contribution of a client's micro-batch to the body's gradient.
 
-    The size is the sum over its tokens of the norm of the gradient of the summed loss with respect
-    to the body's output.
+    The size is a sum over the micro-batch's tokens. Each term is the norm of the gradient of the
+    summed loss with respect to the body's output at this token.
     """
 
     size: float
@@ -20,7 +20,7 @@ class Addition:
 
     @property
     def part(self) -> float:
-        """Share of the micro-batch in the targets of the client's step."""
+        """The micro-batch's share of the targets of the client's step."""
         return self.targets / self.step_targets
 
 
@@ -29,8 +29,8 @@ class GradientCap:
 
     The values are the size of the gradients per target, the size of the gradients per step, and the
     number of targets per step. The first two caps limit the contribution to the sum of the
-    gradients, so reporting too many targets has no advantage. The third cap limits the number
-    by which the sum is divided, so too many targets don't reduce the other clients' share. The
+    gradients, so reporting too many targets has no advantage. The third cap limits the
+    number by which the sum is divided, so too many targets don't reduce other clients' shares. The
     values per step are extrapolated from each micro-batch.
 
     The size is a sum of norms over tokens. It is an upper bound on the norm of the sum, even if the
@@ -43,7 +43,7 @@ class GradientCap:
         self._all = (self._each, self._total, self._targets)
 
     def factors(self, additions: Mapping[str, Addition]) -> dict[str, float]:
-        """Return the factor that scales down each client's gradient; 1.0 up to the caps."""
+        """Return the factor that scales down each client's gradient; 1.0 within the caps."""
         targets = {client: addition.targets for client, addition in additions.items()}
         parts = {client: addition.part for client, addition in additions.items()}
         each = self._each.factors({c: a.size**2 / a.targets for c, a in additions.items()}, targets)

@@ -31,7 +31,7 @@ class ModelServer(Endpoint):
         adapter: Kind, rank, scale and targets of all models' adapters.
         split: Addresses, key exchange, wire type, and activation budget.
         run: Name of the server in handshakes.
-        max_prompt_length: Tokens of the longest prompt.
+        max_prompt_length: Maximum number of tokens in a prompt.
 
     Raises:
         OSError: The server can't listen on the address in ``split.listen``.
@@ -85,7 +85,7 @@ class ModelServer(Endpoint):
             adapter=self._adapter,
             compute=self._compute,
             split=self._split,
-            longest=0,  # only generation, whose tokens count towards the activation budget
+            longest=0,  # only cached texts, whose tokens count towards the activation budget
             max_cached_tokens=self._split.activation_budget,
             lifetime=math.inf,  # no limit on total silence: there is no round to delay
         )

@@ -27,7 +27,7 @@ def serve(
     minimum: int = 1,
     max_cached_tokens: int = 0,
 ) -> BlockServer:
-    """Load the body and start a block server. Used as a context manager, the server stops on exit.
+    """Load the body and start a block server, a context manager that stops the server on exit.
 
     Args:
         directory: Directory of the checkpoint.
@@ -41,9 +41,9 @@ def serve(
         columns: Tokens of the longest row that a client may train on or evaluate.
         run: Name of the run in handshakes.
         rounds: Number of rounds of the run.
-        minimum: Minimum number of clients in a round that clients begin together.
+        minimum: Minimum number of clients in a round that the clients begin together.
         max_cached_tokens: Padded tokens of the largest batch for which a client may generate text.
-            They count towards the activation budget.
+            These tokens count towards the activation budget.
 
     Raises:
         BaseModelError: The body can't be loaded.

@@ -26,7 +26,7 @@ class Account:
         purpose: ``train`` or ``evaluate``.
         tokens: Padded tokens of all forward passes.
         bytes_up: Bytes from the client, on the wire.
-        seconds_computing: Time of the compute thread; on a GPU, only until the work is enqueued.
+        seconds_computing: Time of the lane's jobs; on a GPU, only until their work is enqueued.
         seconds_queued: Time that jobs waited for the compute thread.
         seconds: Time from the handshake to the end of the lane.
         resumed: Number of times that the lane was cut and resumed.
@@ -60,7 +60,7 @@ class Session:
         compute: Thread that runs the session's jobs.
         split: Time limits for the client's next frame, in general and while other clients wait for
             activation budget that the client occupies.
-        lifetime: Seconds from the client's invitation to the end of the phase of the round.
+        lifetime: Seconds from the client's invitation to the end of this phase of the round.
 
     """
 
@@ -98,12 +98,12 @@ class Session:
         """End the lane after one of the session's jobs raised an exception."""
         with self._lock:
             self._owed -= 1
-        # If the lane has already ended, the thread of the lane handles it.
+        # Any LaneError except FrameError means that the lane has ended, which ``serve`` handles.
         if not isinstance(error, LaneError) or isinstance(error, FrameError):
             self.give_up(f"{type(error).__name__}: {error}")
 
     def put(self, priority: Priority, work: Callable[[], None], tokens: int = 0) -> None:
-        """Queue a job that takes ``tokens`` from the activation budget; record its time."""
+        """Queue a job that takes ``tokens`` from the activation budget; record its times."""
         queued = time.perf_counter()
 
         def run() -> None:
@@ -178,7 +178,7 @@ class Session:
             seen = now
 
     def waits(self) -> bool:
-        """Return whether the server owes the client an answer; the client need not send a frame."""
+        """Return whether the client need not send a frame, because the server owes it an answer."""
         with self._lock:
             return self._owed > 0
 
@@ -192,7 +192,7 @@ class Session:
         self.lane.close(reason)
 
     def _count_waiting(self, seconds: float) -> None:
-        """Add seconds of the client's silence while others waited for its activation budget."""
+        """Count seconds of the client's silence while others waited for its activation budget."""
         seconds = max(0.0, seconds)
         self._kept_once += seconds
         self._kept_in_step += seconds

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from statistics import median_high
 
-# Smaller values don't enter the median, because such a client has nothing to train.
+# Smaller values don't enter the median, because their clients have nothing to train.
 _NEGLIGIBLE = 1e-12
 
 
@@ -12,15 +12,15 @@ class ShareCap:
     """Cap on a value of each client, at a multiple of the median over the other clients.
 
     The value is a root mean square (RMS). A client's current RMS is compared with the median of the
-    RMS of every *other* client over the whole round so far. This median depends neither on a single
-    micro-batch nor on the client itself. For an even number of clients, it is the larger of the two
+    RMS of every *other* client over the whole round so far. The median depends neither on a single
+    micro-batch nor on the client itself. For an even number of others, it is the larger of the two
     middle values. With three or more clients, a single dishonest client can therefore neither
     exceed the multiple of an honest client's RMS, nor lower the cap of an honest client below the
     multiple of another honest client's RMS. With two clients, it is unknown which one is dishonest:
-    the larger value is scaled down to the multiple of the smaller.
+    the larger value is capped at ``multiple`` times the smaller.
 
-    Values that arrive before there is a value of another client are accepted, and compared as soon
-    as there is one (``late_factor``).
+    Values that arrive before any value of another client are accepted, and compared as soon as
+    there is one (``late_factor``).
     """
 
     def __init__(self, multiple: float) -> None:
@@ -35,7 +35,7 @@ class ShareCap:
     def factors(
         self, squares: Mapping[str, float], counts: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the factor that scales down each client; 1.0 up to the cap.
+        """Return the factor that scales down each client's value; 1.0 within the cap.
 
         ``squares`` are the current sums of squares by client, and ``counts`` the numbers of their
         terms, which are greater than 0.
@@ -64,8 +64,8 @@ class ShareCap:
     def late_factor(self) -> float:
         """Return the factor for the sum of the values that were accepted without a comparison.
 
-        It is below 1.0 at most once: after the first call of ``factors`` in which these values can
-        be compared with another client.
+        The factor is below 1.0 at most once: after the first call of ``factors`` in which these
+        values can be compared with another client.
         """
         usual = [
             (square / self._counts[client]) ** 0.5

@@ -37,7 +37,7 @@ class Member:
     returned: int = 0  # number of micro-batches whose gradient has arrived
     finished: int = 0  # number of micro-batches whose backward pass is done
     squared_norm: float | None = None  # of the head's and tail's gradients, after the step's end
-    awaited_since: float | None = None  # time since when other clients wait for this one
+    awaited_since: float | None = None  # time since which others have waited for this one
 
     @property
     def client(self) -> str:
@@ -62,7 +62,7 @@ class Member:
 
 
 class StackedMicroBatch:
-    """Micro-batches of several members, one each, padded to the longest and stacked.
+    """One micro-batch of each of several members, padded to the longest row and stacked.
 
     Args:
         index: Index of the micro-batches in their steps.
@@ -77,7 +77,7 @@ class StackedMicroBatch:
         self.parts = parts
         self.budget_tokens = _budget_tokens(parts)
         self.computed = False  # whether the forward pass is done
-        # Between the forward and the backward pass; None if all members had left before.
+        # Between the forward and the backward pass; None if all members left before them.
         self.activations: Activations | None = None
 
     def hidden(self) -> tuple[torch.Tensor, Padding]:
@@ -98,8 +98,8 @@ class StackedMicroBatch:
     ) -> torch.Tensor:
         """Return the stacked gradients of the members' summed (not mean) losses.
 
-        They are scaled by the factors of the clients, and 0 in the rows of members without a
-        gradient. Shape, data type and device are the same as for ``like``, the output of the body.
+        The gradients are scaled by the factors of the clients, and are 0 in the rows of members
+        without one. Shape, data type and device are those of ``like``, the output of the body.
         """
         stacked = torch.zeros_like(like)
         for member, output, part in self.rows_of(stacked):
@@ -138,8 +138,8 @@ def stack(
 ) -> Iterator[StackedMicroBatch]:
     """Stack the micro-batches with the same index, in as many passes as the budget requires.
 
-    The budget counts the padded tokens of a pass, prefixes included; each micro-batch must fit it.
-    A few long rows with many short rows are mostly padding.
+    The budget counts the padded tokens of a pass, prefixes included; each micro-batch must fit into
+    it. A stack of a few long rows and many short rows would be mostly padding.
     """
     number = 0
     chosen: dict[Member, HeadOutput] = {}

@@ -2,20 +2,20 @@
 
 Micro-batch j of all members is padded, stacked and computed once, and each step of the members ends
 with one step of the body's optimizer. The body's gradient is Σ w_i·g_i, where w_i is the share of
-client i in all targets; the head and tail of each client get the gradient of that client only. If a
+client i of all targets; the head and tail of each client get the gradient of that client only. If a
 member leaves, the others continue: its finished micro-batches count, its unfinished micro-batches
 do not, and the shares w_i are computed from the micro-batches that count.
 
-Two values of each member are capped at ``split.share-cap`` times the median of the same value of
+Values of each member are capped at ``split.share-cap`` times the median of the same value of
 the other members (``ShareCap``). Values up to the cap are unchanged.
 
-- The gradient of a micro-batch's output, and the number of targets (``GradientCap``). A gradient
-  above the cap is scaled down before the backward pass, which limits its share in the body's
-  gradient. The gradient for the member's own head is not scaled. A gradient that arrives before any
-  gradient of another member is scaled down as soon as it can be compared.
-- The reported norm of the gradients of the head and tail. A norm above the cap enters the norm over
-  all parties as the cap. In the norm for the member itself, it counts fully and scales down the
-  gradients of the member's head and tail.
+- The gradient with respect to a micro-batch's output, and the number of targets (``GradientCap``).
+  A gradient above the cap is scaled down before the backward pass, which limits its share in the
+  body's gradient. The gradient for the member's own head is not scaled. A gradient that arrives
+  before any gradient of another member is compared as soon as there is one.
+- The reported norm of the gradients of the head and tail. In the norm over all parties, the cap
+  replaces a norm above it. In the norm for the member itself, the reported norm counts fully, which
+  scales down the gradients of the member's head and tail.
 """
 
 import logging
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class StackedRound:
-    """The stacked computation of all clients of a round; the seed is for the body's dropout."""
+    """The stacked computation of all clients of a round; ``seed`` is for the body's dropout."""
 
     def __init__(
         self, adapters: BodyAdapters, compute: ComputeThread, seed: int, split: SplitSettings
@@ -62,7 +62,7 @@ class StackedRound:
         # Used only by the compute thread.
         self._gradient_cap = GradientCap(split.share_cap)
         self._norm_cap = ShareCap(split.share_cap)
-        self._counted = 0.0  # targets whose gradients have been added to the body's
+        self._counted = 0.0  # targets whose gradients are in the body's gradient
         self._held = 0  # padded tokens taken from the activation budget
 
     def add(self, session: Session, plan: RoundPlan) -> Member:
@@ -78,7 +78,7 @@ class StackedRound:
         """Accept the hidden states of a micro-batch after the head.
 
         Raises:
-            ProtocolError: It belongs to the next step, but the current one has not been answered.
+            ProtocolError: The micro-batch is of the next step, but this step is not answered yet.
 
         """
         with self._lock:
@@ -93,7 +93,7 @@ class StackedRound:
             self._advance()
 
     def backward(self, member: Member, gradient: OutputGradient) -> None:
-        """Accept the gradient of the client's mean loss in a step for a micro-batch's output."""
+        """Accept the gradient of a step's mean loss with respect to a micro-batch's output."""
         # float64 takes ten times as long and is not needed: no accepted number is above 2³⁰.
         norms = torch.linalg.vector_norm(gradient.gradient, dim=2, dtype=torch.float32)
         size = float(norms.sum(dtype=torch.float64))
@@ -132,7 +132,7 @@ class StackedRound:
         _log.error("a stacked computation failed: %s", ascii(f"{type(error).__name__}: {error}"))
         with self._lock:
             for member in self._members.values():
-                member.session.give_up("the server failed to compute all clients' micro-batches")
+                member.session.give_up("the server failed to compute the clients' micro-batches")
 
     def _advance(self) -> None:
         """Queue all jobs whose inputs have arrived."""
@@ -245,7 +245,7 @@ class StackedRound:
             counted = self._gradient_cap.counted(additions)
             late, late_targets = self._gradient_cap.late_factors()
             if late < 1:
-                # All terms of the body's gradient so far could not be compared when they arrived.
+                # No term of the body's gradient so far could be compared when it arrived.
                 self._adapters.scale(late)
             gradient = stacked.gradient(gradients, factors, activations.output)
             result = self._adapters.backward(activations, gradient)
@@ -268,7 +268,7 @@ class StackedRound:
         self._put(Priority.BACKWARD, backward)
 
     def _take_step(self, squared_norms: Mapping[Member, float]) -> None:
-        """Clip by the norm over all parties, answer all members, and step the optimizer."""
+        """Clip the gradients, answer all members, and take a step of the optimizer."""
         self._adapters.scale(1 / self._counted)
         self._counted = 0.0
         self._gradient_cap.end_step()
@@ -319,7 +319,7 @@ class StackedRound:
         left.session.account.capped = times
         if times:
             _log.warning(
-                "%s was scaled down %d times to split.share-cap = %g times the others' median",
+                "%s was scaled down %d times to split.share-cap = %g times other clients' median",
                 printable(left.client),
                 times,
                 self._split.share_cap,

@@ -96,7 +96,7 @@ class TrainingSession(Session):
         super().answer(step, index, states)
 
     def waits(self) -> bool:
-        """Return whether the server owes the client an answer; the client need not send a frame."""
+        """Return whether the client need not send a frame, because the server owes it an answer."""
         waiting = (self._trainer is not None and self._trainer.waits()) or super().waits()
         # The client must send any outstanding gradient, even if jobs are queued.
         return waiting and self._round.answered <= self._round.returned

@@ -33,7 +33,7 @@ class Hierarchical:
         make_adapters: Function that returns a new set of body adapters with an optimizer.
         compute: Thread that averages the body adapters.
         state: Initial adapters of the body.
-        client_adapters: Adapters of the head and tail; names and shapes of later ones must match.
+        client_adapters: Adapters of the head and tail, whose names and shapes clients must keep.
         split: Averaging period, and time limit for clients to wait for each other.
         minimum: Minimum number of clients in a round with averages.
 
@@ -52,7 +52,7 @@ class Hierarchical:
         self._compute = compute
         self._global = dict(state)
         self._client_adapters = client_adapters
-        # The last adapters that all clients had in common. New adapters are compared with them.
+        # The last adapters that all clients had in common, with which new ones are compared.
         self._common_body, self._common = self._global, dict(client_adapters)
         self._scaled: dict[str, float] = {}
         self._average_every = split.average_every
@@ -60,7 +60,7 @@ class Hierarchical:
         self._weights: dict[str, float] = {}
         self._steps: dict[str, int] = {}
         self._gathered: dict[int, dict[str, State]] = {}
-        self._averages: dict[str, State] = {}  # by client, until the client has received it
+        self._averages: dict[str, State] = {}  # by client, until the client has its average
         self._keeps_optimizers = False
         self._before: dict[str, OptimizerState] = {}  # by client, at the start of its round
         self._due: dict[str, int] = {}  # by client, the step after which its next average is due
@@ -121,7 +121,7 @@ class Hierarchical:
     def leave(self, client: str, finished: bool) -> None:
         """Remove a client, and exclude it from averages that are not yet computed.
 
-        If it has not finished, restore its optimizer, as the client does for its head and tail.
+        If the client has not finished, restore its optimizer here, as the client does at its end.
         """
         before = self._before.pop(client, None)
         if before is not None and not finished:
@@ -188,7 +188,7 @@ class Hierarchical:
             self._adapters_of(client).load_optimizer(state)
 
     def _adapters_of(self, client: str) -> BodyAdapters:
-        """Return the adapters of a client, new ones for a new client."""
+        """Return the adapters of a client; create them for a new client."""
         if client not in self._adapters:
             self._adapters[client] = self._make_adapters()
         return self._adapters[client]
@@ -224,7 +224,7 @@ class Hierarchical:
         return expected - self._gathered[step].keys()
 
     def _note_waiting(self) -> None:
-        """Update the wait budget with the clients that are missing in pending averages."""
+        """Update the wait budget with the clients whose adapters pending averages lack."""
         waiting = (step for step, handed_in in self._gathered.items() if handed_in)
         self._waits.note(set().union(*(self._missing_at(step) for step in waiting)))
 
@@ -237,8 +237,8 @@ class Hierarchical:
     def _mean(self, states: Mapping[str, State], reference: State) -> State:
         """Return the weighted average of the clients' adapters, added up in the order of names.
 
-        All clients began with ``reference``. A client's difference from it is scaled down if it is
-        much larger than the other clients' differences.
+        All clients began with ``reference``. A client's difference from ``reference`` is scaled
+        down if the difference is much larger than those of the other clients.
         """
         factors = update_factors({n: distance(each, reference) for n, each in states.items()})
         mean = WeightedMean()

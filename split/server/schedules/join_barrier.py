@@ -11,7 +11,7 @@ class JoinBarrier:
     """Barrier for the clients of a round.
 
     Args:
-        changed: Condition that guards this object and its owner, notified of changes.
+        changed: Condition that guards this object and its owner, and is notified of changes.
         minimum: Minimum number of clients in a round.
         timeout: Seconds that clients wait for each other.
 
@@ -46,7 +46,7 @@ class JoinBarrier:
         if self._begun:
             raise RuntimeError(
                 f"{client} joined after the round had begun without it; clients wait for each "
-                f"other for split.join-timeout = {self._timeout:g} s"
+                f"other for at most split.join-timeout = {self._timeout:g} s"
             )
         self.joined.add(client)
         self._changed.notify_all()
@@ -55,7 +55,7 @@ class JoinBarrier:
         """Wait until all clients have joined or the timeout expires. Call with ``changed`` locked.
 
         Args:
-            client: The client that waits. It is removed on an error.
+            client: The client that waits, which is removed on an error.
             check: Function that raises the lane's error if the client's lane has ended.
 
         Raises:
@@ -83,9 +83,8 @@ class JoinBarrier:
         joined = f"{len(self.joined)} of {len(self._invited)} clients joined"
         needed = f"min-nodes = {self._minimum} are needed at once"
         if self._awaited <= self.joined:
-            return f"{joined}, the others have answered that they can't, and {needed}"
+            return f"{joined} and the others answered that they can't, but {needed}"
         return (
-            f"{joined} within split.join-timeout = {self._timeout:g} s, and {needed}; a simulation "
-            "runs as many clients at once as there are client-resources-num-cpus in "
-            "init-args-num-cpus"
+            f"{joined} within split.join-timeout = {self._timeout:g} s, but {needed}; a simulation "
+            "runs at most init-args-num-cpus / client-resources-num-cpus clients at once"
         )

@@ -25,7 +25,7 @@ def make_schedule(
     """Return a new schedule of the kind in ``split.schedule``.
 
     ``make_adapters`` returns a new set of body adapters with an optimizer, and ``minimum`` is the
-    least number of clients in a round that clients begin together.
+    minimum number of clients in a round that the clients begin together.
     """
     if split.schedule == "serial":
         return Serial(make_adapters())

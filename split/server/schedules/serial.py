@@ -37,7 +37,7 @@ class Serial(SharedAdapters):
         """Do nothing, because no client waits for another."""
 
     def leave(self, client: str, finished: bool) -> None:
-        """End a client's turn. If it is not finished, restore adapters and optimizer."""
+        """End a client's turn; if it has not finished, restore the adapters and the optimizer."""
         state, optimizer = self._before
         if not finished:
             self._adapters.load(state)
