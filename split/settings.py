@@ -15,28 +15,28 @@ class SplitSettings(Section):
     schedule: Literal["serial", "client-batch", "hierarchical"] = Field(
         "serial",
         description="How clients share the server's blocks: one after another, all at once with "
-        "their micro-batches stacked, or each with adapters of its own that are averaged.",
+        "their micro-batches stacked, or each with its own adapters, which are averaged.",
     )
     order: Literal["shuffled", "names"] = Field(
         "shuffled",
-        description="Order of clients in each round of `serial`: shuffled by the run's seed, or "
-        "always by name; the server's blocks then always favour the last client.",
+        description="Order of clients in each round of `serial`: shuffled with the run's seed, or "
+        "by name. With `names`, the server's blocks always favour the client that comes last.",
     )
     head_blocks: int = Field(
         1,
         ge=0,
-        description="Blocks at the clients after the embedding. With both `head-blocks` and "
-        "`tail-blocks` 0, the split is FedBERT's.",
+        description="Blocks at the clients after the embedding. If `head-blocks` and "
+        "`tail-blocks` are both 0, the split is FedBERT's.",
     )
     tail_blocks: int = Field(1, ge=0, description="Blocks at the clients before the output head.")
     window: PositiveInt = Field(
         4,
-        description="Micro-batches of a step in flight at once; changes the speed, not the result.",
+        description="Maximum micro-batches of a step in flight; affects the speed, not the result.",
     )
     wire_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         "bfloat16",
-        description="Data type of hidden states and gradients on the network; int8 has a scale per "
-        "token.",
+        description="Data type of hidden states and gradients on the network; `int8` has one scale "
+        "per token.",
     )
     average_every: int = Field(
         0,
@@ -58,7 +58,7 @@ class SplitSettings(Section):
     )
     listen: str = Field(
         "127.0.0.1:0",
-        description="Address and port of the block server; port 0 chooses a free one.",
+        description="Address and port of the block server; port 0 chooses a free port.",
     )
     advertise: str = Field(
         "",
@@ -75,32 +75,32 @@ class SplitSettings(Section):
     share_cap: float = Field(
         3.0,
         ge=1,
-        description="With `client-batch`, the limit on one client's numbers as a multiple of the "
-        "other clients' median (the larger middle one of an even number): its gradients in the "
-        "server's blocks, per predicted token and in a step, its predicted tokens in a step, and "
-        "the norm that it reports. Larger numbers are scaled down, and the log names the client.",
+        description="With `client-batch`, the limit on a client's values, as a multiple of the "
+        "other clients' median (of an even number, the larger middle value): its gradients in the "
+        "server's blocks, per predicted token and per step, its predicted tokens per step, and the "
+        "norm that it reports. Larger values are scaled down, and the log names the client.",
     )
     join_timeout: PositiveFloat = Field(
-        120.0, description="Seconds that clients averaged together wait for each other to join."
+        120.0, description="Seconds that clients which train together wait for each other to join."
     )
     gather_timeout: PositiveFloat = Field(
         60.0,
         description="Seconds after which `client-batch` continues without clients that all others "
         "are waiting for. Also seconds after which the lane of a silent client ends if other "
-        "clients wait for the part of `activation-budget` that it occupies. Once half of a round's "
-        "`round-timeout` has been spent waiting, the client most waited for is left out of it.",
+        "clients wait for the part of `activation-budget` that the client occupies. Once half of "
+        "`round-timeout` has been spent waiting, the round drops the client most waited for.",
     )
     resume_timeout: PositiveFloat = Field(
         30.0,
-        description="Seconds within which a lane must be resumed after a cut by the network. With "
-        "`client-batch` the other clients wait no longer than `gather-timeout` for it.",
+        description="Seconds within which a lane must be resumed after the network cut it. With "
+        "`client-batch`, the other clients wait no longer than `gather-timeout` for the client.",
     )
     frame_timeout: PositiveFloat = Field(
         300.0,
         description="Seconds that client and server wait for each other's next frame. For the end "
         "of a step, a client waits until the round ends. While other clients wait for the part of "
-        "`activation-budget` that a client occupies, it may be silent for this long in total in a "
-        "step, or in the generation of a batch.",
+        "`activation-budget` that a client occupies, that client may be silent for this long in "
+        "total during a step, or during the generation of a batch.",
     )
 
     @property
@@ -109,7 +109,7 @@ class SplitSettings(Section):
         return [name.strip() for name in self.body_devices.split(",") if name.strip()]
 
     def problem_with(self, blocks: int, model: str | Path) -> str | None:
-        """Return why a model with this number of blocks can't be divided; None if it can."""
+        """Return why ``model``, with this number of blocks, can't be divided; None if it can."""
         head, tail = self.head_blocks, self.tail_blocks
         if head + tail < blocks:
             return None
@@ -124,7 +124,7 @@ class SplitSettings(Section):
         names = [name.strip() for name in value.split(",")] if value.strip() else []
         are_gpus = all(re.fullmatch(r"cuda:\d+", name) for name in names)
         if len(set(names)) < len(names) or not (are_gpus or names == ["cpu"]):
-            raise ValueError("must be GPUs, each once, like cuda:0,cuda:1; or cpu; or empty")
+            raise ValueError("must be different GPUs, like cuda:0,cuda:1; or cpu; or empty")
         return value
 
     @field_validator("listen", "advertise")
@@ -134,5 +134,5 @@ class SplitSettings(Section):
         if value and not (host and port.isdecimal() and int(port) < 2**16):
             raise ValueError("must be an address and a port, like 127.0.0.1:8900 or [::1]:8900")
         if info.field_name == "listen" and not value:
-            raise ValueError("must be an address and a port; 127.0.0.1:0 chooses a free one")
+            raise ValueError("must be an address and a port; 127.0.0.1:0 chooses a free port")
         return value
