@@ -35,9 +35,9 @@ def attach_adapter(
     """Wrap a base model with an adapter whose weights are float32 and require gradients.
 
     The model is a ``transformers`` causal language model, which is changed in place, or a PEFT
-    model that already has adapters. ``base`` is the base model's id or directory, recorded in the
-    saved adapter. The adapter's name within the model has no dots. Modules with ``excluded`` paths
-    are not adapted even if a target matches their name.
+    model that already has adapters. ``base`` is the base model's id or directory, which the saved
+    adapter records. ``name`` is the adapter's name within the model and must not contain dots.
+    Modules with ``excluded`` paths are not adapted even if a target matches their name.
 
     Raises:
         BaseModelError: The architecture does not support the targets or prefixes.
@@ -91,11 +91,11 @@ def target_names(settings: AdapterSettings) -> list[str]:
 def initial_adapter(
     name: str, settings: AdapterSettings, seed: int, directory: Path | None = None
 ) -> tuple[State, Any]:
-    """Create the global adapter of round 1 without reading the base model's weights.
+    """Create the global adapter of round 1, normally without reading the base model's weights.
 
     One of LoRA's two matrices is zero, so the adapter initially has no effect. Prefixes are random,
-    as in PEFT, unless the settings give an initial text; computing its prefix loads the whole
-    model. The directory contains the base model's configuration; None locates it by name.
+    as in PEFT, unless the settings give an initial text: then the whole model is loaded to compute
+    the prefix. ``directory`` contains the base model's configuration; None locates it by ``name``.
 
     Returns:
         The adapter's float32 tensors, and its PEFT configuration with explicit targets.
@@ -108,7 +108,7 @@ def initial_adapter(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     prefix = settings.kind == "prefix"
-    # In a split model, a party may have only the files of its own blocks.
+    # In a split model, a party's directory may contain only the files of its own blocks.
     if directory is None or (prefix and settings.initial_text):
         directory = locate(name)
     with torch.device("meta"):
@@ -142,23 +142,23 @@ def _refuse_other_shape(model: Any, peft_config: Any) -> None:
     shape = (peft_config.num_layers, heads, peft_config.token_dim // heads)
     if shape != (model.config.num_hidden_layers, *key_value_shape(model.config)):
         raise BaseModelError(
-            f'adapter.kind = "prefix" does not support {type(model).__name__}: the shape of '
-            f"PEFT's prefixes {shape} differs from its blocks' shape; use LoRA"
+            f'adapter.kind = "prefix" does not support {type(model).__name__}: PEFT\'s prefixes '
+            f'have the shape {shape}, which does not fit its blocks; use adapter.kind = "lora"'
         )
 
 
 @torch.no_grad()
 def _prefix_of_text(directory: Path, settings: AdapterSettings) -> torch.Tensor:
-    """Return the keys and values of a text's tokens, (length, blocks · 2 · heads · width).
+    """Return the keys and values of the initial text, (length, blocks · 2 · heads · width).
 
-    With this prefix, the model computes as if the text preceded its input.
+    With this prefix, the model computes as if the repeated text preceded the model's input.
     """
     from transformers import AutoModelForCausalLM
 
     length = settings.prefix_length
     tokens = load_tokenizer(directory)(settings.initial_text)["input_ids"]
     if not tokens:
-        raise BaseModelError("adapter.initial-text has no tokens")
+        raise BaseModelError("adapter.initial-text has no tokens; use a longer text")
     repeated = torch.tensor([(tokens * length)[:length]])
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, trust_remote_code=False
@@ -167,8 +167,8 @@ def _prefix_of_text(directory: Path, settings: AdapterSettings) -> torch.Tensor:
     parts = [part for layer in layers for part in (layer.keys, layer.values)]
     if any(part.shape[2] != length for part in parts):
         raise BaseModelError(
-            "adapter.initial-text: a block caches fewer tokens than adapter.prefix-length = "
-            f"{length}"
+            "adapter.initial-text is not supported: a block of this model caches fewer tokens than "
+            f"adapter.prefix-length = {length}; use a shorter prefix"
         )
     return torch.cat([part[0].transpose(0, 1).flatten(1) for part in parts], dim=1)
 
@@ -213,7 +213,7 @@ def load_state(
     """Set weights by name, or raise a ValueError and set none if names or shapes differ."""
     if set(state) != set(parameters):
         different = sorted(set(state) ^ set(parameters))
-        raise ValueError(f"the tensors are not those of this model's adapter: {different[:3]} …")
+        raise ValueError(f"the tensors' names differ from this model's adapter: {different[:3]} …")
     for name, parameter in parameters.items():
         if state[name].shape != parameter.shape:
             shapes = tuple(state[name].shape), tuple(parameter.shape)
@@ -227,8 +227,8 @@ def save_adapter(
 ) -> None:
     """Write an adapter that ``PeftModel.from_pretrained(base, directory)`` loads.
 
-    The folder is replaced atomically: an interrupted write leaves the old content. ``state`` has
-    PEFT's saved names. If it is a safetensors file, it must be on the same disk, and is moved.
+    The folder is replaced atomically: an interrupted write keeps the old content. ``state`` uses
+    PEFT's saved names. A safetensors file as ``state`` must be on the same disk, and is moved.
     ``config`` is PEFT's configuration of the adapter, and ``card`` the text of README.md.
     """
     with replacing(directory) as aside:

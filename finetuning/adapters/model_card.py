@@ -19,9 +19,9 @@ def model_card(
 ) -> str:
     """Describe an adapter in Markdown with the metadata block of the Hugging Face Hub.
 
-    ``base`` is the base model's name in the run config, and ``directory`` its checkpoint during
-    training. ``sizes`` has the number of training examples by client. The card has the run config
-    without paths to private data.
+    ``base`` is the base model's name in the run config, and ``directory`` the folder from which it
+    was loaded for training. ``sizes`` maps clients to their numbers of training examples. The card
+    contains the run config without the paths of data, results and state.
     """
     metadata = ModelCardData(
         base_model=hub_id(base) if "/" in hub_id(base) and not base.startswith("/") else None,
@@ -38,7 +38,7 @@ def model_card(
 
 # {title}
 
-Trained on text that did not leave its owners, with Chambers.
+Trained with Chambers, on text that stayed with its owners.
 
 - Base model: `{base}`{stored}
 - Rounds: {rounds}

@@ -1,8 +1,8 @@
-"""P-tuning v2: trained keys and values that precede the tokens' own in every block.
+"""P-tuning v2: trained keys and values that precede those of the tokens in every block.
 
-See FL-GLM section 3.1, figure 2 and appendix A; reparametrisation is not used. PEFT calls it prefix
-tuning and saves one tensor (prefix length, blocks · 2 · heads · width) with the keys and then the
-values of each block.
+See FL-GLM section 3.1, figure 2 and appendix A; reparametrisation is not used. PEFT calls this
+method prefix tuning and saves one tensor (prefix length, blocks · 2 · heads · width) with the keys
+and then the values of each block.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ SAVED = "prompt_embeddings"
 
 
 def key_value_shape(config: Any) -> tuple[int, int]:
-    """Return the number of heads of a block's keys and values, and their width."""
+    """Return the number of heads of a block's keys and values, and the width of a head."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(heads), int(width)
@@ -34,14 +34,14 @@ def prefix_cache(
 ) -> Any:
     """Return a key-value cache that makes blocks compute as if the prefixes preceded the tokens.
 
-    The ``DynamicCache`` is for one forward pass. Gradients flow back through it to the prefixes,
-    which are (length, 2 · heads · width) by the block's absolute number, or (rows, length,
-    2 · heads · width) if each row has its own prefix. The keys and values have type ``dtype``.
+    The ``DynamicCache`` is for one forward pass; gradients flow back through it to the prefixes.
+    ``prefixes`` maps a block's number in the whole model to (length, 2 · heads · width), or to
+    (rows, length, 2 · heads · width) if each row has its own prefix. Keys and values get ``dtype``.
     """
     from transformers import DynamicCache
 
     # Positions and masks depend on the length of the first block's cache. If another party has that
-    # block, a placeholder of the same length, which takes hardly any memory, stands in for it.
+    # block, a placeholder of the same length, which takes hardly any memory, replaces its cache.
     device = next((prefix.device for prefix in prefixes.values()), None)
     placeholder = torch.zeros(1, 1, length, 1, dtype=dtype, device=device)
     return DynamicCache(
@@ -63,7 +63,7 @@ def _keys_and_values(
 
 
 def shifted(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Return a backbone's inputs, with any mask and positions shifted by the prefix length."""
+    """Return a backbone's inputs, with mask and positions, if any, shifted by a prefix length."""
     result = dict(inputs)
     if "attention_mask" in inputs:
         mask = inputs["attention_mask"]
@@ -76,8 +76,8 @@ def shifted(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
 class BlockPrefixes:
     """Prefixes of some of a model's blocks, one tensor per block, initialised to zero.
 
-    Blocks have their absolute numbers. ``parameters`` are (length, 2 · heads · width) float32 by
-    name, sorted.
+    Blocks are numbered as in the whole model. ``parameters`` maps names, in sorted order, to
+    (length, 2 · heads · width) float32.
     """
 
     def __init__(self, config: Any, length: int, devices: Mapping[int, torch.device]) -> None:
@@ -94,7 +94,7 @@ class BlockPrefixes:
     def before(self, inputs: Mapping[str, Any], rows: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return a backbone's inputs with the prefixes added as a cache; prefixes need no mask.
 
-        If the tokens are padded on the left, the inputs include their mask and positions.
+        If the tokens are padded on the left, the inputs must include the mask and the positions.
         """
         cache = prefix_cache(
             prefixes=self._blocks, length=self.length, config=self._config, rows=rows, dtype=dtype
@@ -105,7 +105,7 @@ class BlockPrefixes:
     def fill(self, cache: Any, rows: int, dtype: torch.dtype) -> None:
         """Put the prefixes into an empty cache, so that text can be generated after them.
 
-        The cache is indexed by the absolute numbers of blocks.
+        The cache is indexed by the blocks' numbers in the whole model.
         """
         for number, prefix in self._blocks.items():
             pair = _keys_and_values(prefix=prefix, config=self._config, rows=rows, dtype=dtype)
@@ -120,8 +120,8 @@ def name_of_block(number: int) -> str:
 def refuse_without_prefix(model: Any, length: int) -> None:
     """Raise a BaseModelError if a block can't have a prefix before its keys and values.
 
-    The model is in bfloat16 on the meta device, where nothing is computed. Some mixture-of-experts
-    models accept only bfloat16 there.
+    The model must be in bfloat16 on the meta device, where nothing is computed. Some
+    mixture-of-experts models accept only bfloat16 there.
     """
     try:
         config = model.config
@@ -135,7 +135,7 @@ def refuse_without_prefix(model: Any, length: int) -> None:
         model.base_model(inputs_embeds=token, past_key_values=cache, use_cache=False)
         lengths = [layer.get_seq_length() for layer in cache.layers]
         without = [i for i, found in enumerate(lengths) if found != length + 1]
-        reason = f"block {without[0]} has no attention that reads them" if without else ""
+        reason = f"block {without[0]} has no attention that reads a prefix" if without else ""
     except Exception as error:  # An unsupported architecture can raise any exception.
         reason = f"{type(error).__name__}: {error}".partition(". ")[0]
     if reason:

@@ -3,8 +3,8 @@
 Each cap is relative to the median of the other clients' values; if their number is even, the upper
 of the two middle values is used. With three or more clients, a single client can therefore neither
 raise its own cap nor push an honest client's cap below the value of another honest client. It is
-enough to compute the lower median of all clients: for a client above it, it equals the others'
-median, and the remaining clients do not reach their caps.
+enough to compute the lower median of all clients' values: for a client whose value is above this
+median, it equals the median of the others, and the remaining clients do not reach their caps.
 
 Values that are not capped are returned unchanged, bit for bit.
 """
@@ -20,8 +20,8 @@ from finetuning.adapters.adapter import State
 # Largest update distance ÷ the others' median. Honest clients with equal numbers of steps differ by
 # a factor below 2; with Adam, the distance grows at most in proportion to the number of steps.
 MAX_DISTANCE = 10.0
-# Largest value of J ÷ the typical value for its weight, and the share of a client's J that may
-# exceed it: up to 0.012 for honest clients, up to 0.043 with two clients (docs/robustness.md).
+# Largest J ÷ the weight's typical J, and the largest sum of a client's excess over this cap ÷ the
+# sum of the rest: up to 0.012 for honest clients, 0.043 with two clients (docs/robustness.md).
 _MAX_IMPORTANCE = 5.0
 _MAX_ABOVE = 0.1
 
@@ -38,8 +38,8 @@ def distance(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Te
 def update_factors(distances: Mapping[str, float]) -> dict[str, float]:
     """Return the factor by which each client's update is scaled; 1.0 up to the cap.
 
-    Distances are from the global adapter that the client started with. Clients with a distance of 0
-    are ignored when the cap is computed.
+    ``distances`` are those of the clients' adapters from the global adapter that they started with.
+    Clients with a distance of 0 are ignored when the cap is computed.
     """
     moved = [each for each in distances.values() if each > 0]
     most = MAX_DISTANCE * median_low(moved) if moved else 0.0
@@ -57,10 +57,10 @@ def scaled(state: State, reference: Mapping[str, torch.Tensor], factor: float) -
 
 
 def counted_sizes(sizes: Mapping[str, int], largest: float) -> dict[str, int]:
-    """Return the data sizes to use in averages, such that no client exceeds a share of their sum.
+    """Return data sizes to use in averages, of which none exceeds the share ``largest`` of the sum.
 
-    A larger client's size is reduced to exactly that share, which is above 0 and at most 1. If it
-    is too small for the number of clients, all clients get equal sizes.
+    The size of a larger client is reduced to this share, which must be above 0 and at most 1. If
+    the share is too small for the number of clients, all clients get equal sizes.
     """
     ordered = sorted(sizes.values(), reverse=True)
     for capped, size in enumerate(ordered):
@@ -79,7 +79,7 @@ def typical_importance(values: torch.Tensor) -> torch.Tensor:
 
     The values of the clients are stacked along the first dimension. The result is at least the
     lower median of the clients' means over the tensor, because a weight that matters to only one
-    client, such as that of a rare token, has a median of 0.
+    client, such as a weight for a rare token, has a median of 0.
     """
     means = values.flatten(start_dim=1).mean(dim=1)
     return values.median(dim=0).values.clamp(min=float(means.median()))
@@ -90,8 +90,8 @@ class ImportanceCap:
 
     J of single weights is heavy-tailed even for honest clients. Therefore a client's J is accepted
     unchanged unless the amounts above 5 times the typical values sum to more than a tenth of the
-    rest. In that case each of its values is capped at the typical one. (Capped at 5 times the
-    typical value, a J of 1 everywhere would still inflate the quadratic penalty of FedJudge Eq. 4.)
+    rest. In that case each of the client's values is capped at the typical value. (With a cap that
+    is 5 times as high, a J of 1 everywhere would still inflate the penalty of FedJudge Eq. 4.)
 
     Add every tensor before capping the first one.
     """
@@ -111,7 +111,7 @@ class ImportanceCap:
             self._above[name] = self._above.get(name, 0.0) + float(value.sum()) - below
 
     def cap(self, values: Mapping[str, torch.Tensor]) -> State:
-        """Return that tensor, keyed by client, capped for the clients with exaggerated J."""
+        """Return one tensor of each client's J, capped for the clients with exaggerated J."""
         capped = [n for n, above in self._above.items() if above > _MAX_ABOVE * self._below[n]]
         if not capped:
             return dict(values)

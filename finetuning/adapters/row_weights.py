@@ -15,16 +15,16 @@ from finetuning.model.base_model import BaseModelError
 def weights_per_row(peft_model: Any, rows: int) -> Iterator[dict[str, torch.Tensor]]:
     """Use a separate view of the adapter's weights for each row within the context.
 
-    The views take no memory, but their gradients take that of ``rows`` adapters. Prefixes aren't
-    modules, so the model must pass their views to its blocks itself. All batches computed within
-    the context have this number of rows.
+    The views take no memory, but their gradients take as much memory as ``rows`` adapters. A hook
+    can't replace prefixes, so the model itself must pass the views of prefixes to its blocks. All
+    batches processed within the context must have this number of rows.
 
     Yields:
         (rows, …) leaf tensors by the parameters' names.
 
     Raises:
-        BaseModelError: An adapted module's input has no row dimension, such as that of an output
-            head or of an expert in a mixture of experts.
+        BaseModelError: An adapted module is not a linear layer, or its input has no row dimension,
+            as in an output head or in an expert of a mixture of experts.
 
     """
     copies: dict[str, torch.Tensor] = {}
@@ -53,6 +53,6 @@ def _by_row(
 
 def _not_by_row(path: str) -> BaseModelError:
     return BaseModelError(
-        f"the gradients of single rows, which differential privacy needs, can't be told apart in "
-        f"{path}; adapt linear layers of the attention alone (adapter.targets)"
+        f"differential privacy needs a gradient for each row, which can't be computed in {path}; "
+        "adapt only linear layers of the attention (adapter.targets)"
     )

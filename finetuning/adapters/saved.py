@@ -31,8 +31,8 @@ _INCIDENTAL = {
     "task_type",
     "token_dim",
 }
-# Accepted LoRA initialisations. With others (PiSSA, OLoRA, …) PEFT changes the base model's weights
-# whenever it loads the adapter.
+# Accepted LoRA initialisations. With other ones (PiSSA, OLoRA, …), PEFT changes the base model's
+# weights whenever it loads the adapter.
 _PLAIN_INITIALISATIONS = (True, False, "gaussian")
 _SHOWN = 4
 
@@ -112,7 +112,7 @@ def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") 
         theirs, ours = getattr(found.settings, key), getattr(settings, key)
         if theirs != ours:
             raise AdapterError(
-                f"the adapter in {directory} has {key} {theirs}, and adapter.{key} = {ours}"
+                f"the adapter in {directory} has {key} {theirs}, but adapter.{key} = {ours}"
             )
     shapes, needed = (
         {name: tuple(value.shape) for name, value in state.items()}
@@ -121,8 +121,8 @@ def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") 
     if different := sorted(dict(shapes.items() ^ needed.items())):
         raise AdapterError(
             f"the adapter in {directory} doesn't fit: {', '.join(different[:_SHOWN])} differ in "
-            "name or shape; give the run its base model, and its adapter.targets or "
-            "adapter.prefix-length"
+            "name or shape; set model.name, and adapter.targets or adapter.prefix-length, to the "
+            "values that the adapter was trained with"
         )
     return {name: value.float() for name, value in found.state.items()}
 

@@ -6,7 +6,7 @@ from finetuning.adapters.adapter import State
 
 
 class WeightedMean:
-    """A weighted mean of states with the same tensors.
+    """A weighted mean of states whose tensors have the same names and shapes.
 
     Sums are float64, so in nearly all cases the result is the exact mean rounded to float32. Add
     states in a fixed order for bit-identical results. The sums take 8 bytes for each parameter,

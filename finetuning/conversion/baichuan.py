@@ -26,18 +26,18 @@ _SIZES = (
 def plan_baichuan(config: Mapping[str, Any]) -> Plan:
     """Return the plan for a checkpoint with ``model_type`` "baichuan".
 
-    Raise a ConversionError if it is not Baichuan-7B or Baichuan2-7B, or a setting is unsupported.
+    Raise a ConversionError if the checkpoint is neither Baichuan-7B nor Baichuan2-7B.
     """
     from transformers import LlamaConfig
 
     # Only the 13B models, which use ALiBi, lack this key.
     if "max_position_embeddings" not in config:
         raise ConversionError(
-            "Baichuan-13B and Baichuan2-13B add a bias by distance to attention (ALiBi), which the "
-            "Llama class doesn't have; convert Baichuan-7B or Baichuan2-7B instead"
+            "Baichuan-13B and Baichuan2-13B bias attention by distance (ALiBi), which the Llama "
+            "class doesn't support; convert Baichuan-7B or Baichuan2-7B instead"
         )
     if config.get("tie_word_embeddings") or config.get("hidden_act", "silu") != "silu":
-        raise ConversionError("config.json is not Baichuan-7B's: tied embeddings or not SiLU")
+        raise ConversionError("config.json isn't Baichuan-7B's: it ties embeddings or lacks SiLU")
     second = "z_loss_weight" in config
     model = "Baichuan2-7B" if second else "Baichuan-7B"
     target = LlamaConfig(
@@ -69,8 +69,8 @@ def plan_baichuan(config: Mapping[str, Any]) -> Plan:
     changes = ["W_pack is divided into q_proj, k_proj and v_proj."]
     if second:
         changes.append(
-            "The rows of lm_head have norm 1, as the original computes them; trained further, they "
-            "would not stay so."
+            "The rows of lm_head are normalised, which the original does in each forward pass; if "
+            "lm_head were trained further, their norms would change."
         )
     return Plan(
         model=model,

@@ -1,7 +1,7 @@
 """Convert ChatGLM2-6B and ChatGLM3-6B to GLM.
 
 Like both models, the GLM class applies rotary embeddings to the first half of each head, in pairs
-of adjacent values. Only tensor names differ, and one matrix holds queries, keys and values.
+of adjacent values. Only tensor names differ, and that one matrix projects queries, keys and values.
 """
 
 import re
@@ -60,7 +60,7 @@ _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 def plan_chatglm(config: Mapping[str, Any], name: str, version: Version | None) -> Plan:
     """Return the plan for a checkpoint with ``model_type`` "chatglm".
 
-    If the version is None, it is detected from the names in ``config.json`` and of the checkpoint.
+    If the version is None, it is detected from the name in ``config.json`` and the folder's name.
     Raise a ConversionError if it is ambiguous, or the model is neither ChatGLM2 nor ChatGLM3.
     """
     from transformers import GlmConfig
@@ -70,8 +70,8 @@ def plan_chatglm(config: Mapping[str, Any], name: str, version: Version | None) 
     ratio = config.get("rope_ratio", 1)
     if version == 2 and ratio != 1:
         raise ConversionError(
-            "ChatGLM2's long variant interpolates positions; convert ChatGLM2-6B, or "
-            "ChatGLM3-6B-32k, instead"
+            "ChatGLM2's long-context variant interpolates positions, which the GLM class doesn't "
+            "support; convert ChatGLM2-6B or ChatGLM3-6B-32k instead"
         )
     model = f"ChatGLM{version}-6B"
     rope = {"rope_type": "default", "rope_theta": 10000.0 * ratio, "partial_rotary_factor": 0.5}
@@ -130,9 +130,9 @@ def plan_chatglm(config: Mapping[str, Any], name: str, version: Version | None) 
 def _refuse_others(config: Mapping[str, Any]) -> None:
     if "position_encoding_2d" in config or "max_sequence_length" in config:
         raise ConversionError(
-            "ChatGLM-6B (the first version) has attention and positions in two dimensions that no "
-            "class of transformers computes; the nearest that can be used are ChatGLM2-6B and "
-            "ChatGLM3-6B, converted, or GLM-4-9B-hf as it is"
+            "ChatGLM-6B (the first version) uses two-dimensional positions and an attention that "
+            "no class of transformers supports; instead, convert ChatGLM2-6B or ChatGLM3-6B, or "
+            "use GLM-4-9B-hf without conversion"
         )
     if config.get("padded_vocab_size") == 151552:
         raise ConversionError(
@@ -145,7 +145,7 @@ def _refuse_others(config: Mapping[str, Any]) -> None:
     different += [f"{key} = {config[key]}" for key in _ABSENT if config.get(key)]
     if different:
         raise ConversionError(
-            f"config.json is neither ChatGLM2-6B's nor ChatGLM3-6B's: {', '.join(different)}"
+            f"config.json fits neither ChatGLM2-6B nor ChatGLM3-6B: {', '.join(different)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Convert a checkpoint of one of the papers' models that needs remote code as published."""
+"""Convert a checkpoint that can't be loaded without remote code, of a model from the papers."""
 
 import hashlib
 import json
@@ -27,9 +27,9 @@ def convert(
 ) -> Plan:
     """Write an equivalent checkpoint that ``transformers`` loads without remote code.
 
-    Tensors keep their precision. Memory is needed for one file of the source and one of the target,
-    which has at most ``shard_bytes``. The target folder must not exist; it is created only when it
-    is complete. ``version`` is ChatGLM's, if neither ``config.json`` nor the folder's name has it.
+    Tensors keep their precision. Memory is needed for one file of the source and one of the target;
+    target files have at most ``shard_bytes``. The target folder appears only when it is complete.
+    ``version`` is ChatGLM's; pass it if neither ``config.json`` nor the folder's name tells it.
 
     Raises:
         ConversionError: The checkpoint can't be converted; nothing is written.
@@ -70,7 +70,7 @@ def _plan(config: Mapping[str, Any], source: Path, version: Version | None) -> P
 
     if kind in CONFIG_MAPPING:
         raise ConversionError(
-            f'model_type "{kind}" needs no conversion: transformers has its class, so use the '
+            f'model_type "{kind}" needs no conversion: transformers has a class for it, so use the '
             "checkpoint as model.name"
         )
     raise ConversionError(
@@ -80,7 +80,7 @@ def _plan(config: Mapping[str, Any], source: Path, version: Version | None) -> P
 
 
 def _converted(files: list[Path], plan: Plan, outline: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and tensors of the target, which is given as a model on the meta device."""
+    """Yield the target's tensors by name; ``outline`` is the target model on the meta device."""
     expected = {name: value.shape for name, value in outline.state_dict().items()}
     missing = set(expected)
     with progress_bar(total=len(expected), description="converting") as bar:
@@ -96,7 +96,7 @@ def _converted(files: list[Path], plan: Plan, outline: Any) -> Iterator[tuple[st
                 bar.update()
     if missing:
         raise ConversionError(
-            f"the checkpoint has nothing for {min(missing)} and {len(missing) - 1} other tensors"
+            f"the checkpoint lacks {min(missing)} and {len(missing) - 1} other tensors"
         )
 
 
@@ -117,7 +117,7 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ConversionError(f"{file} can't be read: {error}") from error
     if not isinstance(content, dict):
-        raise ConversionError(f"{file} must contain an object")
+        raise ConversionError(f"{file} must contain a JSON object")
     return content
 
 
@@ -126,7 +126,7 @@ def _refuse_full_disk(target: Path, size: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < size:
         raise ConversionError(
-            f"{target.parent} has {free / 1e9:.1f} GB free; the converted checkpoint needs "
+            f"{target.parent} has {free / 1e9:.1f} GB free, but the converted checkpoint needs "
             f"{size / 1e9:.1f} GB"
         )
 

@@ -20,14 +20,14 @@ class Plan:
     Attributes:
         model: Name of the model.
         config: Configuration of the target's class in transformers.
-        rename: Maps a source tensor to target tensors by name; empty if the target computes the
-            tensor itself. Raises a `ConversionError` for an unknown tensor.
+        rename: Maps a source tensor to target tensors by name; returns none if the target computes
+            the tensor itself. Raises a `ConversionError` for an unknown tensor.
         special_tokens: Tokens that follow the vocabulary of ``tokenizer.model``, in order.
         first_tokens: Special tokens that are put before each text.
         tokenizer: Arguments of the target's tokenizer.
         chat_template: Jinja template of the prompts that the model was trained with.
         end_of_answer: Additional special tokens that end a generated answer.
-        changes: Descriptions of the target's other differences, one sentence each.
+        changes: Descriptions of the target's differences from the source, for its README.md.
 
     """
 
@@ -45,7 +45,7 @@ class Plan:
 def sizes(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
     """Return values of a source's ``config.json`` under their names in transformers.
 
-    The keys map names in the source to names in transformers. A ConversionError is raised if a
+    ``keys`` maps names in the source to names in transformers. A ConversionError is raised if a
     value is missing.
     """
     missing = sorted(keys.keys() - config.keys())

@@ -16,7 +16,7 @@ def convert_tokenizer(file: Path, plan: Plan) -> Any:
 
     Raises:
         ConversionError: The file is not a SentencePiece BPE model, uses a feature that fast
-            tokenizers don't support, or has more tokens than the model.
+            tokenizers don't support, lacks a token, or has more tokens than the model.
 
     """
     from tokenizers import AddedToken, processors
@@ -26,8 +26,8 @@ def convert_tokenizer(file: Path, plan: Plan) -> Any:
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in plan.special_tokens])
     if tokenizer.get_vocab_size() > plan.config.vocab_size:
         raise ConversionError(
-            f"{file} has {tokenizer.get_vocab_size()} tokens with the special ones, and "
-            f"config.json allows {plan.config.vocab_size}"
+            f"{file} has {tokenizer.get_vocab_size()} tokens including special ones, but "
+            f"config.json allows only {plan.config.vocab_size}"
         )
     if plan.first_tokens:
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -66,14 +66,14 @@ def _read(file: Path) -> Any:
     if not types:
         raise ConversionError(f"{file} is not a SentencePiece model: it has no pieces")
     refused = {
-        "an algorithm other than byte-pair encoding": proto.trainer_spec.model_type != _BPE,
-        "whitespace at the end of pieces": proto.trainer_spec.treat_whitespace_as_suffix,
-        "unescaped whitespace": not proto.normalizer_spec.escape_whitespaces,
-        "unused pieces": _UNUSED in types,
+        "its algorithm isn't byte-pair encoding": proto.trainer_spec.model_type != _BPE,
+        "its pieces end with whitespace": proto.trainer_spec.treat_whitespace_as_suffix,
+        "it doesn't escape whitespace": not proto.normalizer_spec.escape_whitespaces,
+        "it has unused pieces": _UNUSED in types,
     }
     for reason, is_so in refused.items():
         if is_so:
-            raise ConversionError(f"{file} can't be converted: it has {reason}")
+            raise ConversionError(f"{file} can't be converted: {reason}")
     return proto
 
 
@@ -84,9 +84,9 @@ def _encoder(proto: Any, file: Path) -> Any:
 
     scores = {piece.piece: piece.score for piece in proto.pieces}
     if len(scores) < len(proto.pieces):
-        raise ConversionError(f"the SentencePiece model {file} has a piece twice")
+        raise ConversionError(f"the SentencePiece model {file} contains a piece twice")
     vocabulary = {piece: number for number, piece in enumerate(scores)}
-    # Text is never encoded as one of the other pieces, even if it is spelled the same.
+    # Byte-pair encoding must not form pieces of other types, even if text is spelled like them.
     fixed = {piece.piece for piece in proto.pieces if piece.type != _NORMAL}
     tokenizer = Tokenizer(
         models.BPE(
@@ -102,7 +102,7 @@ def _encoder(proto: Any, file: Path) -> Any:
     if proto.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     tokenizer.decoder = decoders.Sequence(steps)
-    # As in every fast tokenizer, these are matched in texts, and the text after them starts a word.
+    # Every fast tokenizer matches these pieces in texts, and text after such a piece starts a word.
     for kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
         tokens = [p.piece for p in proto.pieces if p.type == kind]
         special = kind != _USER_DEFINED
@@ -118,7 +118,7 @@ def _normalizers(spec: Any) -> list[Any]:
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        # Replace only spaces; other whitespace is text.
+        # Replace only spaces; other whitespace is not changed.
         steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
         steps.append(normalizers.Replace(Regex(" +"), " "))
     if spec.add_dummy_prefix:

@@ -60,8 +60,8 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
         except (pickle.UnpicklingError, SafetensorError, EOFError, OSError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise ConversionError(
-                f"{file} can't be read: {reason} (it must contain tensors alone, and not be the "
-                "pointer that Git LFS leaves in place of a file)"
+                f"{file} can't be read: {reason} (it must contain only tensors; if it is a Git LFS "
+                "pointer, replace it with the file itself)"
             ) from error
 
 
@@ -70,7 +70,7 @@ def _checked(name: str, tensor: object, file: Path) -> torch.Tensor:
         what = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConversionError(
             f"{name} in {file} is {what}; only float32, float16 and bfloat16 can be converted, so "
-            "use the checkpoint that is not quantised"
+            "use an unquantised checkpoint"
         )
     return tensor
 
@@ -80,8 +80,8 @@ def write_shards(
 ) -> set[torch.dtype]:
     """Write tensors with the index that transformers expects, and return their data types.
 
-    A file has at most ``limit`` bytes; a larger tensor gets a file of its own. The tensors of one
-    file are copied and kept in memory.
+    A file has at most ``limit`` bytes; a larger tensor gets a file of its own. Only one file's
+    tensors, as copies, are in memory at a time.
     """
     shards: list[list[str]] = []
     dtypes: set[torch.dtype] = set()
@@ -107,7 +107,7 @@ def write_shards(
 def _shards(
     tensors: Iterable[tuple[str, torch.Tensor]], limit: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of each file, in a dict that the next file reuses."""
+    """Yield the tensors of each file, in a dict that is reused for the next file."""
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:

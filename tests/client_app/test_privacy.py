@@ -249,7 +249,7 @@ def test_what_cannot_be_computed_costs_no_epsilon(
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "opt")
     changes = {"model.name": str(tmp_path / "opt"), "adapter.targets": "q_proj,fc2"}
     file = policy(20.0)
-    with pytest.raises(TooFewClientsError, match=r"alpha: .*can't be told apart in .*fc2"):
+    with pytest.raises(TooFewClientsError, match=r"alpha: .*can't be computed in .*fc2"):
         start(
             settings | changes,
             Sites(settings | changes, client_folders, {"alpha": file}),

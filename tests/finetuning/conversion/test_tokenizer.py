@@ -135,7 +135,7 @@ def test_what_is_not_such_a_model_is_refused(sentencepiece_model, tmp_path):
     with pytest.raises(ConversionError, match=r"tokenizer\.model is not a SentencePiece model"):
         convert_tokenizer(file, plan)
     unigram = sentencepiece_model(model_type="unigram", vocab_size=360)
-    with pytest.raises(ConversionError, match="an algorithm other than byte-pair encoding"):
+    with pytest.raises(ConversionError, match="its algorithm isn't byte-pair encoding"):
         convert_tokenizer(unigram, plan)
     with pytest.raises(ConversionError, match=r"520 tokens.*config\.json allows 100"):
         convert_tokenizer(sentencepiece_model(), plan_baichuan(BAICHUAN | {"vocab_size": 100}))
