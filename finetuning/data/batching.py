@@ -33,8 +33,8 @@ class MicroBatch:
     Attributes:
         tokens: (rows, columns) int64.
         lengths: (rows,) int64; number of tokens of each row without padding.
-        positions: (targets,) int64; indices into the flattened (rows · columns) hidden states, of
-            the token *before* each target, whose hidden state predicts the target.
+        positions: (targets,) int64; index in the flattened (rows · columns) hidden states of the
+            token *before* each target; that token's hidden state predicts the target.
         labels: (targets,) int64; the target tokens.
 
     """
@@ -81,8 +81,8 @@ def round_steps(
     """Return the examples of each optimizer step of a round.
 
     A round continues where the previous one ended: with ``local_steps`` it can end inside an epoch.
-    Each epoch has its own order, in which examples of similar length are close together. Rounds
-    count from 1; each step is a list of indices into ``lengths``, the examples' numbers of tokens.
+    Each epoch has its own order, in which examples of similar length are close together. Rounds are
+    counted from 1. A step is a list of indices into ``lengths``, the examples' numbers of tokens.
     """
     per_epoch = _steps_per_epoch(len(lengths), settings)
     per_round = steps_per_round(len(lengths), settings)
@@ -101,12 +101,12 @@ def micro_batches(
 ) -> list[list[int]]:
     """Divide examples or prompts into batches of at most ``token_budget`` padded tokens.
 
-    They are sorted by length, which reduces padding. The largest batch comes first, so that
-    out-of-memory errors occur immediately. An example longer than the budget gets its own.
+    Examples are sorted by length, which reduces padding. The batch with the longest ones is first,
+    so out-of-memory errors occur immediately. An example above the budget gets its own batch.
 
     Args:
-        indices: Indices of the examples.
-        columns: Number of columns of each: prefix positions, tokens and those to be generated.
+        indices: Indices of the examples in ``columns``.
+        columns: Each example's prefix positions plus tokens plus tokens to be generated.
         token_budget: Maximum rows × columns of a batch.
         most_rows: Maximum number of rows of a batch.
 
@@ -123,7 +123,7 @@ def micro_batches(
 
 
 def split_rows(batch: MicroBatch, most: int) -> list[MicroBatch]:
-    """Split a micro-batch into ones of at most ``most`` rows, each padded to its longest row."""
+    """Split a micro-batch into parts of at most ``most`` rows, each padded to its longest row."""
     row, column = batch.positions // batch.tokens.shape[1], batch.positions % batch.tokens.shape[1]
     parts = []
     for first in range(0, len(batch.tokens), most):

@@ -1,4 +1,4 @@
-"""Arrange candidate answers in batches that compute a question's common beginning only once."""
+"""Arrange candidate answers in batches that process a question's common beginning only once."""
 
 import os
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Owner = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Continuation:
-    """A candidate answer and what precedes it: (tokens,) int64 each, at least one token."""
+    """A candidate answer and the context before it, (tokens,) int64 each, at least one token."""
 
     context: torch.Tensor
     answer: torch.Tensor
@@ -23,7 +23,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class CandidateBatch:
-    """Texts grouped by their common beginning, which is computed once.
+    """Texts grouped by their common beginning, which is processed once.
 
     Attributes:
         beginnings: (rows, columns) int64, padded on the left.
@@ -31,8 +31,8 @@ class CandidateBatch:
         endings: (rows · n, columns) int64, padded on the right; the n endings of a beginning are
             adjacent. n can be 0.
         ending_lengths: (rows · n,) int64; number of tokens of each ending without padding.
-        positions: (targets,) int64; indices of the tokens *before* each target in the flattened
-            hidden states of the beginnings, followed by those of the endings.
+        positions: (targets,) int64; index of the token *before* each target in the flattened hidden
+            states, first of the beginnings, then of the endings.
         labels: (targets,) int64; the target tokens.
         owners: The continuation and token that each target belongs to.
 
@@ -79,20 +79,20 @@ def candidate_batches(
 ) -> list[CandidateBatch]:
     """Arrange groups of continuations in batches.
 
-    The longest common beginning of a group's texts is computed once. Texts that differ only in
-    their last token are also computed once, because the same hidden state predicts both tokens.
+    The longest common beginning of a group's texts is processed once. Texts that differ only in
+    their last token are also processed once, because the same hidden state predicts both tokens.
 
     A batch has at most ``max_tokens`` padded tokens, including the ``columns_before`` prefix
     positions before each row's tokens.
 
     Raises:
-        DataError: A text does not fit.
+        DataError: A text does not fit into ``max_tokens``.
 
     """
     units: list[_Unit] = []
     for number, group in enumerate(groups):
         units += _units(number, group, columns_before=columns_before, max_tokens=max_tokens)
-    # The largest batches come first, so that running out of memory shows immediately.
+    # The largest batches come first, so that out-of-memory errors occur immediately.
     units.sort(key=lambda unit: (-len(unit.endings), *(-size for size in unit.columns)))
     chosen: list[list[_Unit]] = []
     for unit in units:
@@ -115,7 +115,7 @@ def _tokens_kept(endings: int, columns_before: int, beginning: int, ending: int)
 def _units(
     number: int, group: Sequence[Continuation], columns_before: int, max_tokens: int
 ) -> list[_Unit]:
-    """Divide a group's texts into their common beginning and what follows it."""
+    """Divide a group's texts into their common beginning and their endings."""
     # The last token is omitted, because it predicts nothing.
     texts = [(*c.context.tolist(), *c.answer.tolist()[:-1]) for c in group]
     distinct = sorted(dict.fromkeys(texts), key=len, reverse=True)
@@ -123,8 +123,8 @@ def _units(
     each = _tokens_kept(endings=1, columns_before=columns_before, beginning=longest, ending=1)
     if each > max_tokens:
         raise DataError(
-            f"a text of {longest} tokens takes {each} with its prefix and answer, and at most "
-            f"{max_tokens} can be computed at once"
+            f"a text of {longest} tokens takes {each} with its prefix and answer, but at most "
+            f"{max_tokens} can be processed at once"
         )
     shared = len(os.path.commonprefix(distinct))  # noqa: RUF071 - works for all sequences
     longer = [text for text in distinct if len(text) > shared]

@@ -1,4 +1,4 @@
-"""Render conversations as text, with the tokenizer's chat template or in the paper's plain form."""
+"""Render conversations as text, with the tokenizer's chat template or in FedJudge's plain form."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,17 +19,17 @@ _DATED = (
 
 
 class TurnsChangeError(ValueError):
-    """The template renders a turn differently depending on later ones."""
+    """The template renders a turn differently depending on later turns."""
 
 
 def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple[str, Spans]:
     """Render a conversation as text.
 
     Returns:
-        The text, and the (start, end) character span of each answer, including its end mark.
+        The text, and the (start, end) character spans of the requested answers with end marks.
 
     Raises:
-        TurnsChangeError: The template renders a turn differently depending on later ones.
+        TurnsChangeError: The template renders a turn differently depending on later turns.
 
     """
     if not tokenizer.chat_template:
@@ -55,14 +55,14 @@ def _answer_start(messages: Messages, tokenizer: Any, text: str) -> int:
     if not text.startswith(before):
         raise TurnsChangeError("the chat template changes earlier turns")
     # Some generation prompts end with text that rendered answers lack (DeepSeek's "<think>").
-    # The answer begins at the first character that a different answer changes.
+    # The answer begins at the first character that changes if the answer is replaced.
     probe = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in messages[-1]["content"])
     other = _apply(tokenizer, [*messages[:-1], {"role": "assistant", "content": probe}])
     return max(len(before), len(commonprefix([text, prompt, other])))  # noqa: RUF071
 
 
 def _render_plain(messages: Messages, tokenizer: Any) -> tuple[str, Spans]:
-    """Render in the paper's ``{Instruction Input: Instruction Output}`` form (section 4.1)."""
+    """Render in FedJudge's ``{Instruction Input: Instruction Output}`` form (section 4.1)."""
     begins = tokenizer.bos_token_id in tokenizer("").input_ids if tokenizer.bos_token else False
     text = tokenizer.bos_token if begins else ""
     spans: Spans = []
@@ -86,7 +86,7 @@ def _apply(tokenizer: Any, messages: Messages, **options: bool) -> str:
         list(messages),
         chat_template=_DATED + template if "strftime_now" in template else template,
         tokenize=False,
-        # Rows have no reasoning text; a template that adds an empty one would make it a target.
+        # Rows contain no reasoning; if a template added empty reasoning, that would be a target.
         enable_thinking=False,
         **options,
     )

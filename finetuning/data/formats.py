@@ -1,4 +1,4 @@
-"""Read files of rows and data sets from the Hugging Face Hub, without interpreting the rows."""
+"""Read rows from files or from the Hugging Face Hub, without interpreting them."""
 
 import csv
 import glob
@@ -18,8 +18,8 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 class DataError(UserError, ValueError):
     """Data is missing or malformed; the message names files, lines and reasons.
 
-    ``message`` quotes nothing from the data; ``quoted`` is the message of another library, which
-    may.
+    ``message`` quotes nothing from the data; ``quoted``, which is the message of another library,
+    may quote data.
     """
 
     def __init__(self, message: str, quoted: str = "") -> None:
@@ -33,16 +33,16 @@ class DataError(UserError, ValueError):
 
 
 def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
-    """Yield the origin and raw value of each row; an unreadable row yields a `DataError` as value.
+    """Yield each row's origin and raw value; the value of an unreadable row is a `DataError`.
 
-    ``path`` is a file in a supported format, or the id of a data set: its split ``train`` is read.
+    ``path`` is a file in a supported format, or the id of a data set with a split ``train``.
 
     Raises:
         DataError: The file or data set is missing, or the rest of it can't be read.
 
     """
     if isinstance(path, str):
-        source = f"{path} is not an absolute path, and as a data set's id"
+        source = f"{path} is not an absolute path, and the data set with this id"
         yield from _number(path, _stream(path, source))
         return
     if not path.is_file():
@@ -62,7 +62,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def is_data_set_id(text: str) -> bool:
-    """Return whether a text has the form of a data set id, and not of a relative file path."""
+    """Return whether a text has the form of a data set id, but not of a relative file path."""
     return is_hub_id(text) and Path(text).suffix not in FORMATS
 
 
@@ -139,12 +139,12 @@ def _check_header(path: Path, columns: list[str]) -> None:
     except UnicodeEncodeError:
         raise DataError(f"{path} is not UTF-8") from None
     if len(columns) == 1 and (";" in line or "\t" in line):
-        raise DataError(f"{path}: the cells of the header are not separated by commas")
+        raise DataError(f"{path}: the cells of the header must be separated by commas")
 
 
 def _table_row(columns: list[str], cells: list[str]) -> dict[str, str] | DataError:
     if len(cells) != len(columns):
-        return DataError(f"has {len(cells)} cells where the header has {len(columns)}")
+        return DataError(f"has {len(cells)} cells, but the header has {len(columns)}")
     try:
         "".join(cells).encode()
     except UnicodeEncodeError:
@@ -157,7 +157,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _stream(reader: str, source: Path | str, **options: str) -> Iterable[Any]:
-    """Stream with ``datasets``, so that its cache keeps no copy of private text."""
+    """Stream rows with ``datasets``, so that the library's cache keeps no copy of private text."""
     from datasets import load_dataset
 
     try:

@@ -23,8 +23,8 @@ def partition(
     Equal arguments give equal parts.
 
     Raises:
-        DataError: There are fewer rows than parts or fewer labels than clients, or a row has no
-            label.
+        DataError: There are too few rows or labels for the number of parts, a row has no label, or
+            no draw of Dirichlet shares gives every part a row.
 
     """
     if len(rows) < parts:
@@ -88,7 +88,7 @@ def _by_label(order: _Integers, labels: _Integers, parts: int) -> list[_Integers
 def _by_dirichlet(
     order: _Integers, labels: _Integers, parts: int, alpha: float, random: np.random.Generator
 ) -> list[_Integers]:
-    """Divide each label's rows by shares from Dirichlet(alpha); redraw while a client is empty."""
+    """Divide each label's rows by shares from Dirichlet(alpha); redraw while a part is empty."""
     for _ in range(_DIRICHLET_DRAWS):
         pieces = []
         for label in range(labels.max() + 1):
@@ -100,6 +100,6 @@ def _by_dirichlet(
         if all(len(group) for group in groups):
             return groups
     raise DataError(
-        f"data.dirichlet-alpha = {alpha} leaves one of {parts} clients without data in "
+        f"data.dirichlet-alpha = {alpha} gives one of {parts} clients no data in each of "
         f"{_DIRICHLET_DRAWS} draws; raise it"
     )

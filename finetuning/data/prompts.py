@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 _NO_LIMIT = 2**31
-# Any text works, because no token spans the boundary between a prompt and its answer.
+# Any placeholder works, because no token spans the boundary between a prompt and its answer.
 _PLACEHOLDER = "x"
 _ANSWER = {"role": "assistant", "content": _PLACEHOLDER}
 
@@ -20,7 +20,7 @@ _ANSWER = {"role": "assistant", "content": _PLACEHOLDER}
 def parse_prompt(value: Any) -> tuple[dict[str, str], ...]:
     """Convert a row of either form to a conversation that ends with a placeholder for its answer.
 
-    The row is as for `parse_messages`, but ``output`` or a final answer turn is optional.
+    The forms are those of `parse_messages`, but ``output`` or a final answer turn is optional.
 
     Raises:
         DataError: The value is not such a row; the message gives the reason.
@@ -50,10 +50,10 @@ def read_prompts(path: Path) -> list[Row]:
 
 
 def prompt_rows(texts: Sequence[str]) -> list[Row]:
-    """Convert texts to rows, each an instruction.
+    """Convert each text to a row whose instruction is the text.
 
     Raises:
-        DataError: A text is empty or cannot be encoded.
+        DataError: A text is empty or cannot be encoded in UTF-8.
 
     """
     return [
@@ -68,7 +68,7 @@ class Prompt:
 
     Attributes:
         tokens: The tokens before the answer, (tokens,) int64.
-        question: Text of the turn before the answer, truncated as in the tokens.
+        question: Text of the turn before the answer, truncated like the tokens.
         reference: The answer.
         row: Index of the row.
         origin: File and line that the row was read from; one line can produce several rows.
@@ -83,13 +83,13 @@ class Prompt:
 
 
 def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> list[Prompt]:
-    """Return the prompt for each row's last answer; it does not depend on that answer.
+    """Return the prompt for each row's last answer; a prompt does not depend on the answer.
 
-    A prompt has at most ``max_length`` tokens, including those common to all answers. Inputs are
+    A prompt has at most ``max_length`` tokens, including those that begin every answer. Inputs are
     truncated to fit; a row is omitted if no answer would fit.
 
     Raises:
-        DataError: The chat template rejects a row, or no row is left.
+        DataError: The chat template rejects a row, or all rows are omitted.
 
     """
     from finetuning.data.tokenization import tokenize
@@ -117,7 +117,7 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
     if rows and not prompts:
         raise DataError(
             f"the last answer fits in none of {len(rows)} rows, such as {rows[0].origin}: raise "
-            f"data.max-length = {max_length}"
+            f"data.max-length, which is {max_length}"
         )
     return prompts
 

@@ -30,7 +30,7 @@ class Row:
 
 
 def read_rows(path: Path | str, skip_bad: bool = False) -> list[Row]:
-    """Read conversations, with paths, malformed rows and errors as in `parse_rows`."""
+    """Read conversations; see `parse_rows` for paths, malformed rows and errors."""
     return parse_rows(path, lambda o, v: Row(parse_messages(v), o, v), skip_bad)
 
 
@@ -98,13 +98,13 @@ def client_folders(path: Path) -> list[Path]:
 
 
 def find_parts(path: Path, held_out: str = "test") -> tuple[Path, Path | None]:
-    """Return the file of training rows and that of held-out rows, or None without one.
+    """Return the file of training rows, and the file of held-out rows or None if there is none.
 
     ``path`` is a folder with ``train.<format>`` and optionally a held-out part, or a file of
     training rows.
 
     Raises:
-        DataError: There are no training rows, or several files of them.
+        DataError: There is no file of training rows, or a part has several files.
 
     """
     if path.is_file():
@@ -158,16 +158,16 @@ def _check_turns(turns: Any) -> tuple[dict[str, str], ...]:
         raise DataError("'messages' must be a list of turns")
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict) or turn.get("role") not in _ROLES:
-            raise DataError(f"turn {number} of 'messages' needs a role of {', '.join(_ROLES)}")
+            raise DataError(f"turn {number} of 'messages' needs a role among {', '.join(_ROLES)}")
         if not isinstance(turn.get("content"), str):
-            raise DataError(f"turn {number} of 'messages' needs 'content' that is text")
+            raise DataError(f"turn {number} of 'messages' needs text as 'content'")
         check_characters(f"turn {number} of 'messages'", turn["content"])
         if turn["role"] == "assistant" and not turn["content"].strip():
             raise DataError(f"turn {number} of 'messages' is an empty answer")
     if all(turn["role"] != "assistant" for turn in turns):
         raise DataError("'messages' has no assistant turn to learn from")
     if turns[0]["role"] == "assistant":
-        raise DataError("'messages' starts with an answer to nothing")
+        raise DataError("'messages' starts with an assistant turn; a user turn must precede it")
     return tuple({"role": turn["role"], "content": turn["content"]} for turn in turns)
 
 
@@ -177,4 +177,4 @@ def check_characters(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{name} has half a character at {error.start + 1}") from None
+        raise DataError(f"{name} has a lone surrogate at character {error.start + 1}") from None

@@ -1,7 +1,7 @@
-"""Convert conversations to tokens, with the loss on the answers alone (FedJudge Eq. 1).
+"""Convert conversations to tokens, with a loss only on the answers (FedJudge Eq. 1).
 
-Answer tokens are found from each answer's position in the rendered text and the character offsets
-of the tokens; token sequences are never searched for a template's marks. A prompt has the same
+The tokens of an answer are found from the answer's character positions in the rendered text, not by
+searching the tokens for the marks that a template writes before answers. A prompt has the same
 tokens in training and in generation, because no token spans the boundary to the answer.
 """
 
@@ -30,8 +30,8 @@ class Example:
         is_target: (length,) bool; true for the tokens of answers and their end marks.
         prompt_length: Number of tokens before the last answer that is not entirely truncated.
         reference: Text of that answer.
-        row: Index of its row; a template can produce several examples per row.
-        question: Text of the turn before that answer, truncated as in the tokens.
+        row: Index of the example's row; a template can produce several examples per row.
+        question: Text of the turn before that answer, truncated like the tokens.
         origin: File and line that the row was read from; one line can produce several rows.
 
     """
@@ -47,7 +47,7 @@ class Example:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A rendered conversation; ``spans`` has the (start, end) characters of its answers."""
+    """A rendered conversation; ``spans`` are the (start, end) character indices of its answers."""
 
     messages: Messages
     only_last: bool
@@ -61,7 +61,7 @@ class _Conversation:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A tokenized conversation; ``spans`` has the (first, after) tokens of its answers."""
+    """A tokenized conversation; ``spans`` are the (first, after) token indices of its answers."""
 
     input_ids: list[int]
     spans: Spans
@@ -74,7 +74,7 @@ class TokenizationReport:
     Attributes:
         inputs_shortened: Examples with an input truncated so that outputs fit.
         outputs_shortened: Examples whose outputs were truncated too.
-        left_out: Examples omitted because no output token was left.
+        left_out: Examples omitted because no output token would remain.
         rows_divided: Rows from which the chat template produced several examples.
         without_end_mark: Examples from which a model doesn't learn to stop, because the chat
             template writes no mark after answers.
@@ -91,10 +91,10 @@ class TokenizationReport:
 def tokenize(
     rows: Sequence[Row], tokenizer: Any, max_length: int
 ) -> tuple[list[Example], TokenizationReport]:
-    """Tokenize conversations by the tokenizer's chat template, or in the paper's plain form.
+    """Tokenize conversations with the tokenizer's chat template, or in FedJudge's plain form.
 
     Every returned example has at least one target. A template that renders earlier turns
-    differently depending on later ones produces one example per answer instead of one per row.
+    differently depending on later turns produces one example per answer instead of one per row.
 
     Raises:
         DataError: The template rejects a row, or no example has an output that fits.
@@ -134,15 +134,15 @@ def tokenize(
     if not examples:
         raise DataError(
             f"none of {len(rows)} rows has an output that fits even partly into data.max-length = "
-            f"{max_length} tokens"
+            f"{max_length} tokens; raise it"
         )
     return examples, report
 
 
 def end_marks(tokenizer: Any) -> set[int]:
-    """Return the tokens that end answers in training; they may differ from the checkpoint's own.
+    """Return the tokens, if any, that the chat template writes to end answers in training.
 
-    The set is empty if the chat template writes no end mark.
+    These tokens may differ from the checkpoint's end-of-text tokens.
     """
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     try:
@@ -159,7 +159,7 @@ def _end_marks(tokens: _Tokens, marks: Set[int]) -> set[int]:
 
 
 def _marks(tokenizer: Any) -> frozenset[int]:
-    """Return the added tokens, except line breaks and spaces (Gemma has such tokens)."""
+    """Return the tokenizer's added tokens, except those of whitespace (Gemma has some)."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(number for number, token in added if token.content.strip())
 
@@ -173,14 +173,14 @@ def _conversations(row: Row, tokenizer: Any) -> list[_Conversation]:
         except TurnsChangeError:
             return [_Conversation.of(row.messages[:end], tokenizer, True) for end in ends]
     except (TemplateError, TurnsChangeError) as error:
-        raise DataError(f"{row.origin}: the chat template refuses it", str(error)) from error
+        raise DataError(f"{row.origin}: the chat template rejects this row", str(error)) from error
 
 
 def _encode(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tokens]:
     """Tokenize rendered conversations and find their answers' tokens."""
     added = frozenset(tokenizer.added_tokens_decoder)
     marks = _marks(tokenizer)
-    # If the tokenizer prefixes each text with a mark (SentencePiece's "▁"), pieces can't be joined.
+    # A tokenizer that prefixes each text with a mark (SentencePiece's "▁") can't encode by pieces.
     if "".join(tokenizer.tokenize("x")).startswith(("▁", "Ġ")):
         encoded = _encode_whole(conversations, tokenizer, added)
     else:
@@ -214,7 +214,7 @@ def _encode_pieces(conversations: Sequence[_Conversation], tokenizer: Any) -> li
 def _encode_whole(
     conversations: Sequence[_Conversation], tokenizer: Any, marks: frozenset[int]
 ) -> list[_Tokens]:
-    """Tokenize whole texts, and split the tokens that span a prompt and its answer."""
+    """Tokenize whole texts, and split tokens that span the boundary of a prompt and its answer."""
     texts = [c.text for c in conversations]
     encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
     divide = tokenizer.backend_tokenizer.model.tokenize
@@ -239,7 +239,7 @@ def _encode_whole(
 def _example(
     conversation: _Conversation, tokens: _Tokens, max_length: int, row: int, origin: str
 ) -> Example | None:
-    """Truncate to the maximum length; return None if no target is left."""
+    """Truncate to the maximum length; return None if no target remains."""
     is_target = torch.zeros(min(len(tokens.input_ids), max_length), dtype=torch.bool)
     for first, after in tokens.spans:
         is_target[first:after] = True
@@ -266,7 +266,7 @@ def _example(
 
 
 def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conversation | None:
-    """Remove ``excess`` tokens from the end of the longest input; None if all inputs are empty."""
+    """Remove ``excess`` tokens from the end of the longest input; return None if that fails."""
     messages = [dict(turn) for turn in conversation.messages]
     # If only the last answer is a target, earlier answers are inputs.
     inputs = [t for t in messages[:-1] if conversation.only_last or t["role"] != "assistant"]
@@ -277,7 +277,7 @@ def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conve
     encoding = tokenizer([content], add_special_tokens=False)
     kept = len(encoding["input_ids"][0]) - excess
     end = encoding.token_to_chars(0, kept - 1).end if kept > 0 else 0
-    # The rendered text can have more tokens than the content alone: each pass must remove some.
+    # The rendered text can have more tokens than the content alone, so shorten it in each pass.
     longest["content"] = content[: min(end, len(content) - 1)].rstrip()
     try:
         return _Conversation.of(messages, tokenizer, conversation.only_last)

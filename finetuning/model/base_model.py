@@ -1,4 +1,4 @@
-"""The frozen base model and its tokenizer: located, checked and loaded."""
+"""Locate, check and load the frozen base model and its tokenizer."""
 
 import logging
 import warnings
@@ -20,15 +20,15 @@ from finetuning.settings import ModelSettings
 
 DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 FILES = (WEIGHTS, *DESCRIPTIONS)
-# Largest allowed change of earlier logits when the last token changes, relative to the last logits.
+# Largest allowed change of earlier logits ÷ change of the last logits, when the last token changes.
 _CAUSAL_CHANGE = 0.2
 
 
-# Silence two messages: the first logs at each import that it uses its own kernels, the second at
-# each matrix product that it is computed in float16.
+# Silence two loggers: the first reports at each import that bitsandbytes uses its own kernels, the
+# second at each matrix product that the product is computed in float16.
 for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
     logging.getLogger(_name).setLevel(logging.ERROR)
-# PEFT and this file use names that transformers 5 deprecates, to be removed in transformers 6.
+# PEFT and this file use names that transformers 5 deprecates and transformers 6 will remove.
 warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
 
 
@@ -50,7 +50,7 @@ class BaseModel:
 
 
 def locate(name: str) -> Path:
-    """Return the directory of a checkpoint, named as in ``model.name``.
+    """Return the directory of the checkpoint that a value of ``model.name`` names.
 
     On first use, ``tiny`` is built, a GGUF file is converted, and the safetensors files of a
     Hugging Face id are downloaded.
@@ -86,7 +86,7 @@ def reference(name: str, directory: Path) -> str:
 def load_tokenizer(directory: Path) -> Any:
     """Load a checkpoint's fast tokenizer; the padding token defaults to the end-of-text token.
 
-    Raise a BaseModelError if there is none; slow tokenizers don't provide offsets.
+    Raise a BaseModelError if there is no fast one; slow tokenizers don't provide offsets.
     """
     from transformers import AutoTokenizer
 
@@ -96,7 +96,7 @@ def load_tokenizer(directory: Path) -> Any:
         raise BaseModelError(f"no usable tokenizer in {directory}: {error}") from error
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise BaseModelError(
-            f"the tokenizer in {directory} must be a fast one (tokenizer.json) with an "
+            f"the tokenizer in {directory} must be a fast tokenizer (tokenizer.json) with an "
             "end-of-text token"
         )
     if tokenizer.pad_token_id is None:
@@ -106,9 +106,9 @@ def load_tokenizer(directory: Path) -> Any:
 
 @one_at_a_time
 def load_base_model(settings: ModelSettings) -> BaseModel:
-    """Load the checkpoint named in the settings with frozen weights, on a GPU if there is one.
+    """Load the settings' checkpoint with frozen weights, on an accelerator if there is one.
 
-    Raise a BaseModelError if it cannot be found or loaded, or is not causal.
+    Raise a BaseModelError if it cannot be found or loaded, or its attention is not causal.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -128,7 +128,7 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
     if missing := sorted(report["missing_keys"]):
         raise BaseModelError(
             f"the checkpoint in {directory} lacks {len(missing)} of the tensors of a "
-            f"{type(model).__name__}, {', '.join(missing[:3])} among them"
+            f"{type(model).__name__}, including {', '.join(missing[:3])}"
         )
     prepare(model, settings)
     refuse_unless_causal(model, directory)
@@ -139,8 +139,8 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
 def loading_arguments(settings: ModelSettings, device: str | None = None) -> dict[str, Any]:
     """Return ``from_pretrained``'s arguments for precision, device and quantisation.
 
-    Without a device, an accelerator is used if there is one. Quantisation by bitsandbytes is
-    QLoRA's double-quantised nf4, or LLM.int8().
+    If the device is None, an accelerator is used if there is one. bitsandbytes quantises to
+    QLoRA's double-quantised nf4, or with LLM.int8().
     """
     from transformers import BitsAndBytesConfig
 
@@ -182,7 +182,7 @@ def prepare(model: Any, settings: ModelSettings) -> None:
 def fetch(name: str, files: Sequence[str] = FILES) -> Path:
     """Download a Hugging Face id's files to the Hub's cache; when offline, use only the cache.
 
-    Raise a BaseModelError if neither has the files.
+    Raise a BaseModelError if the files are neither on the Hub nor in its cache.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -201,8 +201,8 @@ def refuse_quantized(config: Any, directory: Path) -> None:
     """Raise a BaseModelError if a checkpoint was saved with quantised weights."""
     if getattr(config, "quantization_config", None) is not None:
         raise BaseModelError(
-            f"the checkpoint in {directory} is quantised already; use the one that it was made "
-            "from, with model.quantization"
+            f"the checkpoint in {directory} is already quantised; use the original checkpoint "
+            "instead, with model.quantization"
         )
 
 
@@ -211,13 +211,13 @@ def refuse_unless_text(config: Any, directory: Path) -> None:
     if config.get_text_config() is not config:
         raise BaseModelError(
             f"the model in {directory} is not for text alone ({config.model_type}); save its "
-            "language model as a checkpoint of its own"
+            "language model as a separate checkpoint, and use that"
         )
 
 
 @torch.no_grad()
 def refuse_unless_causal(model: Any, directory: Path) -> None:
-    """Raise a BaseModelError if a token attends to later ones, or the model is not text-only.
+    """Raise a BaseModelError if a token attends to later tokens, or the model is not text-only.
 
     Training pads rows without an attention mask, which is correct only if attention is causal.
     """
@@ -231,6 +231,6 @@ def refuse_unless_causal(model: Any, directory: Path) -> None:
     # Not exactly 0, because with quantisation a token's rounding depends on the other tokens.
     if change[:-1].max() > _CAUSAL_CHANGE * change[-1]:
         raise BaseModelError(
-            f"the model in {directory} is not causal: its tokens attend to later ones, so it can't "
-            "be fine-tuned to predict the next token"
+            f"the model in {directory} is not causal: tokens attend to later tokens, so it can't "
+            "be fine-tuned to predict the next token; use a causal language model"
         )

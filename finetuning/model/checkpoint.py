@@ -12,14 +12,14 @@ from safetensors import SafetensorError, safe_open
 
 from finetuning.model.gguf_file import GGUFError, read_header
 
-# File names written by `save_pretrained`; other files contain the same weights again.
+# Names of the files that `save_pretrained` writes; other files can contain the same weights again.
 WEIGHTS = "model*.safetensors"
 # Keys in config.json for the number of blocks.
 _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def problem_of(path: Path) -> str | None:
-    """Return why a folder or GGUF file can't be used as base model, or None if no problem is found.
+    """Return why a folder or GGUF file can't be a base model, or None if no problem is found.
 
     The caller puts ``model.name`` before the text.
     """
@@ -36,7 +36,7 @@ def problem_of(path: Path) -> str | None:
     if not files:
         return (
             f"no {WEIGHTS} in {path}; other formats can run code when they are loaded, so convert "
-            "the checkpoint first, see docs/models.md"
+            "the checkpoint first (docs/models.md)"
         )
     for file in files:
         try:
@@ -56,7 +56,7 @@ def _problem_of_gguf(file: Path) -> str | None:
 
 
 def count_blocks(checkpoint: Path) -> int | None:
-    """Return the number of blocks of a checkpoint's directory or a GGUF file.
+    """Return the number of blocks of the model in a checkpoint's directory or a GGUF file.
 
     The result is None if only ``transformers`` can determine it.
     """
@@ -69,7 +69,7 @@ def count_blocks(checkpoint: Path) -> int | None:
 
 
 def client_parameters(checkpoint: Path, blocks: int | None = None) -> int:
-    """Count the parameters of a client with ``blocks`` blocks; None for the whole model.
+    """Count the parameters of a client with ``blocks`` blocks; None counts the whole model.
 
     The checkpoint is a directory or a GGUF file; only the headers of its files are read.
     """
@@ -93,7 +93,7 @@ def _config(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, int]]:
-    """Yield the name and the number of weights of every tensor."""
+    """Yield the name and number of weights of every tensor of a checkpoint."""
     if checkpoint.is_file():
         yield from read_header(checkpoint).weights.items()
     for file in checkpoint.glob(WEIGHTS):

@@ -1,4 +1,4 @@
-"""Identify a base model by a digest per tensor, so that institutions can compare theirs."""
+"""Identify a base model by a digest per tensor, so that institutions can compare copies of it."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from finetuning.model.checkpoint import WEIGHTS
 
 # Entries of a fingerprint other than tensors; all parties of a split model have them.
 PARTIES_SHARE = ("config.json", "tokenizer.json", "chat template")
-# Keys that depend on the library or the path that the checkpoint was saved with.
+# Keys of config.json that depend on how, or from which path, the checkpoint was saved.
 _INCIDENTAL = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 
 
@@ -22,8 +22,8 @@ def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[s
     """Return the SHA-256 digests of all tensors, the configuration, tokenizer and chat template.
 
     Equal checkpoints have equal fingerprints, regardless of sharding. Tensors that are not among
-    ``names`` are neither read nor included; None includes all. Digests are hexadecimal, and cached
-    by the files' paths, sizes and modification times, because reading gigabytes takes long.
+    ``names`` are neither read nor included; None includes all. Digests are hexadecimal. Those of
+    tensors are cached by the files' paths, sizes and modification times, to save time.
     """
     files = sorted(directory.glob(WEIGHTS))
     wanted = None if names is None else sorted(names)
@@ -50,14 +50,14 @@ def digest(fingerprint: Mapping[str, str]) -> str:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Return the sorted names of entries that differ or are missing on either side."""
+    """Return the sorted names of entries that differ or are missing in one of the fingerprints."""
     return sorted(
         name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
     )
 
 
 def _tensor_digests(files: Sequence[Path], wanted: Collection[str] | None) -> dict[str, str]:
-    """Digest the wanted tensors of the files, with one in memory at a time."""
+    """Digest the wanted tensors of the files, with one tensor in memory at a time."""
     digests = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:

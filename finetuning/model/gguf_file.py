@@ -1,7 +1,7 @@
-"""Use a GGUF file as base model: convert it once to a safetensors checkpoint in the cache.
+"""Use a GGUF file as a base model: convert it once to a safetensors checkpoint in the cache.
 
-All weights are dequantised to float32. The checkpoint is then used like any other: fingerprints,
-the parts of a split model and bitsandbytes read its tensors by name.
+All weights are dequantised to float32. The checkpoint is then used like any other checkpoint:
+fingerprints, the parts of a split model and bitsandbytes read its tensors by name.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ _ORIGIN = "gguf.json"
 _MAGIC = b"GGUF"
 # Exceptions that the libraries raise for a truncated or damaged file.
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError)
-# Version of the conversion and its checks; part of the name in the cache.
+# Version of the conversion and its checks; part of a checkpoint's name in the cache.
 _VERSION = 3
-# Name prefixes of the tensors with which llama.cpp scales rotary positions.
+# Prefixes of the names of tensors that llama.cpp uses to scale rotary positions.
 _SCALES = ("rope_freqs", "rope_factors_")
-# Architectures in which some models, those with 27B, don't scale queries by the head size.
+# Architectures whose 27B models don't scale queries by the head size.
 _SCALED_QUERIES = {"gemma2", "gemma3"}
 
 
@@ -58,8 +58,8 @@ class Header:
 def checkpoint_of(file: Path) -> Path:
     """Return the directory of a checkpoint with a GGUF file's weights; write it on first use.
 
-    It is in the cache under the digest of the file's content. Concurrent processes wait for the one
-    that writes it. Writing requires memory for the whole model in float32.
+    The checkpoint is cached under the digest of the file's content. While a process writes it,
+    other processes wait. Writing requires memory for the whole model in float32.
 
     Raises:
         GGUFError: The file can't be used, or the checkpoint can't be written.
@@ -77,14 +77,14 @@ def checkpoint_of(file: Path) -> Path:
                     (aside / _ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
     except OSError as error:
         raise GGUFError(
-            f"{file} can't be read, or its weights can't be kept in {cache_directory()}: {error}; "
-            "CHAMBERS_CACHE names another folder for them"
+            f"{file} can't be read, or its converted weights can't be stored in "
+            f"{cache_directory()}: {error}; set CHAMBERS_CACHE to use a different folder"
         ) from error
     return target
 
 
 def origin_of(directory: Path) -> dict[str, str] | None:
-    """Return the GGUF file that a checkpoint was converted from, or None.
+    """Describe the GGUF file that a checkpoint was converted from; None if there is none.
 
     The keys are ``file`` (its name without the folder), ``sha256`` and ``quantization``.
     """
@@ -133,15 +133,15 @@ def read_header(file: Path) -> Header:
 def _reader(file: Path) -> Any:
     """Return the library's reader, extended to raise an error if the header is truncated.
 
-    The original reads empty values beyond the end of the file. For an array with a claimed length
-    of 2⁶⁰ it would run indefinitely and exhaust the memory.
+    The original reader returns empty values beyond the end of the file. For an array with a claimed
+    length of 2⁶⁰ it would run indefinitely and exhaust the memory.
     """
     import numpy as np
     from gguf import GGUFReader
 
     class Reader(GGUFReader):  # type: ignore[misc]
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
-            # Headers are sliced once per token; slicing a memmap takes four times as long.
+            # The data is sliced for each token; slicing a memmap takes four times as long.
             self.data: Any = np.asarray(self.data)
             found = super()._get(offset, dtype, count, *order, **options)
             if len(found) < count:
@@ -172,8 +172,8 @@ def _convert(file: Path, header: Header, directory: Path) -> None:
     config = model.config
     if missing:
         raise GGUFError(
-            f"{file} lacks {len(missing)} of the model's tensors, "
-            f"{', '.join(missing[:3])} among them; if it is one of several files, join "
+            f"{file} lacks {len(missing)} of the model's tensors, including "
+            f"{', '.join(missing[:3])}; if it is one of several files, join "
             "them with llama-gguf-split --merge"
         )
     if header.scales_positions and not _scales_positions(config):
@@ -183,14 +183,14 @@ def _convert(file: Path, header: Header, directory: Path) -> None:
         )
     if header.architecture in _SCALED_QUERIES and config.head_dim != config.query_pre_attn_scalar:
         raise GGUFError(
-            f"{file} is of a model whose queries have a scale of their own, which GGUF files don't "
-            f"have; {_INSTEAD}"
+            f"{file} contains a model that scales queries by a value that GGUF files don't "
+            f"contain; {_INSTEAD}"
         )
     settings = config.to_dict()
     settings.pop("quantization_config", None)
-    if header.architecture == "phi3":  # transformers doesn't read it
+    if header.architecture == "phi3":  # transformers doesn't read the window from GGUF
         settings["sliding_window"] = header.window
-    # If saved directly, the model's configuration would say that it is quantised.
+    # If saved directly, the model's configuration would say that the model is quantised.
     with torch.device("meta"):
         plain = type(model)(type(config).from_dict(settings))
     plain.load_state_dict(model.state_dict(), assign=True)
@@ -201,7 +201,7 @@ def _convert(file: Path, header: Header, directory: Path) -> None:
         tokenizer.save_pretrained(directory)
 
 
-_INSTEAD = "use the checkpoint in safetensors format that it was made from"
+_INSTEAD = "use the checkpoint in safetensors format that the GGUF file was made from"
 
 
 def _read_model(file: Path, header: Header) -> tuple[Any, list[str]]:

@@ -7,10 +7,10 @@ import torch
 
 
 def left_padding(backbone: Any, lengths: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
-    """Return the mask, and positions counted from each row's first token, as in ``generate``.
+    """Return the mask, and positions counted from each row's first token, like ``generate``.
 
-    Positions are omitted if the backbone doesn't accept them. ``lengths``, (rows,) int64, has each
-    row's number of tokens; ``columns`` counts tokens and padding together.
+    Positions are omitted if the backbone doesn't accept them. ``lengths``, (rows,) int64, are the
+    rows' numbers of tokens; ``columns`` counts tokens and padding together.
     """
     mask = (torch.arange(columns, device=lengths.device) >= columns - lengths[:, None]).long()
     if "position_ids" not in inspect.signature(backbone.forward).parameters:

@@ -16,7 +16,7 @@ SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 def resolve(name: str) -> str:
     """Resolve ``smollm2``; return any other name unchanged.
 
-    It resolves to the GGUF file of the installed package, or else to the model's Hugging Face id.
+    ``smollm2`` is the GGUF file of the installed package, or else the model's Hugging Face id.
     """
     if name != SMOLLM2:
         return name

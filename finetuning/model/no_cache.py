@@ -10,7 +10,7 @@ class NoCache(Cache):  # type: ignore[misc]
     """A cache that returns a block's keys and values without storing them.
 
     Without a cache, ``transformers`` checks in each forward pass whether rows consist of several
-    packed texts, and waits for the device to do so. Rows are never packed here.
+    packed texts, which has to wait for the device. Here, rows are never packed.
     """
 
     def __init__(self) -> None:
@@ -19,12 +19,12 @@ class NoCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of the tokens."""
+        """Return the given keys and values."""
         return key_states, value_states
 
 
 def without_cache(backbone: Any) -> dict[str, Any]:
-    """Return a backbone's arguments for rows that nothing precedes.
+    """Return a backbone's arguments for rows without a prefix or earlier tokens.
 
     Blocks that recompute their activations accept no cache.
     """

@@ -14,8 +14,8 @@ _lock = threading.RLock()
 def one_at_a_time(make: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Let only one thread of the process at a time call any function with this decorator.
 
-    While it makes a model, ``transformers`` changes PyTorch's default data type, which all threads
-    share, and then restores the one that it found. Two threads could leave the wrong one.
+    While ``transformers`` makes a model, it changes PyTorch's default data type, which all threads
+    share, and then restores the previous type. After two threads at once, a wrong type could stay.
     """
 
     @wraps(make)

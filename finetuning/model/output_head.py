@@ -1,7 +1,7 @@
 """The output head: the loss and its gradient, computed in chunks of targets.
 
-Functions take the model that `output_head` returns as ``head``, and as ``hidden`` the (rows,
-columns, hidden) states after the last block and norm.
+In the functions' arguments, ``head`` is the model that `output_head` returns, and ``hidden`` are
+the (rows, columns, hidden) states after the last block and norm.
 """
 
 import copy
@@ -32,12 +32,12 @@ class _Backbone(torch.nn.Module):
 
         hidden, cache = self._compute(input_ids, inputs_embeds)
         output = MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
-        output.cross_attentions = None  # GPT-2 reads them.
+        output.cross_attentions = None  # GPT-2 reads this attribute.
         return output
 
     @property
     def decoder(self) -> "_Backbone":
-        """The attribute under which OPT has its blocks."""
+        """The attribute in which OPT stores its blocks."""
         return self
 
 
@@ -47,8 +47,8 @@ def output_head(
 ) -> Any:
     """Return a model of the checkpoint's class that has only the output head.
 
-    For (1, targets, hidden) as ``inputs_embeds`` it returns logits, including the architecture's
-    scaling and capping. It shares its modules with the model.
+    For (1, targets, hidden) as ``inputs_embeds``, the returned model computes logits, including the
+    architecture's scaling and capping. It shares its modules with ``causal_lm``.
 
     Args:
         causal_lm: The model, or a party's part of it.
@@ -77,11 +77,11 @@ def target_loss(head: Any, hidden: torch.Tensor, batch: MicroBatch) -> torch.Ten
 def add_target_gradient(
     head: Any, hidden: torch.Tensor, batch: MicroBatch, scale: float | torch.Tensor
 ) -> torch.Tensor:
-    """Compute `target_loss`, and add the gradient of ``scale`` times it to every ``.grad``.
+    """Compute `target_loss`, and add the gradient of ``scale`` times the loss to every ``.grad``.
 
-    The output head runs forward and backward in chunks, so that only one chunk's logits exist. The
-    scale is a factor of the loss, or (targets,) factors of each target's loss. The returned loss is
-    detached and not scaled.
+    The output head runs forward and backward in chunks, so that only one chunk's logits exist.
+    ``scale`` is a factor for the loss, or (targets,) factors for the targets' losses. The returned
+    loss is detached and not scaled.
     """
     gradients, losses = [], []
     parts, labels = _targets(head, hidden, batch)
@@ -129,7 +129,7 @@ def target_log_probabilities(
 def _targets(
     head: Any, hidden: torch.Tensor, batch: MicroBatch
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Yield chunks of the hidden states that predict targets, with the targets."""
+    """Return chunks of the hidden states that predict targets, and chunks of the targets."""
     batch = batch.to(hidden.device)
     chosen = hidden.flatten(0, 1).index_select(0, batch.positions)
     size = _targets_at_once(head, hidden.device)
@@ -137,7 +137,7 @@ def _targets(
 
 
 def _targets_at_once(head: Any, device: torch.device) -> int:
-    """Return the number of targets of a chunk."""
+    """Return the number of targets in a chunk."""
     size = _CPU_LOGIT_BYTES if device.type == "cpu" else _LOGIT_BYTES
     return max(1, size // (4 * int(head.config.get_text_config().vocab_size)))
 

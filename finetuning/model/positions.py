@@ -21,13 +21,13 @@ _MAX_EXTRA = 2
 
 @one_at_a_time
 def check_positions(directory: Path, row: Mapping[str, int]) -> None:
-    """Raise a BaseModelError for rows that are longer than a model's table of positions.
+    """Raise a BaseModelError for rows longer than a model's table of position embeddings.
 
-    Models with computed (rotary) positions accept longer rows than in their training, with lower
-    quality; this only causes a warning. They are rejected if a long row changes the positions of
-    all rows of a batch, because a row's gradient would then depend on other rows. A prefix takes
-    the first positions (FL-GLM section 3.1, as in PEFT). ``row`` has the maximum number of
-    positions of each part of a row, by the key of its setting, which the message names.
+    Models with computed (rotary) positions accept rows longer than those of their training, with
+    lower quality; this only causes a warning. Such a model is rejected if a long row changes the
+    positions of all rows of a batch, because a row's gradient would then depend on other rows. A
+    prefix takes the first positions (FL-GLM section 3.1, as in PEFT). ``row`` maps the key of a
+    setting, which messages name, to the maximum number of positions that it adds to a row.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,13 +48,13 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     remedy = f"lower {' or '.join(row)}, or use a different base model"
     if sum(row.values()) > fixed:
         raise BaseModelError(
-            f"{needed}, but beyond {fixed:.0f} {named} computes positions differently for all rows "
-            f"of a batch; {remedy}"
+            f"{needed}, but {named} computes all positions of a batch differently if a row takes "
+            f"more than {fixed:.0f}; {remedy}"
         )
     if _has_table(model, most):
         raise BaseModelError(f"{needed}, but {named} has only {most}; {remedy}")
     _log.warning(
-        "%s, but %s was trained for %d; its quality degrades beyond them", needed, named, most
+        "%s, but %s was trained for %d; beyond that, its quality degrades", needed, named, most
     )
 
 

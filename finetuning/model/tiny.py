@@ -1,7 +1,7 @@
 """``model.name = "tiny"``: a small Llama that is built on first use, in about a minute.
 
-It is pre-trained on neutral generated text, so that the clients' styles remain to be learned in
-fine-tuning. The recipe completely determines the model, which is cached under the recipe's digest.
+It is pre-trained on neutral text and on the clients' inputs, so that the styles of their outputs
+remain to be learned. The recipe determines the model, which is cached under the recipe's digest.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from finetuning.progress import progress_bar
 class TinyRecipe:
     """All parameters of the tiny model.
 
-    It is trained on neutral passages of about a hundred words each, and on inputs of each style.
+    The model is trained on neutral passages of about a hundred words, and on inputs of each style.
     """
 
     vocabulary: int = 2048
@@ -46,7 +46,7 @@ class TinyRecipe:
 def build_tiny(recipe: TinyRecipe | None = None) -> Path:
     """Return the directory of the tiny checkpoint; build it if it is not in the cache.
 
-    Concurrent processes wait for the one that builds it.
+    While a process builds it, other processes wait.
     """
     recipe = recipe or TinyRecipe()
     key = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()[:16]

@@ -57,8 +57,8 @@ class WholeModel:
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Add the gradient of a step's loss to the adapter's ``.grad``.
 
-        The loss of a step is the mean over its targets; each micro-batch is weighted by its share.
-        Each micro-batch's dropout seed is derived from the seed of the step. Return each
+        The loss of a step is the mean over its targets; a micro-batch's weight is its share of the
+        targets. Each micro-batch's dropout seed is derived from the seed of the step. Return each
         micro-batch's summed loss in nats.
         """
         targets = sum(len(batch.labels) for batch in batches)
@@ -70,7 +70,7 @@ class WholeModel:
         return torch.stack(losses).tolist()
 
     def clip(self, maximum: float) -> float:
-        """Scale the adapter's gradients down to the maximum norm, and return the norm before.
+        """Scale the adapter's gradients down to the maximum norm, and return the original norm.
 
         A maximum of 0 disables clipping.
         """
@@ -88,7 +88,7 @@ class WholeModel:
     def generate(
         self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
     ) -> torch.Tensor:
-        """Continue prompts without dropout by at most ``new_tokens`` each.
+        """Continue each prompt by at most ``new_tokens`` tokens, without dropout.
 
         Prompts are (rows, columns), padded on the left; the mask is 0 for padding and 1 for tokens.
         Further settings are arguments of ``generate`` in ``transformers``.
@@ -97,7 +97,7 @@ class WholeModel:
             (rows, columns + new tokens) on the CPU; rows that end early are padded on the right.
 
         """
-        # To find out that a mask hides nothing, transformers waits for the device at every token.
+        # transformers waits for the device at every token, to find out that a mask hides nothing.
         self._without_mask = bool(mask.all())
         try:
             with self._mode(training=False):
@@ -133,7 +133,7 @@ class WholeModel:
         return dict(zip(parameters, gradients, strict=True))
 
     def row_gradients(self, batch: MicroBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Compute the gradient of each row's loss, the mean over its targets, without dropout.
+        """Compute the gradient of each row's loss (the mean over its targets) without dropout.
 
         Raise a BaseModelError if an adapted module's input has no row dimension.
 
@@ -185,9 +185,9 @@ class WholeModel:
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """Return (rows, columns, hidden) after the last block and norm.
 
-        Padding follows a row's tokens, so causal attention never reads it, and it predicts nothing.
-        Therefore no mask is needed, and attention can skip everything above the diagonal. With
-        prefixes, the tokens' positions are counted from the end of the prefixes.
+        Padding follows a row's tokens, so causal attention never reads padding, and padding
+        predicts no target. Therefore no mask is needed, and attention can skip everything above the
+        diagonal. With prefixes, tokens' positions are counted from the end of the prefixes.
         """
         inputs = without_cache(self._backbone)
         if self._prefix is not None:
@@ -198,7 +198,7 @@ class WholeModel:
     def _hidden_of_candidates(self, batch: CandidateBatch) -> torch.Tensor:
         """Return (positions, hidden) of all beginnings, then of all endings.
 
-        Each ending is computed with the keys and values of its beginning.
+        Each ending is processed with the keys and values of its beginning.
         """
         before, each = self.columns_before, batch.endings_each
         lengths = batch.beginning_lengths.to(self._device)
@@ -242,7 +242,7 @@ class WholeModel:
     def _before_forward(self, _: Any, args: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
         """Check the deadline, and remove a mask that hides nothing."""
         if time.monotonic() > self.deadline:
-            raise DeadlineError("the message's time was over; raise round-timeout, or ask for less")
+            raise DeadlineError("the time limit expired; raise round-timeout, or request less work")
         return args, arguments | {"attention_mask": None} if self._without_mask else arguments
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -354,7 +354,9 @@ def test_what_may_be_a_data_set_s_id_says_that_it_was_taken_for_one():
         check=False,
     )
     message = done.stderr.splitlines()[-1]
-    assert "DataError: data/private is not an absolute path, and as a data set's id" in message
+    assert (
+        "DataError: data/private is not an absolute path, and the data set with this id" in message
+    )
 
 
 def test_a_task_s_published_files_are_divided_into_prompts(tmp_path):

@@ -53,7 +53,7 @@ def test_a_template_that_quotes_a_row_is_not_quoted(site, checkpoint, caplog):
     changed = {"model.name": str(site.checkpoint)}
     site.node["data-path"] = str(site.folder / "data")
     problem = site.refusal("query", changed=changed)
-    assert problem == f"{site.folder}/data/train.jsonl:1: the chat template refuses it"
+    assert problem == f"{site.folder}/data/train.jsonl:1: the chat template rejects this row"
     assert f"odd turn: {SECRET}" in caplog.text  # the site's own log says it
 
 

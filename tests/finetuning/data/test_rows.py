@@ -136,7 +136,7 @@ def test_long_cells_and_unusual_folder_names(tmp_path):
 MALFORMED = [
     ('{"instruction": "secret", "output": "x"', "not JSON"),
     (b'{"instruction": "secret\xff", "output": "x"}\n', "not UTF-8"),
-    ('{"instruction": "secret", "output": "\\ud83d"}', "'output' has half a character"),
+    ('{"instruction": "secret", "output": "\\ud83d"}', "'output' has a lone surrogate"),
     ('["secret"]', "expected an object, found list"),
     ("null", "found NoneType"),
     ('{"instruction": "secret"}', "neither 'messages' nor 'output'"),
@@ -151,9 +151,9 @@ MALFORMED = [
     ('{"messages": [5]}', "turn 1 of 'messages' needs a role"),
     ('{"messages": [{"role": "human", "content": "secret"}]}', "system, user, assistant"),
     ('{"messages": [{"role": ["user"], "content": "secret"}]}', "system, user, assistant"),
-    ('{"messages": [{"role": "user", "content": null}]}', "needs 'content' that is text"),
+    ('{"messages": [{"role": "user", "content": null}]}', "needs text as 'content'"),
     ('{"messages": [{"role": "user", "content": "secret"}]}', "no assistant turn"),
-    ('{"messages": [{"role": "assistant", "content": "secret"}]}', "an answer to nothing"),
+    ('{"messages": [{"role": "assistant", "content": "secret"}]}', "starts with an assistant turn"),
     (
         '{"messages": [{"role": "user", "content": "secret"},'
         ' {"role": "assistant", "content": " "}]}',
@@ -162,7 +162,7 @@ MALFORMED = [
     (
         '{"messages": [{"role": "user", "content": "secret \\udc00"},'
         ' {"role": "assistant", "content": "x"}]}',
-        "turn 1 of 'messages' has half a character",
+        "turn 1 of 'messages' has a lone surrogate",
     ),
     ("[" * 100_000, "nested too deeply"),
     ("9" * 5_000, "too many digits"),
@@ -223,8 +223,8 @@ def test_malformed_rows_of_a_table_are_named_by_line(tmp_path):
     )
     message = refusal(path)
     for line, reason in [
-        (4, "has 2 cells where the header has 3"),
-        (5, "has 4 cells where the header has 3"),
+        (4, "has 2 cells, but the header has 3"),
+        (5, "has 4 cells, but the header has 3"),
         (6, "not UTF-8"),
         (7, "'output' is empty"),
         (8, "not CSV"),
@@ -326,7 +326,9 @@ def test_no_private_text_is_left_in_a_cache(tmp_path):
     assert counts == ["50"] * 4
     assert refused == "refused: True"
     # If a data set's id can't be found, the error shows that it was taken for an id.
-    assert offline.startswith("court/private is not an absolute path, and as a data set's id")
+    assert offline.startswith(
+        "court/private is not an absolute path, and the data set with this id"
+    )
     left = [file for file in home.rglob("*") if file.is_file()]
     assert [file for file in left if b"PrivateName" in file.read_bytes()] == []
 

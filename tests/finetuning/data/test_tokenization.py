@@ -174,7 +174,7 @@ def test_a_system_turn_that_the_template_refuses_is_named(tokenizer_of):
     assert tokenize([row_of(*CONVERSATION)], tokenizer, 500)[0]
     with pytest.raises(DataError, match=r"rows\.jsonl:7: .*no system role"):
         tokenize([row_of(("system", "Be brief."), *CONVERSATION)], tokenizer, 500)
-    with pytest.raises(DataError, match=r"rows\.jsonl:7: the chat template refuses it"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:7: the chat template rejects this row"):
         tokenize([row_of(*CONVERSATION)], tokenizer_of("byte_level_bpe", "{{ a.b.c }}"), 500)
 
 

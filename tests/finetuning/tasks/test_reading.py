@@ -111,7 +111,11 @@ EMPTY = {"passage": {"text": "The court.", "questions": [_ASKED]}}
         ("boolq", without("boolq", "label"), "has no 'label' .SuperGLUE's test parts"),
         ("boolq", ROWS["boolq"] | {"label": 1}, "'label' must be True or False"),
         ("boolq", ROWS["boolq"] | {"passage": " "}, "needs text in 'passage'"),
-        ("boolq", ROWS["boolq"] | {"passage": "\ud83d"}, "'passage' has half a character at 1"),
+        (
+            "boolq",
+            ROWS["boolq"] | {"passage": "\ud83d"},
+            "'passage' has a lone surrogate at character 1",
+        ),
         ("cb", ROWS["cb"] | {"label": 0}, "'entailment' or 'contradiction' or 'neutral'"),
         ("copa", ROWS["copa"] | {"label": 2}, "'label' must be 0 or 1"),
         ("copa", ROWS["copa"] | {"label": True}, "'label' must be 0 or 1"),
