@@ -1,4 +1,4 @@
-"""The device of a model, and copies to it that don't wait."""
+"""The default device and data type of a model, and copies that don't block the host."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,9 +14,9 @@ def default_device() -> torch.device:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """Return the type of the weights for ``model.dtype = "auto"``.
+    """Return the data type of the weights for ``model.dtype = "auto"``.
 
-    It is bfloat16 if the device computes in it, else float32. A CPU computes in it, but slowly.
+    It is bfloat16 on XPUs and on CUDA GPUs that support bfloat16 natively, else float32.
     """
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -26,7 +26,7 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
 
 def mixed_precision(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return a context that computes in bfloat16 if the frozen weights have it, except on a CPU."""
+    """Return an autocast context for bfloat16 weights on an accelerator, else a null context."""
     mixed = device.type != "cpu" and dtype == torch.bfloat16
     return torch.autocast(device.type, torch.bfloat16) if mixed else nullcontext()
 
@@ -34,9 +34,9 @@ def mixed_precision(device: torch.device, dtype: torch.dtype) -> AbstractContext
 def to_device(
     tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Copy a tensor to a device, and convert it there; the host doesn't wait for the copy.
+    """Copy a tensor to a device without blocking the host, and convert it there to ``dtype``.
 
-    A copy from unpinned memory would wait, and so would one that converts.
+    A copy from unpinned memory would block the host, and so would a copy that also converts.
     """
     if tensor.device.type == "cpu" and device.type != "cpu":
         tensor = tensor.pin_memory().to(device, non_blocking=True)
@@ -46,7 +46,7 @@ def to_device(
 def to_device_together(
     tensors: Sequence[torch.Tensor], device: torch.device
 ) -> Sequence[torch.Tensor]:
-    """Copy small tensors of the same type to a device at once, as `to_device` does."""
+    """Copy small tensors of the same type to a device in a single copy; see `to_device`."""
     if device.type == "cpu":
         return tensors
     flat = to_device(torch.cat([tensor.flatten() for tensor in tensors]), device)
@@ -57,10 +57,10 @@ def to_device_together(
 def to_host(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], list[torch.Event]]:
-    """Start to copy detached tensors to the CPU, without waiting for the devices.
+    """Start copying detached tensors to the CPU, without waiting for the devices.
 
     Returns:
-        The tensors on the CPU, and one event per copy, after which it is complete.
+        The copies, and an event that marks the completion of each copy from an accelerator.
 
     """
     copies, events = {}, []

@@ -2,9 +2,9 @@
 
 
 class UserError(Exception):
-    """An error that a user can correct; the message gives problem, location and remedy."""
+    """An error that a user can correct; the message gives the problem, location and remedy."""
 
     @property
     def public(self) -> str:
-        """The message that may leave an institution; it quotes no row."""
+        """The message in a form that may be sent outside an institution; it quotes no row."""
         return str(self)

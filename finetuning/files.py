@@ -18,7 +18,7 @@ from finetuning.errors import UserError
 Stamps = tuple[tuple[str, int, int], ...]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Names of temporary content beside its target; see ``replacing``.
+# Names of temporary files and folders beside their targets; see ``replacing``.
 _ASIDE = re.compile(r"\.(?P<target>.+)\.\d+\.(?P<kind>new|old)")
 
 
@@ -63,7 +63,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove temporary content that killed processes have left in a folder and its subfolders.
+    """Remove temporary content that killed processes left behind in a folder and its subfolders.
 
     If a folder's replacement was interrupted between two renames, its old content is restored. Call
     this only while no other process writes to the folder.
@@ -80,7 +80,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove_whole(folder: Path) -> None:
-    """Remove a folder atomically if it exists, even if the process is killed meanwhile."""
+    """Remove a folder if it exists; rename it first, so that readers never see a part of it."""
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     _remove(aside)
     if folder.exists():
@@ -90,7 +90,7 @@ def remove_whole(folder: Path) -> None:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[None]:
-    """Convert errors of a full disk within the context to one that names the folder.
+    """Convert disk-full errors raised in the context to a `DiskFullError` that names the folder.
 
     Raises:
         DiskFullError: Content written within the context doesn't fit on the disk.
@@ -101,7 +101,7 @@ def filling(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         if not _means_full(error):
             raise
-        raise DiskFullError(f"no space is left on the disk of {folder}: free some") from error
+        raise DiskFullError(f"no space is left on the disk of {folder}: free some space") from error
 
 
 def _means_full(error: OSError | SafetensorError) -> bool:
@@ -112,7 +112,7 @@ def _means_full(error: OSError | SafetensorError) -> bool:
 
 
 def write_json(target: Path, content: Any) -> None:
-    """Write a file of indented JSON; an older file is replaced.
+    """Write an indented JSON file; an existing file is replaced.
 
     Raises:
         DiskFullError: The file doesn't fit on the disk.
@@ -124,21 +124,21 @@ def write_json(target: Path, content: Any) -> None:
 
 
 def write_secret(target: Path, content: bytes) -> None:
-    """Write a file that only its owner can read; an older file is replaced."""
+    """Write a file that only its owner can read; an existing file is replaced."""
     with replacing(target) as aside:
         aside.touch(mode=0o600, exist_ok=False)
         aside.write_bytes(content)
 
 
 def stamps(path: Path) -> Stamps:
-    """Return path, size and modification time of a file, or of each file in a folder."""
+    """Return the path, size and modification time of a file, or of each file in a folder."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     found = [(str(file), file.stat()) for file in files if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 def _flush(path: Path) -> None:
-    """Flush content to the disk; otherwise a rename can be written before the content."""
+    """Flush content to the disk; otherwise a rename could reach the disk before the content."""
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
     for file in files:
         with file.open("rb") as content:

@@ -2,7 +2,7 @@
 
 Each stage derives its own seed from the run's seed and its position in the run (client, round,
 step, micro-batch, party). Therefore a resumed run equals an uninterrupted one, and the order in
-which micro-batches are computed has no effect.
+which micro-batches are processed has no effect.
 
 The noise of differential privacy must not be reproducible, so it is generated from the operating
 system's random bytes.
@@ -25,7 +25,7 @@ _generator = threading.Lock()
 
 
 def derive_seed(*parts: str | int) -> int:
-    """Derive a seed in [0, 2**63) from the parts, the same on every machine."""
+    """Derive from the parts a seed in [0, 2**63), which is the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -34,7 +34,7 @@ def set_seed(seed: int) -> None:
     """Seed the generators of the CPU and of all accelerators.
 
     Without an accelerator, ``torch.manual_seed`` formats the caller's stack each time, which takes
-    a hundred times as long.
+    a hundred times as long as seeding.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
@@ -44,7 +44,7 @@ def set_seed(seed: int) -> None:
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Use a separate seed within the context; other threads that draw numbers wait for its end."""
+    """Seed the generators for this context; other threads wait for its end to enter theirs."""
     with _generator:
         set_seed(seed)
         yield
@@ -52,7 +52,7 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing_nothing_new() -> Iterator[None]:
-    """Guard a backward pass, which resets the generator when it recomputes a forward pass."""
+    """Hold the lock in a backward pass, which sets the generator if it recomputes activations."""
     with _generator:
         yield
 

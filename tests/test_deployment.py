@@ -151,7 +151,7 @@ def test_sites_refuse_and_no_error_quotes_a_row(checkpoint, client_folders, tmp_
         start_supernode(link, "beta", client_folders / "beta", tmp_path / "beta.log", named)
         assert run_app(ROOT, link, UNSIGNED | config).startswith("finished:failed")
         shown = capfd.readouterr().out
-    assert "alpha/train.jsonl:1: the chat template refuses it" in shown
+    assert "alpha/train.jsonl:1: the chat template rejects this row" in shown
     assert "the site's policy refuses rounds = 5 (max-rounds = 1)" in shown
     own_log = (tmp_path / "alpha.log").read_text()
     assert f"odd turn: {word}" in own_log
@@ -197,7 +197,7 @@ def test_a_node_ten_times_slower_is_waited_for_or_left_out_as_configured(
     assert main(["status", str(waited)]) == main(["status", str(left)]) == 0
     of_waited, of_left = capfd.readouterr().out.split("Run ")[1:]
     assert "took part in round 1" in of_waited and "OUT" not in of_waited
-    assert "OUT of round 1" in of_left and "time was over" in " ".join(of_left.split())
+    assert "OUT of round 1" in of_left and "time limit expired" in " ".join(of_left.split())
 
 
 @contextmanager

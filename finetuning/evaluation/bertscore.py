@@ -9,7 +9,7 @@ from typing import Any
 
 from finetuning.errors import UserError
 
-# ``model_max_length`` is larger than this if the tokenizer doesn't know its encoder's length.
+# ``model_max_length`` is larger than this if the tokenizer doesn't know the encoder's maximum.
 _NO_LENGTH = 10**9
 
 
@@ -21,17 +21,17 @@ class EncoderError(UserError, ValueError):
 class Encoder:
     """The model that compares texts, by Hugging Face id or folder.
 
-    ``layer`` is the layer whose hidden states are compared, from 1. None uses the library's
-    default, or the last layer for an encoder that the library doesn't know.
+    ``layer``, counted from 1, is the layer whose hidden states are compared. None uses the
+    library's default, or the last layer for an encoder that the library doesn't know.
     """
 
     name: str
     layer: int | None
 
     def check(self) -> None:
-        """Raise `EncoderError` if the library or the encoder is missing, or has no such layer."""
+        """Raise `EncoderError` if the library, the encoder or the encoder's layer is missing."""
         if find_spec("bert_score") is None:
-            raise EncoderError("BERTScore needs the library: pip install 'chambers[bertscore]'")
+            raise EncoderError("BERTScore needs a library: pip install 'chambers[bertscore]'")
         path = Path(self.name).expanduser()
         if path.is_absolute() and not path.is_dir():
             raise EncoderError(f"there is no folder {path}")
@@ -44,7 +44,7 @@ class Encoder:
         return str(path) if path.is_dir() else self.name
 
     def compared_layer(self) -> int:
-        """Return the layer whose hidden states are compared; raise as `check` does."""
+        """Return the layer whose hidden states are compared; raise `EncoderError` if missing."""
         from bert_score.utils import model2layers
         from transformers import AutoConfig
 
@@ -82,7 +82,7 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: En
 
 @functools.lru_cache(maxsize=1)
 def _scorer(name: str, layer: int) -> Any:
-    """Load an encoder; loading takes longer than scoring a few texts."""
+    """Load an encoder; the result is cached, as loading takes longer than scoring a few texts."""
     from bert_score import BERTScorer
 
     scorer = BERTScorer(model_type=name, num_layers=layer)

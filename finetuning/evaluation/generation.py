@@ -27,7 +27,7 @@ class Answering(Prefixed, Protocol):
 
 
 def sampling(temperature: float, top_p: float) -> Mapping[str, Any]:
-    """Return the arguments of ``generate`` for a temperature; 0 is greedy.
+    """Return the arguments of ``generate`` for a temperature; 0 means greedy decoding.
 
     ``top_p`` is the total probability of the most likely tokens to sample from (nucleus sampling).
     """
@@ -61,8 +61,8 @@ def generate_texts(
         settings: Arguments of ``generate``; see `GREEDY` and `sampling`.
         before_batch: Called with the number of each batch before it is processed.
         finished: Called with the number of prompts of each batch after it is processed.
-        exactly: Whether to continue up to the end of a text instead of an answer, and to keep all
-            whitespace.
+        exactly: Whether to continue to the end of the text instead of to the end of the answer, and
+            to keep all whitespace.
 
     """
     columns = [model.columns_before + len(prompt) + max_new for prompt in prompts]
@@ -99,7 +99,7 @@ def continue_prompts(
         # A base model's template can use an end mark other than the checkpoint's (`<|im_end|>`).
         ends = sorted({*model.end_tokens, *end_marks(tokenizer)})
         settings = {**settings, "eos_token_id": ends or None}
-    # Prompts are padded on the left, since text is appended on the right.
+    # Prompts are padded on the left, because new tokens are appended on the right.
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
     padding = tokenizer.pad_token_id
     tokens = pad(list(prompts), padding_value=padding)

@@ -1,4 +1,4 @@
-"""Run lm-evaluation-harness tasks on whole and split models; import only if it is installed."""
+"""Run tasks of lm-evaluation-harness, which must be installed, on whole and split models."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,9 +35,9 @@ _TEXTS_AT_ONCE = 64
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     """Adapter from a whole or split model to the harness's model interface.
 
-    Texts are tokenized and truncated as in the harness's class for Hugging Face models. The
-    difference: if they fit, all continuations of a context are processed together, and the context
-    is processed, and sent over a lane, only once.
+    Texts are tokenized and truncated as in the harness's class for Hugging Face models. Unlike in
+    that class, a context is processed, and sent over a lane, only once, together with all of its
+    continuations if they fit into a batch.
 
     A batch has at most ``max_tokens`` padded tokens, prefixes included. Texts of more than
     ``max_length`` tokens are truncated at the start.
@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 new = int(settings.pop("max_gen_toks"))
                 if not 0 < new < self.max_length:
                     raise DataError(
-                        f"a task generates up to {new} tokens; the model allows {self.max_length}"
+                        f"a task generates up to {new} tokens, but the limit is {self.max_length}"
                     )
                 contexts = [self.tok_encode(requests[i].args[0]) for i in group]
                 kept = self.max_length - new
@@ -113,14 +113,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 beams = int(settings.get("num_beams") or 1)
                 if beams > 1 and not isinstance(self._model, WholeModel):
                     raise DataError(
-                        f"a task uses {beams} beams (num_beams), which a split model can't do"
+                        f"a task uses {beams} beams (num_beams); split models support only one"
                     )
                 longest = self._model.columns_before + max(map(len, prompts))
                 largest = beams * (longest + new)
                 if largest > self._max_tokens:
                     raise DataError(
-                        f"a prompt of {longest} tokens takes {largest} with its answer, and "
-                        f"at most {self._max_tokens} can be computed at once"
+                        f"a prompt of {longest} tokens takes {largest} with its answer, but "
+                        f"at most {self._max_tokens} can be processed at once"
                     )
                 if not settings["do_sample"]:
                     settings |= GREEDY
@@ -150,9 +150,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 continue
             if len(answer) > self.max_length:
                 raise DataError(
-                    f"an answer has {len(answer)} tokens; the model allows {self.max_length}"
+                    f"an answer has {len(answer)} tokens, but the limit is {self.max_length}"
                 )
-            # The last token is only predicted, so it takes no position.
+            # The last token is predicted but not read, so it takes no position.
             kept = context[max(0, len(context) + len(answer) - self.max_length - 1) :]
             groups.setdefault(tuple(kept), []).append(index)
             continuations[index] = Continuation(torch.tensor(kept), torch.tensor(answer))
@@ -174,8 +174,8 @@ def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
     """Load tasks with their rows, yield a `TaskManager`, and delete copies of the rows on exit.
 
     No rows remain in the caches of ``datasets`` and ``evaluate`` or in their temporary folder,
-    unless the process is killed. ``names`` are tasks or groups of tasks; ``folder`` has YAML files
-    with additional tasks.
+    unless the process is killed. ``names`` are tasks or groups of tasks; ``folder`` contains YAML
+    files of additional tasks.
 
     Raises:
         DataError: A name is neither a task nor a group, or a task can't be loaded.
@@ -212,7 +212,7 @@ def harness_scores(
     """Return the number of questions and the metrics of each task or group of tasks.
 
     ``manager`` is from `loaded_tasks`, whose context must still be active; ``limit`` is the maximum
-    number of rows of each task, None for all.
+    number of rows of each task, or None for all rows.
     """
     found = simple_evaluate(
         model=model,

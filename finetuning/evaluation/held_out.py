@@ -10,7 +10,7 @@ from finetuning.data.tokenization import Example
 
 
 class Measured(Prefixed, Protocol):
-    """Interface that measuring a loss requires of a whole or split model."""
+    """Interface that `held_out_loss` requires of a whole or split model."""
 
     def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
         """Return each micro-batch's summed loss in nats, without dropout."""
@@ -35,7 +35,7 @@ class HeldOutLoss:
 def held_out_loss(
     model: Measured, examples: Sequence[Example], padding: int, batch_size: int
 ) -> HeldOutLoss:
-    """Measure the loss without dropout; ``batch_size`` of the longest examples fit into a batch."""
+    """Measure the loss without dropout; a batch can hold ``batch_size`` of the longest examples."""
     columns = [model.columns_before + len(example.tokens) for example in examples]
     batches = [
         collate([examples[i] for i in group], padding)

@@ -6,7 +6,7 @@ from statistics import stdev
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Return half of the 95 % confidence interval of a mean of two or more values (Student's t)."""
+    """Return half the width of a mean's 95 % confidence interval, for two or more values (t)."""
     from scipy.stats import t
 
     quantile = float(t.ppf(0.975, len(values) - 1))

@@ -38,9 +38,9 @@ def log_probabilities(
     Args:
         model: Model with its adapter.
         groups: Groups of continuations that probably have a common beginning, such as the candidate
-            answers of a question. The common beginning is computed once.
+            answers of a question. The common beginning is processed once.
         padding: The padding token.
-        max_tokens: Maximum number of padded tokens computed at once, prefixes included.
+        max_tokens: Maximum number of padded tokens processed at once, prefixes included.
 
     Raises:
         DataError: A text does not fit into ``max_tokens``.

@@ -1,14 +1,14 @@
 """Scores of generated text against references: the metrics of FedJudge, section 4.2.2.
 
-ROUGE-1, ROUGE-2 and ROUGE-L are F1 values. BLEU-4 is the usual BLEU of up to four words; BLEU-N
-is the mean of BLEU-1, BLEU-2, BLEU-3 and BLEU-4.
+ROUGE-1, ROUGE-2 and ROUGE-L are F1 values. BLEU-4 is the usual BLEU with n-grams of up to four
+words; BLEU-N is the mean of BLEU-1, BLEU-2, BLEU-3 and BLEU-4.
 
-**BLEU is the mean of sentence BLEU** with exponential smoothing (NIST's; nltk's method 3), and not
+**BLEU is the mean of sentence BLEU** with exponential smoothing (NIST's; nltk's method 3), not
 corpus BLEU, for three reasons. ROUGE is a mean over texts too. An average over clients, weighted by
 their numbers of texts, equals the score of all texts together. The evaluation scripts of Chinese
-language models, on which the paper's experiments build, report BLEU in this way. The value is not
+language models, on which FedJudge's experiments build, report BLEU in this way. The value is not
 comparable with corpus BLEU as reported in machine translation. For a text of fewer than four words,
-only the n-gram orders that it has are used.
+only the n-gram orders that the text contains are used.
 
 **Words.** Text is lower-cased. Text with a CJK ideograph is segmented by jieba; other text is split
 into runs of letters and digits. Punctuation is ignored.
@@ -26,7 +26,7 @@ _CJK_IDEOGRAPH = re.compile("[\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U000
 
 
 def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Score generated texts, each against its one reference; an empty text scores 0.
+    """Score generated texts, each against a single reference; an empty text scores 0.
 
     Returns:
         ``rouge1``, ``rouge2``, ``rougeL``, ``bleu4`` and ``bleu_n``: means over all texts,
@@ -43,7 +43,7 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
     if not predictions:
         raise ValueError("there are no predictions to score")
     # Keep texts in memory, so that none is written to disk and processes don't wait for locks.
-    # evaluate still creates an empty folder, which is put into a temporary one.
+    # The library ``evaluate`` still creates an empty folder; the temporary folder is for that one.
     with TemporaryDirectory() as folder:
         metric = _metric_class()(keep_in_memory=True, cache_dir=folder)
         scores: dict[str, float] = metric.compute(
@@ -56,7 +56,7 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
 def _metric_class() -> Any:
     """Return the scores as a subclass of ``evaluate.Metric``.
 
-    The class is created on first use, because importing evaluate takes 0.5 s if transformers is
+    The class is created on first use, because importing ``evaluate`` takes 0.5 s if transformers is
     already loaded and 3 s otherwise, and most processes never score a text.
     """
     import datasets
@@ -130,8 +130,8 @@ def _jieba_cut() -> Callable[[str], list[str]]:
     import jieba
 
     tokenizer = jieba.Tokenizer()
-    # Like its initialize(), but without the log on stderr and without the dictionary's cache in the
-    # shared temporary folder, which loads no faster and could have been written by any user.
+    # Like the tokenizer's initialize(), but without a log on stderr or a cache of the dictionary in
+    # the shared temporary folder, which loads no faster and could have been written by any user.
     tokenizer.FREQ, tokenizer.total = tokenizer.gen_pfdict(tokenizer.get_dict_file())
     tokenizer.initialized = True
     cut: Callable[[str], list[str]] = tokenizer.lcut

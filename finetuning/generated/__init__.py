@@ -1,9 +1,9 @@
 """Texts of three institutions in three styles, and neutral text, generated from word lists.
 
-They replace the private data of figure 1 of the FedJudge paper without requiring files or network
-access: a court that writes views, a consultancy that answers laypeople and a law school that
-reasons step by step. The same people, towns, offences and sums occur in all texts, in clearly
-different styles. A model can first be pre-trained on `background`.
+They replace the private data of figure 1 of the FedJudge paper, and need neither files nor network
+access. The institutions are a court that writes court views (its reasoning on a case), a
+consultancy that answers laypeople, and a law school that reasons step by step. The same people,
+towns, offences and sums occur in all texts. A model can first be pre-trained on `background`.
 """
 
 from random import Random
@@ -19,7 +19,7 @@ _WRITERS = {
     "reasoning": reasoning.example,
 }
 STYLES: tuple[str, ...] = tuple(_WRITERS)
-# After this many consecutive duplicates, hardly any new rows are left.
+# After this many consecutive duplicates, hardly any new rows are possible.
 _PATIENCE = 2_000
 
 
@@ -27,8 +27,8 @@ def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, 
     """Return `count` rows of a style, each with the keys instruction, input and output.
 
     The rows depend only on the arguments, not on the machine, and have distinct inputs. A smaller
-    count returns the first rows of a larger one. Rows of "train" and "test" have words and phrases
-    in common, but no inputs and no facts, for any seeds and counts.
+    count returns the first rows of a larger count. "train" and "test" have words and phrases in
+    common, but no inputs and no combinations of facts, for any seeds and counts.
 
     Raises:
         ValueError: The style or split is unknown, or the style cannot produce that many different
@@ -54,8 +54,8 @@ def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, 
 def background(count: int, seed: int) -> list[str]:
     """Return `count` different neutral passages of about 60 to 200 words each.
 
-    They depend only on the arguments. They use the vocabulary of the styles but not their phrases,
-    so that a model learns the language but not the styles.
+    The passages depend only on the arguments. They use the vocabulary of the styles but not the
+    styles' phrases, so that a model learns the language but not the styles.
     """
     draw = Random(f"background {seed}")
     passages: dict[str, None] = {}

@@ -1,8 +1,8 @@
 """Neutral prose for pre-training: places, people, offices, offences and short records.
 
-It uses the people, towns, goods, offences and sums of the three styles, so that a model learns
-their names and English word order. Records followed by questions teach it to look up an answer
-in what it has just read.
+The prose uses the people, towns, goods, offences and sums of the three styles, so that a model
+learns these names and English word order. Records that are followed by questions teach the model
+to look up an answer in the preceding text.
 """
 
 from random import Random
@@ -36,7 +36,7 @@ def _prose(draw: Random) -> str:
 
 
 def _register(draw: Random) -> str:
-    """Return three short records, each with questions that it answers."""
+    """Return three short records, each with questions that the record answers."""
     entries = []
     for _ in range(3):
         words = _some_words(draw)

@@ -24,7 +24,7 @@ from finetuning.generated.vocabulary import (
 class Circumstance(NamedTuple):
     """A circumstance that is told in the input and weighed in the output.
 
-    ``steps`` is the number of steps by which it changes the sentence; negative is milder.
+    ``steps`` is the number of steps that it adds to the term of imprisonment; negative is milder.
     """
 
     name: str
@@ -112,7 +112,7 @@ def _joined(parts: list[str]) -> str:
 
 
 def _weighing(circumstances: list[Circumstance], draw: Random) -> str:
-    """Return the sentence of the view that weighs the circumstances."""
+    """Return the part of the court view that weighs the circumstances."""
     total = sum(circumstance.steps for circumstance in circumstances)
     effects = _TEXTS["neither" if total == 0 else "milder" if total < 0 else "harsher"]
     weighed = _joined([draw.choice(each.weighed) for each in circumstances])

@@ -1,8 +1,8 @@
 """Questions of law whose answers occur only in one institution's training data.
 
-Each of twelve matters has one Article of the Code of the Province; its questions mention neither
-the Article nor the rule. The matters are divided among the institutions, so a model can learn the
-Articles of other institutions only from joint training.
+Each of twelve matters has one Article of the Code of the Province; the questions on a matter
+mention neither the Article nor the rule. The matters are divided among the institutions, so a model
+can learn the Articles of other institutions only from joint training.
 """
 
 from collections.abc import Sequence

@@ -44,7 +44,7 @@ def example(draw: Random, split: Split) -> dict[str, str]:
 
 
 def theft(draw: Random) -> dict[str, object]:
-    """Ask whether a theft is serious, that is, above a fixed sum."""
+    """Ask whether a theft is serious, that is, whether the value is above a fixed sum."""
     goods, town = draw.choice(WORDS["durable_goods"]), draw.choice(WORDS["towns"])
     value = some_sum(draw, 500, 6_000)
     return {"goods": goods, "town": town, "value": value, "holds": value > 3_000}
@@ -82,7 +82,7 @@ def warranty(draw: Random) -> dict[str, object]:
 
 
 def interest(draw: Random) -> dict[str, object]:
-    """Ask for the interest on a loan, which is valid up to a cap."""
+    """Ask for the interest on a loan; interest is valid only up to a maximum rate."""
     borrower, lent = full_name(draw), some_sum(draw, 1_000, 9_000)
     rate = draw.randint(6, 24)
     valid = {"valid": min(rate, 12), "owed": lent * min(rate, 12) // 100}

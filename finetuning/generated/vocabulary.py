@@ -63,8 +63,8 @@ def facts_in_split(
 ) -> tuple[str, ...]:
     """Draw one item from each list, such that the combination belongs to `split`.
 
-    Both splits use the same words in different combinations: the training examples contain every
-    word of a held-out example, but never its combination.
+    Both splits use the same words in different combinations: the training examples can contain
+    every word of a held-out example, but never its combination of words.
     """
     while True:
         facts = tuple(draw.choice(items) for items in lists)

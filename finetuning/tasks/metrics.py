@@ -20,7 +20,7 @@ def accuracy(questions: Sequence[Question], predictions: Sequence[str]) -> dict[
 
 
 def commitment_bank(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Return accuracy and macro-F1, the mean F1 over classes that occur as label or prediction."""
+    """Return accuracy and macro-F1, the mean F1 over classes among the labels and predictions."""
     right = [question.answers[0] for question in questions]
     classes = sorted({*right, *predictions})
     f1 = _mean(_f1([r == c for r in right], [p == c for p in predictions]) for c in classes)
@@ -28,13 +28,13 @@ def commitment_bank(questions: Sequence[Question], predictions: Sequence[str]) -
 
 
 def winograd(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Return the accuracy over nouns: right ones must be chosen, and wrong ones not."""
+    """Return the accuracy over nouns: right nouns must be chosen, wrong nouns must not."""
     pairs = zip(questions, predictions, strict=True)
     return {"accuracy": _mean((p == q.candidates[0]) == bool(q.answers) for q, p in pairs)}
 
 
 def multirc(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Return F1a over all answers, and EM, the share of questions with all answers right."""
+    """Return F1a over all answers, and EM, the share of questions with only right predictions."""
     right = [question.answers[0] == "yes" for question in questions]
     predicted = [prediction == "yes" for prediction in predictions]
     groups: dict[str, bool] = {}
@@ -83,7 +83,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _f1(right: Sequence[bool], predicted: Sequence[bool]) -> float:
-    """Return F1 of the positive class; 0 without true positives."""
+    """Return F1 of the positive class; 0 if there are no true positives."""
     both = sum(r and p for r, p in zip(right, predicted, strict=True))
     return 2 * both / (sum(right) + sum(predicted)) if both else 0.0
 

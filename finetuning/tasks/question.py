@@ -19,8 +19,8 @@ class Question:
         origin: Source file and line. Questions of one line share most of their prompt.
         prompt: Text of the question.
         answers: The right answers, each of which is sufficient. Empty if no candidate is right.
-        candidates: The answers to choose from; empty if an answer is generated.
-        group: Key of the answers that the task's metric combines, as in MultiRC.
+        candidates: The answers to choose from; empty if the answer is to be generated.
+        group: Key shared by related questions: on one question of MultiRC, or on one text of WSC.
 
     """
 
@@ -39,7 +39,7 @@ def as_object(value: Any, name: str = "a row") -> Mapping[str, Any]:
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
-    """Return a text field, which may not be empty, without surrounding whitespace."""
+    """Return a text field, which must not be empty, without surrounding whitespace."""
     value = row.get(key)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"needs text in {key!r}")
@@ -64,9 +64,9 @@ def number_of(row: Mapping[str, Any], key: str) -> int:
 
 
 def label_of(row: Mapping[str, Any], names: Mapping[Any, str]) -> str:
-    """Return the answer that a row's label stands for, from the answers by label."""
+    """Return the answer that a row's label stands for; ``names`` maps labels to answers."""
     if "label" not in row:
-        raise DataError("has no 'label' (SuperGLUE's test parts are published without)")
+        raise DataError("has no 'label' (SuperGLUE's test parts are published without labels)")
     label = row["label"]
     # Compare types too, because True equals 1.
     for known, name in names.items():

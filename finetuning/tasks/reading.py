@@ -21,10 +21,10 @@ def read_questions(path: Path, task: Task) -> list[Question]:
 
 
 def read_task_rows(path: Path | str, settings: DataSettings) -> list[Row]:
-    """Read training rows, in the format of the settings' task if they name one.
+    """Read training rows, in the format of ``settings.task`` if it is set.
 
     Each question becomes a row with its first right answer. Questions without a right answer, such
-    as WSC questions with a wrong noun, are skipped. Paths and errors are as in `parse_rows`.
+    as WSC questions with a wrong noun, are skipped. See `parse_rows` for paths and errors.
     """
     if not settings.task:
         return read_rows(path, settings.skip_bad_rows)

@@ -46,7 +46,7 @@ class Prepared:
 
     @property
     def longest(self) -> tuple[int, str]:
-        """Token count of the longest text, without a generated answer, and its origin."""
+        """Token count of the longest text, without a generated answer, and the text's origin."""
         if self.prompts:
             lengths = [len(prompt) for prompt in self.prompts]
         else:
@@ -96,13 +96,12 @@ def answer(
 ) -> Answers:
     """Answer questions.
 
-    The candidate with the largest summed log-probability is chosen (FL-GLM section 4.1.2); of equal
-    ones, the first. Without candidates, the answer is generated greedily, with at most
-    ``new_tokens`` tokens. A batch has at most ``max_tokens`` padded tokens, with prefixes and
-    answers.
+    The first candidate with the largest summed log-probability is chosen (FL-GLM section 4.1.2).
+    Without candidates, the answer is generated greedily, with at most ``new_tokens`` tokens. A
+    batch has at most ``max_tokens`` padded tokens, including prefixes and answers.
 
     Raises:
-        DataError: A question is too long.
+        DataError: A question with a candidate doesn't fit into ``max_tokens``.
 
     """
     if prepared.task.is_cloze:

@@ -66,7 +66,7 @@ def wsc(origin: str, row: Mapping[str, Any]) -> list[Question]:
     last = first + len(pronoun.split()) - 1
     if last >= len(words):
         raise DataError("'span2_index' is not within 'text'")
-    # Marked, because the same pronoun can occur twice.
+    # The pronoun is marked, because it can occur twice in the text.
     words[first] = f"*{words[first]}"
     words[last] = f"{words[last]}*"
     prompt = f"{' '.join(words)} The pronoun '*{pronoun}*' refers to"
@@ -75,7 +75,7 @@ def wsc(origin: str, row: Mapping[str, Any]) -> list[Question]:
 
 
 def with_other_nouns(questions: list[Question]) -> list[Question]:
-    """Add to each question of WSC the nouns of other questions on its text as candidates."""
+    """Give each WSC question, as further candidates, the nouns of other questions on its text."""
     nouns: dict[str, dict[str, str]] = {}
     for question in questions:
         (noun,) = question.candidates

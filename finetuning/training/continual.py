@@ -1,6 +1,6 @@
 """FedJudge's continual-learning penalty (Eq. 3 and 4, after Zhou et al., CVPR 2021).
 
-With Ŵ the global adapter just received, J ≥ 0 the importance of its weights and δ = W − Ŵ,
+Let Ŵ be the global adapter just received, J ≥ 0 the importance of its weights, and δ = W − Ŵ. Then
 the paper's Jᵀ|δ| + |δ|ᵀJᵀJ|δ| is s + s² with s = Σ J·|δ| over all adapter weights.
 """
 
@@ -20,13 +20,13 @@ Sum = Literal["all", "tensor"]
 def importance(
     model: WholeModel, rows: Sequence[MicroBatch], jacobian: Jacobian
 ) -> dict[str, torch.Tensor]:
-    """Compute J at the adapter's present weights, as a mean over rows.
+    """Compute J at the adapter's current weights, as a mean over rows.
 
     Args:
         model: Model with the global adapter loaded.
         rows: Training examples, each in a micro-batch of its own; at least one.
-        jacobian: ``mean-absolute`` averages |∂L/∂W| over rows, with L the mean over a row's
-            targets; ``mean-gradient`` takes the absolute value of the average.
+        jacobian: ``mean-absolute`` averages |∂L/∂W| over rows, where L is the mean loss of a row's
+            targets; ``mean-gradient`` takes the absolute value of the average of ∂L/∂W.
 
     """
     total: dict[str, torch.Tensor] = {}
@@ -38,7 +38,7 @@ def importance(
 
 
 def shuffled(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """Return importance with the values of each tensor in random order.
+    """Return the importance with the values of each tensor in random order.
 
     This is a control: the penalty has the same strength, but acts on random weights.
     """
@@ -58,11 +58,11 @@ class ContinualPenalty(Penalty):
         parameters: Trained weights W by name.
         anchor: Ŵ by name; copied.
         importance: J by name.
-        weight: λ. With 0, gradients are unchanged, bit for bit, and s is still measured.
+        weight: λ. With 0, gradients are unchanged, bit for bit, but s can still be measured.
         share: Target share of the penalty in the gradient norm, below 1. λ is chosen in each step
-            to reach it, and ``weight`` is the last step's λ. With 0, λ is constant.
-        over: ``all``: one s over all tensors. ``tensor``: one s per tensor, whose terms are summed
-            and halved as in the code published with the paper.
+            to reach this share; ``weight`` is then the last step's λ. With 0, λ is constant.
+        over: ``all``: one s over all tensors. ``tensor``: one s per tensor; the tensors' s + s² are
+            summed and halved, as in the code published with the paper.
 
     """
 

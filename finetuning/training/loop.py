@@ -27,10 +27,10 @@ class Stages(Prefixed, Protocol):
     """The stages of a step; the interface that the loop requires of a whole or split model."""
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
-        """Add the gradient of the step's mean loss per target; return each summed loss in nats."""
+        """Add the gradient of the mean loss per target; return each batch's summed loss in nats."""
 
     def clip(self, maximum: float) -> float:
-        """Scale gradients down to the maximum norm (0: no limit); return the norm before."""
+        """Scale gradients down to the maximum norm (0: no limit); return the original norm."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LocalRound:
         first_step: Number of steps in this client's earlier rounds, including rounds it missed.
         total_steps: Number of steps in all rounds of the run.
         seed: Seed of this client in this round.
-        deadline: Deadline on ``time.monotonic``'s clock.
+        deadline: Time of the deadline on ``time.monotonic``'s clock.
 
     """
 
@@ -112,7 +112,7 @@ def train_round(
     """
     optimizer = make_optimizer(parameters, settings)
     load_optimizer(optimizer, parameters, optimizer_state or {})
-    # An interrupted round of another client in this process may have left gradients.
+    # An interrupted round of another client in this process may have left gradients behind.
     optimizer.zero_grad()
     rate = learning_rate(settings, local_round.total_steps)
     lengths = [len(example.tokens) for example in examples]
@@ -128,7 +128,7 @@ def train_round(
             if time.monotonic() > local_round.deadline:
                 raise DeadlineError(
                     f"{index} of {len(local_round.steps)} steps were done when the round's time "
-                    "was over; raise round-timeout, or train less per round (train.local-steps)"
+                    "limit expired; raise round-timeout, or train fewer steps (train.local-steps)"
                 )
             batches = [
                 collate([examples[i] for i in group], padding)

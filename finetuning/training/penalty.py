@@ -1,4 +1,4 @@
-"""A penalty that local training adds to its loss, as a gradient independent of the rows."""
+"""A penalty that is added to the loss of local training, and depends only on the weights."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class Penalty(ABC):
 
     @torch.no_grad()
     def add_gradient(self) -> float:
-        """Add the penalty's gradient to each parameter's ``.grad``; return its share of the norm.
+        """Add the penalty's gradient to each ``.grad``; return the gradient's share of the norm.
 
         The share is |penalty's gradient| ÷ (|penalty's gradient| + |loss's gradient|).
         """

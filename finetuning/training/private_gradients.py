@@ -1,9 +1,9 @@
 """Gradients with differential privacy for single rows (DP-SGD, algorithm 1 of Abadi et al., 2016).
 
 A step samples each row independently, clips the gradient of each row's loss, and adds Gaussian
-noise to the sum of the gradients. The randomness must be secret, because anyone who can reproduce
-it can subtract the noise. It comes from the operating system and not from the run's seed, which the
-coordinator knows.
+noise to the sum of the gradients. The random numbers must be secret, because anyone who can
+reproduce them can subtract the noise. They come from the operating system, not from the run's seed,
+which the coordinator knows.
 """
 
 import math
@@ -41,7 +41,7 @@ class Noise:
 class PrivateGradients:
     """The stages of a training step, with private gradients of a whole model.
 
-    A micro-batch whose gradients of single rows exceed ``max_bytes`` is computed in groups of rows.
+    If the gradients of a micro-batch's rows exceed ``max_bytes``, the rows are processed in groups.
     ``random_bytes`` is the source of the noise.
     """
 
@@ -69,7 +69,7 @@ class PrivateGradients:
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Set the adapter's ``.grad`` to the private gradient: (Σ clipped + noise) / expected rows.
 
-        There may be no micro-batches. The seed is unused, because others know it.
+        ``batches`` may be empty. The seed is unused, because the coordinator knows it.
 
         Returns:
             Each micro-batch's summed loss in nats, which is not differentially private.
@@ -89,7 +89,7 @@ class PrivateGradients:
             losses.append(torch.stack(parts).sum())
         for name, parameter in self._parameters.items():
             parameter.grad = sums[name] / noise.expected_rows
-        # An infinite loss must not end the round, because others would notice that.
+        # An infinite loss must not end the round, because other parties would notice the end.
         found = torch.stack(losses).tolist() if losses else []
         return [loss if math.isfinite(loss) else 0.0 for loss in found]
 
@@ -102,14 +102,14 @@ class PrivateGradients:
         return loss
 
     def clip(self, maximum: float) -> float:
-        """Scale the private gradient down to a norm (0: no limit); return the norm before."""
+        """Scale the private gradient down to a norm (0: no limit); return the original norm."""
         return self._model.clip(maximum)
 
 
 def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict[str, torch.Tensor]:
-    """Sum each weight's gradients, (rows, …), over rows, which are clipped to ``row_norm``.
+    """Clip each row's gradients to ``row_norm``, and sum them over rows, by weight: (rows, …) each.
 
-    The norm of a row is over all weights. A gradient that is not finite counts as 0.
+    The norm of a row is taken over all weights. A gradient that is not finite counts as 0.
     """
     squares = sum(
         torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64).square()

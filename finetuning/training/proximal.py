@@ -1,7 +1,7 @@
 """FedProx's proximal term (Li et al., MLSys 2020, equation 2).
 
-With Ŵ the global adapter just received, local training adds μ/2 · ‖W − Ŵ‖² over all adapter weights
-W to its loss.
+Local training adds μ/2 · ‖W − Ŵ‖² over all adapter weights W to its loss, where Ŵ is the global
+adapter just received.
 """
 
 import torch

@@ -32,4 +32,4 @@ def test_a_full_disk(capsys, small_disk, words):
     fill(small_disk)
     words = (word.replace("disk", str(small_disk)) for word in words)
     reason = refused(capsys, "site", *words)
-    assert reason == f"no space is left on the disk of {small_disk}: free some\n"
+    assert reason == f"no space is left on the disk of {small_disk}: free some space\n"

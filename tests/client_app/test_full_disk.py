@@ -17,7 +17,7 @@ def test_a_round_that_can_t_be_kept_is_answered_with_the_reason(site, small_disk
     kept = {path: path.read_bytes() for path in own.rglob("*.safetensors")}
     fill(small_disk)
     problem = site.refusal("train", changed=quick, round=2)
-    assert problem == f"no space is left on the disk of {own}: free some"
+    assert problem == f"no space is left on the disk of {own}: free some space"
     assert {path: path.read_bytes() for path in own.rglob("*.safetensors")} == kept
     assert [path.name for path in own.iterdir()] == ["round-0001"]
     (small_disk / "ballast").unlink()

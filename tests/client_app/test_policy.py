@@ -360,7 +360,7 @@ def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
 def test_no_time_is_spent_after_the_message_s_own(site):
     """In evaluation too, which has no steps."""
     for instruction in ({"losses": True}, {"importance": True}):
-        assert "time was over" in site.refusal("evaluate", time_limit=1e-6, **instruction)
+        assert "time limit expired" in site.refusal("evaluate", time_limit=1e-6, **instruction)
 
 
 def test_a_lane_to_another_server_is_refused(site, deep_checkpoint):
