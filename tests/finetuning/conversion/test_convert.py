@@ -137,7 +137,7 @@ REFUSED = [
     (CHATGLM | {"_name_or_path": "mine"}, "add --chatglm-version 2 or 3"),
     (CHATGLM | {"_name_or_path": "chatglm2-6b", "rope_ratio": 16}, "interpolates positions"),
     (CHATGLM | {"num_layers": 3}, r"layers\.3.*does not fit config\.json"),
-    (CHATGLM | {"num_layers": 5}, r"nothing for model\.layers\.4"),
+    (CHATGLM | {"num_layers": 5}, r"lacks model\.layers\.4"),
     (CHATGLM | {"multi_query_group_num": 3}, "has 80 rows; config.json requires 96"),
 ]
 
@@ -175,7 +175,7 @@ class _Code:
         (lambda file: torch.save({"a": [1]}, file), "a in .* is list; only float32"),
         (
             lambda file: torch.save({"a": torch.ones(2, dtype=torch.int8)}, file),
-            "int8.*not quantised",
+            "int8.*unquantised",
         ),
         (lambda file: torch.save({"bert.weight": torch.ones(2)}, file), "bert.weight is not one"),
     ],

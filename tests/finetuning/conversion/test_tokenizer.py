@@ -137,5 +137,5 @@ def test_what_is_not_such_a_model_is_refused(sentencepiece_model, tmp_path):
     unigram = sentencepiece_model(model_type="unigram", vocab_size=360)
     with pytest.raises(ConversionError, match="its algorithm isn't byte-pair encoding"):
         convert_tokenizer(unigram, plan)
-    with pytest.raises(ConversionError, match=r"520 tokens.*config\.json allows 100"):
+    with pytest.raises(ConversionError, match=r"520 tokens.*config\.json allows only 100"):
         convert_tokenizer(sentencepiece_model(), plan_baichuan(BAICHUAN | {"vocab_size": 100}))
