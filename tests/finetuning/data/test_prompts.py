@@ -56,5 +56,5 @@ def test_a_row_without_room_for_its_last_answer_is_left_out(tokenizer_of):
     ]
     (prompt,) = prompts_of_answers(rows, tokenizer, 64)
     assert (prompt.row, prompt.reference) == (1, "The defendant.")
-    with pytest.raises(DataError, match=r"none of 1 rows.* raise data\.max-length = 64"):
+    with pytest.raises(DataError, match=r"none of 1 rows.* raise data\.max-length, which is 64"):
         prompts_of_answers(rows[:1], tokenizer, 64)

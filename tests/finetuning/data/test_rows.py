@@ -108,7 +108,7 @@ def test_what_windows_programs_write_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"instruction;output\nsecret;b\n", "not separated by commas"),
+        (b"instruction;output\nsecret;b\n", "must be separated by commas"),
         ("instruction,output\nsecret,b\n".encode("utf-16"), "is not UTF-8"),
     ],
 )
