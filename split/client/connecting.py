@@ -36,8 +36,7 @@ def connect(
         noise: Standard deviation of the noise that is added to hidden states before they are sent,
             relative to the root mean square of each token's hidden state.
         patience: Seconds after which a missing answer or a refusal is final.
-        busy_until: Time until which to try if the server is busy, on ``time.monotonic``'s clock;
-            None for the deadline.
+        busy_until: Time until which to try while the server is busy; None for the deadline.
 
     Raises:
         LaneError: The block server can't be reached or refuses the handshake.

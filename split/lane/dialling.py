@@ -132,7 +132,7 @@ def _keep_open(
             # The server has confirmed this stream, so its resumption ticket is valid.
             invitation = replace(invitation, ticket=connection.stream.resumption)
             _LOG.warning("%r was cut; opening another stream", lane)
-            if not lane.exhausts(connection.stream):
+            if connection.stream.used_bytes < lane.replace_after_bytes:
                 lane.wait_ended(opened + retry_seconds - time.monotonic())
             try:
                 connection = _dial_until(

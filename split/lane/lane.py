@@ -71,11 +71,11 @@ class Lane:
     ) -> None:
         self.identity = identity
         self.limits = limits
+        self.replace_after_bytes = replace_after_bytes
         self.opened = 0
         self.over = threading.Event()
         self._is_client = is_client
         self._max_streams = max_streams
-        self._replace_after_bytes = replace_after_bytes
         lock = threading.RLock()  # guards all attributes below
         self._changed = threading.Condition(lock)  # a frame has arrived, or the state has changed
         self._to_send = threading.Condition(lock)  # a frame was queued
@@ -251,10 +251,6 @@ class Lane:
                     self._end(error, str(error))
             self._wake()
 
-    def exhausts(self, stream: Stream) -> bool:
-        """Return whether one of the stream's keys is close to its limit of encrypted bytes."""
-        return stream.used_bytes >= self._replace_after_bytes
-
     def messages(self, stream: Stream) -> Iterator[bytes]:
         """Yield the records to send over a stream until it is replaced or the lane has ended."""
         try:
@@ -290,7 +286,7 @@ class Lane:
                     return
                 if not ended:
                     self._open(stream, message)
-                if self._is_client and self.exhausts(stream):
+                if self._is_client and stream.used_bytes >= self.replace_after_bytes:
                     raise LaneCutError("the stream's keys have encrypted as much as they may")
             where = "within a frame" if stream.opener.mid_frame else "before it was closed"
             raise LaneCutError(f"the lane was cut {where}")

@@ -43,10 +43,8 @@ _COMMON: list[tuple[str, int]] = [
 class PeerLimits:
     """A server's limits on streams and connections, which anyone can open."""
 
-    # Time limit for a handshake after its first message.
-    handshake_seconds: float = HANDSHAKE_SECONDS
-    # Time limit for the first message, which a legitimate client sends immediately.
-    silent_seconds: float = 3.0
+    handshake_seconds: float = HANDSHAKE_SECONDS  # for a handshake after its first message
+    silent_seconds: float = 3.0  # for the first message, which a client sends immediately
     half_open: int = 32  # maximum number of silent streams, and of unfinished handshakes
     of_one_identity: int = 4  # maximum number of unfinished handshakes per identity
     spare_connections: int = 256  # maximum number of connections, in addition to one per call
