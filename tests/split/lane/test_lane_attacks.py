@@ -40,7 +40,7 @@ def test_tickets_that_are_no_good_are_named(server):
         "not issued": (Ticket(bytes(16), bytes(32)), COURT),
         "has expired": (server.ticket(lifetime=0), COURT),
         "has been used": (used, COURT),
-        "another run": (server.ticket(Identity("run", 1, "reasoning")), COURT),
+        "different run": (server.ticket(Identity("run", 1, "reasoning")), COURT),
     }
     for words, (ticket, identity) in cases.items():
         with pytest.raises(TicketError, match=words):
