@@ -247,8 +247,20 @@ def test_what_flower_refuses_is_said(capfd, programs, tmp_path):
         ({"strategy": "fl-glm", "split.schedule": "hierarchical"}, 100, 2, 24, 2),
         ({"split.schedule": "client-batch"}, 100, 2, 24, 2),  # FedJudge has no schedule
         ({"strategy": "fl-glm", "split.schedule": "client-batch"}, 6, 2, 24, 6),
-        ({"strategy": "fl-glm", "split.schedule": "client-batch"}, 7, 2, 24, "can simulate 6: "),
-        ({"strategy": "fl-glm", "split.schedule": "client-batch"}, 6, 2, 4, "can simulate 2: "),
+        (
+            {"strategy": "fl-glm", "split.schedule": "client-batch"},
+            7,
+            2,
+            24,
+            "simulate only 6: ",
+        ),
+        (
+            {"strategy": "fl-glm", "split.schedule": "client-batch"},
+            6,
+            2,
+            4,
+            "simulate only 2: ",
+        ),
         (
             {"strategy": "fl-glm", "split.schedule": "hierarchical", "split.average-every": 50},
             *(33, 64, 256, "split.average-every trains all 33 clients at once"),

@@ -42,7 +42,7 @@ def test_steps_are_refused_beyond_epsilon_and_exactly_there(tmp_path):
     account = PrivacyAccount(terms(tmp_path, 3.0))
     account.spend(PrivateSteps(0.05, 1.0, 30), ABOUT)
     before = (tmp_path / "privacy.jsonl").read_bytes()
-    with pytest.raises(PolicyError, match=r"privacy\.epsilon = 3 .*is spent") as error:
+    with pytest.raises(PolicyError, match=r"privacy\.epsilon = 3 .*already spent") as error:
         account.spend(PrivateSteps(0.05, 1.0, 1000), ABOUT)
     left = int(str(error.value).partition(": ")[2].partition(" are left")[0])
     assert (tmp_path / "privacy.jsonl").read_bytes() == before

@@ -71,5 +71,5 @@ def test_an_adapter_that_does_not_fit_is_refused(base, center, tmp_path):
 
 
 def test_one_client_of_several_needs_min_nodes_1():
-    with pytest.raises(ConfigError, match="min-nodes is 2; set it to 1"):
+    with pytest.raises(ConfigError, match="min-nodes is 2; set min-nodes to 1"):
         parse_run_config({"data.pool": "*"})

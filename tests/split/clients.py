@@ -44,7 +44,7 @@ from split.server.stacked_micro_batch import StackedMicroBatch
 from split.settings import SplitSettings
 from tests.waiting import wait_until
 
-STEPS = 6
+STEPS = 8
 LONGEST = 4 * 20
 MAX_CACHED_TOKENS = 3 * (11 + 12)
 MODEL = ModelSettings(dtype="float32")

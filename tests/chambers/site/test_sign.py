@@ -97,6 +97,6 @@ def test_refusals(capsys, release, tmp_path):
     assert "exists" in refused(capsys, "site", "signing-key", tmp_path / "key")
     sign(capsys, release, tmp_path / "key", folder)
     (folder / "fetch-fab.json").write_text("{}")
-    assert "sign again" in attempt(release, tmp_path / "key")
+    assert "sign the release again" in attempt(release, tmp_path / "key")
     shutil.rmtree(folder)
     sign(capsys, release, tmp_path / "key", folder)

@@ -116,7 +116,7 @@ def test_taking_apart_and_joining_are_inverse(random_checkpoint):
     assert list(again) == list(state) and all(again[n] is state[n] for n in state)
     with pytest.raises(ValueError, match="overlap"):
         join_adapters([parts["head"], state])
-    with pytest.raises(ValueError, match="of 3 blocks"):
+    with pytest.raises(ValueError, match="model's 3 blocks"):
         take_apart(state, Partition(3, 1, 1))
 
 

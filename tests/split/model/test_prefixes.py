@@ -143,7 +143,7 @@ def test_the_check_before_a_run_has_prefixes_in_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(BlockPrefixes, "before", lost_at_the_tail)
-        with pytest.raises(BaseModelError, match=r"with prefixes are not those"):
+        with pytest.raises(BaseModelError, match=r"with prefixes differ"):
             check_exactness(directory, settings, partition, prefixes=True)
     assert calls
     check_exactness(directory, settings, partition, prefixes=True)
@@ -164,7 +164,7 @@ def test_a_prefix_is_taken_apart_by_blocks_and_joined_again(base):
         join_adapters([parts["head"], parts["tail"]])
     with pytest.raises(ValueError, match="overlap"):
         join_adapters([parts["head"], parts["head"]])
-    with pytest.raises(ValueError, match="of 7 blocks"):
+    with pytest.raises(ValueError, match="model's 7 blocks"):
         take_apart(state, Partition(7, 1, 1))
 
 

@@ -118,7 +118,7 @@ def test_the_check_before_a_run_generates_texts(
         else:
             patch.setattr(KeyValues, "_mask_and_positions", wrong_positions)
         check_exactness(directory, settings, partition, prefixes)
-        with pytest.raises(BaseModelError, match=r"generates.*evaluate\.generate = true"):
+        with pytest.raises(BaseModelError, match=r"generates.*evaluate\.generate = false"):
             check_exactness(directory, settings, partition, prefixes, generation=True)
     check_exactness(directory, settings, partition, prefixes, generation=True)
 

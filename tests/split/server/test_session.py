@@ -14,6 +14,7 @@ from split.protocol.training import RoundPlan
 from split.server.compute import Priority, first_ready
 from tests.split.clients import (
     SIZES,
+    STEPS,
     TRAIN,
     Client,
     bodies_kept,
@@ -452,7 +453,9 @@ def test_choosing_a_model_does_not_overtake_prompts(base, beginning):
             assert first.owner.account.client == "beta"
 
 
-@pytest.mark.parametrize(("steps", "first", "total"), [(3, 0, 10), (3, 1, 6), (10, 10, 19)])
+@pytest.mark.parametrize(
+    ("steps", "first", "total"), [(3, 0, STEPS), (3, 1, 6), (STEPS, STEPS, 2 * STEPS - 1)]
+)
 def test_a_client_counts_its_steps_from_the_run_s_first_round(base, beginning, steps, first, total):
     split = split_settings()
     with serving(base, beginning, split, rounds=2) as server:

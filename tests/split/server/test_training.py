@@ -119,7 +119,7 @@ def test_averaging_within_a_round_equals_lockstep_with_averages(base, beginning)
         whole = {n: join_adapters([trained[n], server.state_of(n)]) for n in SIZES}
     states, optimizers = dict.fromkeys(SIZES, beginning), {name: {} for name in SIZES}
     model = whole_model(base, beginning)
-    for start in range(0, STEPS, every):
+    for start in range(0, max(steps.values()), every):
         going = [name for name in SIZES if steps[name] > start]
         if start:
             mean = weighted_mean({name: states[name] for name in going})
