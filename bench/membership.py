@@ -16,12 +16,7 @@ from typing import Any
 import torch
 
 from bench.harness import make_table, show
-from finetuning.adapters.adapter import (
-    State,
-    attach_adapter,
-    load_state,
-    trainable_parameters,
-)
+from finetuning.adapters.adapter import attach_adapter, load_state, trainable_parameters
 from finetuning.data.batching import collate
 from finetuning.data.rows import Row, parse_messages
 from finetuning.data.tokenization import Example, tokenize
@@ -76,7 +71,7 @@ def measure(
     return found
 
 
-def _alignment(gradient: State, changes: State) -> float:
+def _alignment(gradient: dict[str, torch.Tensor], changes: dict[str, torch.Tensor]) -> float:
     """Return the cosines between a row's negative gradient and the changes, summed over tensors."""
     return sum(
         float(torch.cosine_similarity(-value.flatten(), changes[name].flatten(), dim=0))
