@@ -59,7 +59,7 @@ _ALLOCATORS = {
 
 
 def measure_client(link: Connection, job: Job, split: SplitSettings, miniature: Job) -> None:
-    """Load and train; receive two invitations as messages, and send byte counts by name."""
+    """Train the warm-up model and the job's with an invitation from ``link`` each; send bytes."""
     with open_model(load_ends(miniature, split), link.recv(), miniature, split) as model:
         join(model, miniature)
         train(miniature, model, model.parameters)

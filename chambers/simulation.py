@@ -43,7 +43,8 @@ def simulate(
     """
     # On SIGTERM and SIGHUP, also end the processes of the run, which are in other sessions.
     interrupt_at_end()
-    # Discards warnings of this process (logging has no handler for them); the log has all others.
+    # Discards this process's warnings, for which logging has no handler. The log contains those of
+    # the run's other processes.
     logging.captureWarnings(True)
     started = time.monotonic()
     with closing(RunLog(home / LOG, echo=verbose)) as log:

@@ -1,7 +1,7 @@
 """A client's hidden states as observed by the server or by a peer on the network.
 
-Head, noise, wire type and encryption are computed by the product's code. The server sees hidden
-states after their conversion to the wire type. A peer on the network sees encrypted records.
+The product's own code computes the head, adds the noise, converts to the wire type and encrypts.
+The server sees hidden states after the conversion; a peer on the network sees encrypted records.
 """
 
 import os

@@ -65,7 +65,7 @@ def measure_untrained(
 def _constant_records(
     seed: int, groups: Sequence[Group], measures: Collection[Measure]
 ) -> Iterator[Record]:
-    """Yield the scores that the best single answer to all questions of each group gets."""
+    """Yield for each group the scores of the one answer that is right for the most questions."""
     for group in groups:
         if "article" in measures:
             values = [1 / len(matters.MATTERS)] * len(group.rows)

@@ -150,7 +150,9 @@ def _apart(folder: Path, others: Sequence[Path]) -> str:
 
 def _sender(log: Path) -> str:
     if not log.exists():
-        raise AdviceError(f"{log} doesn't exist, so the address that sends most data is unknown")
+        raise AdviceError(
+            f"{log} doesn't exist, so the address that sends the most data is unknown"
+        )
     return top_sender(log)
 
 

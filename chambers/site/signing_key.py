@@ -16,8 +16,8 @@ class SigningKey:
       chambers site signing-key ~/reviewer
 
     FILE gets the private key, which stays with the reviewer, and FILE.pub the public one. To trust
-    the reviewer at a SuperNode, add the printed line to the file of
-    flower-supernode --trusted-entities.
+    the reviewer at a SuperNode, add the printed line to the file that is given to
+    flower-supernode with --trusted-entities.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     file: Annotated[Path, argument("FILE")]

@@ -86,7 +86,7 @@ def typical_importance(values: torch.Tensor) -> torch.Tensor:
 
 
 class ImportanceCap:
-    """Find clients with exaggerated importance J, and cap their J weight by weight.
+    """Find clients with exaggerated importance J, and cap each weight's J.
 
     J of single weights is heavy-tailed even for honest clients. Therefore a client's J is accepted
     unchanged unless the amounts above 5 times the typical values sum to more than a tenth of the

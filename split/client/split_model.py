@@ -34,8 +34,8 @@ class SplitModel:
         tail: Last blocks, norm and output head, with its adapter.
         lane: Lane to the block server. The caller that opened it must close it.
         frame_timeout: Seconds to wait for the server's next frame.
-        deadline: Time until which to wait for activation budget at the server,
-            on ``time.monotonic``'s clock; None to wait for ``frame_timeout``.
+        deadline: Time when to stop waiting for activation budget at the server, on
+            ``time.monotonic``'s clock; None to stop after ``frame_timeout``.
         noise: Standard deviation of the noise on hidden states, relative to each token's RMS.
 
     """
