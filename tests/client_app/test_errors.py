@@ -23,7 +23,7 @@ ODD = ["\\ud800", "\x00", "\ufeff", "\udcff", "1e999", "null", "9" * 5000, "[" *
 TEXTS = st.sampled_from([*'{}[]",:\n\\', SECRET, f'"{SECRET}"', *KEYS, *ROWS, *ODD])
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(TEXTS, max_size=12).map("".join),
     st.sampled_from(["jsonl", "json", "csv", "parquet"]),

@@ -38,7 +38,7 @@ def test_it_encodes_and_decodes_as_sentencepiece_does(sentencepiece_model, form)
     # A fast tokenizer finds these in a text, where SentencePiece reads them as characters.
     found = [str(token) for token in converted.added_tokens_decoder.values()]
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
     @given(SEVERAL)
     def check(text):
         assume(not any(token in text for token in found))

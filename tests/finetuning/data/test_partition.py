@@ -36,7 +36,7 @@ def label_counts(part):
     return Counter(row.fields["court"] for row in part)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(KINDS),
     st.lists(st.tuples(LABELS, st.integers(1, 50)), min_size=1, max_size=60),
@@ -80,7 +80,7 @@ def test_iid_parts_are_equally_large_and_alike():
         assert mean == pytest.approx(502, abs=60)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 30), min_size=4, max_size=60), st.integers(1, 4))
 def test_parts_by_length_don_t_overlap_in_length(lengths, parts):
     divided = partition(rows_of(["north"] * len(lengths), lengths), parts, settings_of("length"), 3)
@@ -90,7 +90,7 @@ def test_parts_by_length_don_t_overlap_in_length(lengths, parts):
     assert max(map(len, of_parts)) - min(map(len, of_parts)) <= 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(LABELS, min_size=3, max_size=60), st.integers(1, 3))
 def test_parts_by_label_share_no_label(labels, parts):
     if len(set(labels)) < parts:

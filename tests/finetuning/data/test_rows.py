@@ -347,7 +347,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(JSON_VALUES)
 def test_any_value_is_a_conversation_or_refused_with_a_reason(value):
     try:
@@ -361,7 +361,7 @@ def test_any_value_is_a_conversation_or_refused_with_a_reason(value):
         assert all(answer.strip() for answer in answers)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.binary(max_size=30) | JSON_VALUES.map(json.dumps).map(str.encode), max_size=6),
     st.sampled_from([".jsonl", ".json", ".csv"]),
@@ -379,7 +379,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory, lines, suffix, has_head
             assert rows
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(st.text(min_size=1), st.text(), st.text(min_size=1)).filter(

@@ -194,7 +194,7 @@ def test_many_rows_come_in_their_order(tokenizer_of):
     assert target_texts(tokenizer, examples[2222]) == ["answer 2222<|im_end|>"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(["byte_level_bpe", "trimming_bpe"]),
     st.sampled_from(sorted(STYLES)),

@@ -23,7 +23,7 @@ from tests.finetuning.data.templates import (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(BYTE_LEVEL + OTHERS),
     st.sampled_from(["plain", "chatml", "llama-2", "open-thought", "no-marks"]),

@@ -142,7 +142,7 @@ _TEXT = st.lists(st.integers(2, 4), min_size=1, max_size=5).map(torch.tensor)
     st.lists(st.lists(st.builds(Continuation, _TEXT, _TEXT), min_size=1, max_size=4), max_size=4),
     st.integers(12, 60),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_target_is_predicted_from_the_text_before_it(groups, max_tokens):
     """For any groups, beginnings and budgets; what precedes a target is read off the batch."""
     found = {}

@@ -137,7 +137,7 @@ TEXTS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3))
 def test_scores_are_always_finite_and_within_bounds(pairs):
     scores = score_pairs(pairs)

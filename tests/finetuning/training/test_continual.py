@@ -32,7 +32,7 @@ def paper_penalty(w: torch.Tensor, anchor: torch.Tensor, j: torch.Tensor) -> tor
     return j @ delta + delta @ torch.outer(j, j) @ delta
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**31), st.floats(0.001, 10.0), st.booleans())
 def test_value_and_gradient_are_the_formula_s(seed, weight, has_gradient):
     parameters, anchor, j = weights(seed), draw(seed + 1), draw(seed + 2, positive=True)

@@ -23,7 +23,7 @@ def flat(values: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([values[name].flatten() for name in SHAPES])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**31), st.floats(0.001, 10.0), st.booleans())
 def test_value_and_gradient_are_the_formula_s(seed, mu, has_gradient):
     parameters, anchor, loss_gradient = weights(seed), draw(seed + 1), draw(seed + 2)

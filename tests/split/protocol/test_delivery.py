@@ -79,7 +79,7 @@ ACTIONS = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(ACTIONS, st.integers(0, 9)), max_size=80))
 def test_every_frame_arrives_once_and_in_order_however_often_streams_are_cut(actions):
     network = Network()
@@ -93,7 +93,7 @@ def test_every_frame_arrives_once_and_in_order_however_often_streams_are_cut(act
     assert (network.delivery.kept_bytes, network.delivery.unsent_bytes) == (0, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 3), st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("take", [Delivery.acknowledge, Delivery.restart])
 def test_a_count_that_cannot_be_true_is_refused_and_changes_nothing(take, sent, had, unsent, count):

@@ -56,7 +56,7 @@ FRAMES = st.one_of(
 
 
 @given(st.lists(st.tuples(FRAMES, st.booleans()), max_size=40))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_no_sequence_of_frames_exceeds_the_limits(steps):
     """Frames that are refused are left out; a lane would end there."""
     evaluation = Evaluation(PREFIXES, WINDOW, LONGEST, MAX_CACHED_TOKENS)

@@ -131,7 +131,7 @@ def test_messages_have_exact_lengths():
     pair.server.accept(finished)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=MAX_HELLO_BYTES + 10), st.booleans(), st.integers(1, 3))
 def test_any_bytes_are_refused_by_name(content, with_prefix, number):
     if with_prefix:

@@ -104,7 +104,7 @@ def test_descriptions_of_hidden_states_are_checked_whole():
         )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_damaged_payloads_are_refused_or_read_but_never_break(data):
     content = bytearray(pack(hidden_frame(tokens(rows=2, columns=2)), limits()))
@@ -118,7 +118,7 @@ def test_damaged_payloads_are_refused_or_read_but_never_break(data):
     assert frame.tensors["hidden"].shape == (2, 2, HIDDEN)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200), st.sampled_from(list(Kind)))
 def test_random_payloads_are_refused(content, kind):
     with pytest.raises(FrameError):

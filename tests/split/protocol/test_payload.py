@@ -31,7 +31,7 @@ def test_bfloat16_is_rounded_as_torch_rounds():
     assert torch.equal(came, sent.bfloat16())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32), st.floats(-44, 38))
 def test_int8_is_off_by_half_a_scale_at_most(seed, exponent):
     sent = tokens(seed % 1000, scale=10.0**exponent).clamp(-3e38, 3e38)
@@ -142,7 +142,7 @@ FIELDS = st.dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(FIELDS)
 def test_fields_travel_with_their_types(fields):
     came = round_trip(Frame(Kind.STEP, fields=fields), limits()).fields

@@ -94,7 +94,7 @@ def test_every_altered_byte_of_a_small_record_is_noticed():
             Opener(UP, LIMITS).open(flipped(record, place))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2), st.floats(0, 1), st.integers(1, 255))
 def test_altered_bytes_of_large_frames_are_noticed(number, share, mask):
     sealed = seal(Sealer(UP), large())
@@ -216,7 +216,7 @@ def test_headers_that_contradict_themselves_are_refused_though_authentic(head, s
     assert type(raised.value) is FrameError  # not a cut
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200), st.booleans())
 def test_any_bytes_are_refused_by_name(content, with_header):
     with pytest.raises(FrameError):
