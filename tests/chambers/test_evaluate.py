@@ -188,7 +188,7 @@ def test_what_can_t_be_meant_is_refused(run_folder, base, served, data, tmp_path
         (["--tasks", "cb", empty], "the run finished no round"),
         (["--tasks", "xsum", "--bertscore", "/nowhere", base], "--bertscore: "),
         (["--tasks", "cb", "--batch-tokens", "20", base], "--batch-tokens allows only 20"),
-        (["--tasks", "cb", "--invitation", tmp_path / "short.json", base], "server allows 5"),
+        (["--tasks", "cb", "--invitation", tmp_path / "short.json", base], "server allows only 5"),
     ):
         assert reason in refused(capsys, "evaluate", "--data", data, *words), words
     write(tmp_path / "CB" / "val.jsonl", [{"premise": "a", "hypothesis": "b"}])
