@@ -12,10 +12,10 @@ _lock = threading.RLock()
 
 
 def one_at_a_time(make: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Let only one thread of the process at a time call any function with this decorator.
+    """Serialise, across threads, the calls of all functions with this decorator.
 
     While ``transformers`` makes a model, it changes PyTorch's default data type, which all threads
-    share, and then restores the previous type. After two threads at once, a wrong type could stay.
+    share, and then restores the previous type. If two threads do so at once, bfloat16 can remain.
     """
 
     @wraps(make)
