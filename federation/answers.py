@@ -14,7 +14,7 @@ MODELS = ("base", "global", "personalised")
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to a held-out question; texts are single lines of bounded length."""
+    """A model's answer to a held-out question; ``answers_record`` makes each text a single line."""
 
     model: str  # one of ``MODELS``
     question: str
@@ -31,7 +31,7 @@ def answers_record(answers: Sequence[Answer]) -> ConfigRecord:
 
 
 def answers_problem(reply: Message, most: int) -> str | None:
-    """Return why a reply's answers can't be used, or None; ``most`` is the limit per model."""
+    """Return the reason to reject a reply's answers, or None; ``most`` is the limit per model."""
     record = _record(reply)
     if record is None:
         return None
@@ -48,7 +48,7 @@ def answers_problem(reply: Message, most: int) -> str | None:
 
 
 def answers_of(reply: Message) -> list[Answer]:
-    """Return the answers in a checked reply; the list is empty if there are none."""
+    """Return the answers in a reply that ``answers_problem`` accepted, possibly none."""
     record = _record(reply)
     if record is None:
         return []

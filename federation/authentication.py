@@ -1,9 +1,9 @@
 """Signed instructions from the coordinator, and authenticated replies from the clients.
 
 Flower authenticates the SuperNode that sends a request, but not the message in the request: any
-registered SuperNode can store a message for another SuperNode and name the coordinator as its
-sender. An instruction therefore carries an Ed25519 signature, and a secret key that its recipient
-uses to authenticate the reply (HMAC-SHA-256). Signature and HMAC cover a message's whole content.
+registered SuperNode can store a message for another SuperNode and name the coordinator as the
+sender. An instruction therefore carries an Ed25519 signature, and a secret key that the recipient
+uses to authenticate the reply (HMAC-SHA-256). Signature and HMAC each cover a message's content.
 """
 
 import hmac
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from federation.packed_content import EncryptedArrays, digest_of, pack, unpack
 from finetuning.errors import UserError
 
-# Record names: an authenticated message has one of these records, and encrypted ArrayRecords.
+# Record names: an authenticated message contains one of these records, and encrypted ArrayRecords.
 INSTRUCTION, REPLY = "signed-instruction", "authenticated-reply"
 _SIGNED, _AUTHENTICATED = b"Chambers instruction 1\n", b"Chambers reply 1\n"
 _NONCE_BYTES, _SECRET_BYTES = 16, 32
@@ -29,16 +29,16 @@ CLOCK_SECONDS = 300.0
 
 
 class AuthenticationError(UserError, ValueError):
-    """A message is malformed, has the wrong sender or recipient, or isn't valid at this time."""
+    """A message is malformed or a replay, has the wrong sender or recipient, or isn't valid now."""
 
 
 class Statement(BaseModel):
-    """The statement about an instruction that the coordinator signs."""
+    """The statement that the coordinator signs for each instruction."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    run: int  # Flower's id of the run; the content holds the lineage of the run and the round
-    kind: str  # Flower's type of the message
+    run: int  # Flower's id of the run; the content contains the run's lineage, and the round
+    kind: str  # Flower's message type
     node: int  # Flower's id of the recipient's SuperNode
     # Random; different in every instruction.
     nonce: str = Field(pattern=f"^[0-9a-f]{{{2 * _NONCE_BYTES}}}$")
@@ -57,9 +57,9 @@ class Signer:
         self._last = 0.0
 
     def sign(self, message: Message, shared: EncryptedArrays) -> Statement:
-        """Replace an instruction's content with a signed version; return the statement about it.
+        """Replace a message's content with its signed version; return the signed statement.
 
-        ``shared`` encrypts each ArrayRecord only once for several messages.
+        ``shared`` encrypts each ArrayRecord once, even if several messages contain the record.
         """
         packed = pack(message.content, shared)
         # The system clock may be set back, or have a coarse resolution.
@@ -143,7 +143,7 @@ class SignedInstruction:
         return _opened(self.body, self.arrays)
 
     def authenticate(self, reply: Message) -> None:
-        """Replace a reply's content with a version authenticated with the statement's secret."""
+        """Authenticate a reply's content with the statement's secret, unless it is an error."""
         if reply.has_error():
             return
         packed = pack(reply.content, EncryptedArrays())
@@ -152,7 +152,7 @@ class SignedInstruction:
 
 
 def open_reply(reply: Message, statement: Statement) -> None:
-    """Verify a reply without an error, and replace its content with the unpacked records.
+    """Verify a reply that reports no Flower error, and unpack the reply's content in place.
 
     Raise ``AuthenticationError`` if the reply is malformed, or was not made by the client that
     received the signed ``statement``.
@@ -180,7 +180,7 @@ def _mac(statement: Statement, digest: str) -> bytes:
 
 
 def _bytes_of(record: ConfigRecord, *names: str) -> list[bytes]:
-    """Return the values of a record that must have exactly these names, with bytes as values."""
+    """Return a record's values; the record must contain exactly these names, each with bytes."""
     values = [value for name in names if isinstance(value := record.get(name), bytes)]
     if record.keys() != set(names) or len(values) < len(names):
         raise AuthenticationError("the message's record is malformed")

@@ -1,7 +1,7 @@
 """Imports from Flower that aren't part of its documented interface.
 
-A new version of Flower may change any of these names: test them before widening the bounds of
-``flwr`` in ``pyproject.toml``. Other modules import only names exported by ``flwr.app``,
+A new version of Flower may change any of these names: test them before widening the version bounds
+of ``flwr`` in ``pyproject.toml``. Other modules import only names exported by ``flwr.app``,
 ``flwr.clientapp``, ``flwr.common``, ``flwr.serverapp`` and ``flwr.serverapp.strategy``.
 ``strategies/bounded_pull.py`` also replaces the private client of an ``HttpGrid``.
 """
@@ -37,7 +37,7 @@ from flwr.proto.fleet_pb2 import ActivateNodeRequest
 from flwr.proto.message_pb2 import Context as ContextProto
 from flwr.proto.message_pb2 import Message as MessageProto
 
-# Flower loads a complete reply before passing it to the app; Chambers limits a reply's memory.
+# Flower loads a complete reply before passing it to the app; Chambers limits the reply's size.
 from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 
 # Type of the node information that a grid returns.
@@ -55,7 +55,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 # Errors that a SuperLink returns for a node key.
 from flwr.supercore.error import ApiErrorCode, FlowerError
 
-# Parsing of the objects in a reply, to limit the memory that the reply takes.
+# Parsing of the objects in a reply, to limit the memory that the reply uses.
 from flwr.supercore.inflatable.inflatable_object import (
     get_object_body,
     get_object_type_from_object_content,
@@ -70,13 +70,13 @@ from flwr.supercore.task_identity import TaskIdentity
 # Only the class of the grid shows whether the institutions are simulated.
 from flwr.superlink.grid import HttpGrid, InMemoryGrid
 
-# Requests about a node key go to the endpoint for SuperNodes, signed like a SuperNode's requests.
+# Requests about a node key are sent to the endpoint for SuperNodes, and signed as a SuperNode does.
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 
 def build_release(files: Mapping[str, Path]) -> bytes:
-    """Build a release from files, keyed by path in the release; ``flwr build`` takes a folder."""
+    """Build a release from files, keyed by path in the release; ``flwr build`` needs a folder."""
     # Importing Flower's command line is slow, and only `chambers site sign` needs it.
     from flwr.cli.build import build_fab_from_files
 

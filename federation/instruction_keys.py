@@ -16,7 +16,7 @@ from federation.site_policy import PolicyError
 
 
 def signer_of(config: RunConfig, grid: Grid) -> Signer | None:
-    """Return the signer of a run's instructions; None if signing is disabled, or in simulation.
+    """Return the signer of a run's instructions, or None in simulation or if signing is disabled.
 
     Raise ``ConfigError`` if the run config of a deployment names no key, or an unusable one.
     """
@@ -43,7 +43,7 @@ def signer_of(config: RunConfig, grid: Grid) -> Signer | None:
 def read_private_key(file: Path) -> Ed25519PrivateKey:
     """Read the coordinator's private key.
 
-    Raise ``ConfigError`` if the file can't be read, is not an Ed25519 key, or has a passphrase.
+    Raise ``ConfigError`` if the file can't be read, or isn't an Ed25519 key without a passphrase.
     """
     key: object = None
     try:
@@ -65,7 +65,7 @@ def read_private_key(file: Path) -> Ed25519PrivateKey:
 def read_public_key(file: str) -> Ed25519PublicKey:
     """Read the coordinator's public key from the file named in a site's policy.
 
-    Raise ``PolicyError`` if the file can't be read, or is not an Ed25519 key.
+    Raise ``PolicyError`` if the file can't be read, or doesn't contain an Ed25519 public key.
     """
     key: object = None
     try:

@@ -1,7 +1,7 @@
 """The Flower messages between server and clients: their records and keys.
 
-Every message has a ConfigRecord ``config``; adapters are sent as float32 ArrayRecords. A client
-that can't carry out a message replies with a ``problem``: the text of its error.
+Every message contains a ConfigRecord ``config``; adapters are sent as float32 ArrayRecords. A
+client that can't carry out an instruction replies with a ``problem``: the text of the error.
 """
 
 import re
@@ -58,14 +58,14 @@ class Instruction:
     """The server's request to a client."""
 
     round: Annotated[StrictInt, Field(ge=0)]  # from 1; 0 is the evaluation before the first round
-    # Name of the run across its resumptions, and of the folder of the clients' state.
+    # Identifies a run and its resumptions; also the name of the folder with a client's state.
     lineage: Annotated[StrictStr, Field(pattern=r"^[\w-]{1,64}$")]
     base: StrictStr  # digest of the base model's fingerprint
-    # Seconds that the client has to carry out the request.
+    # Seconds within which the client must carry out the request.
     time_limit: Annotated[FiniteFloat, Field(gt=0)]
-    # In evaluate messages: measure losses (and generate answers, if the run config says so).
+    # In evaluate messages: measure losses (and generate answers if the run config requests them).
     losses: StrictBool = False
-    # In evaluate messages: compute J at the weights sent. In train messages: use the client's J.
+    # Evaluate: compute the importance J at the adapter sent. Train: use the client's own J.
     importance: StrictBool = False
     # In evaluate messages: the weights sent are the run's final weights; save them.
     final: StrictBool = False
@@ -98,15 +98,15 @@ def is_name(text: str) -> bool:
 
 
 def one_line(text: str) -> str:
-    """Return text that may come from a peer as one line of bounded length."""
+    """Return a text, which a peer may have sent, as one line of bounded length."""
     return printable(" ".join(text[:10_000].split()))
 
 
 def lane_record(invitation: Invitation, models: Mapping[str, int]) -> ConfigRecord:
-    """Return an invitation to a lane as a ConfigRecord; it contains the secret of a ticket.
+    """Return an invitation to a lane as a ConfigRecord, which contains the ticket's secret.
 
-    ``models`` are the models to evaluate or, in train messages, to keep; the values are the rounds
-    of the body's adapters at the server.
+    ``models`` maps the names of the models that the client evaluates or, in train messages, keeps
+    on its disk to the rounds of the server's matching adapters.
     """
     return ConfigRecord(
         {
@@ -137,7 +137,7 @@ def invitation_of(message: Message) -> Invitation:
 
 
 def models_of(message: Message) -> dict[str, int]:
-    """Read the names of the models that a client evaluates or keeps, with the models' rounds."""
+    """Read the names and rounds of the models that a client evaluates, or keeps on its disk."""
     record: Any = message.content.config_records[LANE]
     return dict(zip(record["models"], record["rounds"], strict=True))
 
@@ -177,7 +177,7 @@ def answer(
 
 
 def withheld_of(message: Message) -> str | None:
-    """Return one line on what a client withheld from a valid reply and why, or None."""
+    """Return a line that says what a client withheld from a valid reply, and why, or None."""
     withheld = config_of(message).get("withheld")
     return one_line(str(withheld)) if withheld else None
 
@@ -193,10 +193,10 @@ def problem_of(message: Message) -> str | None:
 
 
 def config_of(message: Message) -> Mapping[str, Any]:
-    """Return a reply's ``config`` record; empty if there is none."""
+    """Return a reply's ``config`` record, or an empty mapping if the reply has none."""
     return {} if message.has_error() else message.content.config_records.get(CONFIG) or {}
 
 
 def metrics_of(message: Message) -> Mapping[str, Any]:
-    """Return a reply's metrics; empty if there are none."""
+    """Return a reply's metrics, or an empty mapping if the reply has none."""
     return {} if message.has_error() else message.content.metric_records.get(METRICS) or {}

@@ -29,13 +29,13 @@ def check_keys(node: Mapping[str, Scalar]) -> None:
 def is_simulation(node: Mapping[str, Scalar]) -> bool:
     """Return whether a client is simulated, and so has no rows of its own.
 
-    Flower's examples pass the keys of partitions to real SuperNodes, too; these aren't simulated.
+    Flower's examples pass the partition keys to real SuperNodes, too, which aren't simulated.
     """
     return node.keys() == _PARTITION_KEYS and Path(sys.argv[0]).name != _DEPLOYED
 
 
 def name_and_data_path(node: Mapping[str, Scalar]) -> tuple[str, Path]:
-    """Return an institution's ``name`` and ``data-path``; raise ``DataError`` if one is invalid."""
+    """Return the ``name`` and ``data-path``; raise ``DataError`` if one is missing or invalid."""
     missing = [key for key in ("name", "data-path") if not node.get(key)]
     if missing:
         raise DataError(
@@ -46,7 +46,7 @@ def name_and_data_path(node: Mapping[str, Scalar]) -> tuple[str, Path]:
     if not is_name(name):
         raise DataError(
             f"{name!r} can't be a client's name: use at most 64 letters, digits, ' ', '.', '_' "
-            "or '-' (200 bytes), with a letter, digit or '_' at both ends"
+            "or '-' (at most 200 bytes), with a letter, digit or '_' at both ends"
         )
     if not path.is_absolute():
         raise DataError(f'data-path = "{path}" must be an absolute path')

@@ -32,7 +32,7 @@ class EncryptedArrays:
     """
 
     def __init__(self) -> None:
-        # By the id() of a record; the reference to the record prevents Python from reusing the id.
+        # Keyed by a record's id(); the reference to the record prevents Python from reusing the id.
         self._known: dict[int, tuple[ArrayRecord, bytes, ArrayRecord, str]] = {}
 
     def encrypt(self, record: ArrayRecord) -> tuple[bytes, ArrayRecord, str]:
@@ -106,7 +106,7 @@ def _digest(body: bytes, arrays: Mapping[str, str]) -> str:
 
 
 def _record_digest(record: ArrayRecord) -> str:
-    """Return the digest of an ArrayRecord; it depends on the order of the arrays."""
+    """Return the digest of an ArrayRecord; the digest depends on the order of the arrays."""
     parts: list[bytes] = []
     for name, array in record.items():
         header = f"{array.dtype}\n{array.stype}\n{list(array.shape)}"
@@ -115,7 +115,7 @@ def _record_digest(record: ArrayRecord) -> str:
 
 
 def _hash(parts: Iterable[bytes]) -> str:
-    """Return the digest of a sequence of length-prefixed parts."""
+    """Return the SHA-256 digest of a sequence of parts, each prefixed with its length."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big"))

@@ -1,4 +1,4 @@
-"""Check that a run can be resumed: it needs a checkpoint, and settings that don't differ."""
+"""Check that a run can be resumed: it needs a checkpoint, and mostly its original settings."""
 
 import json
 from pathlib import Path
@@ -34,8 +34,8 @@ _MAY_CHANGE = {
     "split.resume-timeout",
     "split.frame-timeout",
 }
-# With ``client-batch``, the activation budget splits stacks into passes with separate dropout
-# masks, and the share cap scales gradients.
+# With ``client-batch``, the activation budget splits the clients' stacked batches into passes with
+# separate dropout masks, and the share cap scales gradients.
 _CHANGE_STACKS = {"split.activation-budget", "split.share-cap"}
 FOLDER = "checkpoints"
 

@@ -35,21 +35,21 @@ StrategyName = Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"]
 # Value of ``instruction-key`` that disables the signing of instructions in a deployment.
 UNSIGNED = "none"
 
-# Added to a client's time limit for starting a process, loading the model, and transfers.
+# Added to a client's time limit, for starting a process, importing PyTorch, and transfers.
 _GRACE_SECONDS = 60.0
 
 
 class ConfigError(UserError, ValueError):
-    """The run configuration is invalid; the message lists all errors."""
+    """The run configuration is invalid; the message lists all unknown keys and invalid values."""
 
 
 class RunConfig(Section):
-    """Settings of a run; settings unrelated to federation are in sections."""
+    """All settings of a run; most are grouped in sections, such as ``train``."""
 
     strategy: StrategyName = Field(
         "fedjudge-cl",
         description="FedJudge with plain averaging (FedAvg), or with the continual-learning "
-        "penalty; FedProx, with a proximal term instead; or FL-GLM, where the server holds the "
+        "penalty; FedProx, with a proximal term instead; or FL-GLM, where the server runs the "
         "middle blocks.",
     )
     rounds: int = Field(
@@ -67,23 +67,23 @@ class RunConfig(Section):
     min_nodes: PositiveInt = Field(
         2,
         description="Minimum number of valid replies in a round; with fewer, the run fails. "
-        "A round starts once this many SuperNodes are connected, and includes all that are. "
+        "A round starts once this many SuperNodes are connected, and includes all connected ones. "
         "`chambers train` sets `min-nodes` to the number of clients unless it is given.",
     )
     max_share: float = Field(
         0.75,
         gt=0,
         le=1,
-        description="Maximum share of a client's data size in averages of two or more clients. A "
-        "client above it is named in the log, and counts as this share; 1 accepts all sizes.",
+        description="Maximum share of a client's data size in averages over two or more clients. "
+        "A client above it is named in the log, and weighted by this share; 1 means no maximum.",
     )
     node_timeout: PositiveFloat = Field(
         120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."
     )
     round_timeout: PositiveFloat = Field(
         3600.0,
-        description="Seconds that a client has for one train or evaluate message, from the time "
-        "it starts to process it; in simulation, waiting for a free process doesn't count.",
+        description="Seconds that a client has for one train or evaluate message, from the start "
+        "of its processing; in simulation, waiting for a free process doesn't count.",
     )
     output_dir: str = Field(
         "",
@@ -100,13 +100,13 @@ class RunConfig(Section):
     )
     initial_adapter: str = Field(
         "",
-        description="Folder of an adapter in PEFT's format, such as an earlier run's, to begin "
-        "with instead of a random adapter; an absolute path on the server. The adapter is also "
-        "evaluated before round 1 or, with `rounds = 0`, only evaluated.",
+        description="Folder of an adapter in PEFT's format, such as one from an earlier run, to "
+        "begin with instead of a random adapter; an absolute path on the server. The adapter is "
+        "also evaluated before round 1 or, with `rounds = 0`, only evaluated.",
     )
     instruction_key: str = Field(
         "",
-        description="File on the coordinator with the key that signs instructions: the "
+        description="File on the coordinator's machine with the key that signs instructions: the "
         "`instructions.key` of `chambers site certificates`; an absolute path. `none`: "
         "instructions aren't signed. Required in a deployment, not used in simulations.",
     )
@@ -169,8 +169,8 @@ class RunConfig(Section):
         mu = self.fedprox.mu
         if self.strategy == "fedprox" and mu == 0:
             raise ValueError(
-                'strategy = "fedprox" needs fedprox.mu > 0, such as 0.01; with 0 it would be '
-                '"fedjudge-base"'
+                'strategy = "fedprox" needs fedprox.mu > 0, such as 0.01; with 0, it would be '
+                'the same as "fedjudge-base"'
             )
         if self.strategy != "fedprox" and mu > 0:
             why = ": split training has no proximal term" if self.strategy == "fl-glm" else ""
@@ -212,7 +212,7 @@ class RunConfig(Section):
 
     @property
     def row(self) -> dict[str, int]:
-        """Maximum number of positions in a row, prefix included: a sum of settings, by name."""
+        """Settings, by name, whose sum is the maximum number of positions in a row with prefix."""
         before = self.adapter.columns_before
         prefix = {"adapter.prefix-length": before} if before else {}
         return prefix | {"data.max-length": self.data.max_length}
@@ -278,8 +278,8 @@ def configuration_table() -> str:
         "Settings are given with `flwr run . --run-config 'rounds=3 train.learning-rate=1e-3'`, "
         "with a TOML file (`--run-config presets/fedjudge.toml`), or in `[tool.flwr.app.config]` "
         "of `pyproject.toml`; in simulation also with `chambers train fedjudge rounds=3`. "
-        "Defaults are the FedJudge paper's values if it gives any. Every mistake is reported "
-        "before anything starts. This page is generated from the code: "
+        "Defaults are the FedJudge paper's values where the paper states any. Mistakes are "
+        "reported before anything starts. This page is generated from the code: "
         "`python -m federation.run_config > docs/configuration.md`.",
         "",
         "| key | default | allowed | meaning |",
@@ -293,7 +293,7 @@ def configuration_table() -> str:
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield the dotted key, field and value of every setting; sections come last."""
+    """Yield the dotted key, field and value of every setting, in the order of declaration."""
     for name, field in type(section).model_fields.items():
         key, value = prefix + str(field.alias), getattr(section, name)
         if isinstance(value, BaseModel):
@@ -305,7 +305,7 @@ def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInf
 def _explain(
     problem: dict[str, Any], values: Mapping[str, Scalar], fields: Mapping[str, FieldInfo]
 ) -> str:
-    """Return a line on one pydantic error, with the key, its value and the allowed values."""
+    """Describe one pydantic error in a line, with the key, its value and the allowed values."""
     key = ".".join(str(part) for part in problem["loc"])
     reason = problem["msg"].removeprefix("Value error, ")
     if key not in fields:

@@ -20,7 +20,7 @@ METRICS = "metrics.jsonl"
 STATUS = "status.json"
 SUMMARY = "summary.txt"
 LOG = "log.txt"
-# Environment variable with the path where a ServerApp creates a link to the run's folder.
+# Environment variable with the path at which a ServerApp creates a link to the run's folder.
 LINK = "CHAMBERS_RUN_LINK"
 _LOCK = "running.lock"
 # Seconds to wait for the lock, which ``is_running`` also acquires briefly.
@@ -41,7 +41,7 @@ _NEEDS = {
 
 
 def results_folder(output_dir: str) -> Path:
-    """Return the parent of all run folders: ``output-dir``, or a folder in the user's data."""
+    """Return the parent of all run folders: ``output-dir``, or one in the user's data folder."""
     if output_dir:
         return Path(output_dir).expanduser()
     return platformdirs.user_data_path("chambers") / "runs"
@@ -63,7 +63,7 @@ class RunningError(RuntimeError):
 
 @contextmanager
 def running(directory: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder; the operating system releases it when the process ends.
+    """Lock a run's folder within the context; the lock is also released if the process dies.
 
     Raise ``RunningError`` if another process holds the lock.
     """

@@ -1,7 +1,7 @@
 """The site policy: an institution's TOML file that limits what a coordinator may request.
 
-``client_app/policy.py`` applies the policy. All keys are described only here; the table in
-``docs/policy.md`` is generated from these models.
+``client_app/policy.py`` applies the policy. The keys are described only in this module; the table
+in ``docs/policy.md`` is generated from its models.
 """
 
 import tomllib
@@ -27,7 +27,7 @@ from finetuning.settings import kebab_case
 
 
 class PolicyError(UserError, ValueError):
-    """The site's policy refuses a request, or can't be read; the message names the key."""
+    """The site's policy refuses a request, or can't be read; the message names the key or file."""
 
 
 def _absolute(path: str) -> str:
@@ -67,8 +67,8 @@ class SplitPolicy(_Table):
     min_head_blocks: int = Field(
         1,
         ge=0,
-        description="Minimum number of blocks that hidden states must pass before they are sent "
-        "(`split.head-blocks`). With 0 the coordinator can look up the text.",
+        description="Minimum of `split.head-blocks`, the blocks before hidden states are sent. "
+        "With 0, the coordinator can look up the text in the model's embedding table.",
     )
     noise: float = Field(
         0.0,
@@ -96,7 +96,7 @@ class PrivacyPolicy(_Table):
         "multiple of `row-norm`. More noise spends less ε per step.",
     )
     row_norm: PositiveFloat = Field(
-        1.0, description="Maximum norm of each row's gradient; larger ones are scaled down to it."
+        1.0, description="Maximum norm of a row's gradient; larger gradients are scaled down."
     )
     account: AbsolutePath = Field(
         "",
@@ -120,24 +120,24 @@ class SitePolicy(_Table):
     """Limits on what a coordinator may request from this institution."""
 
     strategies: list[StrategyName] | None = Field(
-        None, description="Allowed values of `strategy`; `fl-glm` also needs `split`. Absent: all."
+        None, description="Allowed strategies; `fl-glm` also needs `split.allowed`. Absent: all."
     )
     instruction_key: AbsolutePath = Field(
         "",
-        description="Absolute path of the coordinator's public key, `instructions.pub`. Then only "
-        "the coordinator's instructions are carried out, each once, unless they have expired or a "
-        "newer one of the run was received. Absent: all instructions are, whoever sends them.",
+        description="Absolute path of the coordinator's public key, `instructions.pub`. With it, "
+        "only instructions signed by the coordinator are carried out: once, in order, and before "
+        "they expire. Absent: all instructions are carried out, whoever sent them.",
     )
     base_models: list[Digest] | None = Field(
         None,
         description="Digests of the allowed base models: of the whole model or, with `fl-glm`, of "
-        "the blocks that this institution holds. Absent: any.",
+        "the parts that run at this institution. Absent: all models are allowed.",
     )
     hub_models: list[str] = Field(
         [],
-        description="Hugging Face ids that `model.name` may be. Models that are not in the local "
+        description="Hugging Face ids allowed as `model.name`. Models that are not in the local "
         "cache are downloaded, unless `HF_HUB_OFFLINE=1` is set, as in `docker/flower.env`. "
-        "`smollm2` is `HuggingFaceTB/SmolLM2-135M-Instruct`, wherever its weights come from. "
+        "`smollm2` counts as `HuggingFaceTB/SmolLM2-135M-Instruct`, wherever its weights are from. "
         "The built-in `tiny` is always allowed, unless `base-models` excludes it. Absent: none.",
     )
     paths: Annotated[list[str], AfterValidator(_all_absolute)] = Field(
@@ -153,7 +153,7 @@ class SitePolicy(_Table):
     max_runs: PositiveInt | None = Field(
         None,
         description="Maximum number of runs that may train or evaluate here, counted in the audit "
-        "log. Absent: no limit; `max-rounds` then applies to each of any number of runs.",
+        "log. Absent: no limit; `max-rounds` then limits each run, but not the number of runs.",
     )
     max_rounds: PositiveInt | None = Field(
         None,

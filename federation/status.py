@@ -17,7 +17,7 @@ class LaneStatus(BaseModel):
 
 
 class RunStatus(BaseModel):
-    """The status of a run. Times are in seconds since the epoch; clients are given by name."""
+    """The status of a run. Times are Unix times in seconds; clients are identified by name."""
 
     phase: Phase = "registration"
     round: int = 0  # from 1; 0 before the first round
@@ -25,7 +25,7 @@ class RunStatus(BaseModel):
     since: float = 0.0  # start of the phase
     until: float = 0.0  # deadline after which clients that haven't replied are left out
     updated: float = 0.0  # time when this status was written
-    asked: list[str] = []  # clients that received a message in this phase
+    asked: list[str] = []  # clients to which a message was sent in this phase
     replied: list[str] = []  # clients that sent a valid reply
     left_out: dict[str, str] = {}  # reasons for leaving out clients in this phase
     lanes: list[LaneStatus] = []  # progress of the clients with open lanes

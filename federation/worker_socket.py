@@ -17,14 +17,14 @@ from pathlib import Path
 # Largest message that protobuf can serialise; also the limit for a frame.
 MAX_BYTES = 2**31 - 1
 MAX_TEXT = 1000
-# Timeout for the other end to accept a connection, and to continue a frame.
+# Timeout, in seconds, for connecting, and for each read or write of a part of a frame.
 TRANSFER_SECONDS = 30.0
 _LENGTH = struct.Struct(">Q")
 _CREDENTIALS = struct.Struct("3i")
 
 
 class WorkerError(Exception):
-    """The worker can't answer a message; the text continues a sentence after "the worker"."""
+    """The worker can't answer a message; the text completes a sentence that names the worker."""
 
 
 def refuse_open_folder(path: Path) -> None:
@@ -47,7 +47,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 @contextmanager
 def connected_worker(path: Path) -> Iterator[socket.socket]:
-    """Connect to the worker at a path; raise ``WorkerError`` if it is missing or not trusted.
+    """Connect to the worker at a path, or raise ``WorkerError`` if it is missing or not trusted.
 
     The worker must run as this user, the folder's owner, or root: other users with write access to
     the folder could create their own socket there.
