@@ -1,6 +1,6 @@
 """The audit log: an append-only local file that records all data leaving an institution.
 
-Each line is written to disk before the data that it describes is sent.
+Each reply and each lane is recorded on disk before any of its data is sent.
 """
 
 import json
@@ -78,7 +78,7 @@ class AuditLog:
                 raise
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the existing lines; damaged lines are empty, an incomplete last line is omitted."""
+        """Yield all complete lines; for a damaged line, yield an empty dictionary."""
         if not self.path.exists():
             return
         with self.path.open("rb") as lines:
@@ -115,7 +115,7 @@ def describe(message: Message, reply: Message) -> dict[str, Any]:
 
 
 def _norm(arrays: Mapping[str, Array], origin: Mapping[str, Array]) -> float | str:
-    """Return the joint L2 norm of all arrays, each minus the array of that name in ``origin``."""
+    """Return the joint L2 norm of all arrays, after subtracting those of ``origin`` by name."""
     total = 0.0
     for name, array in arrays.items():
         value = array.numpy().astype(np.float64)

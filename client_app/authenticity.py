@@ -28,11 +28,11 @@ def authenticate(
 def check_fresh(
     about: Mapping[str, Any], run_id: int, time: float, lines: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Raise ``AuthenticationError`` if an instruction, or a newer one, was received before.
+    """Raise ``AuthenticationError`` if an instruction, or a newer one of its run, was received.
 
-    A resumed run repeats rounds, but with a different Flower run id (``run_id``). ``about`` has the
-    ``client``, ``nonce``, ``run`` (lineage) and ``round`` of the instruction; ``time`` is the Unix
-    time of signing, in seconds; ``lines`` are the existing lines of the audit log.
+    A resumed run repeats rounds, but with a different Flower run id (``run_id``). ``about``
+    contains the ``client``, ``nonce``, ``run`` (lineage) and ``round`` of the instruction; ``time``
+    is the Unix time of signing, in seconds; ``lines`` are the existing lines of the audit log.
     """
     for line in lines:
         if line.get("event") != "instruction" or line.get("client") != about["client"]:

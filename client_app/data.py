@@ -1,4 +1,4 @@
-"""A client's private rows: read from its files, a share of a data set, or generated."""
+"""Read or generate a client's private rows, which can also be a share of a data set."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def read_client_data(settings: DataSettings, node: Mapping[str, Scalar], seed: i
 
 
 def _style(index: int, seed: int) -> ClientData:
-    """Return a client with one of three styles; further clients reuse a style with new facts."""
+    """Return a client with one of three styles; more than three clients share the styles."""
     style, copy = STYLES[index % len(STYLES)], index // len(STYLES)
     name = style if copy == 0 else f"{style}-{copy + 1}"
     own_seed = derive_seed("generated", seed, copy)
@@ -81,7 +81,7 @@ def _style(index: int, seed: int) -> ClientData:
 
 
 def _school(kind: str, index: int, count: int, seed: int) -> ClientData:
-    """Return a client that trains on some matters (all with ``matters-even``), tested on all.
+    """Return a client trained on some matters (``matters-even``: on all), and tested on all.
 
     The held-out rows start with the matters of the next client, and end with the client's own.
     """

@@ -29,8 +29,8 @@ class Evaluation:
     ) -> None:
         """Measure a model's held-out loss and, if configured, score its generated answers.
 
-        ``kind`` is ``base``, ``global`` or ``personalised``. If the run config requests it, answers
-        are also kept as text, but only before the first round and after the last.
+        ``kind`` is ``base``, ``global`` or ``personalised``. Before the first round and after the
+        last, answers are also stored as text if the run config requests texts.
         """
         settings, test = task.config.evaluate, task.institution.test
         held_out = held_out_loss(

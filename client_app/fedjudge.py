@@ -44,7 +44,7 @@ _TRIAL = [
 
 
 def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
-    """Return the base model's directory and fingerprint; raise ``BaseModelError`` if not found."""
+    """Return the base model's directory and fingerprint; raise ``BaseModelError`` if missing."""
     directory = locate(config.model.name)
     return directory, fingerprint(directory)
 
@@ -93,7 +93,7 @@ def train(task: Task) -> tuple[State, Metrics]:
 def evaluate(task: Task) -> Evaluation:
     """Evaluate the base, global and personalised models as requested.
 
-    If requested, compute J at the global adapter.
+    If requested, compute the importance J at the global adapter.
     """
     instruction, adapter = task.instruction, task.arrays[ARRAYS]
     model, tokenizer = _model_of(task)
@@ -153,7 +153,7 @@ def _privately(
 def _model_of(task: Task) -> tuple[WholeModel, Any]:
     """Return the model, with an adapter, and the tokenizer; both are loaded once per process.
 
-    The adapter still has the weights of the previous message: load new ones before use.
+    The adapter still has the weights of the previous message: load new weights before use.
     """
     return _load_model(task.config.model, task.config.adapter, task.institution.model_files)
 

@@ -80,7 +80,7 @@ def train(task: Task) -> tuple[State, Metrics]:
         model.end()
     traffic = model.lane.traffic
     adapters = {name: p.detach().float().cpu().clone() for name, p in parameters.items()}
-    # The server has a matching body only for the client's last adapter that it averaged.
+    # The server's body for this client matches only the last of the client's averaged adapters.
     task.save(adapters, optimizer, counted=models_of(task.message).get("personalised"))
     return adapters, training_metrics(report) | {
         "bytes-up": traffic.bytes_up,
@@ -95,7 +95,7 @@ def train(task: Task) -> tuple[State, Metrics]:
 def evaluate(task: Task) -> Evaluation:
     """Evaluate models on held-out data; the server runs the body.
 
-    After the last round, the message contains the body's adapters; save the complete adapters.
+    After the last round, the message contains the body's adapters; save the whole model's adapters.
     """
     config, rounds = task.config, models_of(task.message)
     adapters: dict[str, State | None] = {"base": None, "global": task.arrays[ARRAYS]}
@@ -131,7 +131,7 @@ def _load_parts(
 ) -> dict[PartyName, Part]:
     """Return the head and the tail with adapters, loaded once per process.
 
-    The adapters still have the weights of the previous message: load new ones before use.
+    The adapters still have the weights of the previous message: load new weights before use.
     """
     directory = locate_parts(model.name, split, _PARTS)
     parts = load_parts(

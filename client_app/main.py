@@ -68,7 +68,7 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
         WorkerError: There is no worker, or it refused or could not receive the message.
         WorkerEndedError: The worker ended after receiving the message.
         FailedInWorkerError: The message's handler raised an exception.
-        TimeoutError: The worker didn't answer within the client's time limit.
+        TimeoutError: The worker didn't answer within the time that the server waits.
 
     """
     with connected_worker(path) as connection:

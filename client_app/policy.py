@@ -24,7 +24,7 @@ from split.settings import SplitSettings
 def check_run(policy: SitePolicy, config: RunConfig) -> None:
     """Raise ``PolicyError`` for settings that the policy doesn't allow.
 
-    This is checked before accessing any file or model that the run config names.
+    These settings are checked before any access to a file or model that the run config names.
     """
     if policy.strategies is not None:
         known = config.strategy in policy.strategies
@@ -53,9 +53,9 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
 
 
 def check_institution(policy: SitePolicy, config: RunConfig, institution: Institution) -> None:
-    """Raise ``PolicyError`` if the policy doesn't allow the base model, or the rows of a round.
+    """Raise ``PolicyError`` if the policy doesn't allow the base model, or a round's size.
 
-    The numbers of rows and steps depend on the institution's data.
+    The numbers of rows and steps in a round depend on the institution's data.
     """
     base = digest(institution.fingerprint)
     if policy.base_models is not None:
@@ -90,9 +90,9 @@ def check_request(
     config: RunConfig,
     institution: Institution,
 ) -> None:
-    """Raise ``PolicyError`` if a train or evaluate message requests what isn't allowed.
+    """Raise ``PolicyError`` if the policy doesn't allow what a train or evaluate message requests.
 
-    This includes values that are computed from too few rows.
+    Values that would be computed from too few rows are not allowed, either.
     """
     limit = instruction.time_limit
     _at_most(name="the time limit", value=limit, key="max-seconds", limit=policy.max_seconds)
@@ -149,7 +149,7 @@ def check_counts(
 ) -> None:
     """Raise ``PolicyError`` if a message exceeds ``max-runs`` or ``max-rounds``.
 
-    ``about`` has the message's ``kind``, ``run`` and ``client``; ``lines`` are the audit log's.
+    ``about`` contains the message's ``kind``, ``run`` and ``client``; ``lines`` is the audit log.
     """
     if policy.max_runs is None and policy.max_rounds is None:
         return
@@ -168,7 +168,7 @@ def check_counts(
 
 
 def _check_privacy(config: RunConfig) -> None:
-    """Refuse settings that violate differential privacy with any strategy."""
+    """Refuse settings that violate differential privacy, whatever the strategy."""
     require(
         not config.evaluate.shown,
         f"evaluate.show-answers = {config.evaluate.show_answers}",
@@ -207,7 +207,7 @@ def _check_split(policy: SitePolicy, split: SplitSettings) -> None:
     require(
         policy.privacy.epsilon is None,
         'strategy = "fl-glm"',
-        "privacy.epsilon: hidden states of single rows would be sent; no honest ε covers that",
+        "privacy.epsilon: hidden states of single rows would be sent, which no ε covers",
     )
     require(policy.split.allowed, 'strategy = "fl-glm"', "split.allowed = false")
     require(
@@ -241,7 +241,7 @@ def _is_within(path: str, folders: Iterable[str]) -> bool:
 
 
 def _rows(examples: Iterable[Example | Prompt]) -> int:
-    """Return the number of input lines of the examples; a policy counts these as rows.
+    """Return the number of input lines of the examples; a policy counts each line as a row.
 
     A task can split a line into several rows, and a template can split a row into several examples.
     """

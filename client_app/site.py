@@ -22,9 +22,9 @@ from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_
 
 @dataclass(frozen=True)
 class Site:
-    """An institution's policy for one message; without a policy, nothing is refused or recorded."""
+    """An institution's policy, and the message to which the policy is applied."""
 
-    policy: SitePolicy | None
+    policy: SitePolicy | None  # None: nothing is recorded, and only sending text of rows is refused
     about: Mapping[str, Any]  # client, kind of message, run and round, for the audit log
     is_simulated: bool
 
@@ -111,10 +111,10 @@ def open_site(message: Message, context: Context, instruction: SignedInstruction
     The content of a signed instruction replaces the content of the message.
 
     Raises:
-        PolicyError: The named policy is missing or malformed, or the configuration has unknown
-            keys.
-        AuthenticationError: The policy requires a signature, but the message has no valid signature
-            for this site and time, or was received before.
+        PolicyError: The named policy, or its public key, is missing or malformed, or the
+            configuration has unknown keys.
+        AuthenticationError: The signed content is malformed; or the policy requires a signature,
+            but the message has none that is valid for this site and time, or is a replay.
         AuditError: The message can't be recorded.
 
     """

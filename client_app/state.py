@@ -2,8 +2,8 @@
 
 Flower's ``context.state`` is lost when a SuperNode restarts, and silently drops states of 200 MB.
 ``<state-path>/<lineage>/<client>/round-0002/`` contains the personalised adapter and the optimizer
-state after that round. The last two rounds are kept, so that a run that lost its last round can
-resume from the previous one. The last round whose adapter the server averaged is kept, too.
+state after round 2. The last two rounds are kept, so that a run that lost its last round can resume
+from the previous one. The last round whose adapter the server averaged is kept, too.
 """
 
 import shutil
@@ -21,7 +21,7 @@ _KEPT_ROUNDS = 2
 
 
 class ClientState:
-    """The state of a client in a run; by default, it is in the user's state folder."""
+    """The state of a client in a run, stored by default in the user's state folder."""
 
     def __init__(self, state_path: str, lineage: str, client: str) -> None:
         root = Path(state_path or platformdirs.user_state_path("chambers")).expanduser()
@@ -32,8 +32,8 @@ class ClientState:
     ) -> None:
         """Save the adapter and the optimizer state after a round; keep the last two rounds.
 
-        ``counted`` is an additional round to keep, whose adapter the server averaged. If the disk
-        is full, raise ``DiskFullError``; no partial files remain.
+        ``counted``, the last round whose adapter the server averaged, is kept, too. If the disk is
+        full, raise ``DiskFullError``; no partial files remain.
         """
         with replacing(self._round(round_number)) as aside:
             aside.mkdir(parents=True)

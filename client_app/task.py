@@ -21,7 +21,7 @@ from finetuning.training.optimization import OptimizerState
 
 Metrics = dict[str, int | float]
 
-# Upper bound for the speed of any machine.
+# More optimizer steps per second than any machine can do.
 _MAX_STEPS_A_SECOND = 1000
 
 
@@ -83,7 +83,7 @@ class Task:
         return steps
 
     def saved_optimizer(self) -> OptimizerState | None:
-        """Return the optimizer state of the previous round if the run config keeps it.
+        """Return the newest optimizer state if ``train.optimizer-state`` is ``keep``, or None.
 
         Remove the state of this and later rounds, which a resumed run repeats.
         """
@@ -97,9 +97,9 @@ class Task:
         return optimizer
 
     def save(self, adapter: State, optimizer: OptimizerState, counted: int | None = None) -> None:
-        """Save the local adapter, and the optimizer state if the run config keeps it.
+        """Save the local adapter and, if ``optimizer-state`` is ``keep``, the optimizer state.
 
-        ``counted``, if given, is a further round to keep: the last one that the server averaged.
+        ``counted``, the last round whose adapter the server averaged, is kept, too.
         """
         keeps = self.config.train.optimizer_state == "keep"
         self.state.save(self.instruction.round, adapter, optimizer if keeps else {}, counted)

@@ -2,8 +2,8 @@
 
     python -m client_app.worker SOCKET [--allow-uid UID]
 
-``chambers site worker`` starts this program. The worker answers one message at a time, and refuses
-other messages meanwhile; their ClientApp processes then answer these. If the caller ends before
+``chambers site worker`` starts this program. The worker answers one message at a time; meanwhile it
+refuses other messages, which their ClientApp processes then answer. If the caller ends before
 receiving its reply, the worker exits with status 75, since this is the only reliable way to stop
 all computations of a message; a supervisor such as systemd then restarts the worker.
 """
@@ -146,7 +146,7 @@ class Worker:
 
 @contextmanager
 def listening(path: Path, shared: bool) -> Iterator[socket.socket]:
-    """Listen on a socket that only this user or, if ``shared``, also the folder's group can use.
+    """Listen on a socket that only this user or, if ``shared``, also the socket's group can use.
 
     Raises:
         WorkerError: The folder is writable by every user, another worker is listening, or the path

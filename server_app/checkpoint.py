@@ -30,7 +30,7 @@ class Checkpoint:
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
-    """Write ``checkpoints/round-0002.safetensors`` atomically; keep the last two checkpoints."""
+    """Write a checkpoint atomically, and delete all but the last two checkpoints."""
     progress = checkpoint.progress
     groups = {
         "adapter": checkpoint.state,
@@ -93,7 +93,7 @@ def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
         raise ConfigError(
             f'resume = "{directory}": base-model.json can\'t be read: {error}'
         ) from error
-    # Ignore added tensors: files of other parties may have been added to the folder.
+    # Ignore added tensors: files of other parts of a split model may have been added to the folder.
     changed = [name for name in differences(before, fingerprint) if name in before]
     if changed:
         raise ConfigError(

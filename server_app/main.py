@@ -116,7 +116,7 @@ def first_adapter(config: RunConfig, base: Path, with_initial: bool = True) -> t
 
 
 def _show_end(directory: Path, problem: str = "") -> None:
-    """Write the run's final status; only log an error, such as a full disk."""
+    """Write the run's final status; an error, such as a full disk, is only logged."""
     try:
         end_status(directory, problem)
     except (OSError, ValueError) as error:
@@ -124,7 +124,7 @@ def _show_end(directory: Path, problem: str = "") -> None:
 
 
 def _show_summary(directory: Path) -> None:
-    """Log the tables of a completed run and write them to a file; only log a full disk."""
+    """Log a completed run's tables, and write them to a file; a write error is only logged."""
     text = summary(directory)
     log(INFO, "%s", text)
     try:

@@ -44,7 +44,7 @@ def write_report(directory: Path) -> Path:
     """Write ``report.html`` to a run's folder, based on its metrics and configuration.
 
     Raises:
-        ValueError: The metrics are malformed.
+        ValueError: The metrics or the configuration are malformed.
         OSError: A file can't be read or written.
 
     """
@@ -118,7 +118,7 @@ def _known(rows: Iterable[Event], key: str) -> list[float]:
 
 
 def _cells(models: Mapping[str, Event], key: str) -> list[tuple[str, bool]]:
-    """Return, for each model, the text of its table cell and whether it is the best value."""
+    """Return, for each model, the text of the table cell and whether the value is the best one."""
     known = _known(models.values(), key)
     best = (min if key in _LOSSES else max)(known) if len(known) > 1 else None
     values = (models[model].get(key) for model in MODELS)
@@ -154,7 +154,7 @@ def _lanes(events: Iterable[Event]) -> list[tuple[str, list[str], list[str]]]:
     return rows
 
 
-_INK = "#010203"  # replaced by the page's text colour, so that plots follow its colour scheme
+_INK = "#010203"  # replaced by the page's text colour, so that plots match its light or dark theme
 # Petroff's ten colours are accessible with colour-vision deficiencies; markers help in print.
 _COLOURS = "#3f90da #bd1f01 #ffa90e #832db6 #94a4a2 #a96b59 #e76300 #717581 #b9ac70 #92dadd"
 _LOOKS = list(zip(_COLOURS.split(), "os^DvPX<>*", "●■▲◆▼✚✖◀▶★", strict=True))

@@ -66,7 +66,7 @@ class Results:
         return self.directory / ".replies"
 
     def show(self, status: RunStatus) -> None:
-        """Replace ``status.json``; ignore a full disk, which may be temporary."""
+        """Replace ``status.json``; an error, such as a full disk, is only logged."""
         try:
             write_status(self.directory, status)
         except OSError as error:
@@ -100,8 +100,8 @@ class Results:
     ) -> None:
         """Save a client's personalised adapter, which ``checkpoint`` later publishes.
 
-        ``adapters/clients`` contains only adapters of evaluated rounds: if the run ends earlier and
-        is resumed, the round may be repeated without this client.
+        ``adapters/clients`` contains only adapters of evaluated rounds: if the run ends before the
+        evaluation and is resumed, the round may be repeated without this client.
         """
         self._sizes[client], self._rounds[client] = size, round_number
         self._save_adapter(
@@ -155,7 +155,7 @@ class Results:
         write_report(self.directory)
 
     def discard(self, round_number: int) -> None:
-        """Delete the checkpoint of a round with an unusable adapter if an earlier one exists."""
+        """Delete an unusable round's adapters, and its checkpoint if there is an earlier one."""
         discard_checkpoint(self.directory, round_number)
         remove_whole(self._trained(round_number))
 
@@ -207,7 +207,7 @@ class Results:
             metrics.truncate(len(events))
 
     def close(self) -> None:
-        """Flush and close the files; ignore a full disk."""
+        """Flush and close the files; an error, such as a full disk, is only logged."""
         try:
             self._tensorboard.close()
         except OSError as error:

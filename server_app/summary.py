@@ -21,7 +21,7 @@ _ANSWERING = ("base", "global")
 
 
 def summary(directory: Path) -> str:
-    """Return the run's tables of answers, if any, and of losses per client and model, and paths."""
+    """Return a run's summary: the tables of answers (if any) and of losses, and paths."""
     events = read_events(directory / METRICS)
     config = json.loads((directory / "config.json").read_bytes())
     matters = not config.get("data.path") and config.get("data.generated") == "matters"
