@@ -28,7 +28,7 @@ def authenticate(
 def check_fresh(
     about: Mapping[str, Any], run_id: int, time: float, lines: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Raise ``AuthenticationError`` if an instruction, or a newer one of its run, was received.
+    """Raise ``AuthenticationError`` if this or a newer instruction of the run was received before.
 
     A resumed run repeats rounds, but with a different Flower run id (``run_id``). ``about``
     contains the ``client``, ``nonce``, ``run`` (lineage) and ``round`` of the instruction; ``time``

@@ -44,7 +44,7 @@ _TRIAL = [
 
 
 def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
-    """Return the base model's directory and fingerprint; raise ``BaseModelError`` if missing."""
+    """Return the base model's directory and fingerprint, or raise ``BaseModelError``."""
     directory = locate(config.model.name)
     return directory, fingerprint(directory)
 

@@ -36,9 +36,9 @@ class Institution:
     lines: int  # number of input lines of the training rows; a task may split a line into rows
     rows_divided: int  # number of training rows that were split into several examples
     padding: int  # id of the padding token
-    directory: Path  # of the base model
-    fingerprint: dict[str, str]  # of the base model, or of the parts held by the client
-    model_files: Stamps  # of the base model's files and of the GGUF file they were made from
+    directory: Path  # directory of the base model
+    fingerprint: dict[str, str]  # fingerprint of the base model, or of the client's parts of it
+    model_files: Stamps  # stamps of the base model's files, and of the GGUF file, if any
     data_files: Stamps
 
     def drawn(self, seed: int, count: int) -> list[Example]:

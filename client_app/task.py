@@ -30,7 +30,7 @@ class Task:
     """A train or evaluate message, with all data needed to carry it out."""
 
     message: Message
-    instruction: Instruction  # what the site's policy permits of the message's instruction
+    instruction: Instruction  # the message's instruction, without what the site's policy refuses
     config: RunConfig
     institution: Institution
     site: Site

@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("socket", type=Path, help="path of the socket")
     parser.add_argument(
-        "--allow-uid", type=int, action="append", default=[], help="id of a further user to answer"
+        "--allow-uid", type=int, action="append", default=[], help="id of another permitted user"
     )
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -143,7 +143,7 @@ class SignedInstruction:
         return _opened(self.body, self.arrays)
 
     def authenticate(self, reply: Message) -> None:
-        """Authenticate a reply's content with the statement's secret, unless it is an error."""
+        """Authenticate a reply with the statement's secret, unless the reply is a Flower error."""
         if reply.has_error():
             return
         packed = pack(reply.content, EncryptedArrays())

@@ -70,7 +70,7 @@ from flwr.supercore.task_identity import TaskIdentity
 # Only the class of the grid shows whether the institutions are simulated.
 from flwr.superlink.grid import HttpGrid, InMemoryGrid
 
-# Requests about a node key are sent to the endpoint for SuperNodes, and signed as a SuperNode does.
+# Requests about a node key are sent, signed like a SuperNode's, to the endpoint for SuperNodes.
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 

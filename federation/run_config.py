@@ -75,7 +75,7 @@ class RunConfig(Section):
         gt=0,
         le=1,
         description="Maximum share of a client's data size in averages over two or more clients. "
-        "A client above it is named in the log, and weighted by this share; 1 means no maximum.",
+        "A client with more is named in the log, and weighted by this share; 1 means no maximum.",
     )
     node_timeout: PositiveFloat = Field(
         120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."

@@ -67,8 +67,8 @@ class SplitPolicy(_Table):
     min_head_blocks: int = Field(
         1,
         ge=0,
-        description="Minimum of `split.head-blocks`, the blocks before hidden states are sent. "
-        "With 0, the coordinator can look up the text in the model's embedding table.",
+        description="Minimum of `split.head-blocks`, the number of blocks that run before hidden "
+        "states are sent. With 0, the coordinator can look up the text in the embedding table.",
     )
     noise: float = Field(
         0.0,

@@ -17,14 +17,14 @@ from pathlib import Path
 # Largest message that protobuf can serialise; also the limit for a frame.
 MAX_BYTES = 2**31 - 1
 MAX_TEXT = 1000
-# Timeout, in seconds, for connecting, and for each read or write of a part of a frame.
+# Timeout, in seconds, for connecting, sending a frame, and reading the next bytes of a frame.
 TRANSFER_SECONDS = 30.0
 _LENGTH = struct.Struct(">Q")
 _CREDENTIALS = struct.Struct("3i")
 
 
 class WorkerError(Exception):
-    """The worker can't answer a message; the text completes a sentence that names the worker."""
+    """The worker can't answer a message; "the worker" is the subject of the error's text."""
 
 
 def refuse_open_folder(path: Path) -> None:

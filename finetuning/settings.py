@@ -65,8 +65,8 @@ class AdapterSettings(Section):
     )
     initial_text: str = Field(
         "",
-        description="Text that initialises a `prefix` with its keys and values; it is repeated up "
-        "to the prefix length. Before training, the model answers as the base model does after "
+        description="Text whose keys and values initialise a `prefix`; the text is repeated up to "
+        "the prefix length. Before training, the model answers as the base model does after "
         "this text. The server must load the whole model. Empty: random numbers, as in PEFT.",
     )
     rank: PositiveInt = Field(4, description="Rank r of the LoRA matrices.")
@@ -80,7 +80,7 @@ class AdapterSettings(Section):
 
     @property
     def columns_before(self) -> int:
-        """Number of prefix positions before each row's tokens; each takes memory like a token."""
+        """Number of prefix positions before a row's tokens; each uses as much memory as a token."""
         return self.prefix_length if self.kind == "prefix" else 0
 
 
@@ -126,7 +126,7 @@ class DataSettings(Section):
         "reasoning",
     ] = Field(
         "",
-        description="The task whose published format the files have, such as SuperGLUE's "
+        description="The task; the files must be in its published format, such as SuperGLUE's "
         "`train.jsonl` and `val.jsonl`; `docs/tasks.md` shows the prompts. Empty: the files "
         "contain instructions or conversations.",
     )
@@ -139,7 +139,7 @@ class DataSettings(Section):
         "", description="Column with the label for `label` and `dirichlet` partitions."
     )
     dirichlet_alpha: PositiveFloat = Field(
-        0.5, description="Concentration of the Dirichlet partition; smaller is more skewed."
+        0.5, description="Concentration of the Dirichlet partition; small values skew it more."
     )
     test_fraction: float = Field(
         0.1,
@@ -151,8 +151,8 @@ class DataSettings(Section):
     max_length: int = Field(
         800,
         ge=16,
-        description="Tokens per example; longer examples lose the end of their inputs first. A "
-        "model with a table of position embeddings, such as GPT-2, must have at least this many.",
+        description="Maximum tokens per example; longer examples lose the end of their inputs "
+        "first. A table of position embeddings, as in GPT-2, must have at least this many rows.",
     )
     skip_bad_rows: bool = Field(
         False, description="Leave malformed rows out, with a warning, instead of refusing to start."
@@ -169,13 +169,13 @@ class TrainSettings(Section):
 
     epochs: PositiveInt = Field(1, description="Passes over a client's data per round.")
     local_steps: int = Field(
-        0, ge=0, description="Optimizer steps per round instead of epochs; 0 means epochs."
+        0, ge=0, description="Optimizer steps per round; with 0, `epochs` determines the steps."
     )
     batch_size: PositiveInt = Field(
         2,
-        description="Number of examples of maximal length in memory at once. Shorter ones are "
-        "combined up to the same number of padded tokens, prefixes included; this changes the "
-        "speed, not the result.",
+        description="Number of examples of maximal length in memory at once. Shorter examples are "
+        "combined up to the same number of padded tokens, prefixes included; combining them "
+        "changes the speed, not the result.",
     )
     accumulation: PositiveInt = Field(
         8, description="An optimizer step covers `batch-size` × `accumulation` examples."
@@ -189,13 +189,13 @@ class TrainSettings(Section):
     learning_rate: PositiveFloat = Field(2e-4, description="Peak learning rate.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Weight decay of the optimizer.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate over the whole run, not over one round."
+        "constant", description="Course of the learning rate over the whole run, not one round."
     )
     warmup_ratio: float = Field(
         0.0, ge=0, lt=1, description="Share of the whole run's steps with a rising learning rate."
     )
     max_gradient_norm: NonNegativeFloat = Field(
-        0.3, description="Gradients are scaled down to this norm; 0 switches clipping off."
+        0.3, description="Maximum gradient norm; larger gradients are scaled down. 0: no maximum."
     )
 
 
@@ -214,12 +214,12 @@ class ContinualSettings(Section):
         "which is computed after each aggregation, or `client`, its own.",
     )
     importance_examples: PositiveInt = Field(
-        64, description="At most this many training examples are used to compute J."
+        64, description="Maximum number of training examples from which J is computed."
     )
     jacobian: Literal["mean-absolute", "mean-gradient"] = Field(
         "mean-absolute",
-        description="J is the mean of |∂L/∂W| over rows, or the absolute value of the mean of "
-        "∂L/∂W, which is never larger.",
+        description="`mean-absolute`: J is the mean of |∂L/∂W| over rows. `mean-gradient`: J is "
+        "the absolute value of the mean of ∂L/∂W, which is never larger.",
     )
     share: float = Field(
         0.0,
@@ -256,7 +256,7 @@ class EvaluateSettings(Section):
     """Evaluation on held-out data."""
 
     every: PositiveInt = Field(
-        1, description="Rounds between evaluations; the last round is always evaluated."
+        1, description="Evaluate once every this many rounds, and always after the last round."
     )
     batch_size: PositiveInt = Field(8, description="Examples evaluated at once.")
     generate: bool = Field(
@@ -265,7 +265,7 @@ class EvaluateSettings(Section):
         "shortened only if they alone don't fit into `data.max-length`.",
     )
     generate_examples: PositiveInt = Field(
-        32, description="At most this many held-out rows are answered."
+        32, description="Maximum number of held-out rows to generate answers for."
     )
     show_answers: int = Field(
         0,
@@ -274,7 +274,7 @@ class EvaluateSettings(Section):
         "reference and the answers of all models; needs `evaluate.generate`. These texts are sent "
         "to the coordinator: in a deployment, each site's policy must allow this.",
     )
-    max_new_tokens: PositiveInt = Field(256, description="Longest generated answer, in tokens.")
+    max_new_tokens: PositiveInt = Field(256, description="Maximum tokens per generated answer.")
 
     @property
     def shown(self) -> int:
